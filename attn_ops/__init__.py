@@ -1,0 +1,37 @@
+"""Attention operators, backends, batch metadata and a paged KV cache for PyTorch models.
+
+Importing this package defines the operators `torch.ops.attn_ops.*` and does nothing else.
+"""
+
+from attn_ops.backends import Backend, Selection, Support, backend_names, get_backend, register_backend, select_backend
+from attn_ops.kv_cache import PagedKVCache
+from attn_ops.metadata import (
+    PAD_SLOT_ID,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    CommonAttentionMetadata,
+)
+from attn_ops.ops import attention, write_kv
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PAD_SLOT_ID",
+    "AttentionCGSupport",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionSpec",
+    "Backend",
+    "CommonAttentionMetadata",
+    "PagedKVCache",
+    "Selection",
+    "Support",
+    "attention",
+    "backend_names",
+    "get_backend",
+    "register_backend",
+    "select_backend",
+    "write_kv",
+]

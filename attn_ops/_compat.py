@@ -1,0 +1,31 @@
+"""Everything that differs between the torch versions we support (2.11 to 2.15).
+
+torch 2.15 renamed the interface for opaque objects; the two names below are all that the rest of the
+project needs of it.
+"""
+
+import torch
+
+try:  # torch 2.11 to 2.14
+    from torch._library.opaque_object import register_opaque_type
+    from torch._opaque_base import OpaqueBase
+except ImportError:  # torch 2.15 and later
+    from torch._custom_class_base import CustomClassBase as OpaqueBase
+    from torch._library.custom_class import register_custom_class
+
+    def register_opaque_type(cls: type, *, typ: str) -> None:
+        register_custom_class(cls, typ="symbolic" if typ == "reference" else typ)
+
+
+def register_opaque_reference(cls: type) -> str:
+    """Register `cls` as an opaque graph input and return its name for operator schemas.
+
+    Dynamo treats an instance as a black box: it is an input of the graph and no attribute of it is guarded on.
+    """
+    register_opaque_type(cls, typ="reference")
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+__all__ = ["TORCH_VERSION", "OpaqueBase", "register_opaque_reference"]

@@ -1,0 +1,116 @@
+"""Which backends exist, and which one a model gets: one choice, and the reasons against every other."""
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+import torch
+
+from attn_ops.backends.base import Backend
+from attn_ops.metadata import AttentionSpec
+
+_BUILT_IN = {
+    "FLASH_ATTN": "attn_ops.backends.flash_attn",
+    "TRITON": "attn_ops.backends.triton",
+    "TORCH": "attn_ops.backends.torch_backend",
+}
+"""Name to the module that holds `BACKEND`; imported when first asked for. The order is the order of preference."""
+
+_registered: dict[str, Backend] = {}
+
+ENTRY_POINT_GROUP = "attn_ops.backends"
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The backend chosen, why, and the reasons against each of the others."""
+
+    backend: Backend
+    why: str
+    reasons_against: dict[str, list[str]]
+
+
+def register_backend(backend: Backend) -> None:
+    """Add a third party's backend; it stands behind the built-in ones in the order of preference.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if backend.name in backend_names():
+        raise ValueError(f"backend.name must be new, got {backend.name}; taken: {', '.join(backend_names())}")
+    _registered[backend.name] = backend
+
+
+def backend_names() -> list[str]:
+    """All names, in the order of preference: built in, registered, then entry points of installed packages."""
+    installed = [point.name for point in entry_points(group=ENTRY_POINT_GROUP)]
+    return list(dict.fromkeys([*_BUILT_IN, *_registered, *installed]))
+
+
+def get_backend(name: str) -> Backend:
+    """The backend called `name`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name in _registered:
+        return _registered[name]
+    if name in _BUILT_IN:
+        return importlib.import_module(_BUILT_IN[name]).BACKEND
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            return point.load()
+    raise ValueError(f"backend must be a known name, got {name!r}; supported: {', '.join(backend_names())}")
+
+
+def select_backend(
+    specs: AttentionSpec | Sequence[AttentionSpec],
+    *,
+    block_size: int,
+    device: torch.device | str,
+    backend: str | None = None,
+) -> Selection:
+    """Choose the backend for a model's layers.
+
+    Args:
+        specs: geometry of the layers; one backend must take them all.
+        block_size: tokens a block of the KV cache holds.
+        device: where the model runs.
+        backend: an explicit request; it is honoured or refused, never replaced.
+
+    Raises:
+        ValueError: no backend, or not the requested one, supports the layers; the reasons are in the message.
+    """
+    device = torch.device(device)
+    layers = [specs] if isinstance(specs, AttentionSpec) else list(specs)
+    if backend is not None:
+        get_backend(backend)  # an unknown name is refused before anything is looked at
+    against = {name: _reasons(get_backend(name), layers, block_size, device) for name in backend_names()}
+    if backend is not None:
+        if against[backend]:
+            raise ValueError(f"backend {backend} cannot be used: {'; '.join(against[backend])}")
+        why = "requested"
+    else:
+        usable = [name for name, reasons in against.items() if not reasons]
+        if not usable:
+            listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in against.items())
+            raise ValueError(f"no backend supports these layers: {listed}")
+        backend, why = _preferred(usable, device), f"first of the order of preference on {device.type} that applies"
+    for name, reasons in against.items():
+        if name != backend and not reasons:
+            reasons.append(f"applies, but {backend} was {'requested' if why == 'requested' else 'preferred'}")
+    del against[backend]
+    return Selection(get_backend(backend), why, against)
+
+
+def _preferred(usable: list[str], device: torch.device) -> str:
+    """TORCH first on a CPU, where TRITON only runs interpreted; otherwise the order of preference."""
+    if device.type == "cpu" and "TORCH" in usable:
+        return "TORCH"
+    return usable[0]
+
+
+def _reasons(backend: Backend, layers: list[AttentionSpec], block_size: int, device: torch.device) -> list[str]:
+    reasons = [reason for spec in layers for reason in backend.reasons_against(spec, block_size, device)]
+    return list(dict.fromkeys(reasons))

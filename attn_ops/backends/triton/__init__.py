@@ -1,0 +1,115 @@
+"""TRITON: paged attention in two Triton kernels, one for any batch and one for single-token queries.
+
+| devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
+|---|---|---|---|---|---|---|
+| cuda, cpu | float16, bfloat16, float32 | 16, 32, 64, 80, 96, 112, 128, 192, 256 | 16 to 256 | yes | yes | always |
+
+Block sizes are powers of two. On a cpu the kernels run interpreted, for tests, and only with TRITON_INTERPRET=1.
+`prefill` takes any batch; `decode` takes batches whose queries are single tokens and splits their keys. This file
+imports no Triton: the first forward imports the kernels.
+
+T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
+"""
+
+import importlib
+import os
+
+import torch
+
+from attn_ops.backends.base import Backend, Support
+from attn_ops.metadata import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    CommonAttentionMetadata,
+)
+
+
+class TritonMetadataBuilder(AttentionMetadataBuilder):
+    """Nothing to plan: the kernels find their work in query_start_loc and seq_lens.
+
+    A captured launch freezes num_reqs, max_seq_len (a hint for splitting keys) and whether max_query_len is 1.
+    """
+
+    cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> None:
+        return None
+
+
+def forward(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H]; strides are free but for contiguous heads.
+
+    Raises:
+        ValueError: the backend does not support the tensors, the window or the cap.
+    """
+    _check(q, kv_cache, sliding_window, soft_cap)
+    if q.shape[0] == 0:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if meta.common.max_query_len <= 1:
+        from attn_ops.backends.triton.decode import decode_attention as attend
+    else:
+        from attn_ops.backends.triton.prefill import prefill_attention as attend
+    with torch.cuda.device_of(q):  # Triton launches on the current device, not on its arguments'
+        return attend(q, kv_cache, meta.common, scale, sliding_window, soft_cap)
+
+
+def _check(q: torch.Tensor, kv_cache: torch.Tensor, sliding_window: int | None, soft_cap: float | None) -> None:
+    """Shapes and devices were checked by the operator; this is what this backend asks for beyond them."""
+    support = BACKEND.support
+    if q.device.type == "cpu" and not _interpreted():
+        raise ValueError("device must be cuda unless TRITON_INTERPRET=1 is set, got cpu; supported: cuda")
+    for name, value, supported in (
+        ("dtype of q", q.dtype, support.dtypes),
+        ("dtype of kv_cache", kv_cache.dtype, (q.dtype,)),
+        ("head_size", q.shape[2], support.head_sizes),
+        ("block_size", kv_cache.shape[2], support.block_sizes),
+        ("stride of q's last dimension", q.stride(2), (1,)),
+        ("stride of kv_cache's last dimension", kv_cache.stride(4), (1,)),
+    ):
+        if value not in supported:
+            raise ValueError(f"{name} must be supported, got {value}; supported: {', '.join(map(str, supported))}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be None or at least 1, got {sliding_window}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be None or positive, got {soft_cap}")
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _unavailable() -> str | None:
+    # Triton reads TRITON_INTERPRET when it is imported, so it is not imported before it can be of use.
+    if not torch.cuda.is_available() and not _interpreted():
+        return "TRITON needs a CUDA device; on a CPU its kernels only run interpreted, with TRITON_INTERPRET=1"
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"triton must be installed: {error}"
+    return None
+
+
+BACKEND = Backend(
+    name="TRITON",
+    support=Support(
+        devices=("cuda", "cpu"),
+        dtypes=(torch.float16, torch.bfloat16, torch.float32),
+        head_sizes=(16, 32, 64, 80, 96, 112, 128, 192, 256),
+        block_sizes=(16, 32, 64, 128, 256),
+        sliding_window=True,
+        soft_cap=True,
+        cudagraph=AttentionCGSupport.ALWAYS,
+    ),
+    builder=TritonMetadataBuilder,
+    forward=forward,
+    unavailable=_unavailable,
+)

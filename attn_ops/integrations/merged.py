@@ -1,0 +1,87 @@
+"""Merge projections that read the same input: q, k, v into one product, gate and up into another.
+
+A decode step is bound by memory traffic and launches; one product of a merged weight reads the same bytes in one
+kernel, and without the split-K reductions of the small ones. The modules, their names and their state dict stay as
+they are: each weight becomes a view of the merged one, so loading and in-place updates reach both.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of sibling linear layers that read the same input in Transformers' models."""
+
+
+class MergedSlice(nn.Linear):
+    """A linear layer whose weight is rows `begin` to `end` of a merged weight.
+
+    Traced, it is a slice of the whole product; the pass `share_products` makes the products of one group one.
+    Called in eager, it computes its own rows only.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, merged: nn.Module, begin: int, end: int) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.weight, self.bias = weight, bias
+        self.begin, self.end = begin, end
+        object.__setattr__(self, "merged", merged)  # owned by the parent; registered once, not in every slice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.merged.weight, self.merged.bias)[..., self.begin : self.end]
+
+
+class MergedWeights(nn.Module):
+    """Holder of a group's merged weight and bias, kept out of the state dict."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        super().__init__()
+        bias = torch.cat([x.bias.data for x in layers]) if layers[0].bias is not None else None
+        self.register_buffer("weight", torch.cat([x.weight.data for x in layers]), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+
+def merge_projections(model: nn.Module) -> int:
+    """Merge every group of `GROUPS` in `model`, in place; returns the number of groups merged.
+
+    Call it after the model is on its device and in its dtype: moving it later would take the views apart. Layers of a
+    group must be plain `nn.Linear` of one dtype and device, all with a bias or all without; others are left alone.
+    """
+    count = 0
+    for parent, names in list(_groups(model)):
+        layers = [getattr(parent, name) for name in names]
+        merged = MergedWeights(layers)
+        setattr(parent, "_".join(names) + "_merged", merged)
+        begin = 0
+        for name, layer in zip(names, layers, strict=True):
+            end = begin + layer.out_features
+            layer.weight.data = merged.weight[begin:end]
+            if layer.bias is not None:
+                layer.bias.data = merged.bias[begin:end]
+            setattr(parent, name, MergedSlice(layer.weight, layer.bias, merged, begin, end))
+            begin = end
+        count += 1
+    return count
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    for parent in model.modules():
+        for names in GROUPS:
+            layers = [getattr(parent, name, None) for name in names]
+            if all(type(layer) is nn.Linear for layer in layers) and _alike(layers):
+                yield parent, names
+
+
+def _alike(layers: list[nn.Linear]) -> bool:
+    first = layers[0]
+    return all(
+        x.weight.dtype == first.weight.dtype
+        and x.weight.device == first.weight.device
+        and x.in_features == first.in_features
+        and (x.bias is None) == (first.bias is None)
+        for x in layers
+    )

@@ -1,0 +1,111 @@
+"""Transformers models on attn_ops: `register()`, then `attn_implementation="attn_ops"`.
+
+The model takes three more forward keywords, which Transformers hands down to every layer untouched:
+
+    attn_metadata  AttentionMetadata, the batch
+    kv_caches      per layer [num_blocks, 2, block_size, num_kv_heads, head_size]
+    slot_mapping   [T] int64, optional: read from attn_metadata when it is not given
+
+Tokens of all requests stand in one row: input_ids and position_ids are [1, T].
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attn_ops.metadata import AttentionMetadata, AttentionSpec
+from attn_ops.ops import attention, write_kv
+
+NAME = "attn_ops"
+
+
+def register() -> None:
+    """Make `attn_implementation="attn_ops"` known to Transformers. Calling it again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, no_mask)
+
+
+def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """The mask of a batch follows from its metadata; there is nothing to build.
+
+    Raises:
+        ValueError: the caller passed a mask, which would be ignored.
+    """
+    if attention_mask is not None:
+        raise ValueError("attention_mask must be None with attn_implementation='attn_ops'; pad nothing, pass attn_metadata")
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attn_metadata: AttentionMetadata | None = None,
+    kv_caches: Sequence[torch.Tensor] | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function of one layer, as Transformers calls it: query [1, N, T, H], key and value [1, K, T, H].
+
+    Returns:
+        [1, T, N, H] and None (no attention weights).
+    """
+    if attn_metadata is None or kv_caches is None:
+        raise ValueError(
+            "attn_metadata and kv_caches must be forward keywords of a model with attn_implementation='attn_ops', "
+            f"got {type(attn_metadata).__name__} and {type(kv_caches).__name__}"
+        )
+    if query.shape[0] != 1:
+        raise ValueError(f"input_ids must have shape [1, num_tokens], got a batch dimension of {query.shape[0]}")
+    # Transposed before squeezed: the other order makes Inductor guard on T > 1 (torch 2.13, _compute_stride).
+    q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    kv_cache = kv_caches[module.layer_idx]
+    write_kv(k_TKH, v_TKH, kv_cache, attn_metadata, slot_mapping=slot_mapping)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out_TNH = attention(q_TNH, kv_cache, attn_metadata, scale, sliding_window=sliding_window, soft_cap=softcap)
+    return out_TNH.unsqueeze(0), None
+
+
+def attention_specs(model: torch.nn.Module) -> list[AttentionSpec]:
+    """Geometry of each attention layer of a Transformers model, in the order of `layer_idx`.
+
+    Raises:
+        ValueError: the model was not built with `attn_implementation="attn_ops"`, or has no attention layers.
+    """
+    config = model.config.get_text_config()
+    if config._attn_implementation != NAME:
+        raise ValueError(
+            f"attn_implementation must be {NAME!r}, got {config._attn_implementation!r}; call "
+            "attn_ops.integrations.transformers.register() and pass it to from_pretrained or from_config"
+        )
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
+    if not layers:
+        raise ValueError(f"model must have attention layers with layer_idx and scaling, got {type(model).__name__}")
+    layers.sort(key=lambda m: m.layer_idx)
+    return [_spec(layer, config, model.dtype) for layer in layers]
+
+
+def _spec(layer: torch.nn.Module, config: Any, dtype: torch.dtype) -> AttentionSpec:
+    window = layer.sliding_window if hasattr(layer, "sliding_window") else _config_window(layer, config)
+    return AttentionSpec(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_attention_heads // layer.num_key_value_groups,
+        head_size=layer.head_dim,
+        dtype=dtype,
+        sliding_window=window,
+        soft_cap=getattr(layer, "attn_logit_softcapping", None),
+    )
+
+
+def _config_window(layer: torch.nn.Module, config: Any) -> int | None:
+    """Mistral and Phi-3 read the window from the config, for every layer; Llama has none."""
+    return getattr(config, "sliding_window", None)

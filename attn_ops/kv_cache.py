@@ -1,0 +1,143 @@
+"""The paged KV cache: one tensor per layer, one allocator of blocks, one table per request.
+
+P physical blocks (block 0 is the null block), B block size, K kv heads, H head size, M blocks a request may own.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from attn_ops.metadata import AttentionSpec
+
+NULL_BLOCK = 0
+"""Padding rows are written here; no request ever owns it."""
+
+
+class OutOfBlocksError(ValueError):
+    """The cache has fewer free blocks than a request needs. Nothing was allocated."""
+
+
+@dataclasses.dataclass
+class BlockTable:
+    """Blocks of one request, in logical order."""
+
+    blocks: list[int]
+    num_tokens: int = 0  # tokens it has room reserved for
+
+
+class PagedKVCache:
+    """KV cache of a model in blocks of `block_size` tokens, shared by all requests.
+
+    Args:
+        specs: one per layer, in the order of the layers.
+        num_tokens: tokens it must hold; rounded up to blocks. The null block comes on top.
+        memory_bytes: instead of `num_tokens`, a budget: as many blocks as fit in it.
+        block_size: tokens a block holds.
+        device: where the tensors live.
+
+    Attributes:
+        tensors: per layer [P, 2, B, K, H], index 0 keys and 1 values; zero at first.
+
+    Raises:
+        ValueError: not exactly one of `num_tokens` and `memory_bytes` is given, or it is too small for one block.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        *,
+        num_tokens: int | None = None,
+        memory_bytes: int | None = None,
+        block_size: int = 16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if (num_tokens is None) == (memory_bytes is None):
+            raise ValueError(
+                f"exactly one of num_tokens and memory_bytes must be given, got {num_tokens} and {memory_bytes}"
+            )
+        if block_size < 1:
+            raise ValueError(f"block_size must be positive, got {block_size}")
+        self.block_size = block_size
+        self.specs = tuple(specs)
+        self.bytes_per_block = sum(2 * block_size * s.num_kv_heads * s.head_size * s.dtype.itemsize for s in specs)
+        if num_tokens is not None:
+            num_blocks = -(-num_tokens // block_size) + 1
+        else:
+            num_blocks = memory_bytes // self.bytes_per_block
+        if num_blocks < 2:
+            raise ValueError(
+                f"the cache must hold at least one block of {block_size} tokens beside the null block, got room for "
+                f"{num_blocks}; a block takes {self.bytes_per_block} bytes"
+            )
+        self.num_blocks = num_blocks
+        self.tensors = [
+            torch.zeros(num_blocks, 2, block_size, s.num_kv_heads, s.head_size, dtype=s.dtype, device=device)
+            for s in self.specs
+        ]
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: block 1 is handed out first
+        self._tables: dict[Hashable, BlockTable] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable_tokens(self) -> int:
+        """Tokens that fit into the empty cache."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    def blocks_needed(self, request: Hashable, num_tokens: int) -> int:
+        """New blocks that `request` would take to hold `num_tokens` in all."""
+        table = self._tables.get(request)
+        return max(0, -(-num_tokens // self.block_size) - (len(table.blocks) if table else 0))
+
+    def reserve(self, request: Hashable, num_tokens: int) -> list[int]:
+        """Make room for `num_tokens` tokens of `request` in all; returns its blocks in logical order.
+
+        Raises:
+            ValueError: `num_tokens` is negative.
+            OutOfBlocksError: too few blocks are free; the cache is as it was.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
+        needed = self.blocks_needed(request, num_tokens)
+        if needed > len(self._free):
+            raise OutOfBlocksError(
+                f"request {request!r} needs {needed} more blocks for {num_tokens} tokens, {len(self._free)} of "
+                f"{self.num_blocks - 1} are free"
+            )
+        table = self._tables.setdefault(request, BlockTable([]))
+        table.blocks.extend(self._free.pop() for _ in range(needed))
+        table.num_tokens = max(table.num_tokens, num_tokens)
+        return list(table.blocks)
+
+    def free(self, request: Hashable) -> None:
+        """Give all blocks of `request` back.
+
+        Raises:
+            ValueError: the request owns none (never reserved, or freed before); the cache is as it was.
+        """
+        if request not in self._tables:
+            raise ValueError(f"request must own blocks, got {request!r}, which is unknown or already freed")
+        self._free.extend(reversed(self._tables.pop(request).blocks))
+
+    def blocks(self, request: Hashable) -> list[int]:
+        """Blocks of `request` in logical order; empty if it owns none."""
+        table = self._tables.get(request)
+        return list(table.blocks) if table else []
+
+    def block_table(self, requests: Sequence[Hashable], width: int | None = None) -> torch.Tensor:
+        """[S, M] int32 on the CPU: blocks of each request, the null block behind them."""
+        rows = [self.blocks(request) for request in requests]
+        longest = max([1, *map(len, rows)])
+        if width is not None and width < longest:
+            raise ValueError(f"width must be at least {longest}, got {width}")
+        table_SM = torch.full((len(rows), width or longest), NULL_BLOCK, dtype=torch.int32)
+        for row_M, blocks in zip(table_SM, rows, strict=True):
+            row_M[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        return table_SM

@@ -1,0 +1,113 @@
+"""The batch as one backend reads it: an opaque graph input, and the builder that makes it once per step."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from attn_ops._compat import OpaqueBase, register_opaque_reference
+from attn_ops.metadata.common import CommonAttentionMetadata
+
+if TYPE_CHECKING:
+    from attn_ops.backends.base import Backend
+
+
+class AttentionCGSupport(Enum):
+    """Which batches a backend can take inside a captured CUDA graph."""
+
+    ALWAYS = 3
+    """Any batch, prefill and decode mixed."""
+    UNIFORM_BATCH = 2
+    """Batches in which every query has the same length."""
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    """Batches in which every query is one token."""
+    NEVER = 0
+    """None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Geometry of one attention layer. Layers with equal specs share a plan.
+
+    Lengths are in tokens; `sliding_window` counts the query's own token, as in Transformers and FlashAttention's
+    `window - 1` to the left.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+            )
+
+
+class AttentionMetadata(OpaqueBase):
+    """One step's batch for one backend. Opaque to the compiler: no attribute of it is guarded on.
+
+    Attributes:
+        common: the batch.
+        backend: the backend whose kernels run; `attn_ops::attention` calls its `forward`.
+        plans: what the backend computed once for the step, by layer geometry.
+    """
+
+    def __init__(
+        self, common: CommonAttentionMetadata, backend: "Backend", plans: dict[AttentionSpec, Any] | None = None
+    ) -> None:
+        self.common = common
+        self.backend = backend
+        self.plans = plans or {}
+
+    def __repr__(self) -> str:
+        c = self.common
+        return (
+            f"AttentionMetadata({self.backend.name}, num_reqs={c.num_reqs}, num_tokens={c.num_actual_tokens}, "
+            f"max_query_len={c.max_query_len}, max_seq_len={c.max_seq_len})"
+        )
+
+
+METADATA_TYPE = register_opaque_reference(AttentionMetadata)
+"""Name of `AttentionMetadata` in an operator's schema."""
+
+
+class AttentionMetadataBuilder(abc.ABC):
+    """Turns a batch into a backend's `AttentionMetadata`, once per step for all layers.
+
+    Args:
+        backend: the backend that the metadata will name.
+        specs: the distinct geometries of the model's layers.
+        block_size: tokens a block of the KV cache holds.
+        device: where the metadata's tensors live.
+    """
+
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self, backend: "Backend", specs: Sequence[AttentionSpec], block_size: int, device: torch.device | str
+    ) -> None:
+        self.backend = backend
+        self.specs = tuple(dict.fromkeys(specs))
+        self.block_size = block_size
+        self.device = torch.device(device)
+
+    @abc.abstractmethod
+    def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> Any:
+        """What the kernels of one geometry share over a step; device work only, so that it can be captured."""
+
+    def build(self, common: CommonAttentionMetadata) -> AttentionMetadata:
+        """The step's metadata. Reads no device memory."""
+        if common.device.type != self.device.type:
+            raise ValueError(f"common must be on {self.device}, got {common.device}")
+        return AttentionMetadata(common, self.backend, {s: self.plan(s, common) for s in self.specs})
+
+    def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> AttentionMetadata:
+        """Metadata for a captured step; `max_seq_len` of `common` must be an upper bound over all replays."""
+        return self.build(common)

@@ -1,0 +1,122 @@
+"""`attn_ops::write_kv`: this step's keys and values into the paged cache.
+
+T tokens, K kv heads, H head size, P physical blocks, B block size.
+
+Two forms of one write. In eager it is one operator. Traced, it is `aten.index_put_` on the cache itself, which
+Inductor fuses with what computes k and v (norm, RoPE, scaling). The base tensor is indexed, never a view of it: a
+select view makes Inductor clone the whole cache. See ARCHITECTURE 2.4 and docs/decisions.md.
+"""
+
+import torch
+
+from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
+from attn_ops.ops.library import LIBRARY
+
+LIBRARY.define(
+    f"write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, {METADATA_TYPE} meta, *, Tensor? slot_mapping=None) -> ()"
+)
+LIBRARY.define(f"slot_mapping({METADATA_TYPE} meta, SymInt num_tokens, Device device) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "write_kv", "CompositeExplicitAutograd")
+def _write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    slot_mapping: torch.Tensor | None = None,
+) -> None:
+    slots_T = meta.common.slot_mapping if slot_mapping is None else slot_mapping
+    check_write_inputs(k, v, kv_cache, slots_T)
+    index_put_kv(k, v, kv_cache, slots_T)
+
+
+@torch.library.register_fake("attn_ops::write_kv", lib=LIBRARY)
+def _write_kv_fake(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    slot_mapping: torch.Tensor | None = None,
+) -> None:
+    return None
+
+
+@torch.library.impl(LIBRARY, "slot_mapping", "CompositeExplicitAutograd")
+def _slot_mapping(meta: AttentionMetadata, num_tokens: int, device: torch.device) -> torch.Tensor:
+    slots_T = meta.common.slot_mapping
+    if slots_T.shape[0] != num_tokens:
+        raise ValueError(f"slot_mapping must have {num_tokens} entries, one a token, got {slots_T.shape[0]}")
+    return slots_T.clone()  # an operator's output may not alias state that the compiler cannot see
+
+
+@torch.library.register_fake("attn_ops::slot_mapping", lib=LIBRARY)
+def _slot_mapping_fake(meta: AttentionMetadata, num_tokens: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(num_tokens, dtype=torch.int64, device=device)
+
+
+def check_write_inputs(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Raise a ValueError, before anything is written, unless the write is well formed."""
+    if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
+        raise ValueError(
+            "kv_cache must have shape [num_blocks, 2, block_size, num_kv_heads, head_size], "
+            f"got {list(kv_cache.shape)}"
+        )
+    row = kv_cache.shape[3:]
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != 3 or x.shape[1:] != row:
+            raise ValueError(f"{name} must have shape [num_tokens, {row[0]}, {row[1]}], got {list(x.shape)}")
+        if x.dtype != kv_cache.dtype:
+            raise ValueError(f"{name} must have the cache's dtype {kv_cache.dtype}, got {x.dtype}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have the shape of k {list(k.shape)}, got {list(v.shape)}")
+    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1]:
+        raise ValueError(
+            f"slot_mapping must be int64 of shape [{k.shape[0]}], one a row of k, got {slot_mapping.dtype} "
+            f"{list(slot_mapping.shape)}"
+        )
+    if len({x.device for x in (k, v, kv_cache, slot_mapping)}) > 1:
+        raise ValueError(f"k, v and slot_mapping must be on the cache's device {kv_cache.device}, got {k.device}, "
+                         f"{v.device} and {slot_mapping.device}")
+
+
+def index_put_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """The write as two scatters on the base tensor. Padding (slot -1) lands in slot 0 of the null block."""
+    block_size = kv_cache.shape[2]
+    slot_T = slot_mapping.clamp(min=0)
+    block_T, offset_T = slot_T // block_size, slot_T % block_size
+    key_T = torch.zeros_like(block_T)
+    kv_cache.index_put_((block_T, key_T, offset_T), k)
+    kv_cache.index_put_((block_T, key_T + 1, offset_T), v)
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    slot_mapping: torch.Tensor | None = None,
+) -> None:
+    """Write this step's keys and values at the batch's slots.
+
+    Args:
+        k, v: [T, K, H], the cache's dtype.
+        kv_cache: [P, 2, B, K, H]; mutated. Block 0 is the null block.
+        meta: the batch.
+        slot_mapping: [T] int64, block * B + offset; None reads it from `meta`. A compiled model is given it as an
+            input of the graph, which saves a copy of it.
+
+    Rows with PAD_SLOT_ID land in the null block.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; nothing is written.
+    """
+    if not torch.compiler.is_compiling():
+        torch.ops.attn_ops.write_kv(k, v, kv_cache, meta, slot_mapping=slot_mapping)
+        return
+    if slot_mapping is None:
+        slot_mapping = torch.ops.attn_ops.slot_mapping(meta, k.shape[0], k.device)
+    index_put_kv(k, v, kv_cache, slot_mapping)

@@ -1,0 +1,78 @@
+"""`torch.compile(model, backend="attn_ops")`: our passes, then Inductor.
+
+    Dynamo graph --run_dynamo_stage--> AOTAutograd --AtenPipeline (Inductor's slot)--> Inductor
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule
+
+from attn_ops._compat import TORCH_VERSION
+from fx_passes.config import PassConfig
+from fx_passes.observe import recorders
+from fx_passes.pipeline import SLOT, run_dynamo_stage, with_user_pass
+
+
+def attn_ops(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """The torch.compile backend.
+
+    Args:
+        gm: the graph that Dynamo traced.
+        example_inputs: its inputs.
+        options: switches of `PassConfig` and any option of `torch._inductor.config`.
+        mode: a mode of Inductor (`torch._inductor.list_mode_options`).
+
+    Raises:
+        ValueError: an unknown option or mode, or a value that an option does not take.
+    """
+    config, inductor_options = PassConfig.split(options)
+    patches = {**_mode_options(mode), **inductor_options}
+    patches[SLOT] = with_user_pass(config, patches.get(SLOT, getattr(inductor_config, SLOT)))
+    for recorder in recorders():
+        recorder.num_graphs += 1
+    run_dynamo_stage(gm, config)
+    # AOTAutograd's own cache would skip our passes and with them their counts; Inductor's cache behind it stays on.
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, example_inputs, config_patches=patches, decompositions=_decompositions())
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table; on torch before 2.13 without `cat`.
+
+    There, the decomposition of `cat((x, x))`, which RoPE uses, flattens an expanded view, and that guards on more than
+    one token: the first decode step of a batch of one would compile the model again. Inductor's lowering needs none.
+    """
+    table = dict(select_decomp_table())
+    if TORCH_VERSION < (2, 13):
+        table.pop(torch.ops.aten.cat.default, None)
+    return table
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    known = torch._inductor.list_mode_options()
+    if mode not in known:
+        raise ValueError(f"mode must be known to Inductor, got {mode!r}; supported: default, {', '.join(known)}")
+    return dict(known[mode])
+
+
+def options(config: PassConfig | None = None) -> dict[str, Any]:
+    """Options for plain Inductor: `torch.compile(model, options=fx_passes.options())` runs our `aten` passes.
+
+    Passes on the Dynamo graph (`outline_layers`) need the backend; Inductor has no slot for them.
+    """
+    return {SLOT: with_user_pass(config or PassConfig(), getattr(inductor_config, SLOT))}

@@ -1,0 +1,54 @@
+"""What a pass is: one class that says what it matches, what it writes and when it does not apply."""
+
+import abc
+import inspect
+from typing import ClassVar, Literal
+
+from torch.fx import Graph
+
+Stage = Literal["dynamo", "aten"]
+"""`dynamo`: the graph as Dynamo traced it, mutation included. `aten`: the functional ATen graph, before Inductor."""
+
+
+class Pass(abc.ABC):
+    """One rewrite. Its docstring holds `Before::` and `After::` graphs and a "Skipped when" list.
+
+    Attributes:
+        name: what reports, dumps and `register_pass(before=, after=)` call it.
+        stage: the graph it works on.
+        skipped: reasons of the last run for what was not rewritten.
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[Stage]
+
+    def __init__(self) -> None:
+        self.skipped: list[str] = []
+
+    def run(self, graph: Graph) -> int:
+        """Rewrite `graph` in place; returns the number of matches. Subgraphs are run by the pipeline."""
+        self.skipped = []
+        matches = self.apply(graph)
+        if matches:
+            graph.eliminate_dead_code() if self.stage == "aten" else None
+            graph.lint()
+        return matches
+
+    @abc.abstractmethod
+    def apply(self, graph: Graph) -> int:
+        """The rewrite itself. Running it again on its own result must change nothing and return 0."""
+
+    def skip(self, reason: str) -> None:
+        self.skipped.append(reason)
+
+    def settings(self) -> dict[str, object]:
+        """What its behaviour depends on besides its source; part of the compile cache's key."""
+        return {}
+
+    def source(self) -> str:
+        """Source of the pass's module; part of the compile cache's key."""
+        module = inspect.getmodule(type(self))
+        try:
+            return inspect.getsource(module)
+        except (OSError, TypeError):  # defined at a prompt
+            return f"{type(self).__module__}.{type(self).__qualname__}"

@@ -1,0 +1,43 @@
+"""The package's configuration: which passes run."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PassConfig:
+    """One switch per built-in pass, all on by default; `options={"collapse_views": False}` turns one off."""
+
+    outline_layers: bool = True
+    share_products: bool = True
+    collapse_views: bool = True
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any] | None) -> tuple["PassConfig", dict[str, Any]]:
+        """Our options as a config, and the rest, which must be options of Inductor.
+
+        Raises:
+            ValueError: an option is neither ours nor Inductor's, or one of ours is not a bool.
+        """
+        import torch._inductor.config as inductor_config
+
+        ours = {f.name for f in dataclasses.fields(cls)}
+        mine, rest = {}, {}
+        for name, value in (options or {}).items():
+            if name in ours:
+                if not isinstance(value, bool):
+                    raise ValueError(f"options[{name!r}] must be True or False, got {value!r}")
+                mine[name] = value
+            elif _is_inductor_option(name, inductor_config):
+                rest[name.replace("-", "_")] = value
+            else:
+                raise ValueError(
+                    f"options must name a pass or an option of torch._inductor.config, got {name!r}; supported: "
+                    f"{', '.join(sorted(ours))} and Inductor's"
+                )
+        return cls(**mine), rest
+
+
+def _is_inductor_option(name: str, config: Any) -> bool:
+    return name.replace("-", "_") in config.get_config_copy()

@@ -1,0 +1,76 @@
+"""What the passes did: a record per compilation, for reports and dumps. Nothing is printed or kept unless asked."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+
+@dataclasses.dataclass
+class PassRecord:
+    """One run of one pass over one graph."""
+
+    pass_name: str
+    stage: str
+    graph_name: str  # "main" or the subgraph's name
+    matches: int
+    skipped: list[str]
+    before: str | None = None  # FX text, if the recorder wants texts
+    after: str | None = None
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Collects what happens while it is active.
+
+    Attributes:
+        texts: whether graphs are printed before and after each pass.
+        passes: runs, in order.
+        num_graphs: graphs that Dynamo handed to the backend.
+        final_graphs: the ATen graphs as Inductor gets them, by name.
+        output_code: Inductor's output files, in order of compilation.
+    """
+
+    texts: bool = False
+    passes: list[PassRecord] = dataclasses.field(default_factory=list)
+    num_graphs: int = 0
+    final_graphs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    output_code: list[str] = dataclasses.field(default_factory=list)
+
+    def matches(self) -> dict[str, int]:
+        """Matches of each pass that ran, over all graphs."""
+        total: dict[str, int] = {}
+        for record in self.passes:
+            total[record.pass_name] = total.get(record.pass_name, 0) + record.matches
+        return total
+
+
+_active: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar("attn_ops_recorders", default=())
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
+    """Record compilations inside the block. Blocks nest; each recorder sees everything inside its own."""
+    recorder = recorder or Recorder()
+    token = _active.set((*_active.get(), recorder))
+    try:
+        yield recorder
+    finally:
+        _active.reset(token)
+
+
+def recorders() -> tuple[Recorder, ...]:
+    return _active.get()
+
+
+def wants_texts() -> bool:
+    return any(r.texts for r in _active.get())
+
+
+def graph_text(graph: torch.fx.Graph) -> str:
+    """The graph as Python, one node a line, with dtypes and shapes."""
+    module = graph.owning_module or torch.nn.Module()
+    code = torch.fx.GraphModule(module, graph).print_readable(print_output=False, include_stride=True)
+    return "\n".join(line.rstrip() for line in code.splitlines() if not line.strip().startswith("# File:"))

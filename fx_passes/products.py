@@ -1,0 +1,55 @@
+"""Compute each matrix product once: what reads the same input and the same weight shares one product."""
+
+import torch
+from torch.fx import Graph, Node
+
+from fx_passes.base import Pass
+from fx_passes.graph_ops import PRODUCTS, VIEWS
+
+_PURE = PRODUCTS | VIEWS
+
+
+class ShareProducts(Pass):
+    """Merge equal matrix products, and the views that lead to them.
+
+    `attn_ops.integrations.merged.merge_projections` turns q, k, v (and gate, up) into slices of one product; traced,
+    every slice comes with its own copy of the product, and this pass makes them one again.
+
+    Before::
+
+        view = aten.view(x, [T, 64]); mm = aten.mm(view, w); q = aten.slice(mm, 1, 0, 64)
+        view_1 = aten.view(x, [T, 64]); mm_1 = aten.mm(view_1, w); k = aten.slice(mm_1, 1, 64, 96)
+
+    After::
+
+        view = aten.view(x, [T, 64]); mm = aten.mm(view, w)
+        q = aten.slice(mm, 1, 0, 64); k = aten.slice(mm, 1, 64, 96)
+
+    Skipped when:
+        - the products differ in any argument.
+    """
+
+    name = "share_products"
+    stage = "aten"
+
+    def apply(self, graph: Graph) -> int:
+        first: dict[tuple, Node] = {}
+        matches = 0
+        for node in list(graph.nodes):
+            if node.op != "call_function" or node.target not in _PURE:
+                continue
+            key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+            same = first.setdefault(key, node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
+                matches += node.target in PRODUCTS
+        return matches
+
+
+def _freeze(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _freeze(v)) for k, v in sorted(value.items()))
+    return (type(value), value) if isinstance(value, torch.dtype | int | float | bool) else value

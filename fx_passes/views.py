@@ -1,0 +1,148 @@
+"""Let q, k and v reach attention as plain views of the projection that computed them."""
+
+import torch
+from torch.fx import Graph, Node
+
+from fx_passes.base import Pass
+from fx_passes.graph_ops import PRODUCTS, VIEWS, aten
+
+_WRITTEN_WHOLE = PRODUCTS | {torch.ops.attn_ops.attention.default}
+"""Producers of contiguous tensors in their own memory; only chains that start at one are rewritten."""
+
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims}
+
+
+class CollapseViews(Pass):
+    """Replace a chain of views of a product, or of attention's output, by one view of it, and drop copies of it.
+
+    Model code takes a projection through slice, view and transpose before attention. Inductor follows such a chain
+    step by step, and a step that reshapes a strided tensor makes it guard on more than one token (`_compute_stride`,
+    torch 2.11 to 2.13), which costs a recompilation at the first decode step of a batch of one. One view needs none.
+
+    Before::
+
+        slice = aten.slice(mm, 1, 64, 96); view = aten.view(slice, [1, T, 2, 16])
+        permute = aten.permute(view, [0, 2, 1, 3])
+
+    After::
+
+        as_strided = aten.as_strided(mm, [1, 2, T, 16], [1, 16, 128, 1], 64)
+
+    Skipped when:
+        - the chain's shape or stride is neither a number nor the row count of the product;
+        - the chain is one step that Inductor takes without a guard.
+    """
+
+    name = "collapse_views"
+    stage = "aten"
+
+    def apply(self, graph: Graph) -> int:
+        return sum(self._drop_copy(graph, n) for n in graph.find_nodes(op="call_function", target=aten.clone.default)) + (
+            sum(self._collapse(graph, node) for node in list(graph.nodes) if _ends_chain(node))
+        )
+
+    def _drop_copy(self, graph: Graph, node: Node) -> bool:
+        """A clone that changes neither strides nor owner: its source is the chain's producer, which nothing mutates."""
+        source = node.args[0]
+        if _root(source).target not in _WRITTEN_WHOLE or source.meta["val"].stride() != node.meta["val"].stride():
+            return False
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+        return True
+
+    def _collapse(self, graph: Graph, node: Node) -> bool:
+        root, steps = _root(node), _steps(node)
+        if root.op != "call_function" or root.target not in _WRITTEN_WHOLE or not root.meta["val"].is_contiguous():
+            return False
+        value, base = node.meta["val"], root.meta["val"]
+        if _same(value.shape, base.shape) and _same(value.stride(), base.stride()) and _offset(value, base) == 0:
+            node.replace_all_uses_with(root)
+            return True
+        if len(steps) == 1 or not any(s.target in _RESHAPES for s in steps):
+            return False
+        with graph.inserting_before(node):
+            rows = _RowCount(graph, root)
+            size = [rows.argument(s) for s in value.shape]
+            stride = [1 if _is_one(n) else rows.argument(s) for n, s in zip(value.shape, value.stride(), strict=True)]
+            if None in size or None in stride or _offset(value, base) is None:
+                rows.forget()
+                self.skip(f"{node.name}: its shape {list(value.shape)} is no number and not {root.name}'s row count")
+                return False
+            if value.is_contiguous() and _offset(value, base) == 0:
+                new = graph.call_function(aten.view.default, (root, size))
+            else:
+                new = graph.call_function(aten.as_strided.default, (root, size, stride, _offset(value, base)))
+        new.meta["val"] = value
+        node.replace_all_uses_with(new)
+        return True
+
+
+class _RowCount:
+    """Graph arguments for sizes: numbers as they are, the root's row count as a node made on demand."""
+
+    def __init__(self, graph: Graph, root: Node) -> None:
+        self.graph, self.root, self.node = graph, root, None
+        self.rows = root.meta["val"].shape[0]
+
+    def argument(self, size: int | torch.SymInt) -> int | Node | None:
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        if not (isinstance(self.rows, torch.SymInt) and size.node.expr == self.rows.node.expr):
+            return None
+        if self.node is None:
+            self.node = self._existing() or self.graph.call_function(aten.sym_size.int, (self.root, 0))
+            self.node.meta.setdefault("val", self.rows)
+        return self.node
+
+    def _existing(self) -> Node | None:
+        for node in self.graph.find_nodes(op="placeholder"):
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and value.node.expr == self.rows.node.expr:
+                return node
+        return None
+
+    def forget(self) -> None:
+        if self.node is not None and not self.node.users and self.node.op != "placeholder":
+            self.graph.erase_node(self.node)
+
+
+def _root(node: Node) -> Node:
+    while node.op == "call_function" and node.target in VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _steps(node: Node) -> list[Node]:
+    steps = []
+    while node.op == "call_function" and node.target in VIEWS:
+        steps.append(node)
+        node = node.args[0]
+    return steps
+
+
+def _ends_chain(node: Node) -> bool:
+    return (
+        node.op == "call_function"
+        and node.target in VIEWS
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and any(user.op == "output" or user.target not in VIEWS for user in node.users)
+    )
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _same(a: tuple, b: tuple) -> bool:
+    """Equal without a guard: symbolic sizes are compared by expression."""
+    return len(a) == len(b) and all(_plain(x) == _plain(y) for x, y in zip(a, b, strict=True))
+
+
+def _plain(size: int | torch.SymInt) -> object:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _offset(value: torch.Tensor, base: torch.Tensor) -> int | None:
+    """Elements between the storage starts of the two; None if it is not a number."""
+    offset = _plain(value.storage_offset()), _plain(base.storage_offset())
+    return offset[0] - offset[1] if all(isinstance(o, int) for o in offset) else None

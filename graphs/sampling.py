@@ -1,0 +1,26 @@
+"""Next tokens from logits, on the device, so that sampling can be part of a captured step."""
+
+import torch
+
+
+def sample(
+    logits: torch.Tensor, temperature: torch.Tensor, generator: torch.Generator | None, greedy: bool
+) -> torch.Tensor:
+    """One token per row.
+
+    Args:
+        logits: [S, V], any float dtype.
+        temperature: [S] float32; 0 takes the most likely token, t > 0 draws from softmax(logits / t).
+        generator: source of the random numbers, on the device of `logits`.
+        greedy: every temperature is 0; no random number is drawn.
+
+    Returns:
+        [S] int64. Draws use the exponential-race form of categorical sampling: the argmax of p / e with e ~ Exp(1).
+    """
+    best_S = logits.argmax(dim=-1)
+    if greedy:
+        return best_S
+    safe_S1 = torch.where(temperature > 0, temperature, torch.ones_like(temperature)).unsqueeze(1)
+    probs_SV = torch.softmax(logits.float() / safe_S1, dim=-1)
+    race_SV = torch.empty_like(probs_SV).exponential_(generator=generator).clamp_(min=1e-20)
+    return torch.where(temperature > 0, (probs_SV / race_SV).argmax(dim=-1), best_S)

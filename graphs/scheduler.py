@@ -1,0 +1,103 @@
+"""Which requests run in the next step, with how many tokens each: continuous batching in its simplest right form.
+
+Requests are admitted in order of arrival, as soon as the cache can hold them at their longest; none is ever
+preempted. A step takes one token of every decoding request first, then prompt chunks up to the token budget.
+"""
+
+import dataclasses
+from collections import deque
+
+from attn_ops import PagedKVCache
+
+
+@dataclasses.dataclass
+class Request:
+    """One prompt and what has been generated for it."""
+
+    id: int
+    prompt: list[int]
+    max_new_tokens: int
+    temperature: float
+    eos: frozenset[int]
+    max_tokens: int  # tokens of it that the cache may hold
+    token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
+    num_computed: int = 0  # tokens whose keys and values are in the cache
+    finish_reason: str | None = None  # "stop" (an eos token) or "length"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.token_ids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens the cache holds at most: the last generated one is never written."""
+        return min(len(self.prompt) + self.max_new_tokens - 1, self.max_tokens)
+
+    def tokens(self, begin: int, end: int) -> list[int]:
+        """Tokens at positions begin to end, of the prompt and then of the generated ones."""
+        split = len(self.prompt)
+        return self.prompt[begin:end] + self.token_ids[max(0, begin - split) : max(0, end - split)]
+
+    def append(self, token: int) -> None:
+        """Take a generated token, and finish if it is the last."""
+        self.token_ids.append(token)
+        if token in self.eos:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.max_new_tokens or self.num_tokens > self.max_tokens:
+            self.finish_reason = "length"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """One request's part of a step."""
+
+    request: Request
+    num_tokens: int
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether this step ends at the request's last known token, so that its logits are sampled."""
+        return self.request.num_computed + self.num_tokens == self.request.num_tokens
+
+
+class Scheduler:
+    """Waiting and running requests.
+
+    Args:
+        cache: where admitted requests reserve their blocks.
+        max_batch_size: requests that run at a time.
+        max_tokens_per_step: token budget of a step.
+    """
+
+    def __init__(self, cache: PagedKVCache, max_batch_size: int, max_tokens_per_step: int) -> None:
+        self.cache = cache
+        self.max_batch_size = max_batch_size
+        self.max_tokens_per_step = max_tokens_per_step
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def next_step(self) -> list[Scheduled]:
+        """The next step's requests, decodes first; empty when nothing is left to do."""
+        self._admit()
+        decoding = [r for r in self.running if r.num_computed == r.num_tokens - 1]
+        step = [Scheduled(r, 1) for r in decoding[: self.max_tokens_per_step]]
+        budget = self.max_tokens_per_step - len(step)
+        for request in self.running:
+            chunk = min(request.num_tokens - request.num_computed, budget)
+            if chunk > 0 and request.num_computed < request.num_tokens - 1:
+                step.append(Scheduled(request, chunk))
+                budget -= chunk
+        return step
+
+    def finish(self, request: Request) -> None:
+        """Take a finished request out and give its blocks back."""
+        self.running.remove(request)
+        self.cache.free(request.id)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.max_batch_size:
+            request = self.waiting[0]
+            if self.cache.blocks_needed(request.id, request.longest) > self.cache.num_free_blocks:
+                return
+            self.cache.reserve(request.id, request.longest)
+            self.running.append(self.waiting.popleft())

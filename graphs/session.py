@@ -1,0 +1,363 @@
+"""`DecodeSession`: generate with a Transformers model on a paged KV cache, decode steps captured whole.
+
+    add -> Scheduler.next_step -> StepTensors.fill, upload -> model, sampling (captured, or called) -> Request.append
+"""
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as symbolic_shapes_config
+from tqdm import tqdm
+
+from attn_ops import AttentionCGSupport, PagedKVCache, select_backend
+from attn_ops.integrations.transformers import attention_specs
+from fx_passes.observe import Recorder, recording
+from graphs.batch import StepTensors
+from graphs.capture import DecodeGraphs
+from graphs.counters import CompileCounters
+from graphs.modes import BatchDescriptor, CUDAGraphMode, default_capture_sizes
+from graphs.sampling import sample
+from graphs.scheduler import Request, Scheduled, Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What was generated for one prompt."""
+
+    token_ids: list[int]  # without the prompt; ends with the eos token if one stopped it
+    finish_reason: str  # "stop" (an eos token) or "length" (max_new_tokens, or the session's max_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """One request's new token in one step."""
+
+    request_id: int
+    token_id: int
+    finish_reason: str | None
+
+
+class DecodeSession:
+    """Continuous batching over one model, its paged KV cache and its captured decode steps.
+
+    Args:
+        model: a causal language model of Transformers with `attn_implementation="attn_ops"`, compiled or not.
+        max_batch_size: requests that run at a time; more wait.
+        max_tokens: tokens of one request that the cache may hold; a longer prompt is refused.
+        cudagraph_mode: see `CUDAGraphMode`. Where it cannot be had, the log and `graph_mode_why` say why.
+        backend: an attention backend by name; None lets `select_backend` choose.
+        block_size: tokens a block of the cache holds.
+        cache_tokens: tokens the cache holds in all; default: every request of the batch at its longest.
+        max_tokens_per_step: token budget of a step; longer prompts are computed in chunks.
+        capture_sizes: batch sizes that are captured; default `default_capture_sizes(max_batch_size)`.
+        seed: of the random numbers that sampling draws.
+
+    Attributes:
+        backend_selection: the backend, why, and the reasons against the others.
+        graph_mode: the mode in use; `graph_mode_why` says why where it is not the one asked for.
+        compile_record: what the passes did when the model was compiled.
+
+    Raises:
+        ValueError: an argument is out of range, or no backend supports the model.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        max_batch_size: int,
+        max_tokens: int,
+        cudagraph_mode: CUDAGraphMode | str = CUDAGraphMode.FULL_DECODE_ONLY,
+        backend: str | None = None,
+        block_size: int = 16,
+        cache_tokens: int | None = None,
+        max_tokens_per_step: int = 2048,
+        capture_sizes: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        _check_positive(max_batch_size=max_batch_size, max_tokens=max_tokens, max_tokens_per_step=max_tokens_per_step)
+        mode = CUDAGraphMode.parse(cudagraph_mode)
+        self.model = model
+        self.original = getattr(model, "_orig_mod", model)
+        self.vocab_size = self.original.config.get_text_config().vocab_size
+        self.device = next(self.original.parameters()).device
+        self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
+        self.specs = attention_specs(self.original)
+        self.backend_selection = select_backend(self.specs, block_size=block_size, device=self.device, backend=backend)
+        chosen = self.backend_selection.backend
+        self.builder = chosen.builder(chosen, self.specs, block_size, self.device)
+        tokens_per_request = math.ceil(max_tokens / block_size) * block_size
+        self.cache = PagedKVCache(
+            self.specs,
+            num_tokens=cache_tokens if cache_tokens is not None else max_batch_size * tokens_per_request,
+            block_size=block_size,
+            device=self.device,
+        )
+        self.max_blocks = tokens_per_request // block_size
+        self.scheduler = Scheduler(self.cache, max_batch_size, max_tokens_per_step)
+        self.capture_sizes = _capture_sizes(capture_sizes, max_batch_size)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.graph_mode_asked = mode
+        self.graph_mode, self.graph_mode_why = self._resolve(mode)
+        self.graphs = self._decode_graphs() if self.graph_mode is not CUDAGraphMode.NONE else None
+        self.compile_record = Recorder()
+        self.counters = CompileCounters()
+        self.compile_seconds = 0.0
+        self.num_steps = {"captured": 0, "called": 0}
+        self._next_id = 0
+        self._requests: dict[int, Request] = {}
+        self._warm = False
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        temperature: float = 0.0,
+        eos: int | Iterable[int] | None = None,
+    ) -> int:
+        """Queue a prompt; returns the request's id.
+
+        Args:
+            prompt: token ids, 1 to `max_tokens` of them.
+            max_new_tokens: tokens to generate at most.
+            temperature: 0 is greedy.
+            eos: token or tokens that end the generation.
+
+        Raises:
+            ValueError: the prompt is empty, too long or holds an unknown token, the request can never fit into the
+                cache, or a parameter is out of range. Nothing is queued.
+        """
+        request = self._request(prompt, max_new_tokens, temperature, eos)
+        self._next_id += 1
+        self._requests[request.id] = request
+        self.scheduler.waiting.append(request)
+        return request.id
+
+    def result(self, request_id: int) -> Generation | None:
+        """The result of a finished request, None while it runs.
+
+        Raises:
+            ValueError: no request has that id.
+        """
+        if request_id not in self._requests:
+            raise ValueError(f"request_id must come from add(), got {request_id!r}")
+        request = self._requests[request_id]
+        return Generation(list(request.token_ids), request.finish_reason) if request.finish_reason else None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 16,
+        *,
+        temperature: float = 0.0,
+        eos: int | Iterable[int] | None = None,
+    ) -> list[Generation]:
+        """Generate for all prompts; returns one result a prompt, in order. Arguments and errors as in `add`.
+
+        A prompt that is refused refuses the call before anything is queued.
+        """
+        eos = [eos] if isinstance(eos, int) else list(eos or ())
+        checked = [self._request(p, max_new_tokens, temperature, eos) for p in prompts]
+        ids = [self.add(r.prompt, max_new_tokens, temperature=temperature, eos=eos) for r in checked]
+        with tqdm(total=len(ids), desc="generate", unit="request", disable=None, leave=False) as bar:
+            remaining = set(ids)
+            while remaining:
+                done = {o.request_id for o in self.step() if o.finish_reason} & remaining
+                remaining -= done
+                bar.update(len(done))
+        results = [self.result(i) for i in ids]
+        for i in ids:
+            del self._requests[i]
+        return results
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> list[StepOutput]:
+        """Run one step of all running requests; returns the new tokens. Empty when nothing is left to do."""
+        self.warm_up()
+        step = self.scheduler.next_step()
+        if not step:
+            return []
+        decode = all(s.num_tokens == 1 and s.wants_token for s in step)
+        bucket = next((size for size in self.capture_sizes if size >= len(step)), None)
+        if self.graphs is not None and decode and bucket is not None:
+            tokens = self._replay(step, bucket)
+        else:
+            tokens = self._call(step)
+        return self._take(step, tokens.tolist())
+
+    def warm_up(self) -> None:
+        """Compile the model and capture the decode steps, largest first. Runs by itself before the first step."""
+        if self._warm:
+            return
+        self._warm = True
+        with recording(self.compile_record), self.counters.watching():
+            self._compile()
+        self.counters.warm()
+        if self.graphs is not None:
+            for size in tqdm(sorted(self.capture_sizes, reverse=True), desc="capture", disable=None, leave=False):
+                with torch.no_grad():
+                    self.graphs.get(BatchDescriptor(size, sampling=False))
+
+    def release(self) -> None:
+        """Give captured graphs and their memory back; the session goes on uncaptured."""
+        if self.graphs is not None:
+            self.graphs.release()
+            self.graphs = None
+            self.graph_mode, self.graph_mode_why = CUDAGraphMode.NONE, "release() was called"
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _request(
+        self, prompt: Sequence[int], max_new_tokens: int, temperature: float, eos: int | Iterable[int] | None
+    ) -> Request:
+        tokens = [int(t) for t in prompt]
+        if not tokens:
+            raise ValueError("prompt must hold at least one token, got an empty one")
+        if len(tokens) > self.max_tokens:
+            raise ValueError(f"prompt must be at most max_tokens={self.max_tokens} long, got {len(tokens)} tokens")
+        bad = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"prompt must hold token ids from 0 to {self.vocab_size - 1}, got {bad}")
+        _check_positive(max_new_tokens=max_new_tokens)
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
+        stops = frozenset([eos] if isinstance(eos, int) else (eos or ()))
+        request = Request(self._next_id, tokens, max_new_tokens, float(temperature), stops, self.max_tokens)
+        if request.longest > self.cache.num_usable_tokens:
+            raise ValueError(
+                f"prompt and max_new_tokens must fit into the cache of {self.cache.num_usable_tokens} tokens, got "
+                f"{len(tokens)} and {max_new_tokens}"
+            )
+        return request
+
+    def _resolve(self, mode: CUDAGraphMode) -> tuple[CUDAGraphMode, str]:
+        """The mode that can be had, and why; a lowered mode is logged with what would change it."""
+        if mode is CUDAGraphMode.NONE:
+            return mode, "asked for"
+        backend = self.backend_selection.backend
+        if self.device.type != "cuda":
+            why = f"the model is on {self.device.type}; CUDA graphs need a model on cuda"
+        elif backend.support.cudagraph is AttentionCGSupport.NEVER:
+            why = f"backend {backend.name} cannot be captured; choose another backend"
+        else:
+            return mode, "asked for"
+        logger.warning("cudagraph_mode %s asked for, NONE used: %s", mode.name, why)
+        return CUDAGraphMode.NONE, why
+
+    def _decode_graphs(self) -> DecodeGraphs:
+        return DecodeGraphs(
+            run_step=lambda tensors, key: self._run(
+                tensors, max_query_len=1, max_seq_len=self.max_tokens, greedy=not key.sampling, capture=True
+            ),
+            allocate=lambda num_reqs: StepTensors.allocate(num_reqs, num_reqs, self.max_blocks, self.device),
+            inputs=lambda: self.cache.tensors,
+            generator=self.generator,
+        )
+
+    def _run(
+        self,
+        tensors: StepTensors,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        greedy: bool,
+        capture: bool = False,
+    ) -> torch.Tensor:
+        """One step on the device: metadata, model, lm_head on the wanted rows, sampling. Returns [S] int64."""
+        common = tensors.common(max_query_len, max_seq_len, tensors.num_tokens)
+        metadata = self.builder.build_for_cudagraph_capture(common) if capture else self.builder.build(common)
+        logits_SV = self._logits(tensors, metadata)
+        return sample(logits_SV, tensors.device["temperature"], self.generator, greedy)
+
+    def _logits(self, tensors: StepTensors, metadata: Any) -> torch.Tensor:
+        output = self.model(
+            input_ids=tensors.device["input_ids"],
+            position_ids=tensors.device["position_ids"],
+            use_cache=False,
+            attn_metadata=metadata,
+            kv_caches=self.cache.tensors,
+            slot_mapping=tensors.device["slot_mapping"],
+            logits_to_keep=tensors.device["logits_indices"],
+        )
+        return output.logits[0]
+
+    def _replay(self, step: list[Scheduled], num_reqs: int) -> torch.Tensor:
+        sampling = any(s.request.temperature > 0 for s in step)
+        captured = self.graphs.get(BatchDescriptor(num_reqs, sampling))
+        captured.tensors.fill(step, self._tables(step), self.cache.block_size)
+        captured.tensors.upload()
+        self.num_steps["captured"] += 1
+        return self.graphs.replay(captured)[: len(step)]
+
+    def _call(self, step: list[Scheduled]) -> torch.Tensor:
+        num_tokens = sum(s.num_tokens for s in step)
+        tensors = StepTensors.allocate(num_tokens, len(step), self.max_blocks, self.device)
+        tensors.fill(step, self._tables(step), self.cache.block_size)
+        tensors.upload()
+        self.num_steps["called"] += 1
+        with self.counters.watching():
+            return self._run(
+                tensors,
+                max_query_len=max(s.num_tokens for s in step),
+                max_seq_len=max(s.request.num_computed + s.num_tokens for s in step),
+                greedy=all(s.request.temperature == 0 for s in step),
+            )
+
+    def _tables(self, step: list[Scheduled]) -> list[list[int]]:
+        return [self.cache.blocks(s.request.id) for s in step]
+
+    def _take(self, step: list[Scheduled], tokens: list[int]) -> list[StepOutput]:
+        outputs = []
+        for scheduled, token in zip(step, tokens, strict=True):
+            request, wanted = scheduled.request, scheduled.wants_token
+            request.num_computed += scheduled.num_tokens
+            if not wanted:
+                continue
+            request.append(token)
+            outputs.append(StepOutput(request.id, token, request.finish_reason))
+            if request.finish_reason:
+                self.scheduler.finish(request)
+        return outputs
+
+    def _compile(self) -> None:
+        """Call the model once on padding rows, with every size that changes between steps marked dynamic."""
+        begin = time.perf_counter()
+        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device)
+        tensors.upload()
+        fresh = {name: t.clone() for name, t in tensors.device.items()}  # Dynamo guards on the base of a view
+        tensors = dataclasses.replace(tensors, device=fresh)
+        for name, dim in (("input_ids", 1), ("position_ids", 1), ("slot_mapping", 0), ("logits_indices", 0)):
+            torch._dynamo.mark_dynamic(fresh[name], dim)
+        # Without this, Dynamo takes a batch of one token for a special case and compiles it again.
+        with torch.no_grad(), symbolic_shapes_config.patch(backed_size_oblivious=True):
+            self._run(tensors, max_query_len=1, max_seq_len=1, greedy=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.compile_seconds = time.perf_counter() - begin
+
+
+def _check_positive(**arguments: int) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
+
+
+def _capture_sizes(sizes: Sequence[int] | None, max_batch_size: int) -> list[int]:
+    if sizes is None:
+        return default_capture_sizes(max_batch_size)
+    bad = next((s for s in sizes if not 1 <= s <= max_batch_size), None)
+    if bad is not None:
+        raise ValueError(f"capture_sizes must be from 1 to max_batch_size={max_batch_size}, got {bad}")
+    return sorted(set(sizes))

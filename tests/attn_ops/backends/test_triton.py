@@ -1,0 +1,259 @@
+"""The Triton kernels against the float64 oracle; without a GPU they run through Triton's interpreter.
+
+T tokens, S requests, N query heads, K kv heads, H head size, P blocks, B block size.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which happens in the first forward
+
+from attn_ops import AttentionCGSupport, AttentionSpec, CommonAttentionMetadata, attention, select_backend
+from attn_ops.backends import registry
+from attn_ops.backends.torch_backend import reference_attention
+from attn_ops.backends.triton import BACKEND
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+DTYPES = tuple(TOLERANCE)
+PREFILL = ([5, 0, 1, 37, 1], [5, 0, 1, 90, 71])  # query lengths and seq_lens
+DECODE = ([1, 1, 0, 1, 1], [1, 70, 9, 0, 203])
+
+
+@pytest.fixture(autouse=True)
+def uninitialized_memory_is_nan():
+    """`torch.empty` fills with NaN in deterministic mode, so a row that no kernel writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_case(
+    lengths: tuple[list[int], list[int]],
+    num_heads: int = 4,
+    num_kv_heads: int = 1,
+    head_size: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    num_padding_rows: int = 3,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, CommonAttentionMetadata]:
+    """q [T, N, H], kv_cache [P, 2, B, K, H] and the batch.
+
+    Blocks are shuffled; every slot that no request has filled is NaN, and so are the padding rows of q. A seq_len of
+    0 with a query row is the padding request of a captured batch.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query_lens, seq_lens = lengths
+    width = max([1, *(-(-n // block_size) for n in seq_lens)]) + 1
+    num_blocks = len(seq_lens) * width + 1
+    table_SM = (torch.randperm(num_blocks - 1, generator=generator) + 1).int().view(len(seq_lens), width)
+    kv_P2BKH = torch.full((num_blocks, 2, block_size, num_kv_heads, head_size), float("nan"), dtype=dtype)
+    for request, num_cached in enumerate(seq_lens):
+        for token in range(num_cached):
+            block = table_SM[request, token // block_size]
+            value_2KH = torch.randn(2, num_kv_heads, head_size, generator=generator)
+            kv_P2BKH[block, :, token % block_size] = value_2KH.to(dtype)
+    num_rows = sum(query_lens) + num_padding_rows
+    q_TNH = torch.randn(num_rows, num_heads, head_size, generator=generator).to(dtype)
+    q_TNH[sum(query_lens) :] = float("nan")
+    common = CommonAttentionMetadata.from_lengths(
+        query_lens,
+        [max(q, s) for q, s in zip(query_lens, seq_lens, strict=True)],
+        table_SM,
+        block_size,
+        DEVICE,
+        num_padded_tokens=num_rows,
+    )
+    seq_cpu = torch.tensor(seq_lens, dtype=torch.int32)
+    common = dataclasses.replace(common, seq_lens=seq_cpu.to(DEVICE), seq_lens_cpu=seq_cpu, causal=causal)
+    return q_TNH.to(DEVICE), kv_P2BKH.to(DEVICE), common
+
+
+def build(common: CommonAttentionMetadata, q: torch.Tensor, kv_cache: torch.Tensor):
+    spec = AttentionSpec(q.shape[1], kv_cache.shape[3], q.shape[2], q.dtype)
+    return BACKEND.builder(BACKEND, [spec], kv_cache.shape[2], DEVICE).build(common)
+
+
+def run(q, kv_cache, common, **options) -> torch.Tensor:
+    return attention(q, kv_cache, build(common, q, kv_cache), q.shape[2] ** -0.5, **options)
+
+
+def assert_right(out_TNH: torch.Tensor, q, kv_cache, common, **options) -> None:
+    """Within TOLERANCE of the float64 oracle in relative error norm; rows of no request, or an empty one, are zero."""
+    wanted_TNH = reference_attention(q, kv_cache, common, q.shape[2] ** -0.5, **options)
+    error = (out_TNH.double() - wanted_TNH).norm() / wanted_TNH.norm()
+    assert error <= TOLERANCE[q.dtype], f"relative error {error:.2e}"
+    empty_T = (wanted_TNH == 0).flatten(1).all(1)
+    assert empty_T[common.num_actual_tokens :].all()
+    assert (out_TNH[empty_T] == 0).all()
+    assert out_TNH.is_contiguous() and out_TNH.dtype == q.dtype
+
+
+@pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 1), (16, 2), (7, 1)])
+def test_groups_and_dtypes(lengths, dtype, num_heads, num_kv_heads):
+    case = make_case(lengths, num_heads, num_kv_heads, dtype=dtype)
+    assert_right(run(*case), *case)
+
+
+@pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("head_size", BACKEND.support.head_sizes)
+def test_head_sizes(lengths, head_size):
+    case = make_case(lengths, 4, 2, head_size, dtype=torch.float16)
+    assert_right(run(*case), *case)
+
+
+@pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("block_size", BACKEND.support.block_sizes)
+def test_block_sizes(lengths, block_size):
+    case = make_case(lengths, block_size=block_size)
+    assert_right(run(*case), *case)
+
+
+@pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("sliding_window", [None, 1, 7, 64, 1000])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("causal", [True, False])
+def test_window_soft_cap_and_causality(lengths, sliding_window, soft_cap, causal):
+    case = make_case(lengths, causal=causal)
+    options = {"sliding_window": sliding_window, "soft_cap": soft_cap}
+    assert_right(run(*case, **options), *case, **options)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 5, 100])
+@pytest.mark.parametrize("causal", [True, False])
+def test_long_prompts_cross_unmasked_tiles(sliding_window, causal):
+    case = make_case(([150, 90], [150, 300]), 2, 1, dtype=torch.bfloat16, causal=causal)
+    assert_right(run(*case, sliding_window=sliding_window), *case, sliding_window=sliding_window)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 17])
+@pytest.mark.parametrize("sliding_window", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_splits_of_decode(num_splits, sliding_window, dtype):
+    from attn_ops.backends.triton.decode import decode_attention
+
+    q, kv_cache, common = make_case(DECODE, 8, 2, 80, dtype=dtype)
+    out = decode_attention(q, kv_cache, common, 80**-0.5, sliding_window, None, num_splits=num_splits)
+    assert_right(out, q, kv_cache, common, sliding_window=sliding_window)
+
+
+def test_groups_larger_than_a_program():
+    for lengths in (PREFILL, DECODE):
+        case = make_case(lengths, 35, 1)
+        assert_right(run(*case), *case)
+
+
+@pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("num_padding_rows", [0, 40])
+def test_padding_rows_are_zero(lengths, num_padding_rows):
+    case = make_case(lengths, num_padding_rows=num_padding_rows)
+    assert_right(run(*case), *case)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_replayed_lengths_come_from_the_device(kind):
+    """Under replay the host's ints and mirrors are those of the capture: only the device tensors may count."""
+    captured = {"prefill": ([40, 9, 6], [200, 90, 6]), "decode": ([1, 1, 1], [200, 90, 6])}[kind]
+    replayed = {"prefill": ([3, 30, 0], [3, 200, 0]), "decode": ([1, 1, 0], [3, 170, 0])}[kind]
+    q, kv_cache, now = make_case(replayed, num_padding_rows=sum(captured[0]) - sum(replayed[0]))
+    _, _, then = make_case(captured)
+    frozen = dataclasses.replace(
+        then,
+        query_start_loc=now.query_start_loc,
+        seq_lens=now.seq_lens,
+        block_table_tensor=now.block_table_tensor,
+    )
+    assert_right(run(q, kv_cache, frozen), q, kv_cache, now)
+
+
+@pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
+def test_strided_inputs(lengths):
+    q, kv_cache, common = make_case(lengths, 4, 2)
+    merged_TNH = torch.cat([torch.full_like(q, float("nan")), q, q], dim=1)  # as a slice of a merged qkv product
+    kv_2PKBH = kv_cache.permute(1, 0, 3, 2, 4).contiguous()
+    out = run(merged_TNH[:, 4:8], kv_2PKBH.permute(1, 0, 3, 2, 4), common)
+    assert_right(out, q, kv_cache, common)
+
+
+@pytest.mark.parametrize(
+    "lengths", [([], []), ([0, 0], [0, 40]), ([1], [1]), ([33], [33])], ids=["none", "idle", "one", "prompt"]
+)
+@pytest.mark.parametrize("num_padding_rows", [0, 2])
+def test_smallest_batches(lengths, num_padding_rows):
+    q, kv_cache, common = make_case(lengths, num_padding_rows=num_padding_rows)
+    out = run(q, kv_cache, common)
+    wanted = reference_attention(q, kv_cache, common, q.shape[2] ** -0.5)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_number_of_splits():
+    from attn_ops.backends.triton.decode import MAX_SPLITS, choose_num_splits
+
+    assert choose_num_splits(num_programs=8, max_keys=100_000, multiprocessors=132) == MAX_SPLITS
+    assert choose_num_splits(num_programs=8, max_keys=100, multiprocessors=132) == 1
+    assert choose_num_splits(num_programs=8, max_keys=1024, multiprocessors=132) == 8
+    assert choose_num_splits(num_programs=10_000, max_keys=8192, multiprocessors=132) == 1
+    assert choose_num_splits(num_programs=0, max_keys=0, multiprocessors=132) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, kv, o: (q.double(), kv, o), "dtype of q must be supported, got torch.float64"),
+        (lambda q, kv, o: (q, kv.half(), o), "dtype of kv_cache must be supported, got torch.float16"),
+        (lambda q, kv, o: (q[..., :8], kv[..., :8], o), "head_size must be supported, got 8"),
+        (lambda q, kv, o: (q, kv[:, :, :8], o), "block_size must be supported, got 8"),
+        (lambda q, kv, o: (q.transpose(1, 2).contiguous().transpose(1, 2), kv, o), "stride of q's last dimension"),
+        (lambda q, kv, o: (q, kv, {"sliding_window": 0}), "sliding_window must be None or at least 1, got 0"),
+        (lambda q, kv, o: (q, kv, {"soft_cap": 0.0}), "soft_cap must be None or positive, got 0.0"),
+    ],
+)
+def test_refusals(change, message):
+    q, kv_cache, common = make_case(DECODE)
+    meta = build(common, q, kv_cache)
+    q, kv_cache, options = change(q, kv_cache, {})
+    with pytest.raises(ValueError, match=message):
+        attention(q, kv_cache, meta, 1.0, **options)
+
+
+def test_cpu_is_refused_without_the_interpreter(monkeypatch):
+    q, kv_cache, common = (x.cpu() if isinstance(x, torch.Tensor) else x for x in make_case(DECODE))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from attn_ops.backends.triton import forward
+
+    with pytest.raises(ValueError, match="device must be cuda unless TRITON_INTERPRET=1"):
+        forward(q, kv_cache, build(common, q, kv_cache), 1.0, None, None)
+
+
+def test_cpu_gets_torch_unless_triton_is_asked_for(monkeypatch):
+    monkeypatch.setitem(registry._BUILT_IN, "TRITON", "attn_ops.backends.triton")
+    spec = AttentionSpec(4, 1, 16, torch.float32)
+    assert select_backend(spec, block_size=16, device="cpu").backend.name == "TORCH"
+    chosen = select_backend(spec, block_size=16, device=DEVICE, backend="TRITON").backend
+    assert chosen.support.cudagraph is AttentionCGSupport.ALWAYS
+
+
+def test_declaration_needs_no_triton():
+    code = """
+import sys
+sys.modules["triton"] = None
+from attn_ops.backends.triton import BACKEND
+print(BACKEND.unavailable())
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", code]
+    without = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert without.startswith("TRITON needs a CUDA device")
+    environment["TRITON_INTERPRET"] = "1"
+    without = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert without.startswith("triton must be installed")

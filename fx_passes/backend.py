@@ -50,14 +50,22 @@ def attn_ops(
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table; on torch before 2.13 without `cat`.
+    """Inductor's table; on torch before 2.13 without its treatment of `cat((x, x))`, which RoPE uses.
 
-    There, the decomposition of `cat((x, x))`, which RoPE uses, flattens an expanded view, and that guards on more than
-    one token: the first decode step of a batch of one would compile the model again. Inductor's lowering needs none.
+    There, that decomposition flattens an expanded view, which guards on more than one token: the first decode step of
+    a batch of one would compile the model again. Inductor's lowering of `cat` needs no guard.
     """
     table = dict(select_decomp_table())
-    if TORCH_VERSION < (2, 13):
-        table.pop(torch.ops.aten.cat.default, None)
+    cat = torch.ops.aten.cat.default
+    if TORCH_VERSION < (2, 13) and cat in table:
+        decompose = table[cat]
+
+        def cat_unless_repeated(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+            if len(tensors) > 1 and all(t is tensors[0] for t in tensors):
+                return NotImplemented
+            return decompose(tensors, dim)
+
+        table[cat] = cat_unless_repeated
     return table
 
 

@@ -57,7 +57,7 @@ class OutlineLayers(Pass):
                 self.skip(f"{regions[0].path}: no other layer is equal to it")
                 continue
             name = f"layer_{sum(hasattr(owner, f'layer_{i}') for i in range(len(groups)))}"
-            setattr(owner, name, regions[0].subgraph())
+            setattr(owner, name, _Region(regions[0].path, regions[0].nodes).subgraph())
             for region in regions:  # made anew: replacing one changes the inputs of the next
                 _Region(region.path, region.nodes).replace_by_call(graph, name)
             count += len(regions)

@@ -68,7 +68,7 @@ class CollapseViews(Pass):
                 rows.forget()
                 self.skip(f"{node.name}: its shape {list(value.shape)} is no number and not {root.name}'s row count")
                 return False
-            if value.is_contiguous() and _offset(value, base) == 0:
+            if value.is_contiguous() and _plain(value.numel()) == _plain(base.numel()):
                 new = graph.call_function(aten.view.default, (root, size))
             else:
                 new = graph.call_function(aten.as_strided.default, (root, size, stride, _offset(value, base)))

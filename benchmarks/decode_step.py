@@ -1,0 +1,255 @@
+"""One decode step of the Llama-3-8B shape, four ways, in one process: `python -m benchmarks.decode_step`.
+
+    floor         products by cuBLAS and attention by FA3, in one CUDA graph (benchmarks/floor.py)
+    ours          DecodeSession: attn_ops backend of torch.compile, the whole step in one CUDA graph
+    transformers  eager, DynamicCache
+    static        Transformers' static cache, torch.compile(mode="reduce-overhead")
+
+bf16, random weights. A step's time is that of the device work, replayed; ours includes metadata and sampling.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import fx_passes
+from attn_ops.integrations import transformers as integration
+from attn_ops.integrations.merged import merge_projections
+from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
+from benchmarks.timing import copy_bandwidth, median_ms
+from graphs import BatchDescriptor, DecodeSession
+
+CASES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 8192), (64, 8192)]
+
+
+def llama_3_8b(layers: int = 32) -> Any:
+    """Config of the Llama-3-8B shape."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=16384,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def build(config: Any, implementation: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    integration.register()
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=implementation, dtype=torch.bfloat16
+        )
+    return model.eval().requires_grad_(False)
+
+
+def our_session(
+    model: Any, options: dict[str, Any], cases: list[tuple[int, int]], backend: str | None
+) -> DecodeSession:
+    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=options)
+    batches = sorted({batch for batch, _ in cases})
+    longest = max(context for _, context in cases)
+    tokens = max(batch * context for batch, context in cases) + 16 * max(batches)
+    session = DecodeSession(
+        compiled, max_batch_size=max(batches), max_tokens=longest, cache_tokens=tokens, capture_sizes=batches,
+        backend=backend,
+    )  # fmt: skip
+    for cache in session.cache.tensors:
+        cache[1:].normal_()
+    session.warm_up()
+    return session
+
+
+def ours_ms(session: DecodeSession, batch: int, context: int) -> float:
+    """A captured step of `batch` requests, each with `context` tokens in the cache after it."""
+    captured = session.graphs.get(BatchDescriptor(batch, sampling=False))
+    host, blocks = captured.tensors.host, -(-context // session.cache.block_size)
+    host["seq_lens"].fill_(context)
+    host["position_ids"].fill_(context - 1)
+    host["input_ids"].random_(0, session.vocab_size)
+    table = torch.arange(1, batch * blocks + 1, dtype=torch.int32).view(batch, blocks)
+    host["block_table"].zero_()
+    host["block_table"][:, :blocks] = table
+    offset = (context - 1) % session.cache.block_size
+    host["slot_mapping"].copy_(table[:, -1].long() * session.cache.block_size + offset)
+    captured.tensors.upload()
+    return median_ms(lambda: session.graphs.replay(captured))
+
+
+def transformers_eager_ms(model: Any, batch: int, context: int) -> float:
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    config = model.config
+    shape = (batch, config.num_key_value_heads, context - 1, config.head_dim)
+    for layer in range(config.num_hidden_layers):
+        cache.update(
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16),
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16),
+            layer,
+        )  # noqa: E501
+    ids = torch.randint(0, config.vocab_size, (batch, 1), device="cuda")
+
+    def step() -> None:
+        length = cache.get_seq_length()
+        model(
+            input_ids=ids,
+            past_key_values=cache,
+            use_cache=True,
+            position_ids=torch.full((batch, 1), length, device="cuda"),
+        )  # noqa: E501
+        cache.crop(context - 1)
+
+    with torch.no_grad():
+        return median_ms(step, warmup=2, repeats=8)
+
+
+def transformers_static_ms(model: Any, batch: int, context: int) -> float:
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.config, max_cache_len=context)
+    ids = torch.randint(0, model.config.vocab_size, (batch, 1), device="cuda")
+    position = torch.full((batch, 1), context - 1, device="cuda")
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(input_ids=ids, past_key_values=cache, use_cache=True, position_ids=position)
+
+    with torch.no_grad():
+        return median_ms(step, warmup=5, repeats=10)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    config = llama_3_8b(args.layers)
+    shape = Shape.of(config)
+    cases = [c for c in CASES if f"{c[0]}x{c[1]}" in args.cases] if args.cases else CASES
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": args.layers, "options": args.options,
+        "copy_bytes_per_second": copy_bandwidth(), "rows": {f"{b}x{c}": {} for b, c in cases},
+    }  # fmt: skip
+    rows = result["rows"]
+    torch.cuda.empty_cache()
+    model = build(config, "attn_ops")
+    result["merged_groups"] = merge_projections(model) if args.merge else 0
+    begin = time.perf_counter()
+    session = our_session(model, json.loads(args.options), cases, args.backend)
+    result["warm_up_seconds"] = time.perf_counter() - begin
+    result["compile_seconds"] = session.compile_seconds
+    result["capture_seconds"], result["graph_bytes"] = (
+        session.graphs.seconds,
+        session.graphs.num_bytes,
+    )
+    result["backend"] = session.backend_selection.backend.name
+    result["matches"] = session.compile_record.matches()
+    for batch, context in cases:
+        rows[f"{batch}x{context}"]["ours"] = ours_ms(session, batch, context)
+    caches = session.cache.tensors
+    if args.profile:
+        profile(session, args.profile)
+    session.release()
+    del model
+    session.model = session.original = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    weights = Weights(shape)
+    for batch, context in cases:
+        row = rows[f"{batch}x{context}"]
+        row["floor"] = median_ms(floor_graph(shape, weights, caches, batch, context).replay)
+        row["limit"] = physical_limit_ms(shape, batch, context, result["copy_bytes_per_second"])
+        row["ours/floor"] = row["ours"] / row["floor"]
+    del weights, caches, session
+    gc.collect()
+    torch.cuda.empty_cache()
+    if args.transformers:
+        compare_transformers(config, rows, args.transformers)
+    return result
+
+
+def compare_transformers(config: Any, rows: dict[str, dict[str, float]], wanted: list[str]) -> None:
+    model = build(config, "sdpa")
+    for name, measure_one in (
+        ("transformers", transformers_eager_ms),
+        ("static", transformers_static_ms),
+    ):
+        for case in wanted:
+            batch, context = map(int, case.split("x"))
+            torch._dynamo.reset()
+            try:
+                rows.setdefault(case, {})[name] = measure_one(model, batch, context)
+            except Exception as error:
+                rows[case][f"{name}_error"] = f"{type(error).__name__}: {error}"[:200]
+            torch.cuda.empty_cache()
+        for row in rows.values():
+            if name in row and "ours" in row:
+                row[f"{name}/ours"] = row[name] / row["ours"]
+
+
+def profile(session: DecodeSession, path: str) -> None:
+    """Kernel times of one replay of the smallest graph, as text."""
+    captured = session.graphs.get(BatchDescriptor(min(session.capture_sizes), sampling=False))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        session.graphs.replay(captured)
+        torch.cuda.synchronize()
+    with open(path, "w") as file:
+        file.write(
+            prof.key_averages().table(
+                sort_by="cuda_time_total", row_limit=40, max_name_column_width=90
+            )
+        )
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(
+        title=f"decode step, ms; {result['gpu']}, torch {result['torch']}, backend {result['backend']}"
+    )
+    columns = [
+        "limit",
+        "floor",
+        "ours",
+        "ours/floor",
+        "transformers",
+        "transformers/ours",
+        "static",
+        "static/ours",
+    ]
+    for column in ["batch x context", *columns]:
+        table.add_column(column, justify="right")
+    for case, row in result["rows"].items():
+        table.add_row(case, *(f"{row[c]:.3f}" if c in row else "" for c in columns))
+    Console(width=140).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="*", default=[], help="BATCHxCONTEXT; default: all")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--options", default="{}", help="options of the attn_ops backend, JSON")
+    parser.add_argument("--backend", default=None)
+    parser.add_argument("--no-merge", dest="merge", action="store_false")
+    parser.add_argument(
+        "--transformers", nargs="*", default=["1x1024"], help="cases for Transformers"
+    )
+    parser.add_argument("--json", default=None, help="write the result here")
+    parser.add_argument(
+        "--profile", default=None, help="write kernel times of the smallest batch here"
+    )
+    args = parser.parse_args()
+    result = measure(args)
+    show(result)
+    print(json.dumps(result, indent=1))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,9 @@
 
     floor         products by cuBLAS and attention by FA3, in one CUDA graph (benchmarks/floor.py)
     ours          DecodeSession: attn_ops backend of torch.compile, the whole step in one CUDA graph
-    transformers  eager, DynamicCache
-    static        Transformers' static cache, torch.compile(mode="reduce-overhead")
+    forward       Transformers eager, DynamicCache: a bare forward call
+    transformers  the same through `generate`, per token
+    static        `generate(cache_implementation="static")`: Transformers' own compiled mode, per token
 
 bf16, random weights. A step's time is that of the device work, replayed; ours includes metadata and sampling.
 """
@@ -12,6 +13,7 @@ import argparse
 import copy
 import gc
 import json
+import statistics
 import time
 from typing import Any
 
@@ -84,48 +86,51 @@ def ours_ms(session: DecodeSession, batch: int, context: int) -> float:
     return median_ms(lambda: session.graphs.replay(captured))
 
 
-def transformers_eager_ms(model: Any, batch: int, context: int) -> float:
+def transformers_ms(model: Any, batch: int, context: int, implementation: str) -> float:
+    """Time per token of `model.generate` around `context` tokens: what a user of it waits for one token.
+
+    The difference between generating 4 and 20 tokens, so that prefill and compilation are not in it. "dynamic" is
+    generate's default, "static" its own compiled mode (CUDA graphs).
+    """
+    ids = torch.randint(0, model.config.vocab_size, (batch, context - 12), device="cuda")
+
+    def seconds(tokens: int) -> float:
+        options = {
+            "max_new_tokens": tokens,
+            "min_new_tokens": tokens,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
+        if implementation == "static":
+            options["cache_implementation"] = "static"
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    for tokens in (20, 4, 20, 4):
+        seconds(tokens)
+    return 1000 * statistics.median((seconds(20) - seconds(4)) / 16 for _ in range(3))
+
+
+def transformers_forward_ms(model: Any, batch: int, context: int) -> float:
+    """Time of a bare forward call with DynamicCache: no generate loop, no sampling."""
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config)
-    config = model.config
+    cache, config = DynamicCache(config=model.config), model.config
     shape = (batch, config.num_key_value_heads, context - 1, config.head_dim)
     for layer in range(config.num_hidden_layers):
-        cache.update(
-            torch.randn(shape, device="cuda", dtype=torch.bfloat16),
-            torch.randn(shape, device="cuda", dtype=torch.bfloat16),
-            layer,
-        )  # noqa: E501
+        cache.update(*torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16), layer)
     ids = torch.randint(0, config.vocab_size, (batch, 1), device="cuda")
+    position = torch.full((batch, 1), context - 1, device="cuda")
 
     def step() -> None:
-        length = cache.get_seq_length()
-        model(
-            input_ids=ids,
-            past_key_values=cache,
-            use_cache=True,
-            position_ids=torch.full((batch, 1), length, device="cuda"),
-        )  # noqa: E501
+        model(input_ids=ids, past_key_values=cache, use_cache=True, position_ids=position)
         cache.crop(context - 1)
 
     with torch.no_grad():
-        return median_ms(step, warmup=2, repeats=8)
-
-
-def transformers_static_ms(model: Any, batch: int, context: int) -> float:
-    from transformers import StaticCache
-
-    cache = StaticCache(config=model.config, max_cache_len=context)
-    ids = torch.randint(0, model.config.vocab_size, (batch, 1), device="cuda")
-    position = torch.full((batch, 1), context - 1, device="cuda")
-    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-
-    def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        compiled(input_ids=ids, past_key_values=cache, use_cache=True, position_ids=position)
-
-    with torch.no_grad():
-        return median_ms(step, warmup=5, repeats=10)
+        return median_ms(step, warmup=3, repeats=15)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -176,10 +181,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def compare_transformers(config: Any, rows: dict[str, dict[str, float]], wanted: list[str]) -> None:
     model = build(config, "sdpa")
-    for name, measure_one in (
-        ("transformers", transformers_eager_ms),
-        ("static", transformers_static_ms),
-    ):
+    ways = {
+        "forward": transformers_forward_ms,
+        "transformers": lambda *a: transformers_ms(*a, "dynamic"),
+        "static": lambda *a: transformers_ms(*a, "static"),
+    }
+    for name, measure_one in ways.items():
         for case in wanted:
             batch, context = map(int, case.split("x"))
             torch._dynamo.reset()
@@ -225,7 +232,7 @@ def show(result: dict[str, Any]) -> None:
         table.add_column(column, justify="right")
     for case, row in result["rows"].items():
         table.add_row(case, *(f"{row[c]:.3f}" if c in row else "" for c in columns))
-    Console(width=140).print(table)
+    Console(width=170).print(table)
 
 
 def main() -> None:

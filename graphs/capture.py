@@ -87,7 +87,7 @@ class DecodeGraphs:
     def _capture(self, key: BatchDescriptor) -> CapturedStep:
         """Run the step once for lazy initialisation, then record it. Its rows are padding: only the null block is
         written."""
-        begin, before = time.perf_counter(), torch.cuda.memory_reserved()
+        begin = time.perf_counter()
         tensors = self.allocate(key.num_reqs)
         tensors.upload()
         stream = torch.cuda.Stream()
@@ -96,6 +96,8 @@ class DecodeGraphs:
             self.run_step(tensors, key)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # capture does so itself; done here, the difference below is the graph's own
+        before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         if key.sampling:
             graph.register_generator_state(self.generator)

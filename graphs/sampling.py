@@ -17,10 +17,24 @@ def sample(
     Returns:
         [S] int64. Draws use the exponential-race form of categorical sampling: the argmax of p / e with e ~ Exp(1).
     """
-    best_S = logits.argmax(dim=-1)
+    best_S = argmax(logits)
     if greedy:
         return best_S
     safe_S1 = torch.where(temperature > 0, temperature, torch.ones_like(temperature)).unsqueeze(1)
     probs_SV = torch.softmax(logits.float() / safe_S1, dim=-1)
     race_SV = torch.empty_like(probs_SV).exponential_(generator=generator).clamp_(min=1e-20)
     return torch.where(temperature > 0, (probs_SV / race_SV).argmax(dim=-1), best_S)
+
+
+def argmax(logits: torch.Tensor, num_chunks: int = 64) -> torch.Tensor:
+    """Index of the largest of each row [S, V], as [S] int64; the first of equal ones.
+
+    In two stages: PyTorch reduces a row in one thread block, which takes 36 us for one row of 128,256 on an H200
+    (2026-11-20), and 64 blocks of 2,004 take 3.
+    """
+    num_rows, size = logits.shape
+    if size % num_chunks or size < 64 * num_chunks:
+        return logits.argmax(dim=-1)
+    best_SC, index_SC = logits.view(num_rows, num_chunks, -1).max(dim=-1)
+    chunk_S1 = best_SC.argmax(dim=-1, keepdim=True)
+    return (chunk_S1 * (size // num_chunks) + index_SC.gather(1, chunk_S1)).squeeze(1)

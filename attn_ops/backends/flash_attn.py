@@ -2,7 +2,10 @@
 
 | devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
 |---|---|---|---|---|---|---|
-| cuda, sm_80 and later | float16, bfloat16 | 64, 96, 128, 192, 256 | 16, 32, 64, 128, 256 | yes | yes | always |
+| cuda, sm_80 and later | float16, bfloat16 | 64, 96, 128, 192, 256 | 16, 32, 64 | yes | yes | always |
+
+Blocks of 128 and 256 tokens are left out: FA3 loads them whole, and a NaN behind a request's last token comes out
+(vllm 0.24's FA3 on an H200, 2026-11-20, tests/gpu/test_backends.py).
 
 On sm_90 the kernels are FA3, whose tile scheduler needs a plan: it is computed once per step and layer geometry by
 `get_scheduler_metadata`, on the device, so that a captured step computes it anew at every replay.
@@ -26,7 +29,7 @@ from attn_ops.metadata import (
 )
 
 LIBRARIES = ("vllm.vllm_flash_attn", "vllm_flash_attn", "flash_attn_interface", "flash_attn")
-"""The vLLM builds come first: they carry FA2 and FA3 with a paged cache of any block size from 16 on."""
+"""The vLLM builds come first: they carry FA2 and FA3 with a paged cache of small blocks."""
 
 
 @functools.cache
@@ -163,7 +166,7 @@ BACKEND = Backend(
         devices=("cuda",),
         dtypes=(torch.float16, torch.bfloat16),
         head_sizes=(64, 96, 128, 192, 256),
-        block_sizes=(16, 32, 64, 128, 256),
+        block_sizes=(16, 32, 64),
         sliding_window=True,
         soft_cap=True,
         cudagraph=AttentionCGSupport.ALWAYS,

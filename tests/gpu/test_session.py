@@ -39,7 +39,7 @@ def compiled():
 
 @pytest.mark.parametrize("backend", ["TRITON", "FLASH_ATTN"])
 def test_200_random_batches_replayed_equal_eager(compiled, backend):
-    """The captured step against an uncaptured call of the uncompiled model on a copy of the cache."""
+    """Every replay equals the same step uncaptured, bit for bit, and the uncompiled model within bf16 rounding."""
     model, fast = compiled
     session = DecodeSession(
         fast, max_batch_size=8, max_tokens=512, backend=backend, capture_sizes=[1, 2, 4, 8]
@@ -73,22 +73,29 @@ def test_200_random_batches_replayed_equal_eager(compiled, backend):
         for cache, old in zip(session.cache.tensors, before, strict=True):
             cache.copy_(old)
         with torch.no_grad():
+            again = session._run(tensors, max_query_len=1, max_seq_len=512, greedy=True)
+        assert torch.equal(again[:num_reqs], tokens[:num_reqs])
+        for mine, theirs in zip(written, session.cache.tensors, strict=True):
+            assert torch.equal(mine[1:], theirs[1:])
+        for cache, old in zip(session.cache.tensors, before, strict=True):
+            cache.copy_(old)
+        with torch.no_grad():
             metadata = session.builder.build(tensors.common(1, 512, size))
             logits = model(
                 input_ids=tensors.device["input_ids"], position_ids=tensors.device["position_ids"],
                 use_cache=False, attn_metadata=metadata, kv_caches=session.cache.tensors,
-            ).logits[0]  # fmt: skip
-        chosen = logits[torch.arange(num_reqs), tokens[:num_reqs]].float()
-        gap = (logits[:num_reqs].float().max(-1).values - chosen).max()
-        worst = max(worst, gap.item())
-        for mine, theirs in zip(written, session.cache.tensors, strict=True):
-            assert (mine[1:].float() - theirs[1:].float()).abs().max() < 0.06
+            ).logits[0, :num_reqs].float()  # fmt: skip
+        chosen = logits.gather(1, tokens[:num_reqs, None]).squeeze(1)
+        worst = max(worst, ((logits.max(-1).values - chosen) / logits.std(-1)).max().item())
+        for mine, theirs, old in zip(written, session.cache.tensors, before, strict=True):
+            change = (theirs[1:].float() - old[1:].float()).norm()
+            assert (mine[1:].float() - theirs[1:].float()).norm() < 0.03 * change
             untouched = torch.ones(mine.shape[0] * 16, dtype=torch.bool, device="cuda")
             untouched[tensors.device["slot_mapping"][:num_reqs]] = False
             untouched[:16] = False
-            flat = mine.transpose(1, 2).flatten(0, 1), theirs.transpose(1, 2).flatten(0, 1)
+            flat = mine.transpose(1, 2).flatten(0, 1), old.transpose(1, 2).flatten(0, 1)
             assert torch.equal(flat[0][untouched], flat[1][untouched])
-    assert worst < 0.15, f"captured token is {worst} of logit below the eager maximum"
+    assert worst < 0.1, f"captured token is {worst} deviations below the eager maximum"
     assert session.counters.num_recompiles == 0
 
 

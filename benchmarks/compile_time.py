@@ -1,0 +1,59 @@
+"""Cold compile of the Llama-3-8B shape, caches off, in phases: `python -m benchmarks.compile_time`."""
+
+import argparse
+import json
+import time
+
+import torch
+
+import fx_passes
+import fx_passes.backend
+from attn_ops.integrations.merged import merge_projections
+from benchmarks.decode_step import build, llama_3_8b
+from graphs import DecodeSession
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--options", default="{}", help="options of the attn_ops backend, JSON")
+    parser.add_argument("--times", action="store_true", help="print Dynamo's own table of phases")
+    args = parser.parse_args()
+    torch._inductor.config.force_disable_caches = True
+    marks: dict[str, float] = {}
+    inner = fx_passes.backend.compile_fx
+
+    def timed(*a: object, **k: object) -> object:
+        marks["inductor_begin"] = time.perf_counter()
+        try:
+            return inner(*a, **k)
+        finally:
+            marks["inductor_end"] = time.perf_counter()
+
+    def backend(gm: torch.fx.GraphModule, inputs: object, **k: object) -> object:
+        marks["dynamo_end"] = time.perf_counter()
+        return fx_passes.attn_ops(gm, inputs, **k)
+
+    fx_passes.backend.compile_fx = timed
+    model = build(llama_3_8b(args.layers), "attn_ops")
+    merge_projections(model)
+    compiled = torch.compile(
+        model, backend=backend, fullgraph=True, options=json.loads(args.options)
+    )
+    session = DecodeSession(compiled, max_batch_size=1, max_tokens=1024)
+    begin = time.perf_counter()
+    session.warm_up()
+    phases = {
+        "dynamo": marks["dynamo_end"] - begin,
+        "dynamo passes": marks["inductor_begin"] - marks["dynamo_end"],
+        "aot and inductor": marks["inductor_end"] - marks["inductor_begin"],
+        "guards and first call": begin + session.compile_seconds - marks["inductor_end"],
+        "total": session.compile_seconds,
+    }
+    print(json.dumps({"layers": args.layers, "options": args.options, **phases}, indent=1))
+    if args.times:
+        print(torch._dynamo.utils.compile_times(repr="str", aggregate=True))
+
+
+if __name__ == "__main__":
+    main()

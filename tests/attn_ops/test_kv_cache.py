@@ -1,0 +1,160 @@
+"""The allocator as a state machine against a model of it, and the arithmetic of its budget."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from attn_ops import AttentionSpec, PagedKVCache
+from attn_ops.kv_cache import NULL_BLOCK, OutOfBlocksError
+
+SPEC = AttentionSpec(4, 2, 8, torch.float32)
+
+
+def snapshot(cache: PagedKVCache) -> tuple:
+    return list(cache._free), {r: (list(t.blocks), t.num_tokens) for r, t in cache._tables.items()}
+
+
+class Allocator(RuleBasedStateMachine):
+    """Requests 0 to 5 over 9 usable blocks of 4 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PagedKVCache([SPEC], num_tokens=35, block_size=4)
+        self.owned: dict[int, list[int]] = {}
+
+    @rule(request=st.integers(0, 5), num_tokens=st.integers(0, 44))
+    def reserve(self, request: int, num_tokens: int) -> None:
+        mine = self.owned.get(request, [])
+        needed = max(0, -(-num_tokens // 4) - len(mine))
+        before = snapshot(self.cache)
+        assert self.cache.blocks_needed(request, num_tokens) == needed
+        if needed > 9 - sum(map(len, self.owned.values())):
+            with pytest.raises(OutOfBlocksError, match=f"needs {needed} more blocks"):
+                self.cache.reserve(request, num_tokens)
+            assert snapshot(self.cache) == before
+            return
+        blocks = self.cache.reserve(request, num_tokens)
+        assert blocks[: len(mine)] == mine, "blocks that a request owns moved"
+        assert len(blocks) == len(mine) + needed
+        self.owned[request] = blocks
+
+    @rule(request=st.integers(0, 5))
+    def free(self, request: int) -> None:
+        if request in self.owned:
+            self.cache.free(request)
+            del self.owned[request]
+            return
+        before = snapshot(self.cache)
+        with pytest.raises(ValueError, match="request must own blocks"):
+            self.cache.free(request)
+        assert snapshot(self.cache) == before
+
+    @rule(num_tokens=st.integers(-5, -1))
+    def reserve_negative(self, num_tokens: int) -> None:
+        before = snapshot(self.cache)
+        with pytest.raises(ValueError, match="num_tokens must not be negative"):
+            self.cache.reserve(0, num_tokens)
+        assert snapshot(self.cache) == before
+
+    @precondition(lambda self: self.owned)
+    @rule()
+    def free_all(self) -> None:
+        for request in list(self.owned):
+            self.cache.free(request)
+        self.owned.clear()
+        assert self.cache.num_free_blocks == 9
+        assert len(self.cache.reserve("all", self.cache.num_usable_tokens)) == 9
+        self.cache.free("all")
+
+    @rule(data=st.data())
+    def block_table(self, data: st.DataObject) -> None:
+        requests = data.draw(st.lists(st.integers(0, 5), max_size=4))
+        table_SM = self.cache.block_table(requests)
+        assert table_SM.dtype == torch.int32
+        for row_M, request in zip(table_SM.tolist(), requests, strict=True):
+            blocks = self.owned.get(request, [])
+            assert row_M == blocks + [NULL_BLOCK] * (len(row_M) - len(blocks))
+
+    @invariant()
+    def every_block_has_one_owner(self) -> None:
+        handed_out = [block for blocks in self.owned.values() for block in blocks]
+        assert sorted(handed_out + self.cache._free) == list(range(1, 10)), "lost, doubled or null block"
+        assert self.cache.num_free_blocks == 9 - len(handed_out)
+        for request, blocks in self.owned.items():
+            assert self.cache.blocks(request) == blocks
+
+
+TestAllocator = Allocator.TestCase
+TestAllocator.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def test_returned_blocks_are_a_copy():
+    cache = PagedKVCache([SPEC], num_tokens=16, block_size=4)
+    cache.reserve("a", 8).append(99)
+    cache.blocks("a").append(99)
+    assert cache.blocks("a") == [1, 2]
+
+
+SPECS = st.builds(
+    lambda kv, group, head, dtype: AttentionSpec(kv * group, kv, head, dtype),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    specs=st.lists(SPECS, min_size=1, max_size=3),
+    block_size=st.integers(1, 7),
+    num_tokens=st.integers(1, 40),
+    spare=st.integers(0, 300),
+)
+def test_budget_arithmetic(specs, block_size, num_tokens, spare):
+    by_tokens = PagedKVCache(specs, num_tokens=num_tokens, block_size=block_size)
+    assert num_tokens <= by_tokens.num_usable_tokens < num_tokens + block_size
+    assert by_tokens.num_bytes == sum(t.numel() * t.element_size() for t in by_tokens.tensors)
+    assert by_tokens.num_free_blocks == by_tokens.num_blocks - 1
+    budget = by_tokens.num_bytes + spare
+    by_bytes = PagedKVCache(specs, memory_bytes=budget, block_size=block_size)
+    assert by_bytes.num_bytes <= budget < by_bytes.num_bytes + by_bytes.bytes_per_block
+    for tensor, spec in zip(by_bytes.tensors, specs, strict=True):
+        assert tensor.shape == (by_bytes.num_blocks, 2, block_size, spec.num_kv_heads, spec.head_size)
+        assert tensor.dtype == spec.dtype
+        assert not tensor.any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "exactly one of num_tokens and memory_bytes"),
+        ({"num_tokens": 4, "memory_bytes": 4}, "exactly one of num_tokens and memory_bytes"),
+        ({"num_tokens": 0}, "at least one block"),
+        ({"num_tokens": -7}, "at least one block"),
+        ({"memory_bytes": 100}, "at least one block"),
+        ({"memory_bytes": 2 * 2 * 16 * 2 * 8 * 4 - 1}, "at least one block"),
+        ({"num_tokens": 4, "block_size": 0}, "block_size must be positive, got 0"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PagedKVCache([SPEC], **arguments)
+
+
+def test_a_budget_without_layers_is_refused():
+    with pytest.raises(ValueError, match="must"):
+        PagedKVCache([], memory_bytes=4096)
+
+
+def test_width_of_the_block_table():
+    cache = PagedKVCache([SPEC], num_tokens=16, block_size=4)
+    cache.reserve("a", 9)
+    assert cache.block_table(["a", "b"], width=5).tolist() == [[1, 2, 3, 0, 0], [0, 0, 0, 0, 0]]
+    assert cache.block_table([]).shape == (0, 1)
+    with pytest.raises(ValueError, match="width must be at least 3, got 2"):
+        cache.block_table(["a"], width=2)

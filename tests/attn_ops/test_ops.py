@@ -1,0 +1,337 @@
+"""The operators: schemas, the two forms of the KV write, and what a compiled function may not get wrong.
+
+T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attn_ops import PAD_SLOT_ID, attention, write_kv
+from attn_ops.backends.torch_backend import reference_attention
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+RAGGED = ([3, 0, 1, 1], [7, 5, 1, 9])  # query lengths and seq_lens
+OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+opcheck = partial(torch.library.opcheck, test_utils=OPCHECKS)
+ops = torch.ops.attn_ops
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers: NaNs compare equal to themselves."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+# -- schemas -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", [RAGGED, ([1], [4]), ([0], [0])], ids=["ragged", "one", "empty"])
+def test_opcheck_attention(make_batch, dtype, lengths):
+    b = make_batch(*lengths, dtype=dtype, num_padding_rows=2)
+    opcheck(ops.attention.default, (b.q, b.kv_cache, b.meta, 0.3))
+    opcheck(ops.attention.default, (b.q, b.kv_cache, b.meta, 0.3), {"sliding_window": 3, "soft_cap": 2.0})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", [RAGGED, ([1], [4])], ids=["ragged", "one"])
+def test_opcheck_write_kv(make_batch, dtype, lengths):
+    b = make_batch(*lengths, dtype=dtype, num_padding_rows=2)
+    cache = torch.zeros_like(b.kv_cache)
+    opcheck(ops.write_kv.default, (b.k, b.v, cache, b.meta))
+    opcheck(ops.write_kv.default, (b.k, b.v, cache, b.meta), {"slot_mapping": b.common.slot_mapping})
+
+
+def test_opcheck_slot_mapping(make_batch):
+    for lengths in (RAGGED, ([1], [4]), ([0], [0])):
+        b = make_batch(*lengths, num_padding_rows=1)
+        opcheck(ops.slot_mapping.default, (b.meta, b.k.shape[0], torch.device("cpu")))
+
+
+def test_slot_mapping_refuses_another_number_of_tokens(make_batch):
+    b = make_batch(*RAGGED)
+    assert torch.equal(ops.slot_mapping(b.meta, 5, torch.device("cpu")), b.common.slot_mapping)
+    with pytest.raises(ValueError, match="slot_mapping must have 4 entries, one a token, got 5"):
+        ops.slot_mapping(b.meta, 4, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "slice"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fake_strides_are_the_real_ones(make_batch, dtype, layout):
+    b = make_batch(*RAGGED, dtype=dtype)
+    if layout == "transposed":
+        b.q = b.q.transpose(0, 1).contiguous().transpose(0, 1)
+    elif layout == "slice":
+        b.q = torch.cat([b.q, b.q], dim=1)[:, 4:]
+    real = attention(b.q, b.kv_cache, b.meta, 1.0)
+    with FakeTensorMode() as mode:
+        fake = ops.attention(mode.from_tensor(b.q), mode.from_tensor(b.kv_cache), b.meta, 1.0)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    assert real.is_contiguous()
+
+
+# -- write_kv ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("num_padding_rows", [0, 3])
+def test_write_reaches_its_slots_and_nothing_else(make_batch, dtype, compiled, num_padding_rows):
+    b = make_batch(*RAGGED, dtype=dtype, num_padding_rows=num_padding_rows, written=False)
+    wanted = b.kv_cache.clone()
+    for row, slot in enumerate(b.common.slot_mapping.tolist()):
+        if slot != PAD_SLOT_ID:
+            wanted[slot // 4, 0, slot % 4], wanted[slot // 4, 1, slot % 4] = b.k[row], b.v[row]
+    write = torch.compile(write_kv, backend="aot_eager", fullgraph=True) if compiled else write_kv
+    for slots in (None, b.common.slot_mapping):
+        cache = b.kv_cache.clone()
+        write(b.k, b.v, cache, b.meta, slot_mapping=slots)
+        assert torch.equal(bits(cache[1:]), bits(wanted[1:]))
+        assert num_padding_rows or torch.equal(bits(cache[0]), bits(b.kv_cache[0]))
+        assert torch.equal(bits(cache[0, :, 1:]), bits(b.kv_cache[0, :, 1:])), "padding lands in slot 0 only"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_eager_operator_equals_traced_form(make_batch, backend):
+    b = make_batch(*RAGGED, num_padding_rows=1, written=False)
+    eager, traced, operator = b.kv_cache.clone(), b.kv_cache.clone(), b.kv_cache.clone()
+    write_kv(b.k * 2, b.v + 1, eager, b.meta)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def write(k, v, kv_cache, meta):
+        write_kv(k * 2, v + 1, kv_cache, meta)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def write_by_operator(k, v, kv_cache, meta):
+        ops.write_kv(k * 2, v + 1, kv_cache, meta)
+
+    write(b.k, b.v, traced, b.meta)
+    write_by_operator(b.k, b.v, operator, b.meta)
+    assert torch.equal(bits(traced), bits(eager))
+    assert torch.equal(bits(operator), bits(eager))
+
+
+def test_only_padding_changes_the_null_block_only(make_batch):
+    b = make_batch([0], [3], num_padding_rows=4)
+    before = b.kv_cache.clone()
+    write_kv(b.k, b.v, b.kv_cache, b.meta)
+    assert torch.equal(bits(b.kv_cache[1:]), bits(before[1:]))
+    assert torch.equal(b.kv_cache[0, 0, 0], b.k[-1])
+
+
+WRONG_WRITES = {
+    "k dtype": ({"k": lambda b: b.k.double()}, "^k must have the cache's dtype torch.float32, got torch.float64"),
+    "v dtype": ({"v": lambda b: b.v.half()}, "^v must have the cache's dtype torch.float32, got torch.float16"),
+    "k rank": ({"k": lambda b: b.k[0]}, r"^k must have shape \[num_tokens, 2, 8\]"),
+    "k batched": ({"k": lambda b: b.k[None]}, r"^k must have shape \[num_tokens, 2, 8\]"),
+    "v rank": ({"v": lambda b: b.v.flatten(1)}, r"^v must have shape \[num_tokens, 2, 8\]"),
+    "k heads": ({"k": lambda b: b.k[:, :1]}, r"^k must have shape \[num_tokens, 2, 8\], got \[5, 1, 8\]"),
+    "v heads": ({"v": lambda b: b.v[:, :1]}, r"^v must have shape \[num_tokens, 2, 8\], got \[5, 1, 8\]"),
+    "k head size": ({"k": lambda b: b.k[..., :1]}, r"^k must have shape \[num_tokens, 2, 8\], got \[5, 2, 1\]"),
+    "rows": ({"v": lambda b: b.v[:1]}, r"^v must have the shape of k \[5, 2, 8\], got \[1, 2, 8\]"),
+    "slots": ({"slot_mapping": lambda b: b.common.slot_mapping[:1]}, r"^slot_mapping must be int64 of shape \[5\]"),
+    "slot rank": ({"slot_mapping": lambda b: b.common.slot_mapping[:, None]}, "^slot_mapping must be int64 of shape"),
+    "slot dtype": ({"slot_mapping": lambda b: b.common.slot_mapping.int()}, "^slot_mapping must be int64.*torch.int32"),
+    "device": ({"v": lambda b: b.v.to("meta")}, "must be on the cache's device cpu"),
+    "cache rank": ({"kv_cache": lambda b: b.kv_cache[0]}, "^kv_cache must have shape"),
+    "cache halves": ({"kv_cache": lambda b: b.kv_cache[:, :1]}, "^kv_cache must have shape"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WRITES)
+def test_wrong_writes_are_refused_and_write_nothing(make_batch, case):
+    change, message = WRONG_WRITES[case]
+    b = make_batch(*RAGGED, written=False)
+    before = b.kv_cache.clone()
+    arguments = {"k": b.k, "v": b.v, "kv_cache": b.kv_cache, "slot_mapping": b.common.slot_mapping}
+    arguments |= {name: make(b) for name, make in change.items()}
+    with pytest.raises(ValueError, match=message):
+        write_kv(**arguments, meta=b.meta)
+    assert torch.equal(bits(b.kv_cache), bits(before))
+
+
+@pytest.mark.parametrize("case", [c for c in WRONG_WRITES if c not in ("device", "cache halves")])
+def test_wrong_writes_are_refused_when_compiled(make_batch, case):
+    """Otherwise index_put_ broadcasts one head over all, or stops between keys and values."""
+    change, message = WRONG_WRITES[case]
+    b = make_batch(*RAGGED, written=False)
+    before = b.kv_cache.clone()
+    arguments = {"k": b.k, "v": b.v, "kv_cache": b.kv_cache, "slot_mapping": b.common.slot_mapping}
+    arguments |= {name: make(b) for name, make in change.items()}
+    write = torch.compile(write_kv, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=message.removeprefix("^")):  # Dynamo wraps what is raised while it traces
+        write(**arguments, meta=b.meta)
+    assert torch.equal(bits(b.kv_cache), bits(before))
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_padding_rows_are_zero(make_batch, dtype, compiled):
+    b = make_batch(*RAGGED, dtype=dtype, num_padding_rows=3)
+    attend = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+    out_TNH = attend(b.q, b.kv_cache, b.meta, 0.3)
+    wanted_TNH = reference_attention(b.q, b.kv_cache, b.common, 0.3)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(out_TNH.double(), wanted_TNH, atol=tolerance, rtol=tolerance)
+    assert (out_TNH[5:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": lambda b: b.q[0]}, r"^q must have shape \[num_tokens, num_heads, head_size\], got \[4, 8\]"),
+        ({"kv_cache": lambda b: b.kv_cache[0]}, "^kv_cache must have shape"),
+        ({"kv_cache": lambda b: b.kv_cache[:, :1]}, "^kv_cache must have shape"),
+        ({"q": lambda b: b.q[..., :4]}, "^q must have the cache's head size 8, got 4"),
+        ({"q": lambda b: b.q[:, :3]}, "^q must have a multiple of 2 heads, got 3"),
+        ({"q": lambda b: b.q[:4]}, "^q must have at least 5 rows, got 4"),
+        ({"q": lambda b: b.q.to("meta")}, "^q, kv_cache and attn_metadata must be on one device"),
+        ({"sliding_window": lambda b: 0}, "^sliding_window must be"),
+        ({"sliding_window": lambda b: -1}, "^sliding_window must be"),
+        ({"soft_cap": lambda b: 0.0}, "^soft_cap must be"),
+    ],
+)
+def test_wrong_attention_is_refused(make_batch, change, message):
+    b = make_batch(*RAGGED)
+    arguments = {"q": b.q, "kv_cache": b.kv_cache} | {name: make(b) for name, make in change.items()}
+    q, kv_cache = arguments.pop("q"), arguments.pop("kv_cache")
+    call = ops.attention.default if q.is_meta else attention  # a meta tensor would reach the fake
+    if q.is_meta:
+        call = ops.attention.default._op_dk and (lambda *a, **k: _real_attention(*a, **k))
+    with pytest.raises(ValueError, match=message):
+        call(q, kv_cache, b.meta, 1.0, **arguments)
+
+
+def _real_attention(*args, **kwargs):
+    from attn_ops.ops.attention import check_attention_inputs
+
+    return check_attention_inputs(*args[:3])
+
+
+# -- compiled functions --------------------------------------------------------------------------------------------
+
+BATCHES = [([3, 0, 1], [7, 5, 4]), ([1], [9]), ([1, 1], [4, 2]), ([5], [5]), ([1, 1, 1, 1], [3, 2, 9, 1]), ([2], [2])]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_other_batches_do_not_recompile(make_batch, as_dynamic, num_graphs, backend):
+    """Sizes T and S, lengths and metadata change; the cache's size does not."""
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def step(q, k, v, kv_cache, meta, slot_mapping):
+        write_kv(k * 2, v, kv_cache, meta, slot_mapping=slot_mapping)
+        return attention(q, kv_cache, meta, 0.3, sliding_window=6) + 1
+
+    before = num_graphs()
+    for index, lengths in enumerate(BATCHES):
+        b = make_batch(*lengths, written=False, seed=index, num_blocks=14, num_padding_rows=index % 2)
+        wanted = b.kv_cache.clone()
+        write_kv(b.k * 2, b.v, wanted, b.meta)
+        slots = b.common.slot_mapping.clone()
+        if index == 0:
+            for tensor in (b.q, b.k, b.v, slots):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            with as_dynamic():
+                out = step(b.q, b.k, b.v, b.kv_cache, b.meta, slots)
+        else:
+            out = step(b.q, b.k, b.v, b.kv_cache, b.meta, slots)
+        assert torch.equal(bits(b.kv_cache[1:]), bits(wanted[1:]))
+        reference = reference_attention(b.q, wanted, b.common, 0.3, sliding_window=6) + 1
+        torch.testing.assert_close(out.double(), reference, atol=1e-5, rtol=1e-5)
+        assert num_graphs() - before == 1, f"batch {index} was compiled anew"
+
+
+def test_slots_from_the_metadata_do_not_recompile(make_batch, as_dynamic, num_graphs):
+    write = torch.compile(write_kv, backend="aot_eager", fullgraph=True)
+    before = num_graphs()
+    for index, lengths in enumerate(BATCHES):
+        b = make_batch(*lengths, written=False, seed=index, num_blocks=14)
+        wanted = b.kv_cache.clone()
+        write_kv(b.k, b.v, wanted, b.meta)
+        torch._dynamo.mark_dynamic(b.k, 0) if index == 0 else None
+        torch._dynamo.mark_dynamic(b.v, 0) if index == 0 else None
+        with as_dynamic():
+            write(b.k, b.v, b.kv_cache, b.meta)
+        assert torch.equal(bits(b.kv_cache), bits(wanted))
+    assert num_graphs() - before == 1
+
+
+def write_then_read(b, kv_cache):
+    write_kv(b.k, b.v, kv_cache, b.meta)
+    return (attention(b.q, kv_cache, b.meta, 1.0),)
+
+
+def read_write_read(b, kv_cache):
+    before = attention(b.q, kv_cache, b.meta, 1.0)
+    write_kv(b.k, b.v, kv_cache, b.meta)
+    return before, attention(b.q, kv_cache, b.meta, 1.0)
+
+
+def read_a_clone_after_the_write(b, kv_cache):
+    old = kv_cache.clone()
+    write_kv(b.k, b.v, kv_cache, b.meta)
+    return attention(b.q, old, b.meta, 1.0), attention(b.q, kv_cache, b.meta, 1.0)
+
+
+def write_what_a_clone_holds(b, kv_cache):
+    """op(clone(x), x) of pytorch#198031: k and v are slices of a clone of what they are written to, in reverse."""
+    old = kv_cache.clone()
+    write_kv(old[1:6, 0, 0], old[1:6, 1, 0], kv_cache, b.meta, slot_mapping=torch.tensor([20, 16, 12, 8, 4]))
+    return (old,)
+
+
+def write_what_a_clone_holds_by_operator(b, kv_cache):
+    old = kv_cache.clone()
+    ops.write_kv(old[1:6, 0, 0], old[1:6, 1, 0], kv_cache, b.meta, slot_mapping=torch.tensor([20, 16, 12, 8, 4]))
+    return (old,)
+
+
+def write_what_the_cache_holds(b, kv_cache):
+    slots = torch.tensor([20, 16, 12, 8, 4])
+    write_kv(kv_cache[1:6, 0, 0], kv_cache[1:6, 1, 0], kv_cache, b.meta, slot_mapping=slots)
+    return (kv_cache + 0,)
+
+
+def write_twice(b, kv_cache):
+    write_kv(b.k, b.v, kv_cache, b.meta)
+    first = attention(b.q, kv_cache, b.meta, 1.0)
+    write_kv(b.k + first[:, :2], b.v * 2, kv_cache, b.meta)
+    return first, attention(b.q, kv_cache, b.meta, 1.0)
+
+
+HAZARDS = [
+    write_then_read,
+    read_write_read,
+    read_a_clone_after_the_write,
+    write_what_a_clone_holds,
+    write_what_a_clone_holds_by_operator,
+    write_what_the_cache_holds,
+    write_twice,
+]
+
+
+@pytest.mark.parametrize("function", HAZARDS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_order_of_reads_and_writes(make_batch, function: Callable, backend):
+    b = make_batch(*RAGGED, num_blocks=20)
+    b.kv_cache = torch.randn(b.kv_cache.shape, generator=torch.Generator().manual_seed(3))
+    eager, compiled = b.kv_cache.clone(), b.kv_cache.clone()
+    wanted = function(b, eager)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def run(q, k, v, kv_cache, meta):
+        return function(dataclasses.replace(b, q=q, k=k, v=v, meta=meta), kv_cache)
+
+    got = run(b.q, b.k, b.v, compiled, b.meta)
+    assert torch.equal(compiled, eager), "the cache differs"
+    for one, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, want, atol=1e-6, rtol=1e-6)
+    if len(wanted) == 2:
+        assert not torch.equal(wanted[0], wanted[1]), "the case does not tell old from new"

@@ -1,0 +1,88 @@
+"""The packages import each other in one direction, and `import attn_ops` does nothing but define operators."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("triton", "flashinfer", "vllm_flash_attn", "vllm", "flash_attn", "xformers", "transformers", "numba")
+ALLOWED = {
+    "attn_ops": {"attn_ops"},
+    "fx_passes": {"attn_ops", "fx_passes"},
+    "graphs": {"attn_ops", "fx_passes", "graphs"},
+}
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Top-level names that a file imports anywhere, functions included."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_import_direction(package):
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    for path in files:
+        ours = imported_packages(path) & set(ALLOWED)
+        assert ours <= ALLOWED[package], f"{path.relative_to(ROOT)} imports {sorted(ours - ALLOWED[package])}"
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_kernel_libraries_are_not_imported_at_module_level(package):
+    for path in sorted((ROOT / package).rglob("*.py")):
+        if path.parent.name == "triton" and path.name != "__init__.py":
+            continue  # kernels; the package imports them in its first forward
+        for node in ast.parse(path.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            heavy = [n for n in names if n.split(".")[0] in HEAVY]
+            assert not heavy, f"{path.relative_to(ROOT)} imports {heavy} when it is imported"
+
+
+def in_a_new_process(code: str) -> dict:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_attn_ops_imports_no_kernels_and_changes_no_config():
+    modules = f"[n for n in {HEAVY} if n in sys.modules]"
+    plain = in_a_new_process(f"import json, sys, torch; print(json.dumps({modules}))")
+    code = f"""
+import json, sys, torch
+import torch._dynamo.config, torch._inductor.config, torch._functorch.config, torch.fx.experimental._config
+configs = [torch._dynamo.config, torch._inductor.config, torch._functorch.config, torch.fx.experimental._config]
+
+def state():
+    flags = [torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), sys.gettrace()]
+    flags += [torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()]
+    flags += [torch.are_deterministic_algorithms_enabled(), sorted(torch._dynamo.list_backends(exclude_tags=()))]
+    return repr(flags + [sorted(c.get_config_copy().items(), key=lambda kv: kv[0]) for c in configs])
+
+known, attention = set(sys.modules), torch.nn.functional.scaled_dot_product_attention
+before = state()
+modules_before = {modules}
+import attn_ops
+assert state() == before, "the import changed torch's configuration"
+assert torch.nn.functional.scaled_dot_product_attention is attention
+print(json.dumps({{
+    "heavy": sorted(set({modules}) - set(modules_before)),
+    "ops": [n for n in ("attention", "slot_mapping", "write_kv") if hasattr(torch.ops.attn_ops, n)],
+    "ours": [n for n in sys.modules if n.split(".")[0] in ("fx_passes", "graphs")],
+}}))
+"""
+    after = in_a_new_process(code)
+    assert after == {"heavy": [], "ops": ["attention", "slot_mapping", "write_kv"], "ours": []}
+    alone = in_a_new_process(f"import json, sys, attn_ops; print(json.dumps({modules}))")
+    assert alone == plain

@@ -1,6 +1,6 @@
 """`torch.compile(model, backend="attn_ops")`: our passes, then Inductor.
 
-    Dynamo graph --run_dynamo_stage--> AOTAutograd --AtenPipeline (Inductor's slot)--> Inductor
+Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeline (Inductor's slot)--> Inductor
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from attn_ops._compat import TORCH_VERSION
 from fx_passes.config import PassConfig
 from fx_passes.observe import recorders
 from fx_passes.pipeline import SLOT, run_dynamo_stage, with_user_pass
+from fx_passes.regions import compile_regions
 
 
 def attn_ops(
@@ -44,9 +45,13 @@ def attn_ops(
     for recorder in recorders():
         recorder.num_graphs += 1
     run_dynamo_stage(gm, config)
+
+    def compile_piece(piece: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_fx(piece, inputs, config_patches=patches, decompositions=_decompositions())
+
     # AOTAutograd's own cache would skip our passes and with them their counts; Inductor's cache behind it stays on.
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, example_inputs, config_patches=patches, decompositions=_decompositions())
+        return compile_regions(gm, example_inputs, compile_piece)
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
@@ -74,7 +79,9 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
         return {}
     known = torch._inductor.list_mode_options()
     if mode not in known:
-        raise ValueError(f"mode must be known to Inductor, got {mode!r}; supported: default, {', '.join(known)}")
+        raise ValueError(
+            f"mode must be known to Inductor, got {mode!r}; supported: default, {', '.join(known)}"
+        )
     return dict(known[mode])
 
 

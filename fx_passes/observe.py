@@ -3,7 +3,9 @@
 import contextlib
 import contextvars
 import dataclasses
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -31,6 +33,7 @@ class Recorder:
         num_graphs: graphs that Dynamo handed to the backend.
         final_graphs: the ATen graphs as Inductor gets them, by name.
         output_code: Inductor's output files, in order of compilation.
+        sessions: the decode sessions that compiled their model while this was active.
     """
 
     texts: bool = False
@@ -38,6 +41,7 @@ class Recorder:
     num_graphs: int = 0
     final_graphs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     output_code: list[str] = dataclasses.field(default_factory=list)
+    sessions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
 
     def matches(self) -> dict[str, int]:
         """Matches of each pass that ran, over all graphs."""
@@ -47,7 +51,9 @@ class Recorder:
         return total
 
 
-_active: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar("attn_ops_recorders", default=())
+_active: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
+    "attn_ops_recorders", default=()
+)
 
 
 @contextlib.contextmanager
@@ -71,6 +77,14 @@ def wants_texts() -> bool:
 
 def graph_text(graph: torch.fx.Graph) -> str:
     """The graph as Python, one node a line, with dtypes and shapes."""
-    module = graph.owning_module or torch.nn.Module()
-    code = torch.fx.GraphModule(module, graph).print_readable(print_output=False, include_stride=True)
-    return "\n".join(line.rstrip() for line in code.splitlines() if not line.strip().startswith("# File:"))
+    owner = graph.owning_module
+    module = owner
+    if not isinstance(module, torch.fx.GraphModule):
+        module = torch.fx.GraphModule(owner or torch.nn.Module(), graph)
+        graph.owning_module = (
+            owner  # making a module of it has changed its owner, to which passes add subgraphs
+        )
+    code = module.print_readable(print_output=False, include_stride=True)
+    return "\n".join(
+        line.rstrip() for line in code.splitlines() if not line.strip().startswith("# File:")
+    )

@@ -1,8 +1,8 @@
 """The passes in order, and how they are put into Inductor's slot. This list is the whole pipeline:
 
-    outline_layers   dynamo   equal layers become calls of one subgraph
-    share_products   aten     equal matrix products are computed once
-    collapse_views   aten     q, k, v reach attention as one view of their product
+outline_layers   dynamo   equal layers become calls of one subgraph
+share_products   aten     equal matrix products are computed once
+collapse_views   aten     q, k, v reach attention as one view of their product
 """
 
 import hashlib
@@ -36,10 +36,14 @@ def register_pass(new: type[Pass], *, before: str | None = None, after: str | No
     if new.name in names:
         raise ValueError(f"pass name must be new, got {new.name!r}; taken: {', '.join(names)}")
     if before is not None and after is not None:
-        raise ValueError(f"at most one of before and after must be given, got {before!r} and {after!r}")
+        raise ValueError(
+            f"at most one of before and after must be given, got {before!r} and {after!r}"
+        )
     anchor = before if before is not None else after
     if anchor is not None and anchor not in names:
-        raise ValueError(f"before and after must name a pass, got {anchor!r}; supported: {', '.join(names)}")
+        raise ValueError(
+            f"before and after must name a pass, got {anchor!r}; supported: {', '.join(names)}"
+        )
     index = len(names) if anchor is None else names.index(anchor) + (after is not None)
     _PIPELINE.insert(index, new)
 
@@ -71,7 +75,9 @@ def run_pass(one: Pass, graph: Graph, graph_name: str) -> int:
     after = graph_text(graph) if wants_texts() else None
     for recorder in recorders():
         texts = (before, after) if recorder.texts else (None, None)
-        recorder.passes.append(PassRecord(one.name, one.stage, graph_name, matches, list(one.skipped), *texts))
+        recorder.passes.append(
+            PassRecord(one.name, one.stage, graph_name, matches, list(one.skipped), *texts)
+        )
     return matches
 
 
@@ -81,7 +87,9 @@ class AtenPipeline(CustomGraphPass):
     Inductor calls it once for every graph, subgraphs included.
     """
 
-    def __init__(self, config: PassConfig, user_pass: Callable[[Graph], None] | None = None) -> None:
+    def __init__(
+        self, config: PassConfig, user_pass: Callable[[Graph], None] | None = None
+    ) -> None:
         self.config = config
         self.user_pass = user_pass
         self.num_graphs = 0
@@ -100,7 +108,9 @@ class AtenPipeline(CustomGraphPass):
         """Sources, settings and order of the passes, and the user's pass; None (no caching) if that one has none."""
         digest = hashlib.sha256()
         for one in passes(self.config, "aten"):
-            digest.update(f"{one.name}\0{one.source()}\0{sorted(one.settings().items())}\0".encode())
+            digest.update(
+                f"{one.name}\0{one.source()}\0{sorted(one.settings().items())}\0".encode()
+            )
         if self.user_pass is None:
             return digest.hexdigest()
         theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None

@@ -9,7 +9,13 @@ from fx_passes.graph_ops import PRODUCTS, VIEWS, aten
 _WRITTEN_WHOLE = PRODUCTS | {torch.ops.attn_ops.attention.default}
 """Producers of contiguous tensors in their own memory; only chains that start at one are rewritten."""
 
-_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims}
+_RESHAPES = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
 
 
 class CollapseViews(Pass):
@@ -37,14 +43,18 @@ class CollapseViews(Pass):
     stage = "aten"
 
     def apply(self, graph: Graph) -> int:
-        return sum(self._drop_copy(graph, n) for n in graph.find_nodes(op="call_function", target=aten.clone.default)) + (
-            sum(self._collapse(graph, node) for node in list(graph.nodes) if _ends_chain(node))
-        )
+        return sum(
+            self._drop_copy(graph, n)
+            for n in graph.find_nodes(op="call_function", target=aten.clone.default)
+        ) + (sum(self._collapse(graph, node) for node in list(graph.nodes) if _ends_chain(node)))
 
     def _drop_copy(self, graph: Graph, node: Node) -> bool:
         """A clone that changes neither strides nor owner: its source is the chain's producer, which nothing mutates."""
         source = node.args[0]
-        if _root(source).target not in _WRITTEN_WHOLE or source.meta["val"].stride() != node.meta["val"].stride():
+        if (
+            _root(source).target not in _WRITTEN_WHOLE
+            or source.meta["val"].stride() != node.meta["val"].stride()
+        ):
             return False
         node.replace_all_uses_with(source)
         graph.erase_node(node)
@@ -52,10 +62,18 @@ class CollapseViews(Pass):
 
     def _collapse(self, graph: Graph, node: Node) -> bool:
         root, steps = _root(node), _steps(node)
-        if root.op != "call_function" or root.target not in _WRITTEN_WHOLE or not root.meta["val"].is_contiguous():
+        if (
+            root.op != "call_function"
+            or root.target not in _WRITTEN_WHOLE
+            or not root.meta["val"].is_contiguous()
+        ):
             return False
         value, base = node.meta["val"], root.meta["val"]
-        if _same(value.shape, base.shape) and _same(value.stride(), base.stride()) and _offset(value, base) == 0:
+        if (
+            _same(value.shape, base.shape)
+            and _same(value.stride(), base.stride())
+            and _offset(value, base) == 0
+        ):
             node.replace_all_uses_with(root)
             return True
         if len(steps) == 1 or not any(s.target in _RESHAPES for s in steps):
@@ -63,15 +81,22 @@ class CollapseViews(Pass):
         with graph.inserting_before(node):
             rows = _RowCount(graph, root)
             size = [rows.argument(s) for s in value.shape]
-            stride = [1 if _is_one(n) else rows.argument(s) for n, s in zip(value.shape, value.stride(), strict=True)]
+            stride = [
+                1 if _is_one(n) else rows.argument(s)
+                for n, s in zip(value.shape, value.stride(), strict=True)
+            ]
             if None in size or None in stride or _offset(value, base) is None:
                 rows.forget()
-                self.skip(f"{node.name}: its shape {list(value.shape)} is no number and not {root.name}'s row count")
+                self.skip(
+                    f"{node.name}: its shape {list(value.shape)} is no number and not {root.name}'s row count"
+                )
                 return False
             if value.is_contiguous() and _plain(value.numel()) == _plain(base.numel()):
                 new = graph.call_function(aten.view.default, (root, size))
             else:
-                new = graph.call_function(aten.as_strided.default, (root, size, stride, _offset(value, base)))
+                new = graph.call_function(
+                    aten.as_strided.default, (root, size, stride, _offset(value, base))
+                )
         new.meta["val"] = value
         node.replace_all_uses_with(new)
         return True
@@ -90,7 +115,9 @@ class _RowCount:
         if not (isinstance(self.rows, torch.SymInt) and size.node.expr == self.rows.node.expr):
             return None
         if self.node is None:
-            self.node = self._existing() or self.graph.call_function(aten.sym_size.int, (self.root, 0))
+            self.node = self._existing() or self.graph.call_function(
+                aten.sym_size.int, (self.root, 0)
+            )
             self.node.meta.setdefault("val", self.rows)
         return self.node
 

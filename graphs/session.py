@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from attn_ops import AttentionCGSupport, PagedKVCache, select_backend
 from attn_ops.integrations.transformers import attention_specs
-from fx_passes.observe import Recorder, recording
+from fx_passes.observe import Recorder, recorders, recording
 from graphs.batch import StepTensors
 from graphs.capture import DecodeGraphs
 from graphs.counters import CompileCounters
@@ -198,8 +198,16 @@ class DecodeSession:
         return self._take(step, tokens.tolist())
 
     def warm_up(self) -> None:
-        """Compile the model and capture the decode steps, largest first. Runs by itself before the first step."""
+        """Compile the model and capture the decode steps, largest first. Runs by itself before the first step.
+
+        Inside `graphs.dump` a model that was compiled before is compiled once more, so that the dump sees it.
+        """
+        unseen = [r for r in recorders() if r.texts and self not in r.sessions]
+        for recorder in unseen:
+            recorder.sessions.add(self)
         if self._warm:
+            if unseen:
+                self._compile_again()
             return
         self._warm = True
         with recording(self.compile_record), self.counters.watching():
@@ -330,6 +338,13 @@ class DecodeSession:
             if request.finish_reason:
                 self.scheduler.finish(request)
         return outputs
+
+    def _compile_again(self) -> None:
+        """Forget what was compiled and compile it anew; graphs that were captured of it are captured when needed."""
+        if self.graphs is not None:
+            self.graphs.release()
+        torch._dynamo.reset()
+        self._compile()
 
     def _compile(self) -> None:
         """Call the model once on padding rows, with every size that changes between steps marked dynamic."""

@@ -1,0 +1,173 @@
+"""Cut a graph into regions and compile each of them once.
+
+    graph:  embedding, rope | layer_0(...) | layer_0(...) | ... | norm, lm_head
+    pieces: rest_0            layer_0                             rest_1
+
+Inductor compiles three pieces instead of a graph of all layers; a Python function of a line per piece runs them. See
+docs/decisions.md for the compile times of this, of `invoke_subgraph` and of the whole graph.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_map
+
+CompilePiece = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class Region:
+    """Some nodes of a graph, what they read from outside, and what outside reads of them."""
+
+    def __init__(self, path: str, nodes: list[Node]) -> None:
+        self.path = path
+        self.nodes = nodes
+        inside = set(nodes)
+        self.inputs = list(
+            dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
+        )
+        self.outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+
+    def refreshed(self) -> "Region":
+        """The same nodes with their inputs of now: replacing one region changes the inputs of the next."""
+        return Region(self.path, self.nodes)
+
+    def reason_against(self) -> str | None:
+        """Why it cannot be cut out: something between its first and last node hangs on it."""
+        inside, tainted = set(self.nodes), set()
+        node, last = self.nodes[0], self.nodes[-1]
+        while node is not last:
+            if node not in inside and any(
+                a in inside or a in tainted for a in node.all_input_nodes
+            ):
+                tainted.add(node)
+            elif node in inside and any(a in tainted for a in node.all_input_nodes):
+                return f"{node.name} needs a value from outside that depends on the layer"
+            node = node.next
+        if any(not isinstance(n.meta.get("example_value"), torch.Tensor) for n in self.outputs):
+            return "it hands something other than a tensor to the outside"
+        return None
+
+    def key(self) -> str:
+        """Equal for layers that compute the same function of inputs of equal geometry."""
+        index: dict[Node, str] = {n: f"in{i}" for i, n in enumerate(self.inputs)}
+        lines = [f"in{i}: {_geometry(n)}" for i, n in enumerate(self.inputs)]
+        for i, node in enumerate(self.nodes):
+            args, kwargs = tree_map(
+                lambda a: index[a] if isinstance(a, Node) else a, (node.args, dict(node.kwargs))
+            )
+            lines.append(f"{i} = {node.op} {_target(node)} {args} {kwargs}")
+            index[node] = f"n{i}"
+        lines.append("return " + ", ".join(index[n] for n in self.outputs))
+        return "\n".join(lines)
+
+    def subgraph(self) -> GraphModule:
+        graph = Graph()
+        new: dict[Node, Node] = {}
+        for i, node in enumerate(self.inputs):
+            new[node] = graph.placeholder(f"in_{i}")
+            new[node].meta = dict(node.meta)
+        for node in self.nodes:
+            new[node] = graph.node_copy(node, lambda n: new[n])
+        graph.output(tuple(new[n] for n in self.outputs))
+        return GraphModule(torch.nn.Module(), graph)
+
+    def replace_by_call(self, graph: Graph, name: str) -> None:
+        """Put a call of the submodule `name` in the region's place."""
+        inside = set(self.nodes)
+        with graph.inserting_before(_after_inputs(self.inputs, self.nodes[0])):
+            call = graph.call_module(name, tuple(self.inputs))
+            call.meta["example_value"] = tuple(n.meta["example_value"] for n in self.outputs)
+            values = [
+                graph.call_function(operator.getitem, (call, i)) for i in range(len(self.outputs))
+            ]
+        for node, value in zip(self.outputs, values, strict=True):
+            value.meta = {k: v for k, v in node.meta.items() if k != "nn_module_stack"}
+            node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in inside)
+        for node in reversed(self.nodes):
+            graph.erase_node(node)
+
+
+def _after_inputs(inputs: list[Node], first: Node) -> Node:
+    """The first place at or after `first` at which every input stands before."""
+    remaining = set(inputs)
+    node = first.graph._root.next
+    while node is not first:
+        remaining.discard(node)
+        node = node.next
+    while remaining:
+        remaining.discard(node)
+        node = node.next
+    return node
+
+
+def _target(node: Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{target}"
+
+
+def _geometry(node: Node) -> str:
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device} {value.requires_grad}"
+    if isinstance(value, torch.SymInt | int):
+        return str(value)
+    return type(getattr(value, "real_obj", value)).__name__
+
+
+def compile_regions(
+    gm: GraphModule, example_inputs: Sequence[Any], compile_piece: CompilePiece
+) -> Callable[..., Any]:
+    """Compile the called submodules of `gm`, each once, and what stands between them; returns the whole as a function.
+
+    A graph that calls no submodule is one piece.
+    """
+    if not gm.graph.find_nodes(op="call_module"):
+        return compile_piece(gm, example_inputs)
+    _outline_rest(gm)
+    compiled: dict[str, Callable[..., Any]] = {}
+    for node in gm.graph.find_nodes(op="call_module"):
+        if node.target not in compiled:
+            compiled[node.target] = _compile_isolated(getattr(gm, node.target), node, compile_piece)
+        node.op, node.target = "call_function", compiled[node.target]
+    gm.graph.lint()
+    return GraphModule(torch.nn.Module(), gm.graph).forward
+
+
+def _outline_rest(gm: GraphModule) -> None:
+    """Make submodules of the runs of nodes between the calls."""
+    runs: list[list[Node]] = [[]]
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            runs.append([])
+        elif node.op in ("call_function", "call_method") and not _hands_out(node):
+            runs[-1].append(node)
+    for i, nodes in enumerate(run for run in runs if run):
+        region = Region(f"rest_{i}", nodes)
+        if region.outputs:
+            gm.add_module(region.path, region.subgraph())
+            region.replace_by_call(gm.graph, region.path)
+    gm.graph.eliminate_dead_code()
+
+
+def _hands_out(node: Node) -> bool:
+    """Whether the node only takes one result of a call apart."""
+    return node.target is operator.getitem and node.args[0].op == "call_module"
+
+
+def _compile_isolated(
+    piece: GraphModule, call: Node, compile_piece: CompilePiece
+) -> Callable[..., Any]:
+    """Compile one piece as if it were a graph of its own: AOTAutograd keeps state in the tracing context."""
+    inputs = [n.meta["example_value"] for n in call.all_input_nodes]
+    fake_mode = detect_fake_mode([x for x in inputs if isinstance(x, torch.Tensor)])
+    with tracing(TracingContext(fake_mode)):
+        compiled = compile_piece(piece, inputs)
+
+    def run(*args: Any) -> Any:  # FX prints functions of torch by their module path, which this one has not
+        return compiled(*args)
+
+    return run

@@ -1,0 +1,95 @@
+"""depyf's files as part of a dump. Whatever depyf does wrong becomes a note; the compilation goes on without it."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo.utils as dynamo_utils
+from torch._inductor.codecache import PyCodeCache
+
+_notes: list[str] = []
+"""Of the block that is active. depyf swaps functions of torch for its own, so there can be one such block only."""
+
+_format: dict[str, Callable[..., Any]] = {}
+"""depyf's way to print a graph, which `_format_graph` calls."""
+
+
+@contextlib.contextmanager
+def writing_depyf_files(directory: Path, notes: list[str]) -> Iterator[None]:
+    """`depyf.prepare_debug(directory)` that never raises; what went wrong is appended to `notes`."""
+    with contextlib.ExitStack() as stack:
+        try:
+            _enter(stack, directory)
+        except ImportError:
+            notes.append("depyf is not installed, so there are no files of it; `pip install depyf` adds them.")
+        except Exception as error:
+            notes.append(f"depyf could not start, so there are no files of it: {_line(error)}")
+        try:
+            yield
+        finally:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # depyf warns about advice that does not apply here
+                    stack.close()
+            except Exception as error:
+                notes.append(f"depyf could not write everything: {_line(error)}")
+            notes += dict.fromkeys(_notes)
+            _notes.clear()
+
+
+def _enter(stack: contextlib.ExitStack, directory: Path) -> None:
+    import depyf
+    from depyf.explain import enable_debugging
+    from depyf.explain.global_variables import data
+
+    if data.get("is_inside_prepare_debug"):
+        raise RuntimeError("it is active already; blocks of it do not nest")
+    stack.callback(data.update, is_inside_prepare_debug=False)  # depyf forgets it when it fails itself
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stack.enter_context(depyf.prepare_debug(str(directory)))
+    hook = enable_debugging.DebuggableHook
+    for owner, name, original in (
+        (torch.fx.graph_module, "_exec_with_source", data["unpatched__exec_with_source"]),
+        (PyCodeCache, "load_by_key_path", data["unpatched_load_by_key_path"]),
+        (hook, "__call__", lambda *args: None),
+    ):
+        theirs = getattr(owner, name)
+        _replace(stack, owner, name, _guarded(theirs, original))
+    # This one is imported in many places, so depyf swaps its code; so do we.
+    function = dynamo_utils.lazy_format_graph_code
+    _format["theirs"] = FunctionType(function.__code__, vars(dynamo_utils), "theirs", (None,))
+    _replace(stack, function, "__code__", _format_graph.__code__)
+
+
+def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _format_graph(name: str, gm: Any, maybe_id: int | None = None, **kwargs: Any) -> Any:
+    """Runs with the globals of torch._dynamo.utils, so it must find its own by importing them."""
+    from graphs.depyf_files import _format, _guarded
+
+    return _guarded(_format["theirs"], lambda *a, **k: "")(name, gm, maybe_id, **kwargs)
+
+
+def _guarded(theirs: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`theirs`, and `original` where it raises."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return theirs(*args, **kwargs)
+        except Exception as error:
+            _notes.append(f"depyf left something out: {_line(error)}")
+            return original(*args, **kwargs)
+
+    return call
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

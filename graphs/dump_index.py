@@ -1,0 +1,107 @@
+"""The index of a dump: one ordered list, as Markdown and as HTML."""
+
+import dataclasses
+
+import jinja2
+
+MARKER = "<!-- attn-ops dump -->"
+"""First line of index.md; a directory that has it may be replaced by a new dump."""
+
+_SECTIONS = {
+    "passes": "Passes, in the order in which they ran",
+    "final": "Graphs handed to Inductor",
+    "inductor": "Inductor's output code",
+    "depyf": "depyf's files",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One line of the list."""
+
+    section: str  # a key of _SECTIONS
+    text: str  # one line, Markdown
+    files: list[str]  # relative to the dump
+    skipped: list[str]  # a pass's reasons for what it left alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """What index.md and index.html say."""
+
+    num_graphs: int
+    matches: dict[str, int]
+    sessions: list[str]
+    notes: list[str]
+    entries: list[Entry]
+
+    def markdown(self) -> str:
+        return _render(_MARKDOWN, self, autoescape=False)
+
+    def html(self) -> str:
+        return _render(_HTML, self, autoescape=True)
+
+
+def _render(template: str, index: Index, autoescape: bool) -> str:
+    environment = jinja2.Environment(autoescape=autoescape, trim_blocks=True, lstrip_blocks=True)
+    environment.undefined = jinja2.StrictUndefined
+    numbered = list(enumerate(index.entries, 1))
+    sections = [(title, [(i, e) for i, e in numbered if e.section == key]) for key, title in _SECTIONS.items()]
+    matches = ", ".join(f"{name} {count}" for name, count in index.matches.items()) or "none"
+    return environment.from_string(template).render(
+        index=index, marker=MARKER, matches=matches, sections=[s for s in sections if s[1]]
+    )
+
+
+_MARKDOWN = """\
+{{ marker }}
+# From Dynamo's graph to Inductor's code
+
+Graphs that Dynamo handed to the backend: {{ index.num_graphs }}. Matches: {{ matches }}.
+
+{% for session in index.sessions %}
+Session: {{ session }}.
+
+{% endfor %}
+{% for note in index.notes %}
+> {{ note }}
+
+{% endfor %}
+{% for title, entries in sections %}
+## {{ title }}
+
+{% for number, entry in entries %}
+{{ number }}. {{ entry.text }}{% for file in entry.files %}{{ ": " if loop.first else ", " }}[{{ file }}]({{ file }}){% endfor +%}
+{% for reason in entry.skipped %}
+   - left alone: {{ reason }}
+{% endfor %}
+{% endfor %}
+
+{% endfor %}
+"""
+
+_HTML = """\
+<!doctype html>
+<meta charset="utf-8">
+<title>attn-ops dump</title>
+<style>body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; }</style>
+<h1>From Dynamo's graph to Inductor's code</h1>
+<p>Graphs that Dynamo handed to the backend: {{ index.num_graphs }}. Matches: {{ matches }}.</p>
+{% for session in index.sessions %}
+<p>Session: {{ session }}.</p>
+{% endfor %}
+{% for note in index.notes %}
+<blockquote>{{ note }}</blockquote>
+{% endfor %}
+{% for title, entries in sections %}
+<h2>{{ title }}</h2>
+<ol start="{{ entries[0][0] }}">
+{% for number, entry in entries %}
+<li>{{ entry.text }}
+{% for file in entry.files %}<br><a href="{{ file }}">{{ file }}</a>{% endfor %}
+{% for reason in entry.skipped %}<br>left alone: {{ reason }}{% endfor %}
+</li>
+{% endfor %}
+</ol>
+{% endfor %}
+"""

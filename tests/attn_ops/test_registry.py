@@ -1,0 +1,192 @@
+"""Which backend a model gets, why, and what is said about the others."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attn_ops import (
+    AttentionCGSupport,
+    AttentionSpec,
+    Backend,
+    Support,
+    attention,
+    backend_names,
+    get_backend,
+    register_backend,
+    select_backend,
+)
+from attn_ops.backends import registry
+
+TORCH = get_backend("TORCH")
+PLAIN = AttentionSpec(4, 2, 64, torch.float16)
+NARROW = Backend(
+    name="NARROW",
+    support=Support(
+        devices=("cpu",),
+        dtypes=(torch.float16,),
+        head_sizes=(64,),
+        block_sizes=(16,),
+        sliding_window=False,
+        soft_cap=False,
+        cudagraph=AttentionCGSupport.NEVER,
+    ),
+    builder=TORCH.builder,
+    forward=lambda q, *rest: torch.zeros_like(q),
+    unavailable=lambda: None,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+class EntryPoint:
+    def __init__(self, name: str, load) -> None:
+        self.name, self.load = name, load
+
+
+@pytest.fixture
+def install(monkeypatch):
+    def install(*points: EntryPoint) -> None:
+        def entry_points(group: str):
+            assert group == "attn_ops.backends"
+            return list(points)
+
+        monkeypatch.setattr(registry, "entry_points", entry_points)
+
+    return install
+
+
+def test_a_cpu_gets_torch_and_the_reasons_against_the_others():
+    selection = select_backend(PLAIN, block_size=16, device="cpu")
+    assert selection.backend is TORCH
+    assert "cpu" in selection.why
+    assert set(selection.reasons_against) == set(backend_names()) - {"TORCH"}
+    assert all(selection.reasons_against.values())
+    assert "device must be supported, got cpu; supported: cuda" in selection.reasons_against["FLASH_ATTN"]
+
+
+def test_what_applies_but_was_not_chosen_says_so():
+    register_backend(NARROW)
+    assert select_backend(PLAIN, block_size=16, device="cpu").reasons_against["NARROW"] == [
+        "applies, but TORCH was preferred"
+    ]
+    selection = select_backend(PLAIN, block_size=16, device="cpu", backend="NARROW")
+    assert (selection.backend, selection.why) == (NARROW, "requested")
+    assert selection.reasons_against["TORCH"] == ["applies, but NARROW was requested"]
+
+
+def test_order_of_preference(monkeypatch):
+    monkeypatch.setattr(registry, "_BUILT_IN", {"FLASH_ATTN": "attn_ops.backends.flash_attn"})
+    second = dataclasses.replace(NARROW, name="SECOND")
+    register_backend(NARROW)
+    register_backend(second)
+    assert backend_names() == ["FLASH_ATTN", "NARROW", "SECOND"]
+    assert select_backend(PLAIN, block_size=16, device="cpu").backend is NARROW
+
+
+REFUSALS = {
+    "device": ({}, {"device": "meta"}, "device must be supported, got meta; supported: cpu"),
+    "dtype": ({"dtype": torch.float32}, {}, "dtype must be supported, got float32; supported: float16"),
+    "head_size": ({"head_size": 32}, {}, "head_size must be supported, got 32; supported: 64"),
+    "block_size": ({}, {"block_size": 32}, "block_size must be supported, got 32; supported: 16"),
+    "sliding_window": ({"sliding_window": 8}, {}, "sliding_window must be None, got 8; supported: None"),
+    "soft_cap": ({"soft_cap": 30.0}, {}, "soft_cap must be None, got 30.0; supported: None"),
+}
+
+
+@pytest.mark.parametrize("feature", REFUSALS)
+def test_undeclared_features_are_refused(feature):
+    change, options, reason = REFUSALS[feature]
+    register_backend(NARROW)
+    spec, options = dataclasses.replace(PLAIN, **change), {"block_size": 16, "device": "cpu", **options}
+    with pytest.raises(ValueError, match=f"^backend NARROW cannot be used: {reason}$"):
+        select_backend(spec, backend="NARROW", **options)
+    if options["device"] == "cpu":
+        assert select_backend(spec, **options).reasons_against["NARROW"] == [reason]
+    with pytest.raises(ValueError, match=reason):
+        select_backend([PLAIN, spec], backend="NARROW", **options)  # one layer of many is enough
+
+
+def test_every_reason_is_given_once():
+    register_backend(NARROW)
+    spec = dataclasses.replace(PLAIN, soft_cap=1.0, head_size=8)
+    with pytest.raises(ValueError, match="cannot be used") as error:
+        select_backend([spec, spec, PLAIN], block_size=8, device="cpu", backend="NARROW")
+    for word in ("head_size", "block_size", "soft_cap"):
+        assert str(error.value).count(word + " must be") == 1
+
+
+@pytest.mark.parametrize("feature", ["sliding_window", "soft_cap"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_operator_refuses_undeclared_features(make_batch, feature, compiled):
+    """Without a check, a backend that knows no window or cap computes plain attention and nobody is told."""
+    b = make_batch([2], [20], head_size=64, block_size=16, dtype=torch.float16, backend=NARROW)
+    attend = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+    attend(b.q, b.kv_cache, b.meta, 1.0)
+    with pytest.raises(ValueError, match=f"{feature} must be None, got 3"):
+        attend(b.q, b.kv_cache, b.meta, 1.0, **{feature: 3})
+
+
+@pytest.mark.parametrize(
+    ("feature", "case"),
+    [
+        ("dtype", {"head_size": 64, "block_size": 16, "dtype": torch.float32}),
+        ("head_size", {"head_size": 32, "block_size": 16, "dtype": torch.float16}),
+        ("block_size", {"head_size": 64, "block_size": 8, "dtype": torch.float16}),
+    ],
+)
+def test_the_operator_refuses_undeclared_geometry(make_batch, feature, case):
+    b = make_batch([2], [20], backend=NARROW, **case)
+    with pytest.raises(ValueError, match=f"{feature}.* must be"):
+        attention(b.q, b.kv_cache, b.meta, 1.0)
+
+
+def test_a_missing_library_is_a_reason():
+    register_backend(dataclasses.replace(NARROW, unavailable=lambda: "the library must be installed, got none"))
+    with pytest.raises(ValueError, match="backend NARROW cannot be used: the library must be installed, got none"):
+        select_backend(PLAIN, block_size=16, device="cpu", backend="NARROW")
+
+
+def test_no_backend_at_all_lists_every_reason(monkeypatch):
+    monkeypatch.setattr(registry, "_BUILT_IN", {"FLASH_ATTN": "attn_ops.backends.flash_attn"})
+    register_backend(NARROW)
+    with pytest.raises(ValueError, match=r"no backend supports these layers: FLASH_ATTN: .*; NARROW: soft_cap must be"):
+        select_backend(dataclasses.replace(PLAIN, soft_cap=1.0), block_size=16, device="cpu")
+
+
+def test_unknown_names():
+    for call in (get_backend, lambda name: select_backend(PLAIN, block_size=16, device="cpu", backend=name)):
+        with pytest.raises(ValueError, match="backend must be a known name, got 'NONE'; supported: FLASH_ATTN, TRITON"):
+            call("NONE")
+
+
+def test_taken_names():
+    register_backend(NARROW)
+    for backend in (NARROW, dataclasses.replace(NARROW, name="TORCH")):
+        with pytest.raises(ValueError, match=f"backend.name must be new, got {backend.name}; taken: FLASH_ATTN"):
+            register_backend(backend)
+    assert get_backend("TORCH") is TORCH
+
+
+def test_entry_points(install):
+    install(EntryPoint("NARROW", lambda: NARROW))
+    assert backend_names()[-1] == "NARROW"
+    assert get_backend("NARROW") is NARROW
+    assert select_backend(PLAIN, block_size=16, device="cpu", backend="NARROW").backend is NARROW
+    with pytest.raises(ValueError, match="must be new, got NARROW"):
+        register_backend(NARROW)
+
+
+def test_a_broken_entry_point_is_a_reason_and_stops_nobody_else(install):
+    def load():
+        raise ImportError("libbroken.so: cannot open shared object file")
+
+    install(EntryPoint("BROKEN", load))
+    selection = select_backend(PLAIN, block_size=16, device="cpu")
+    assert selection.backend is TORCH
+    assert "libbroken.so" in " ".join(selection.reasons_against["BROKEN"])
+    with pytest.raises(ValueError, match="libbroken.so"):
+        select_backend(PLAIN, block_size=16, device="cpu", backend="BROKEN")

@@ -1,0 +1,273 @@
+"""outline_layers: equal layers become calls of one subgraph; what cannot be cut out stays, and order is kept."""
+
+import pytest
+import torch
+from torch import nn
+
+from fx_passes import PassConfig, attn_ops, recording
+from fx_passes.layers import OutlineLayers
+from fx_passes.observe import graph_text
+
+
+class Layer(nn.Module):
+    def __init__(self, size: int = 8, factor: float = 2.0) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(size, size), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).relu() * self.factor
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sin()
+
+
+X = torch.linspace(-1, 1, 24).view(3, 8)
+
+
+def test_contract(dynamo_run):
+    model, texts = Stack(Layer(), Layer(), Layer()), []
+    wanted = model(X)
+
+    class Printing(OutlineLayers):
+        def apply(self, graph):
+            texts.append(str(graph))
+            return super().apply(graph)
+
+    one = Printing()
+    gm, got = dynamo_run(model, one, X)
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+    assert one.matches == 3
+    after = graph_text(gm.graph)
+    assert texts[0].count("torch._C._nn.linear") == 3
+    main = after.split("class layer_0")[0]
+    assert main.count("torch.ops.higher_order.invoke_subgraph(layer_0") == 3
+    assert "linear(" not in main
+    assert after.count("torch._C._nn.linear(") == 1, "one subgraph"
+    assert OutlineLayers().run(gm.graph) == 0
+    gm.recompile()
+    assert graph_text(gm.graph) == after
+
+
+def test_two_kinds_of_layers(dynamo_run):
+    model, one = Stack(*(Layer(factor=float(i % 2 + 1)) for i in range(4))), OutlineLayers()
+    wanted = model(X)
+    gm, got = dynamo_run(model, one, X)
+    assert one.matches == 4
+    assert {name for name, _ in gm.named_children()} >= {"layer_0", "layer_1"}
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+
+
+# -- skipped when --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [(Layer(),), (Layer(factor=1.0), Layer(factor=2.0)), (Layer(), nn.Sequential(Layer(), nn.ReLU()))],
+    ids=["one", "constants", "nodes"],
+)
+def test_skipped_when_fewer_than_two_are_equal(dynamo_run, layers):
+    model, one = Stack(*layers), OutlineLayers()
+    wanted = model(X)
+    gm, got = dynamo_run(model, one, X)
+    assert "invoke_subgraph" not in graph_text(gm.graph)
+    torch.testing.assert_close(got, wanted)
+    assert one.matches == 0
+    assert any("no other layer is equal" in reason for reason in one.skipped)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class Interleaved(Stack):
+    """What stands between the halves of a layer depends on the first and is needed by the second."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer.second(layer.first(x) * 2)
+        return x
+
+
+def test_skipped_when_the_outside_stands_between(dynamo_run):
+    model, one = Interleaved(Halves(), Halves()), OutlineLayers()
+    wanted = model(X)
+    _, got = dynamo_run(model, one, X)
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+    assert one.matches == 0
+    assert sum("depends on the layer" in reason for reason in one.skipped) == 2
+
+
+def test_skipped_when_training(dynamo_run):
+    model, one = Stack(Layer(), Layer()), OutlineLayers()
+    x = X.clone().requires_grad_()
+    gm, got = dynamo_run(model, one, x)
+    assert one.matches == 0
+    assert one.skipped == ["training: an input requires grad"]
+    got.sum().backward()
+    wanted, = torch.autograd.grad(model(y := X.clone().requires_grad_()).sum(), y)
+    torch.testing.assert_close(x.grad, wanted)
+
+
+def test_skipped_when_a_layer_hands_out_a_size(dynamo_run):
+    class Sized(Layer):
+        def forward(self, x):
+            return super().forward(x), x.shape[0]
+
+    class Model(Stack):
+        def forward(self, x):
+            for layer in self.layers:
+                x, rows = layer(x)
+                x = x * rows
+            return x
+
+    model = Model(Sized(), Sized())
+    wanted = model(X)
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    _, got = dynamo_run(model, OutlineLayers(), x)
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+
+
+# -- hazards -------------------------------------------------------------------------------------------------------
+
+
+class MutatesBetween(Stack):
+    """The outside writes, between the halves of a layer, to what the second half reads."""
+
+    depends = False
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            h = layer.first(x)
+            state.add_(h.mean() if self.depends else 1.0)
+            x = layer(h, state)
+        return x
+
+
+class ReadsState(Halves):
+    def forward(self, h: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return self.second(h) * state
+
+
+class ReadsBetween(Stack):
+    """The outside reads, between the halves of a layer, what the second half then overwrites."""
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        total = 0
+        for layer in self.layers:
+            h = layer.first(x)
+            total = total + state * 2
+            x = layer(h, state)
+        return x + total.mean()
+
+
+class WritesState(Halves):
+    def forward(self, h: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        state.add_(1)
+        return self.second(h) * state
+
+
+class DependsBetween(MutatesBetween):
+    depends = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"), [(MutatesBetween, ReadsState), (DependsBetween, ReadsState), (ReadsBetween, WritesState)]
+)
+def test_order_of_mutations_is_kept(dynamo_run, kind, layer):
+    model = kind(layer(), layer())
+    eager, compiled = torch.ones(8), torch.ones(8)
+    wanted = model(X, eager)
+    _, got = dynamo_run(model, OutlineLayers(), X, compiled)
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(got, wanted)
+
+
+class ReturnsInputView(Layer):
+    def forward(self, x):
+        return x.view(-1, 8)
+
+
+class TwoResults(Layer):
+    def forward(self, x):
+        y = super().forward(x)
+        return y + y.t().t().view(-1, 8), y
+
+
+class Aliases(Stack):
+    def forward(self, x):
+        kept = []
+        for layer in self.layers:
+            x, y = layer(x)
+            kept.append(y[:1])
+        return x.sin(), torch.cat(kept)
+
+
+class AliasLayer(Layer):
+    """Hands out two views of one tensor."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.view(-1, 4)
+
+
+class InputAlias(Layer):
+    """Hands out a view of its input beside its result."""
+
+    def forward(self, x):
+        return super().forward(x), x.view(-1, 4)
+
+
+@pytest.mark.parametrize("layer", [TwoResults, AliasLayer, InputAlias])
+def test_results_that_alias(layer):
+    model = Aliases(layer(), layer())
+    wanted = model(X)
+    got = torch.compile(model, backend=attn_ops, fullgraph=True)(X)
+    torch.testing.assert_close(got, wanted)
+
+
+def test_layers_that_return_a_view_of_their_input():
+    """Inductor takes a subgraph's result for fresh memory and may write to it: here, to the caller's input."""
+    model, x = Stack(ReturnsInputView(), ReturnsInputView()), X.clone()
+    wanted = model(X)
+    got = torch.compile(model, backend=attn_ops, fullgraph=True)(x)
+    assert torch.equal(x, X), "the input was overwritten"
+    torch.testing.assert_close(got, wanted)
+
+
+def test_one_layer_called_twice(dynamo_run):
+    shared = Layer()
+
+    class Twice(Stack):
+        def forward(self, x):
+            return super().forward(super().forward(x))
+
+    model = Twice(shared, Layer())
+    wanted = model(X)
+    _, got = dynamo_run(model, OutlineLayers(), X)
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("outlined", [True, False])
+def test_a_model_of_transformers(make_model, make_prompts, outlined):
+    model = make_model("gemma2", num_layers=4)
+    keywords = make_prompts(model, [3, 9, 1]).keywords
+    wanted = model(**keywords).logits
+    with recording() as recorder:
+        compiled = torch.compile(model, backend=attn_ops, options={"outline_layers": outlined}, fullgraph=True)
+        got = compiled(**keywords).logits
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    assert recorder.matches().get("outline_layers", 0) == (4 if outlined else 0)
+    assert PassConfig(outline_layers=outlined).outline_layers is outlined
+    assert len(recorder.final_graphs) == (3 if outlined else 1), "two kinds of layers, and the rest"

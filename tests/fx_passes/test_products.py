@@ -1,0 +1,79 @@
+"""share_products: what it merges, what it leaves alone, and that nothing but the count of products changes."""
+
+import pytest
+import torch
+
+from fx_passes.products import ShareProducts
+
+aten = torch.ops.aten
+
+
+def merged_qkv(x, w):
+    q = aten.slice(aten.mm(aten.view(x, [-1, 8]), w), 1, 0, 4)
+    k = aten.slice(aten.mm(aten.view(x, [-1, 8]), w), 1, 4, 6)
+    v = aten.slice(aten.mm(aten.view(x, [-1, 8]), w), 1, 6, 8)
+    return q, k, v
+
+
+def test_contract(aten_graph, contract):
+    x, w = torch.randn(1, 3, 8), torch.randn(8, 8)
+    before, after = contract(ShareProducts(), aten_graph(merged_qkv, x, w), x, w, matches=2)
+    assert (before.count("aten.mm.default"), after.count("aten.mm.default")) == (3, 1)
+    assert (before.count("aten.view.default"), after.count("aten.view.default")) == (3, 1)
+    assert (before.count("aten.slice.Tensor"), after.count("aten.slice.Tensor")) == (3, 3)
+
+
+def test_addmm(aten_graph, contract):
+    def function(x, b, w):
+        return aten.addmm(b, x, w).relu(), aten.addmm(b, x, w).sin(), aten.addmm(b, x, w, beta=2).cos()
+
+    args = torch.randn(3, 8), torch.randn(4), torch.randn(8, 4)
+    _, after = contract(ShareProducts(), aten_graph(function, *args), *args, matches=1)
+    assert after.count("aten.addmm.default") == 2
+
+
+DIFFERENT = {
+    "weight": lambda x, w, u: (x @ w, x @ u),
+    "input": lambda x, w, u: (x @ w, (x + 1) @ w),
+    "order": lambda x, w, u: (x @ (u @ w), w @ u),
+    "columns": lambda x, w, u: (x @ w[:, :4], x @ w[:, 4:]),
+    "transposed": lambda x, w, u: (x @ w, x @ w.t()),
+    "beta": lambda x, w, u: (aten.addmm(u, u, w, beta=1), aten.addmm(u, u, w, beta=2)),
+    "bool is not int": lambda x, w, u: (aten.addmm(u, u, w, alpha=1), aten.addmm(u, u, w, alpha=1.5)),
+    "rows": lambda x, w, u: (x[:2] @ w, x[1:] @ w),
+    "dtype": lambda x, w, u: ((x @ w).sum(), x.double() @ w.double()),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_skipped_when_products_differ_in_any_argument(aten_graph, contract, case):
+    args = torch.randn(3, 8), torch.randn(8, 8), torch.randn(8, 8)
+    before, after = contract(ShareProducts(), aten_graph(DIFFERENT[case], *args), *args, matches=0)
+    for product in ("aten.mm.default", "aten.addmm.default"):
+        assert before.count(product) == after.count(product)
+
+
+def test_other_operators_are_not_merged(aten_graph, contract):
+    """Only products and views: two random tensors, or two clones, are two."""
+
+    def function(x):
+        return x.clone(), x.clone(), torch.rand_like(x) * 0, torch.rand_like(x) * 0
+
+    x = torch.randn(3)
+    before, after = contract(ShareProducts(), aten_graph(function, x), x, matches=0)
+    assert before == after
+
+
+def test_a_merged_model_has_one_product_a_group(make_model, make_prompts):
+    from attn_ops.integrations.merged import merge_projections
+    from fx_passes import attn_ops, recording
+
+    model = make_model(num_layers=1)
+    keywords = make_prompts(model, [3, 2]).keywords
+    wanted = model(**keywords).logits
+    assert merge_projections(model) == 2
+    with recording() as recorder:
+        got = torch.compile(model, backend=attn_ops, fullgraph=True)(**keywords).logits
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    assert recorder.matches()["share_products"] == 3  # k, v and up take the product of q and gate
+    assert sum(text.count("aten.mm.default(") for _, text in recorder.final_graphs) == 5  # qkv, o, gate_up, down, head

@@ -56,11 +56,15 @@ class PagedKVCache:
             raise ValueError(
                 f"exactly one of num_tokens and memory_bytes must be given, got {num_tokens} and {memory_bytes}"
             )
+        if not specs:
+            raise ValueError("specs must name at least one layer, got none")
         if block_size < 1:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.block_size = block_size
         self.specs = tuple(specs)
-        self.bytes_per_block = sum(2 * block_size * s.num_kv_heads * s.head_size * s.dtype.itemsize for s in specs)
+        self.bytes_per_block = sum(
+            2 * block_size * s.num_kv_heads * s.head_size * s.dtype.itemsize for s in specs
+        )
         if num_tokens is not None:
             num_blocks = -(-num_tokens // block_size) + 1
         else:
@@ -72,10 +76,14 @@ class PagedKVCache:
             )
         self.num_blocks = num_blocks
         self.tensors = [
-            torch.zeros(num_blocks, 2, block_size, s.num_kv_heads, s.head_size, dtype=s.dtype, device=device)
+            torch.zeros(
+                num_blocks, 2, block_size, s.num_kv_heads, s.head_size, dtype=s.dtype, device=device
+            )
             for s in self.specs
         ]
-        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: block 1 is handed out first
+        self._free = list(
+            range(num_blocks - 1, NULL_BLOCK, -1)
+        )  # a stack: block 1 is handed out first
         self._tables: dict[Hashable, BlockTable] = {}
 
     @property
@@ -123,7 +131,9 @@ class PagedKVCache:
             ValueError: the request owns none (never reserved, or freed before); the cache is as it was.
         """
         if request not in self._tables:
-            raise ValueError(f"request must own blocks, got {request!r}, which is unknown or already freed")
+            raise ValueError(
+                f"request must own blocks, got {request!r}, which is unknown or already freed"
+            )
         self._free.extend(reversed(self._tables.pop(request).blocks))
 
     def blocks(self, request: Hashable) -> list[int]:

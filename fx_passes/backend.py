@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
@@ -91,3 +92,13 @@ def options(config: PassConfig | None = None) -> dict[str, Any]:
     Passes on the Dynamo graph (`outline_layers`) need the backend; Inductor has no slot for them.
     """
     return {SLOT: with_user_pass(config or PassConfig(), getattr(inductor_config, SLOT))}
+
+
+def start_compile_workers() -> None:
+    """Start Inductor's compile processes, so that they are ready when Dynamo has traced the model.
+
+    Kernels of the first graph are otherwise compiled one by one in this process: 4.6 of 20.5 s for the Llama-3-8B
+    shape (H200, torch 2.11, 2026-11-20). Returns at once; does nothing where Inductor uses no processes.
+    """
+    maybe_warm_pool()
+    AsyncCompile.use_process_pool()

@@ -30,13 +30,23 @@ class PassConfig:
                     raise ValueError(f"options[{name!r}] must be True or False, got {value!r}")
                 mine[name] = value
             elif _is_inductor_option(name, inductor_config):
-                rest[name.replace("-", "_")] = value
+                rest[name.replace("-", "_")] = _checked(
+                    name.replace("-", "_"), value, inductor_config
+                )
             else:
                 raise ValueError(
                     f"options must name a pass or an option of torch._inductor.config, got {name!r}; supported: "
                     f"{', '.join(sorted(ours))} and Inductor's"
                 )
         return cls(**mine), rest
+
+
+def _checked(name: str, value: Any, config: Any) -> Any:
+    """`value`, if Inductor's option takes its type; options of several types take any."""
+    wanted = config.get_type(name)
+    if isinstance(wanted, type) and type(value) is not wanted:
+        raise ValueError(f"options[{name!r}] must be a {wanted.__name__}, got {value!r}")
+    return value
 
 
 def _is_inductor_option(name: str, config: Any) -> bool:

@@ -1,5 +1,6 @@
 """Compile equal layers once: each layer's part of the Dynamo graph becomes a call of one shared module."""
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -32,6 +33,8 @@ class OutlineLayers(Pass):
     Skipped when:
         - fewer than two layers are equal;
         - a node outside the layer depends on it and is needed inside it, so that the layer cannot be cut out;
+        - a node outside stands between the layer's and writes what it reads, or reads what it writes;
+        - the layer hands something other than tensors to the outside;
         - training: an input requires grad.
     """
 
@@ -58,7 +61,7 @@ class OutlineLayers(Pass):
             if len(regions) < 2:
                 self.skip(f"{regions[0].path}: no other layer is equal to it")
                 continue
-            name = f"layer_{sum(1 for n, _ in owner.named_children() if n.startswith('layer_'))}"
+            name = next(n for i in itertools.count() if not hasattr(owner, n := f"layer_{i}"))
             owner.add_module(name, regions[0].refreshed().subgraph())
             for region in regions:
                 region.refreshed().replace_by_call(graph, name)

@@ -120,7 +120,8 @@ class AtenPipeline(CustomGraphPass):
 def with_user_pass(config: PassConfig, user_pass: Any) -> AtenPipeline:
     """Our pipeline appended to what stands in the slot already; a pipeline of ours there is replaced."""
     if isinstance(user_pass, list | tuple):  # torch 2.13 and later allow several
-        chain = [p for p in user_pass if not isinstance(p, AtenPipeline)]
+        chain = [p.user_pass if isinstance(p, AtenPipeline) else p for p in user_pass]
+        chain = [p for p in chain if p is not None]
         return AtenPipeline(config, _Chain(chain) if chain else None)
     if isinstance(user_pass, AtenPipeline):
         return AtenPipeline(config, user_pass.user_pass)

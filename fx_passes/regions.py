@@ -36,25 +36,43 @@ class Region:
         return Region(self.path, self.nodes)
 
     def reason_against(self) -> str | None:
-        """Why it cannot be cut out: something between its first and last node hangs on it."""
-        inside, tainted = set(self.nodes), set()
-        node, last = self.nodes[0], self.nodes[-1]
-        while node is not last:
-            if node not in inside and any(
-                a in inside or a in tainted for a in node.all_input_nodes
-            ):
-                tainted.add(node)
-            elif node in inside and any(a in tainted for a in node.all_input_nodes):
-                return f"{node.name} needs a value from outside that depends on the layer"
-            node = node.next
+        """Why it cannot become one call: something between its nodes hangs on it, or it on that."""
         if any(not isinstance(n.meta.get("example_value"), torch.Tensor) for n in self.outputs):
             return "it hands something other than a tensor to the outside"
+        inside = set(self.nodes)
+        tainted: set[Node] = set()
+        for node in self._span():
+            if node in inside:
+                if any(a in tainted for a in node.all_input_nodes):
+                    return f"{node.name} needs a value from outside that depends on it"
+            elif any(a in inside or a in tainted for a in node.all_input_nodes):
+                tainted.add(node)
+            elif tainted and node in self.inputs:
+                return f"its input {node.name} comes after a value that depends on it"
+        read, written = touched_storages(self.nodes), mutated_storages(self.nodes)
+        for node in self._span():
+            if node in inside or node.op not in ("call_function", "call_method"):
+                continue
+            if mutated_storages([node]) & read or touched_storages([node]) & written:
+                return f"{node.name} stands between its nodes and shares memory that is written"
         return None
+
+    def _span(self) -> list[Node]:
+        """All nodes of the graph from its first to its last."""
+        span, node = [self.nodes[0]], self.nodes[0]
+        while node is not self.nodes[-1]:
+            node = node.next
+            span.append(node)
+        return span
 
     def key(self) -> str:
         """Equal for layers that compute the same function of inputs of equal geometry."""
         index: dict[Node, str] = {n: f"in{i}" for i, n in enumerate(self.inputs)}
-        lines = [f"in{i}: {_geometry(n)}" for i, n in enumerate(self.inputs)]
+        storages = [touched_storages([n]) for n in self.inputs]
+        lines = [
+            f"in{i}: {_geometry(n)} shares {[j for j in range(i) if storages[j] & storages[i]]}"
+            for i, n in enumerate(self.inputs)
+        ]
         for i, node in enumerate(self.nodes):
             args, kwargs = tree_map(
                 lambda a: index[a] if isinstance(a, Node) else a, (node.args, dict(node.kwargs))
@@ -118,6 +136,46 @@ def _geometry(node: Node) -> str:
     return type(getattr(value, "real_obj", value)).__name__
 
 
+def touched_storages(nodes: Sequence[Node]) -> set[int]:
+    """Storages (of the fake tensors) that the nodes' results and arguments live in."""
+    values = [n.meta.get("example_value") for node in nodes for n in (node, *node.all_input_nodes)]
+    return {x.untyped_storage()._cdata for v in values for x in _tensors(v)}
+
+
+def mutated_storages(nodes: Sequence[Node]) -> set[int]:
+    """Storages that the nodes write to in place."""
+    return {
+        x.untyped_storage()._cdata
+        for node in nodes
+        for argument in _mutated_arguments(node)
+        for x in _tensors(argument.meta.get("example_value"))
+    }
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [x for x in values if isinstance(x, torch.Tensor)]
+
+
+def _mutated_arguments(node: Node) -> list[Node]:
+    """Arguments that a node of the Dynamo graph writes to: by its schema, or by its name."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema.arguments
+        given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
+        names = [a.name for a in schema if a.alias_info and a.alias_info.is_write]
+        return [given[n] for n in names if isinstance(given.get(n), Node)]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return list(node.all_input_nodes)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    written = [node.args[0]] if in_place and node.args else []
+    return [a for a in (*written, node.kwargs.get("out")) if isinstance(a, Node)]
+
+
+_IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"})
+"""Functions of `operator` that write to their first argument."""
+
+
 def compile_regions(
     gm: GraphModule, example_inputs: Sequence[Any], compile_piece: CompilePiece
 ) -> Callable[..., Any]:
@@ -138,7 +196,10 @@ def compile_regions(
 
 
 def _outline_rest(gm: GraphModule) -> None:
-    """Make submodules of the runs of nodes between the calls."""
+    """Make submodules of the runs of nodes between the calls.
+
+    A run without results stays too: it may write to its inputs.
+    """
     runs: list[list[Node]] = [[]]
     for node in gm.graph.nodes:
         if node.op == "call_module":
@@ -147,10 +208,8 @@ def _outline_rest(gm: GraphModule) -> None:
             runs[-1].append(node)
     for i, nodes in enumerate(run for run in runs if run):
         region = Region(f"rest_{i}", nodes)
-        if region.outputs:
-            gm.add_module(region.path, region.subgraph())
-            region.replace_by_call(gm.graph, region.path)
-    gm.graph.eliminate_dead_code()
+        gm.add_module(region.path, region.subgraph())
+        region.replace_by_call(gm.graph, region.path)
 
 
 def _hands_out(node: Node) -> bool:
@@ -167,7 +226,9 @@ def _compile_isolated(
     with tracing(TracingContext(fake_mode)):
         compiled = compile_piece(piece, inputs)
 
-    def run(*args: Any) -> Any:  # FX prints functions of torch by their module path, which this one has not
+    def run(
+        *args: Any,
+    ) -> Any:  # FX prints functions of torch by their module path, which this one has not
         return compiled(*args)
 
     return run

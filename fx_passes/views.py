@@ -36,7 +36,8 @@ class CollapseViews(Pass):
 
     Skipped when:
         - the chain's shape or stride is neither a number nor the row count of the product;
-        - the chain is one step that Inductor takes without a guard.
+        - the chain is one step that Inductor takes without a guard;
+        - the copy leaves the graph: the caller asked for a tensor of its own.
     """
 
     name = "collapse_views"
@@ -51,6 +52,8 @@ class CollapseViews(Pass):
     def _drop_copy(self, graph: Graph, node: Node) -> bool:
         """A clone that changes neither strides nor owner: its source is the chain's producer, which nothing mutates."""
         source = node.args[0]
+        if _reaches_output(node):  # two outputs of the graph would become one tensor
+            return False
         if (
             _root(source).target not in _WRITTEN_WHOLE
             or source.meta["val"].stride() != node.meta["val"].stride()
@@ -145,6 +148,10 @@ def _steps(node: Node) -> list[Node]:
         steps.append(node)
         node = node.args[0]
     return steps
+
+
+def _reaches_output(node: Node) -> bool:
+    return any(u.op == "output" or (u.target in VIEWS and _reaches_output(u)) for u in node.users)
 
 
 def _ends_chain(node: Node) -> bool:

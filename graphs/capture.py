@@ -1,7 +1,6 @@
 """Captured decode steps: one CUDA graph per batch size, all in one memory pool."""
 
 import dataclasses
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from graphs.batch import StepTensors
+from graphs.collector import paused_collector
 from graphs.modes import BatchDescriptor
 
 logger = logging.getLogger(__name__)
@@ -101,14 +101,8 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         if key.sampling:
             graph.register_generator_state(self.generator)
-        collecting = gc.isenabled()
-        gc.disable()  # a collection during capture may free tensors of another pool and invalidate the capture
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                tokens = self.run_step(tensors, key)
-        finally:
-            if collecting:
-                gc.enable()
+        with paused_collector(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            tokens = self.run_step(tensors, key)
         self.num_bytes += torch.cuda.memory_reserved() - before
         self.seconds += time.perf_counter() - begin
         logger.debug("captured %s", key)

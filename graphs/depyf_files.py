@@ -1,4 +1,7 @@
-"""depyf's files as part of a dump. Whatever depyf does wrong becomes a note; the compilation goes on without it."""
+"""depyf's files as part of a dump.
+
+Whatever depyf does wrong becomes a note, and the compilation goes on without it.
+"""
 
 import contextlib
 import warnings
@@ -12,7 +15,7 @@ import torch._dynamo.utils as dynamo_utils
 from torch._inductor.codecache import PyCodeCache
 
 _notes: list[str] = []
-"""Of the block that is active. depyf swaps functions of torch for its own, so there can be one such block only."""
+"""Of the active block; depyf swaps functions of torch for its own, so there can be only one."""
 
 _format: dict[str, Callable[..., Any]] = {}
 """depyf's way to print a graph, which `_format_graph` calls."""
@@ -20,20 +23,24 @@ _format: dict[str, Callable[..., Any]] = {}
 
 @contextlib.contextmanager
 def writing_depyf_files(directory: Path, notes: list[str]) -> Iterator[None]:
-    """`depyf.prepare_debug(directory)` that never raises; what went wrong is appended to `notes`."""
+    """`depyf.prepare_debug(directory)` that never raises; what goes wrong is put into `notes`."""
     with contextlib.ExitStack() as stack:
         try:
             _enter(stack, directory)
         except ImportError:
-            notes.append("depyf is not installed, so there are no files of it; `pip install depyf` adds them.")
+            notes.append(
+                "depyf is not installed, so it wrote no files; `pip install depyf` adds them."
+            )
         except Exception as error:
-            notes.append(f"depyf could not start, so there are no files of it: {_line(error)}")
+            notes.append(f"depyf could not start, so it wrote no files: {_line(error)}")
         try:
             yield
         finally:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # depyf warns about advice that does not apply here
+                    warnings.simplefilter(
+                        "ignore"
+                    )  # depyf warns about advice that does not apply here
                     stack.close()
             except Exception as error:
                 notes.append(f"depyf could not write everything: {_line(error)}")
@@ -48,7 +55,9 @@ def _enter(stack: contextlib.ExitStack, directory: Path) -> None:
 
     if data.get("is_inside_prepare_debug"):
         raise RuntimeError("it is active already; blocks of it do not nest")
-    stack.callback(data.update, is_inside_prepare_debug=False)  # depyf forgets it when it fails itself
+    stack.callback(
+        data.update, is_inside_prepare_debug=False
+    )  # depyf forgets it when it fails itself
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stack.enter_context(depyf.prepare_debug(str(directory)))
@@ -62,7 +71,7 @@ def _enter(stack: contextlib.ExitStack, directory: Path) -> None:
         _replace(stack, owner, name, _guarded(theirs, original))
     # This one is imported in many places, so depyf swaps its code; so do we.
     function = dynamo_utils.lazy_format_graph_code
-    _format["theirs"] = FunctionType(function.__code__, vars(dynamo_utils), "theirs", (None,))
+    _format["theirs"] = FunctionType(function.__code__, function.__globals__, "theirs", (None,))
     _replace(stack, function, "__code__", _format_graph.__code__)
 
 

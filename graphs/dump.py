@@ -1,10 +1,11 @@
-"""`dump(directory)`: files that show what became of the model, from Dynamo's graph to Inductor's code.
+"""`dump(directory)`: what became of the model, from Dynamo's graph to Inductor's code, in files.
 
-    index.md, index.html   everything below in order, with match counts, skip reasons and one line of explanation each
+The directory holds:
+    index.md, index.html   everything below in order, with match counts and skip reasons
     passes/                FX text before and after every pass that changed its graph
     final/                 the ATen graphs as Inductor got them
     inductor/              Inductor's output code, kernels included
-    depyf/                 what depyf writes: the decompiled frame and the graphs as Dynamo and AOTAutograd had them
+    depyf/                 depyf's files: the decompiled frame, and graphs of the stages between
 """
 
 import contextlib
@@ -25,12 +26,13 @@ _FILES = ("index.md", "index.html")
 
 @contextlib.contextmanager
 def dump(directory: str | Path) -> Iterator[Path]:
-    """Write what is compiled inside the block, and where it came from, to `directory`; yields its path.
+    """Write what is compiled inside the block, and where it came from; yields the directory's path.
 
-    A `DecodeSession` whose model was compiled before the block compiles it once more in its first step inside the
-    block (`torch._dynamo.reset()` first), so that there is something to see. Any other function that was compiled
-    before leaves nothing. Passes run ahead of Inductor's cache, and on a hit Inductor still loads its output file, so
-    a warm cache changes nothing. When the block raises, what was recorded until then is written.
+    A `DecodeSession` whose model was compiled before the block compiles it once more in its first
+    step inside the block (`torch._dynamo.reset()` first), so that there is something to see. Any
+    other function that was compiled before leaves nothing. Passes run ahead of Inductor's cache,
+    and on a hit Inductor still loads its output file, so a warm cache changes nothing. When the
+    block raises, what was recorded until then is written.
 
     Args:
         directory: made if it is missing; an earlier dump in it is replaced.
@@ -46,7 +48,9 @@ def dump(directory: str | Path) -> Iterator[Path]:
         with recording(recorder), writing_depyf_files(directory / "depyf", notes):
             yield directory
     except BaseException as error:
-        notes.append(f"The block ended with {type(error).__name__}; this is what was recorded until then.")
+        notes.append(
+            f"The block ended with {type(error).__name__}; this is what was recorded until then."
+        )
         raise
     finally:
         modules = [m for m in PyCodeCache.modules if id(m) not in loaded]
@@ -54,13 +58,15 @@ def dump(directory: str | Path) -> Iterator[Path]:
 
 
 def _make_room(directory: Path) -> None:
-    """Refuse what is not ours, remove an earlier dump's files, and leave an index that marks the directory as ours."""
+    """Refuse what is not ours, remove an earlier dump, and leave an index that marks it as ours."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"directory must be a directory, got the file {directory}")
     directory.mkdir(parents=True, exist_ok=True)
     index = directory / "index.md"
     if any(directory.iterdir()) and not (index.is_file() and index.read_text().startswith(MARKER)):
-        raise ValueError(f"directory must be new, empty or an earlier dump, got {directory}, which holds other files")
+        raise ValueError(
+            f"directory must be new, empty or an earlier dump, got {directory} with other files"
+        )
     for name in _FOLDERS:
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in _FILES:
@@ -68,15 +74,18 @@ def _make_room(directory: Path) -> None:
     index.write_text(f"{MARKER}\nThis dump is still being written.\n")
 
 
-def _write(directory: Path, recorder: Recorder, modules: list[ModuleType], notes: list[str]) -> None:
+def _write(
+    directory: Path, recorder: Recorder, modules: list[ModuleType], notes: list[str]
+) -> None:
     entries = [_pass_entry(directory, i, p) for i, p in enumerate(recorder.passes, 1)]
     entries += _final_entries(directory, recorder)
     entries += _inductor_entries(directory, recorder, modules)
     entries += _depyf_entries(directory)
     if not recorder.passes and not modules:
         notes.append(
-            "Nothing was compiled inside the block. A DecodeSession compiles its model once more in its first step "
-            "inside; anything else must be called for the first time inside, or after torch._dynamo.reset()."
+            "Nothing was compiled inside. A DecodeSession compiles its model once more in "
+            "its first step inside the block; anything else must be called for the first time "
+            "inside, or after torch._dynamo.reset()."
         )
     sessions = [_session_line(session) for session in recorder.sessions]
     index = Index(recorder.num_graphs, recorder.matches(), sessions, notes, entries)
@@ -89,7 +98,9 @@ def _pass_entry(directory: Path, number: int, record: PassRecord) -> Entry:
     count = f"{record.matches} match" + ("" if record.matches == 1 else "es")
     text = f"{stage} pass `{record.pass_name}` on graph `{record.graph_name}`: {count}"
     if record.before == record.after:
-        return Entry("passes", f"{text}; the graph stayed as it was, so no files", [], record.skipped)
+        return Entry(
+            "passes", f"{text}; the graph stayed as it was, so no files", [], record.skipped
+        )
     stem = f"{number:02d}-{record.pass_name}-{record.graph_name}"
     files = [
         _put(directory, f"passes/{stem}.before.py", record.before or ""),
@@ -102,31 +113,42 @@ def _final_entries(directory: Path, recorder: Recorder) -> list[Entry]:
     entries = []
     for number, (name, text) in enumerate(recorder.final_graphs, 1):
         file = _put(directory, f"final/{number:02d}-{name}.py", text)
-        entries.append(Entry("final", f"ATen graph `{name}` after all passes, as Inductor got it", [file], []))
+        entries.append(
+            Entry("final", f"ATen graph `{name}` after all passes, as Inductor got it", [file], [])
+        )
     return entries
 
 
-def _inductor_entries(directory: Path, recorder: Recorder, modules: list[ModuleType]) -> list[Entry]:
-    """One file a compiled graph; kernels stand in its source, so modules that hold only a kernel are left out."""
+def _inductor_entries(
+    directory: Path, recorder: Recorder, modules: list[ModuleType]
+) -> list[Entry]:
+    """One file a compiled graph; it holds the kernels too, so their own modules are left out."""
     entries = []
     for module in (m for m in modules if hasattr(m, "call") and m.__file__):
-        loaded, cached = Path(module.__file__ or ""), get_path(module.key, "py")[2]  # depyf loads from its own copy
+        loaded, cached = (
+            Path(module.__file__ or ""),
+            get_path(module.key, "py")[2],
+        )  # depyf loads from its own copy
         recorder.output_code.append(cached)
         name = f"inductor/{len(recorder.output_code):02d}-{module.key}.py"
-        file = _put(directory, name, loaded.read_text() if loaded.exists() else f"# {loaded} is gone")
-        entries.append(Entry("inductor", f"Inductor's output code, in its cache `{cached}`", [file], []))
+        file = _put(
+            directory, name, loaded.read_text() if loaded.exists() else f"# {loaded} is gone"
+        )
+        entries.append(
+            Entry("inductor", f"Inductor's output code, in its cache `{cached}`", [file], [])
+        )
     return entries
 
 
 def _depyf_entries(directory: Path) -> list[Entry]:
-    meaning = (
-        ("full_code_for_", "the compiled function as Python, with its guards"),
-        ("__transformed_code_", "the frame's bytecode after Dynamo, decompiled"),
-        ("", "a graph or kernel of the compiled function, by stage"),
-    )
     entries = []
     for path in sorted((directory / "depyf").glob("*.py")):
-        text = next(text for prefix, text in meaning if path.name.startswith(prefix))
+        if path.name.startswith("full_code_for_"):
+            text = "the compiled function as Python, with its guards"
+        elif path.name.startswith("__transformed_code_"):
+            text = "the frame's bytecode after Dynamo, decompiled"
+        else:
+            text = f"graph or code at the stage `{path.name.split('.')[1]}`"
         entries.append(Entry("depyf", f"depyf: {text}", [f"depyf/{path.name}"], []))
     return entries
 
@@ -141,7 +163,8 @@ def _put(directory: Path, name: str, text: str) -> str:
 def _session_line(session) -> str:
     selection, counters = session.backend_selection, session.counters
     return (
-        f"backend {selection.backend.name} ({selection.why}); CUDA graphs: {session.graph_mode_asked.name} asked for, "
-        f"{session.graph_mode.name} used ({session.graph_mode_why}); {counters.num_graphs} graphs, "
+        f"backend {selection.backend.name} ({selection.why}); CUDA graphs: "
+        f"{session.graph_mode_asked.name} asked for, {session.graph_mode.name} used "
+        f"({session.graph_mode_why}); {counters.num_graphs} graphs, "
         f"{counters.num_breaks} breaks, {counters.num_recompiles} recompiles after warm-up"
     )

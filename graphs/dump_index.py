@@ -46,7 +46,10 @@ def _render(template: str, index: Index, autoescape: bool) -> str:
     environment = jinja2.Environment(autoescape=autoescape, trim_blocks=True, lstrip_blocks=True)
     environment.undefined = jinja2.StrictUndefined
     numbered = list(enumerate(index.entries, 1))
-    sections = [(title, [(i, e) for i, e in numbered if e.section == key]) for key, title in _SECTIONS.items()]
+    sections = [
+        (title, [(i, e) for i, e in numbered if e.section == key])
+        for key, title in _SECTIONS.items()
+    ]
     matches = ", ".join(f"{name} {count}" for name, count in index.matches.items()) or "none"
     return environment.from_string(template).render(
         index=index, marker=MARKER, matches=matches, sections=[s for s in sections if s[1]]
@@ -71,9 +74,12 @@ Session: {{ session }}.
 ## {{ title }}
 
 {% for number, entry in entries %}
-{{ number }}. {{ entry.text }}{% for file in entry.files %}{{ ": " if loop.first else ", " }}[{{ file }}]({{ file }}){% endfor +%}
+{{ number }}. {{ entry.text }}
+{% for file in entry.files %}
+    - [{{ file }}]({{ file }})
+{% endfor %}
 {% for reason in entry.skipped %}
-   - left alone: {{ reason }}
+    - left alone: {{ reason }}
 {% endfor %}
 {% endfor %}
 

@@ -16,9 +16,11 @@ from tqdm import tqdm
 
 from attn_ops import AttentionCGSupport, PagedKVCache, select_backend
 from attn_ops.integrations.transformers import attention_specs
+from fx_passes.backend import start_compile_workers
 from fx_passes.observe import Recorder, recorders, recording
 from graphs.batch import StepTensors
 from graphs.capture import DecodeGraphs
+from graphs.collector import paused_collector
 from graphs.counters import CompileCounters
 from graphs.modes import BatchDescriptor, CUDAGraphMode, default_capture_sizes
 from graphs.sampling import sample
@@ -114,6 +116,8 @@ class DecodeSession:
         self._next_id = 0
         self._requests: dict[int, Request] = {}
         self._warm = False
+        if self.device.type == "cuda":
+            start_compile_workers()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -356,7 +360,8 @@ class DecodeSession:
         for name, dim in (("input_ids", 1), ("position_ids", 1), ("slot_mapping", 0), ("logits_indices", 0)):
             torch._dynamo.mark_dynamic(fresh[name], dim)
         # Without this, Dynamo takes a batch of one token for a special case and compiles it again.
-        with torch.no_grad(), symbolic_shapes_config.patch(backed_size_oblivious=True):
+        one_is_no_special_case = symbolic_shapes_config.patch(backed_size_oblivious=True)
+        with torch.no_grad(), one_is_no_special_case, paused_collector():
             self._run(tensors, max_query_len=1, max_seq_len=1, greedy=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize()

@@ -1,4 +1,5 @@
-"""Shared by all tests: the environment, a fresh Dynamo after each test that compiled, batches and tiny models.
+"""Shared by all tests: the environment, a fresh Dynamo after each test that compiled, batches and
+tiny models.
 
 T tokens, S requests, N query heads, K kv heads, H head size, P blocks, B block size.
 """
@@ -14,10 +15,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
 
+import hypothesis
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch._dynamo.utils import counters
 
 from attn_ops import AttentionMetadata, AttentionSpec, Backend, CommonAttentionMetadata, get_backend
+
+hypothesis.settings.register_profile("attn_ops", database=None, derandomize=True, deadline=None)
+hypothesis.settings.load_profile("attn_ops")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,7 +46,9 @@ def fresh_state() -> Iterator[None]:
 
 @dataclasses.dataclass
 class Batch:
-    """A step's tensors: q [T, N, H], k and v [T, K, H], kv_cache [P, 2, B, K, H], and its metadata."""
+    """A step's tensors: q [T, N, H], k and v [T, K, H], kv_cache [P, 2, B, K, H], and its
+    metadata.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -70,9 +77,10 @@ def build_batch(
     seed: int = 0,
     num_blocks: int | None = None,
 ) -> Batch:
-    """A batch over a cache of shuffled blocks that is NaN wherever no token stands, the null block included.
+    """A batch over a cache of shuffled blocks that is NaN wherever no token stands, the null
+    block included.
 
-    Padding rows of q are NaN. `written`: whether this step's own keys and values are in the cache already.
+    Padding rows of q are NaN. `written`: whether this step's own keys and values are in the cache.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -83,20 +91,30 @@ def build_batch(
     num_blocks = num_blocks or len(seq_lens) * width + 2
     owned = torch.randperm(num_blocks - 1, generator=generator)[: len(seq_lens) * width] + 1
     table_SM = owned.int().view(len(seq_lens), width)
-    kv_cache = torch.full((num_blocks, 2, block_size, num_kv_heads, head_size), float("nan"), dtype=dtype)
+    kv_cache = torch.full(
+        (num_blocks, 2, block_size, num_kv_heads, head_size), float("nan"), dtype=dtype
+    )
     for blocks, query, tokens in zip(table_SM, query_lens, seq_lens, strict=True):
         for position in range(tokens if written else tokens - query):
             block, offset = blocks[position // block_size], position % block_size
             kv_cache[block, :, offset] = randn(2, num_kv_heads, head_size)
     rows = sum(query_lens) + num_padding_rows
-    common = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table_SM, block_size, num_padded_tokens=rows)
+    common = CommonAttentionMetadata.from_lengths(
+        query_lens, seq_lens, table_SM, block_size, num_padded_tokens=rows
+    )
     common = dataclasses.replace(common, causal=causal)
     q = randn(rows, num_heads, head_size)
     q[sum(query_lens) :] = float("nan")
     backend = backend or get_backend("TORCH")
     spec = AttentionSpec(num_heads, num_kv_heads, head_size, dtype)
     meta = backend.builder(backend, [spec], block_size, "cpu").build(common)
-    return Batch(q, randn(rows, num_kv_heads, head_size), randn(rows, num_kv_heads, head_size), kv_cache, meta)
+    return Batch(
+        q,
+        randn(rows, num_kv_heads, head_size),
+        randn(rows, num_kv_heads, head_size),
+        kv_cache,
+        meta,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +124,9 @@ def make_batch() -> Callable[..., Batch]:
 
 @pytest.fixture(scope="session")
 def as_dynamic() -> Callable[[], contextlib.AbstractContextManager]:
-    """First calls of compiled functions belong inside: a size of 1 is then no special case to Dynamo."""
+    """First calls of compiled functions belong inside: a size of 1 is then no special case to
+    Dynamo.
+    """
     return lambda: symbolic_shapes_config.patch(backed_size_oblivious=True)
 
 
@@ -125,7 +145,9 @@ CONFIGS = {
 }
 
 
-def build_model(name: str = "llama", attn_implementation: str = "attn_ops", num_layers: int = 2, **overrides):
+def build_model(
+    name: str = "llama", attn_implementation: str = "attn_ops", num_layers: int = 2, **overrides
+):
     """A Transformers model of a few thousand weights, large enough for its attention to matter."""
     transformers = pytest.importorskip("transformers")
     from attn_ops.integrations.transformers import register
@@ -143,7 +165,9 @@ def build_model(name: str = "llama", attn_implementation: str = "attn_ops", num_
     }
     config = getattr(transformers, config_name)(**{**sizes, **own, **overrides})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attn_implementation
+    ).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.2)
@@ -168,7 +192,9 @@ class Prompts:
         return self.keywords["attn_metadata"].common.query_start_loc_cpu[1:].sub(1).tolist()
 
 
-def build_prompts(model: torch.nn.Module, lengths: Sequence[int], block_size: int = 4, seed: int = 0) -> Prompts:
+def build_prompts(
+    model: torch.nn.Module, lengths: Sequence[int], block_size: int = 4, seed: int = 0
+) -> Prompts:
     from attn_ops import PagedKVCache
     from attn_ops.integrations.transformers import attention_specs
 
@@ -184,7 +210,7 @@ def build_prompts(model: torch.nn.Module, lengths: Sequence[int], block_size: in
     common = CommonAttentionMetadata.from_lengths(lengths, lengths, table_SM, block_size)
     backend = get_backend("TORCH")
     keywords = {
-        "input_ids": torch.tensor([sum(ids, [])]),
+        "input_ids": torch.tensor([[i for prompt in ids for i in prompt]]),
         "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
         "attn_metadata": backend.builder(backend, specs, block_size, "cpu").build(common),
         "kv_caches": cache.tensors,

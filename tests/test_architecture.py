@@ -1,4 +1,6 @@
-"""The packages import each other in one direction, and `import attn_ops` does nothing but define operators."""
+"""The packages import each other in one direction, and `import attn_ops` does nothing but define
+operators.
+"""
 
 import ast
 import json
@@ -9,7 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("triton", "flashinfer", "vllm_flash_attn", "vllm", "flash_attn", "xformers", "transformers", "numba")
+HEAVY = (
+    "triton",
+    "flashinfer",
+    "vllm_flash_attn",
+    "vllm",
+    "flash_attn",
+    "xformers",
+    "transformers",
+    "numba",
+)
 ALLOWED = {
     "attn_ops": {"attn_ops"},
     "fx_passes": {"attn_ops", "fx_passes"},
@@ -35,7 +46,9 @@ def test_import_direction(package):
     assert files
     for path in files:
         ours = imported_packages(path) & set(ALLOWED)
-        assert ours <= ALLOWED[package], f"{path.relative_to(ROOT)} imports {sorted(ours - ALLOWED[package])}"
+        assert ours <= ALLOWED[package], (
+            f"{path.relative_to(ROOT)} imports {sorted(ours - ALLOWED[package])}"
+        )
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -51,7 +64,9 @@ def test_kernel_libraries_are_not_imported_at_module_level(package):
 
 
 def in_a_new_process(code: str) -> dict:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -61,14 +76,17 @@ def test_importing_attn_ops_imports_no_kernels_and_changes_no_config():
     plain = in_a_new_process(f"import json, sys, torch; print(json.dumps({modules}))")
     code = f"""
 import json, sys, torch
-import torch._dynamo.config, torch._inductor.config, torch._functorch.config, torch.fx.experimental._config
-configs = [torch._dynamo.config, torch._inductor.config, torch._functorch.config, torch.fx.experimental._config]
+import torch._dynamo.config, torch._functorch.config, torch._inductor.config
+import torch.fx.experimental._config as shapes_config
+configs = [torch._dynamo.config, torch._functorch.config, torch._inductor.config, shapes_config]
 
 def state():
-    flags = [torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), sys.gettrace()]
+    flags = [torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()]
     flags += [torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()]
-    flags += [torch.are_deterministic_algorithms_enabled(), sorted(torch._dynamo.list_backends(exclude_tags=()))]
-    return repr(flags + [sorted(c.get_config_copy().items(), key=lambda kv: kv[0]) for c in configs])
+    flags += [torch.are_deterministic_algorithms_enabled(), sys.gettrace()]
+    flags += [sorted(torch._dynamo.list_backends(exclude_tags=()))]
+    values = [sorted(c.get_config_copy().items(), key=lambda kv: kv[0]) for c in configs]
+    return repr(flags + values)
 
 known, attention = set(sys.modules), torch.nn.functional.scaled_dot_product_attention
 before = state()

@@ -30,19 +30,31 @@ class Support:
     soft_cap: bool
     cudagraph: AttentionCGSupport
 
-    def reasons_against(self, spec: AttentionSpec, block_size: int, device: torch.device) -> list[str]:
+    def reasons_against(
+        self, spec: AttentionSpec, block_size: int, device: torch.device
+    ) -> list[str]:
         """Why a layer of geometry `spec` cannot run here, in the form 'x must be ..., got ...; supported: ...'."""
         reasons = []
         if device.type not in self.devices:
-            reasons.append(f"device must be supported, got {device.type}; supported: {', '.join(self.devices)}")
+            reasons.append(
+                f"device must be supported, got {device.type}; supported: {', '.join(self.devices)}"
+            )
         if spec.dtype not in self.dtypes:
-            reasons.append(f"dtype must be supported, got {_name(spec.dtype)}; supported: {_names(self.dtypes)}")
+            reasons.append(
+                f"dtype must be supported, got {_name(spec.dtype)}; supported: {_names(self.dtypes)}"
+            )
         if self.head_sizes and spec.head_size not in self.head_sizes:
-            reasons.append(f"head_size must be supported, got {spec.head_size}; supported: {_names(self.head_sizes)}")
+            reasons.append(
+                f"head_size must be supported, got {spec.head_size}; supported: {_names(self.head_sizes)}"
+            )
         if self.block_sizes and block_size not in self.block_sizes:
-            reasons.append(f"block_size must be supported, got {block_size}; supported: {_names(self.block_sizes)}")
+            reasons.append(
+                f"block_size must be supported, got {block_size}; supported: {_names(self.block_sizes)}"
+            )
         if spec.sliding_window is not None and not self.sliding_window:
-            reasons.append(f"sliding_window must be None, got {spec.sliding_window}; supported: None")
+            reasons.append(
+                f"sliding_window must be None, got {spec.sliding_window}; supported: None"
+            )
         if spec.soft_cap is not None and not self.soft_cap:
             reasons.append(f"soft_cap must be None, got {spec.soft_cap}; supported: None")
         return reasons
@@ -75,7 +87,11 @@ class Backend:
     forward: Forward
     unavailable: Callable[[], str | None]
 
-    def reasons_against(self, spec: AttentionSpec, block_size: int, device: torch.device) -> list[str]:
+    def reasons_against(
+        self, spec: AttentionSpec, block_size: int, device: torch.device
+    ) -> list[str]:
         """Every reason why this backend cannot take layers of geometry `spec` on `device`; empty if it can."""
         missing = self.unavailable()
-        return ([missing] if missing else []) + self.support.reasons_against(spec, block_size, device)
+        return ([missing] if missing else []) + self.support.reasons_against(
+            spec, block_size, device
+        )

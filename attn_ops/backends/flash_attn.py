@@ -118,7 +118,9 @@ def forward(
     }
     if fa_version() is None:
         return _upstream(q, kv_cache, common, out_TNH, arguments)
-    spec = AttentionSpec(q.shape[1], kv_cache.shape[3], q.shape[2], q.dtype, sliding_window, soft_cap)
+    spec = AttentionSpec(
+        q.shape[1], kv_cache.shape[3], q.shape[2], q.dtype, sliding_window, soft_cap
+    )
     find_library()[1].flash_attn_varlen_func(
         q=q,
         k=kv_cache[:, 0],
@@ -137,7 +139,11 @@ def forward(
 
 
 def _upstream(
-    q: torch.Tensor, kv_cache: torch.Tensor, common: CommonAttentionMetadata, out_TNH: torch.Tensor, arguments: dict
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    common: CommonAttentionMetadata,
+    out_TNH: torch.Tensor,
+    arguments: dict,
 ) -> torch.Tensor:
     """Upstream FA3 (`flash_attn_interface`), whose paged entry point is the KV-cache function.
 
@@ -145,7 +151,9 @@ def _upstream(
     """
     name, library = find_library()
     if name != "flash_attn_interface":
-        raise ValueError(f"FLASH_ATTN library must have ragged paged attention, got {name}; supported: {LIBRARIES[:3]}")
+        raise ValueError(
+            f"FLASH_ATTN library must have ragged paged attention, got {name}; supported: {LIBRARIES[:3]}"
+        )
     rows = common.num_actual_tokens
     out_TNH[:rows] = library.flash_attn_with_kvcache(
         q[:rows],

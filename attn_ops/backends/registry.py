@@ -38,7 +38,9 @@ def register_backend(backend: Backend) -> None:
         ValueError: the name is taken.
     """
     if backend.name in backend_names():
-        raise ValueError(f"backend.name must be new, got {backend.name}; taken: {', '.join(backend_names())}")
+        raise ValueError(
+            f"backend.name must be new, got {backend.name}; taken: {', '.join(backend_names())}"
+        )
     _registered[backend.name] = backend
 
 
@@ -61,7 +63,9 @@ def get_backend(name: str) -> Backend:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             return point.load()
-    raise ValueError(f"backend must be a known name, got {name!r}; supported: {', '.join(backend_names())}")
+    raise ValueError(
+        f"backend must be a known name, got {name!r}; supported: {', '.join(backend_names())}"
+    )
 
 
 def select_backend(
@@ -86,7 +90,7 @@ def select_backend(
     layers = [specs] if isinstance(specs, AttentionSpec) else list(specs)
     if backend is not None:
         get_backend(backend)  # an unknown name is refused before anything is looked at
-    against = {name: _reasons(get_backend(name), layers, block_size, device) for name in backend_names()}
+    against = {name: _reasons(name, layers, block_size, device) for name in backend_names()}
     if backend is not None:
         if against[backend]:
             raise ValueError(f"backend {backend} cannot be used: {'; '.join(against[backend])}")
@@ -96,10 +100,15 @@ def select_backend(
         if not usable:
             listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in against.items())
             raise ValueError(f"no backend supports these layers: {listed}")
-        backend, why = _preferred(usable, device), f"first of the order of preference on {device.type} that applies"
+        backend, why = (
+            _preferred(usable, device),
+            f"first of the order of preference on {device.type} that applies",
+        )
     for name, reasons in against.items():
         if name != backend and not reasons:
-            reasons.append(f"applies, but {backend} was {'requested' if why == 'requested' else 'preferred'}")
+            reasons.append(
+                f"applies, but {backend} was {'requested' if why == 'requested' else 'preferred'}"
+            )
     del against[backend]
     return Selection(get_backend(backend), why, against)
 
@@ -111,6 +120,14 @@ def _preferred(usable: list[str], device: torch.device) -> str:
     return usable[0]
 
 
-def _reasons(backend: Backend, layers: list[AttentionSpec], block_size: int, device: torch.device) -> list[str]:
-    reasons = [reason for spec in layers for reason in backend.reasons_against(spec, block_size, device)]
+def _reasons(
+    name: str, layers: list[AttentionSpec], block_size: int, device: torch.device
+) -> list[str]:
+    try:
+        backend = get_backend(name)
+    except Exception as error:  # a third party's entry point; it must not take the others with it
+        return [f"its module cannot be loaded: {type(error).__name__}: {error}"]
+    reasons = [
+        reason for spec in layers for reason in backend.reasons_against(spec, block_size, device)
+    ]
     return list(dict.fromkeys(reasons))

@@ -52,7 +52,9 @@ def reference_attention(
         blocks = common.block_table_tensor[request, : -(-num_cached // block_size)].long()
         kv_2CKH = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :num_cached].to(compute_dtype)
         q_QNH = q[begin:end].to(compute_dtype)
-        out_TNH[begin:end] = _attend(q_QNH, kv_2CKH[0], kv_2CKH[1], scale, sliding_window, soft_cap, common.causal)
+        out_TNH[begin:end] = _attend(
+            q_QNH, kv_2CKH[0], kv_2CKH[1], scale, sliding_window, soft_cap, common.causal
+        )
     return out_TNH
 
 
@@ -71,7 +73,9 @@ def _attend(
     scores_KGQC = scale * torch.matmul(q_KGQH, k_CKH.permute(1, 2, 0).unsqueeze(1))
     if soft_cap is not None:
         scores_KGQC = soft_cap * torch.tanh(scores_KGQC / soft_cap)
-    position_Q1 = torch.arange(num_cached - num_queries, num_cached, device=q_QNH.device).unsqueeze(1)
+    position_Q1 = torch.arange(num_cached - num_queries, num_cached, device=q_QNH.device).unsqueeze(
+        1
+    )
     key_1C = torch.arange(num_cached, device=q_QNH.device).unsqueeze(0)
     hidden_QC = key_1C > position_Q1 if causal else torch.zeros_like(key_1C > position_Q1)
     if sliding_window is not None:
@@ -91,7 +95,9 @@ def forward(
 ) -> torch.Tensor:
     """The reference in float32, or in float64 for float64 inputs."""
     compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = reference_attention(q, kv_cache, meta.common, scale, sliding_window, soft_cap, compute_dtype)
+    out = reference_attention(
+        q, kv_cache, meta.common, scale, sliding_window, soft_cap, compute_dtype
+    )
     return out.to(q.dtype)
 
 

@@ -5,6 +5,7 @@ kernel, and without the split-K reductions of the small ones. The modules, their
 they are: each weight becomes a view of the merged one, so loading and in-place updates reach both.
 """
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -22,12 +23,33 @@ class MergedSlice(nn.Linear):
     Called in eager, it computes its own rows only.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, merged: nn.Module, begin: int, end: int) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        merged: nn.Module,
+        begin: int,
+        end: int,
+    ) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias = weight, bias
         self.begin, self.end = begin, end
-        object.__setattr__(self, "merged", merged)  # owned by the parent; registered once, not in every slice
+        object.__setattr__(
+            self, "merged", merged
+        )  # owned by the parent; registered once, not in every slice
+
+    def __deepcopy__(self, memo: dict) -> "MergedSlice":
+        """A copy is a slice of the copied merged weight, as this one is of its own."""
+        merged = copy.deepcopy(self.merged, memo)
+        rows = slice(self.begin, self.end)
+        weight = nn.Parameter(merged.weight[rows], self.weight.requires_grad)
+        bias = (
+            None if self.bias is None else nn.Parameter(merged.bias[rows], self.bias.requires_grad)
+        )
+        twin = MergedSlice(weight, bias, merged, self.begin, self.end).train(self.training)
+        memo[id(self)] = twin
+        return twin
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
@@ -72,8 +94,15 @@ def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     for parent in model.modules():
         for names in GROUPS:
             layers = [getattr(parent, name, None) for name in names]
-            if all(type(layer) is nn.Linear for layer in layers) and _alike(layers):
+            if all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers) and _alike(
+                layers
+            ):
                 yield parent, names
+
+
+def _hooked(layer: nn.Module) -> bool:
+    """Whether a hook hangs on the layer; it would be lost."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
 
 
 def _alike(layers: list[nn.Linear]) -> bool:

@@ -36,7 +36,9 @@ def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: An
         ValueError: the caller passed a mask, which would be ignored.
     """
     if attention_mask is not None:
-        raise ValueError("attention_mask must be None with attn_implementation='attn_ops'; pad nothing, pass attn_metadata")
+        raise ValueError(
+            "attention_mask must be None with attn_implementation='attn_ops'; pad nothing, pass attn_metadata"
+        )
 
 
 def attention_forward(
@@ -64,15 +66,37 @@ def attention_forward(
             "attn_metadata and kv_caches must be forward keywords of a model with attn_implementation='attn_ops', "
             f"got {type(attn_metadata).__name__} and {type(kv_caches).__name__}"
         )
+    _refuse_ignored(attention_mask, dropout, kwargs)
     if query.shape[0] != 1:
-        raise ValueError(f"input_ids must have shape [1, num_tokens], got a batch dimension of {query.shape[0]}")
+        raise ValueError(
+            f"input_ids must have shape [1, num_tokens], got a batch dimension of {query.shape[0]}"
+        )
     # Transposed before squeezed: the other order makes Inductor guard on T > 1 (torch 2.13, _compute_stride).
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
     kv_cache = kv_caches[module.layer_idx]
     write_kv(k_TKH, v_TKH, kv_cache, attn_metadata, slot_mapping=slot_mapping)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out_TNH = attention(q_TNH, kv_cache, attn_metadata, scale, sliding_window=sliding_window, soft_cap=softcap)
+    out_TNH = attention(
+        q_TNH, kv_cache, attn_metadata, scale, sliding_window=sliding_window, soft_cap=softcap
+    )
     return out_TNH.unsqueeze(0), None
+
+
+def _refuse_ignored(
+    attention_mask: torch.Tensor | None, dropout: float, extras: dict[str, Any]
+) -> None:
+    """Raise a ValueError for what the operators do not compute; ignoring it would give wrong results."""
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask must be None with attn_implementation='attn_ops', got a tensor"
+        )
+    if dropout:
+        raise ValueError(f"dropout must be 0 (inference), got {dropout}; call model.eval()")
+    for name in ("s_aux", "position_bias"):
+        if extras.get(name) is not None:
+            raise ValueError(
+                f"{name} must be None, got a tensor; supported: no attention sinks, no position bias"
+            )
 
 
 def attention_specs(model: torch.nn.Module) -> list[AttentionSpec]:
@@ -89,13 +113,17 @@ def attention_specs(model: torch.nn.Module) -> list[AttentionSpec]:
         )
     layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
     if not layers:
-        raise ValueError(f"model must have attention layers with layer_idx and scaling, got {type(model).__name__}")
+        raise ValueError(
+            f"model must have attention layers with layer_idx and scaling, got {type(model).__name__}"
+        )
     layers.sort(key=lambda m: m.layer_idx)
     return [_spec(layer, config, model.dtype) for layer in layers]
 
 
 def _spec(layer: torch.nn.Module, config: Any, dtype: torch.dtype) -> AttentionSpec:
-    window = layer.sliding_window if hasattr(layer, "sliding_window") else _config_window(layer, config)
+    window = (
+        layer.sliding_window if hasattr(layer, "sliding_window") else _config_window(layer, config)
+    )
     return AttentionSpec(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_attention_heads // layer.num_key_value_groups,

@@ -7,7 +7,12 @@ from attn_ops.metadata.attention import (
     AttentionMetadataBuilder,
     AttentionSpec,
 )
-from attn_ops.metadata.common import PAD_SLOT_ID, CommonAttentionMetadata, positions_of_step, slots_of_step
+from attn_ops.metadata.common import (
+    PAD_SLOT_ID,
+    CommonAttentionMetadata,
+    positions_of_step,
+    slots_of_step,
+)
 
 __all__ = [
     "METADATA_TYPE",

@@ -48,6 +48,12 @@ class AttentionSpec:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(
+                f"sliding_window must be None or at least 1, got {self.sliding_window}"
+            )
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap must be None or above 0, got {self.soft_cap}")
 
 
 class AttentionMetadata(OpaqueBase):
@@ -60,11 +66,15 @@ class AttentionMetadata(OpaqueBase):
     """
 
     def __init__(
-        self, common: CommonAttentionMetadata, backend: "Backend", plans: dict[AttentionSpec, Any] | None = None
+        self,
+        common: CommonAttentionMetadata,
+        backend: "Backend",
+        plans: dict[AttentionSpec, Any] | None = None,
     ) -> None:
         self.common = common
         self.backend = backend
         self.plans = plans or {}
+        self.supported: set[tuple] = set()  # configurations that the backend was found to support
 
     def __repr__(self) -> str:
         c = self.common
@@ -91,7 +101,11 @@ class AttentionMetadataBuilder(abc.ABC):
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     def __init__(
-        self, backend: "Backend", specs: Sequence[AttentionSpec], block_size: int, device: torch.device | str
+        self,
+        backend: "Backend",
+        specs: Sequence[AttentionSpec],
+        block_size: int,
+        device: torch.device | str,
     ) -> None:
         self.backend = backend
         self.specs = tuple(dict.fromkeys(specs))
@@ -106,7 +120,9 @@ class AttentionMetadataBuilder(abc.ABC):
         """The step's metadata. Reads no device memory."""
         if common.device.type != self.device.type:
             raise ValueError(f"common must be on {self.device}, got {common.device}")
-        return AttentionMetadata(common, self.backend, {s: self.plan(s, common) for s in self.specs})
+        return AttentionMetadata(
+            common, self.backend, {s: self.plan(s, common) for s in self.specs}
+        )
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> AttentionMetadata:
         """Metadata for a captured step; `max_seq_len` of `common` must be an upper bound over all replays."""

@@ -21,7 +21,9 @@ class CommonAttentionMetadata:
     The device never has to be read: everything the host must know stands in the `_cpu` mirrors and the ints.
     """
 
-    query_start_loc: torch.Tensor  # [S+1] int32, device: first query row of each request, cumulative
+    query_start_loc: (
+        torch.Tensor
+    )  # [S+1] int32, device: first query row of each request, cumulative
     query_start_loc_cpu: torch.Tensor  # [S+1] int32, CPU mirror
     seq_lens: torch.Tensor  # [S] int32, device: tokens in the cache per request after this step
     seq_lens_cpu: torch.Tensor  # [S] int32, CPU mirror
@@ -31,19 +33,33 @@ class CommonAttentionMetadata:
     max_query_len: int  # longest query of the batch
     max_seq_len: int  # longest seq_len of the batch, or an upper bound under capture
     block_table_tensor: torch.Tensor  # [S, M] int32, device: physical block of each logical block
-    slot_mapping: torch.Tensor  # [T] int64, device: block * block_size + offset; padding is PAD_SLOT_ID
+    slot_mapping: (
+        torch.Tensor
+    )  # [T] int64, device: block * block_size + offset; padding is PAD_SLOT_ID
     causal: bool = True
     logits_indices: torch.Tensor | None = None  # [R] int64, device: rows whose logits are wanted
 
     def __post_init__(self) -> None:
         self._require("query_start_loc", self.query_start_loc, torch.int32, (self.num_reqs + 1,))
         self._require("seq_lens", self.seq_lens, torch.int32, (self.num_reqs,))
-        self._require("block_table_tensor", self.block_table_tensor, torch.int32, (self.num_reqs, None))
+        self._require(
+            "block_table_tensor", self.block_table_tensor, torch.int32, (self.num_reqs, None)
+        )
         self._require("slot_mapping", self.slot_mapping, torch.int64, (None,))
-        self._require("query_start_loc_cpu", self.query_start_loc_cpu, torch.int32, (self.num_reqs + 1,), "cpu")
+        self._require(
+            "query_start_loc_cpu",
+            self.query_start_loc_cpu,
+            torch.int32,
+            (self.num_reqs + 1,),
+            "cpu",
+        )
         self._require("seq_lens_cpu", self.seq_lens_cpu, torch.int32, (self.num_reqs,), "cpu")
         self._require(
-            "num_computed_tokens_cpu", self.num_computed_tokens_cpu, torch.int32, (self.num_reqs,), "cpu"
+            "num_computed_tokens_cpu",
+            self.num_computed_tokens_cpu,
+            torch.int32,
+            (self.num_reqs,),
+            "cpu",
         )
         if self.logits_indices is not None:
             self._require("logits_indices", self.logits_indices, torch.int64, (None,))
@@ -92,19 +108,23 @@ class CommonAttentionMetadata:
             block_size: tokens a block holds.
             num_padded_tokens: rows of the batch, at least `sum(query_lens)`; rows past it get PAD_SLOT_ID.
         """
-        query = np.asarray(query_lens, dtype=np.int32).reshape(-1)
-        seq = np.asarray(seq_lens, dtype=np.int32).reshape(-1)
+        query = np.array(query_lens, dtype=np.int32).reshape(-1)
+        seq = np.array(seq_lens, dtype=np.int32).reshape(-1)
         if query.shape != seq.shape:
-            raise ValueError(f"seq_lens must have {query.size} entries like query_lens, got {seq.size}")
+            raise ValueError(
+                f"seq_lens must have {query.size} entries like query_lens, got {seq.size}"
+            )
         if query.size and (query.min() < 0 or (seq < query).any()):
             bad = int(np.argmax((seq < query) | (query < 0)))
             raise ValueError(
                 f"seq_lens must be at least query_lens, got seq_lens[{bad}]={seq[bad]} and "
                 f"query_lens[{bad}]={query[bad]}"
             )
-        table_SM = block_table.to(device="cpu", dtype=torch.int32)
+        table_SM = block_table.to(device="cpu", dtype=torch.int32, copy=True)
         if table_SM.dim() != 2 or table_SM.shape[0] != query.size:
-            raise ValueError(f"block_table must have shape [{query.size}, any], got {list(table_SM.shape)}")
+            raise ValueError(
+                f"block_table must have shape [{query.size}, any], got {list(table_SM.shape)}"
+            )
         capacity = table_SM.shape[1] * block_size
         if seq.size and seq.max() > capacity:
             bad = int(seq.argmax())
@@ -137,14 +157,22 @@ class CommonAttentionMetadata:
         )
 
 
-def positions_of_step(query_lens: np.ndarray, computed: np.ndarray, start: np.ndarray) -> np.ndarray:
+def positions_of_step(
+    query_lens: np.ndarray, computed: np.ndarray, start: np.ndarray
+) -> np.ndarray:
     """Position of every query row in its sequence: [T] int64. No Python loop over requests or tokens."""
     num_tokens = int(start[-1])
-    return np.arange(num_tokens, dtype=np.int64) + np.repeat((computed - start[:-1]).astype(np.int64), query_lens)
+    return np.arange(num_tokens, dtype=np.int64) + np.repeat(
+        (computed - start[:-1]).astype(np.int64), query_lens
+    )
 
 
 def slots_of_step(
-    query_lens: np.ndarray, computed: np.ndarray, start: np.ndarray, table_SM: np.ndarray, block_size: int
+    query_lens: np.ndarray,
+    computed: np.ndarray,
+    start: np.ndarray,
+    table_SM: np.ndarray,
+    block_size: int,
 ) -> np.ndarray:
     """Cache slot of every query row: [T] int64, block * block_size + offset."""
     positions_T = positions_of_step(query_lens, computed, start)

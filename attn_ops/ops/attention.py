@@ -5,7 +5,7 @@ T tokens, N query heads, K kv heads, H head size, P physical blocks, B block siz
 
 import torch
 
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
+from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, AttentionSpec
 from attn_ops.ops.library import LIBRARY
 
 LIBRARY.define(
@@ -24,7 +24,7 @@ def _attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    check_attention_inputs(q, kv_cache, meta)
+    check_attention_inputs(q, kv_cache, meta, sliding_window, soft_cap)
     return meta.backend.forward(q, kv_cache, meta, scale, sliding_window, soft_cap)
 
 
@@ -41,10 +41,18 @@ def _attention_fake(
     return q.new_empty(q.shape)
 
 
-def check_attention_inputs(q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
-    """Raise a ValueError unless ranks, head counts, head sizes and devices fit each other."""
+def check_attention_inputs(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> None:
+    """Raise a ValueError unless the tensors fit each other and the backend supports the configuration."""
     if q.dim() != 3:
-        raise ValueError(f"q must have shape [num_tokens, num_heads, head_size], got {list(q.shape)}")
+        raise ValueError(
+            f"q must have shape [num_tokens, num_heads, head_size], got {list(q.shape)}"
+        )
     if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
         raise ValueError(
             "kv_cache must have shape [num_blocks, 2, block_size, num_kv_heads, head_size], "
@@ -55,12 +63,29 @@ def check_attention_inputs(q: torch.Tensor, kv_cache: torch.Tensor, meta: Attent
     if q.shape[1] % kv_cache.shape[3]:
         raise ValueError(f"q must have a multiple of {kv_cache.shape[3]} heads, got {q.shape[1]}")
     if q.shape[0] < meta.common.num_actual_tokens:
-        raise ValueError(f"q must have at least {meta.common.num_actual_tokens} rows, got {q.shape[0]}")
+        raise ValueError(
+            f"q must have at least {meta.common.num_actual_tokens} rows, got {q.shape[0]}"
+        )
     if q.device != kv_cache.device or q.device != meta.common.device:
         raise ValueError(
             f"q, kv_cache and attn_metadata must be on one device, got {q.device}, {kv_cache.device} and "
             f"{meta.common.device}"
         )
+    if q.dtype != kv_cache.dtype:
+        raise ValueError(f"q must have the cache's dtype {kv_cache.dtype}, got {q.dtype}")
+    key = (q.shape[1:], kv_cache.shape[2:4], q.dtype, sliding_window, soft_cap)
+    if (
+        key not in meta.supported
+    ):  # asked once a step and geometry: the answer costs more than a small kernel
+        spec = AttentionSpec(
+            q.shape[1], kv_cache.shape[3], q.shape[2], q.dtype, sliding_window, soft_cap
+        )
+        reasons = meta.backend.support.reasons_against(spec, kv_cache.shape[2], q.device)
+        if reasons:
+            raise ValueError(
+                f"backend {meta.backend.name} cannot run this layer: {'; '.join(reasons)}"
+            )
+        meta.supported.add(key)
 
 
 def attention(
@@ -88,4 +113,6 @@ def attention(
     Raises:
         ValueError: shapes or devices do not fit, or the backend does not support the configuration.
     """
-    return torch.ops.attn_ops.attention(q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    return torch.ops.attn_ops.attention(
+        q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap
+    )

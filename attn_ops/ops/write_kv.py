@@ -29,7 +29,13 @@ def _write_kv(
 ) -> None:
     slots_T = meta.common.slot_mapping if slot_mapping is None else slot_mapping
     check_write_inputs(k, v, kv_cache, slots_T)
+    # Read before written: Inductor may hand in a view of the cache where the caller cloned it (pytorch#198031).
+    k, v = (x.clone() if _share_storage(x, kv_cache) else x for x in (k, v))
     index_put_kv(k, v, kv_cache, slots_T)
+
+
+def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 @torch.library.register_fake("attn_ops::write_kv", lib=LIBRARY)
@@ -48,16 +54,22 @@ def _write_kv_fake(
 def _slot_mapping(meta: AttentionMetadata, num_tokens: int, device: torch.device) -> torch.Tensor:
     slots_T = meta.common.slot_mapping
     if slots_T.shape[0] != num_tokens:
-        raise ValueError(f"slot_mapping must have {num_tokens} entries, one a token, got {slots_T.shape[0]}")
+        raise ValueError(
+            f"slot_mapping must have {num_tokens} entries, one a token, got {slots_T.shape[0]}"
+        )
     return slots_T.clone()  # an operator's output may not alias state that the compiler cannot see
 
 
 @torch.library.register_fake("attn_ops::slot_mapping", lib=LIBRARY)
-def _slot_mapping_fake(meta: AttentionMetadata, num_tokens: int, device: torch.device) -> torch.Tensor:
+def _slot_mapping_fake(
+    meta: AttentionMetadata, num_tokens: int, device: torch.device
+) -> torch.Tensor:
     return torch.empty(num_tokens, dtype=torch.int64, device=device)
 
 
-def check_write_inputs(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def check_write_inputs(
+    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
     """Raise a ValueError, before anything is written, unless the write is well formed."""
     if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
         raise ValueError(
@@ -67,7 +79,9 @@ def check_write_inputs(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor,
     row = kv_cache.shape[3:]
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 3 or x.shape[1:] != row:
-            raise ValueError(f"{name} must have shape [num_tokens, {row[0]}, {row[1]}], got {list(x.shape)}")
+            raise ValueError(
+                f"{name} must have shape [num_tokens, {row[0]}, {row[1]}], got {list(x.shape)}"
+            )
         if x.dtype != kv_cache.dtype:
             raise ValueError(f"{name} must have the cache's dtype {kv_cache.dtype}, got {x.dtype}")
     if v.shape != k.shape:
@@ -77,12 +91,16 @@ def check_write_inputs(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor,
             f"slot_mapping must be int64 of shape [{k.shape[0]}], one a row of k, got {slot_mapping.dtype} "
             f"{list(slot_mapping.shape)}"
         )
-    if len({x.device for x in (k, v, kv_cache, slot_mapping)}) > 1:
-        raise ValueError(f"k, v and slot_mapping must be on the cache's device {kv_cache.device}, got {k.device}, "
-                         f"{v.device} and {slot_mapping.device}")
+    for name, x in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
+        if x.device != kv_cache.device:
+            raise ValueError(
+                f"{name} must be on the cache's device {kv_cache.device}, got {x.device}"
+            )
 
 
-def index_put_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def index_put_kv(
+    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
     """The write as two scatters on the base tensor. Padding (slot -1) lands in slot 0 of the null block."""
     block_size = kv_cache.shape[2]
     slot_T = slot_mapping.clamp(min=0)
@@ -119,4 +137,5 @@ def write_kv(
         return
     if slot_mapping is None:
         slot_mapping = torch.ops.attn_ops.slot_mapping(meta, k.shape[0], k.device)
+    check_write_inputs(k, v, kv_cache, slot_mapping)
     index_put_kv(k, v, kv_cache, slot_mapping)

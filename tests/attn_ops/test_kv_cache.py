@@ -80,7 +80,9 @@ class Allocator(RuleBasedStateMachine):
     @invariant()
     def every_block_has_one_owner(self) -> None:
         handed_out = [block for blocks in self.owned.values() for block in blocks]
-        assert sorted(handed_out + self.cache._free) == list(range(1, 10)), "lost, doubled or null block"
+        assert sorted(handed_out + self.cache._free) == list(range(1, 10)), (
+            "lost, doubled or null block"
+        )
         assert self.cache.num_free_blocks == 9 - len(handed_out)
         for request, blocks in self.owned.items():
             assert self.cache.blocks(request) == blocks
@@ -88,7 +90,10 @@ class Allocator(RuleBasedStateMachine):
 
 TestAllocator = Allocator.TestCase
 TestAllocator.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 
 
@@ -124,7 +129,13 @@ def test_budget_arithmetic(specs, block_size, num_tokens, spare):
     by_bytes = PagedKVCache(specs, memory_bytes=budget, block_size=block_size)
     assert by_bytes.num_bytes <= budget < by_bytes.num_bytes + by_bytes.bytes_per_block
     for tensor, spec in zip(by_bytes.tensors, specs, strict=True):
-        assert tensor.shape == (by_bytes.num_blocks, 2, block_size, spec.num_kv_heads, spec.head_size)
+        assert tensor.shape == (
+            by_bytes.num_blocks,
+            2,
+            block_size,
+            spec.num_kv_heads,
+            spec.head_size,
+        )
         assert tensor.dtype == spec.dtype
         assert not tensor.any()
 

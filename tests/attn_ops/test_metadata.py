@@ -59,7 +59,9 @@ def test_from_lengths(batch):
     assert common.max_seq_len == max([0, *seq_lens])
     assert common.causal
     assert common.logits_indices is None
-    got = positions_of_step(np.array(query_lens, dtype=np.int32), np.array(computed, np.int32), np.array(starts))
+    got = positions_of_step(
+        np.array(query_lens, dtype=np.int32), np.array(computed, np.int32), np.array(starts)
+    )
     assert got.tolist() == positions
 
 
@@ -81,11 +83,17 @@ def table(rows: int, width: int = 2) -> torch.Tensor:
     ("arguments", "message"),
     [
         (([1], [1, 2], table(1), 4), "seq_lens must have 1 entries like query_lens, got 2"),
-        (([1, 3], [1, 2], table(2), 4), r"seq_lens must be at least query_lens, got seq_lens\[1\]=2 and query_lens"),
+        (
+            ([1, 3], [1, 2], table(2), 4),
+            r"seq_lens must be at least query_lens, got seq_lens\[1\]=2 and query_lens",
+        ),
         (([1, -1], [1, 2], table(2), 4), r"query_lens\[1\]=-1"),
         (([1], [1], table(2), 4), r"block_table must have shape \[1, any\], got \[2, 2\]"),
         (([1], [1], table(1)[0], 4), r"block_table must have shape \[1, any\], got \[2\]"),
-        (([1, 1], [1, 9], table(2), 4), r"seq_lens must fit block_table, got seq_lens\[1\]=9; supported: up to 8"),
+        (
+            ([1, 1], [1, 9], table(2), 4),
+            r"seq_lens must fit block_table, got seq_lens\[1\]=9; supported: up to 8",
+        ),
     ],
 )
 def test_from_lengths_refuses(arguments, message):
@@ -119,7 +127,9 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_wrong_dtype(common, name):
     other = torch.int64 if TENSORS[name][0] == torch.int32 else torch.int32
-    with pytest.raises(ValueError, match=f"^{name} must have dtype {TENSORS[name][0]}, got {other}"):
+    with pytest.raises(
+        ValueError, match=f"^{name} must have dtype {TENSORS[name][0]}, got {other}"
+    ):
         dataclasses.replace(common, **{name: getattr(common, name).to(other)})
 
 
@@ -140,12 +150,14 @@ def test_wrong_device(common, name):
 
 
 def test_the_device_is_that_of_seq_lens(common):
-    with pytest.raises(ValueError, match="^query_start_loc must be on meta, got cpu"):
+    with pytest.raises(ValueError, match=r"^query_start_loc must be on meta, got cpu"):
         dataclasses.replace(common, seq_lens=common.seq_lens.to("meta"))
 
 
 def test_block_table_has_a_row_a_request(common):
-    with pytest.raises(ValueError, match=r"^block_table_tensor must have shape \[2, any\], got \[3, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"^block_table_tensor must have shape \[2, any\], got \[3, 2\]"
+    ):
         dataclasses.replace(common, block_table_tensor=table(3))
 
 
@@ -161,13 +173,21 @@ def test_builders_refuse_another_device(name):
 
 def test_builders_plan_once_a_geometry(make_batch):
     backend = get_backend("TORCH")
-    one, other = AttentionSpec(4, 2, 8, torch.float32), AttentionSpec(4, 4, 8, torch.float32, sliding_window=3)
+    one, other = (
+        AttentionSpec(4, 2, 8, torch.float32),
+        AttentionSpec(4, 4, 8, torch.float32, sliding_window=3),
+    )
     meta = backend.builder(backend, [one, other, one], 4, "cpu").build(make_batch([1], [3]).common)
     assert list(meta.plans) == [one, other]
-    assert repr(meta) == "AttentionMetadata(TORCH, num_reqs=1, num_tokens=1, max_query_len=1, max_seq_len=3)"
+    assert (
+        repr(meta)
+        == "AttentionMetadata(TORCH, num_reqs=1, num_tokens=1, max_query_len=1, max_seq_len=3)"
+    )
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 3), (4, 0), (1, 2)])
 def test_heads_must_group(num_heads, num_kv_heads):
-    with pytest.raises(ValueError, match=f"num_heads must be a multiple of num_kv_heads, got {num_heads}"):
+    with pytest.raises(
+        ValueError, match=f"num_heads must be a multiple of num_kv_heads, got {num_heads}"
+    ):
         AttentionSpec(num_heads, num_kv_heads, 8, torch.float32)

@@ -1,4 +1,5 @@
-"""The operators: schemas, the two forms of the KV write, and what a compiled function may not get wrong.
+"""The operators: schemas, the two forms of the KV write, and what a compiled function may not get
+wrong.
 
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
@@ -16,7 +17,12 @@ from attn_ops.backends.torch_backend import reference_attention
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 RAGGED = ([3, 0, 1, 1], [7, 5, 1, 9])  # query lengths and seq_lens
-OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+OPCHECKS = (
+    "test_schema",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+    "test_aot_dispatch_dynamic",
+)
 opcheck = partial(torch.library.opcheck, test_utils=OPCHECKS)
 ops = torch.ops.attn_ops
 
@@ -26,15 +32,21 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-# -- schemas -------------------------------------------------------------------------------------------------------
+# -- schemas ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lengths", [RAGGED, ([1], [4]), ([0], [0])], ids=["ragged", "one", "empty"])
+@pytest.mark.parametrize(
+    "lengths", [RAGGED, ([1], [4]), ([0], [0])], ids=["ragged", "one", "empty"]
+)
 def test_opcheck_attention(make_batch, dtype, lengths):
     b = make_batch(*lengths, dtype=dtype, num_padding_rows=2)
     opcheck(ops.attention.default, (b.q, b.kv_cache, b.meta, 0.3))
-    opcheck(ops.attention.default, (b.q, b.kv_cache, b.meta, 0.3), {"sliding_window": 3, "soft_cap": 2.0})
+    opcheck(
+        ops.attention.default,
+        (b.q, b.kv_cache, b.meta, 0.3),
+        {"sliding_window": 3, "soft_cap": 2.0},
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -43,7 +55,9 @@ def test_opcheck_write_kv(make_batch, dtype, lengths):
     b = make_batch(*lengths, dtype=dtype, num_padding_rows=2)
     cache = torch.zeros_like(b.kv_cache)
     opcheck(ops.write_kv.default, (b.k, b.v, cache, b.meta))
-    opcheck(ops.write_kv.default, (b.k, b.v, cache, b.meta), {"slot_mapping": b.common.slot_mapping})
+    opcheck(
+        ops.write_kv.default, (b.k, b.v, cache, b.meta), {"slot_mapping": b.common.slot_mapping}
+    )
 
 
 def test_opcheck_slot_mapping(make_batch):
@@ -74,7 +88,7 @@ def test_fake_strides_are_the_real_ones(make_batch, dtype, layout):
     assert real.is_contiguous()
 
 
-# -- write_kv ------------------------------------------------------------------------------------------------------
+# -- write_kv --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,7 +106,9 @@ def test_write_reaches_its_slots_and_nothing_else(make_batch, dtype, compiled, n
         write(b.k, b.v, cache, b.meta, slot_mapping=slots)
         assert torch.equal(bits(cache[1:]), bits(wanted[1:]))
         assert num_padding_rows or torch.equal(bits(cache[0]), bits(b.kv_cache[0]))
-        assert torch.equal(bits(cache[0, :, 1:]), bits(b.kv_cache[0, :, 1:])), "padding lands in slot 0 only"
+        assert torch.equal(bits(cache[0, :, 1:]), bits(b.kv_cache[0, :, 1:])), (
+            "padding lands in slot 0 only"
+        )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -124,18 +140,42 @@ def test_only_padding_changes_the_null_block_only(make_batch):
 
 
 WRONG_WRITES = {
-    "k dtype": ({"k": lambda b: b.k.double()}, "^k must have the cache's dtype torch.float32, got torch.float64"),
-    "v dtype": ({"v": lambda b: b.v.half()}, "^v must have the cache's dtype torch.float32, got torch.float16"),
+    "k dtype": (
+        {"k": lambda b: b.k.double()},
+        "^k must have the cache's dtype torch.float32, got torch.float64",
+    ),
+    "v dtype": (
+        {"v": lambda b: b.v.half()},
+        "^v must have the cache's dtype torch.float32, got torch.float16",
+    ),
     "k rank": ({"k": lambda b: b.k[0]}, r"^k must have shape \[num_tokens, 2, 8\]"),
     "k batched": ({"k": lambda b: b.k[None]}, r"^k must have shape \[num_tokens, 2, 8\]"),
     "v rank": ({"v": lambda b: b.v.flatten(1)}, r"^v must have shape \[num_tokens, 2, 8\]"),
-    "k heads": ({"k": lambda b: b.k[:, :1]}, r"^k must have shape \[num_tokens, 2, 8\], got \[5, 1, 8\]"),
-    "v heads": ({"v": lambda b: b.v[:, :1]}, r"^v must have shape \[num_tokens, 2, 8\], got \[5, 1, 8\]"),
-    "k head size": ({"k": lambda b: b.k[..., :1]}, r"^k must have shape \[num_tokens, 2, 8\], got \[5, 2, 1\]"),
+    "k heads": (
+        {"k": lambda b: b.k[:, :1]},
+        r"^k must have shape \[num_tokens, 2, 8\], got \[5, 1, 8\]",
+    ),
+    "v heads": (
+        {"v": lambda b: b.v[:, :1]},
+        r"^v must have shape \[num_tokens, 2, 8\], got \[5, 1, 8\]",
+    ),
+    "k head size": (
+        {"k": lambda b: b.k[..., :1]},
+        r"^k must have shape \[num_tokens, 2, 8\], got \[5, 2, 1\]",
+    ),
     "rows": ({"v": lambda b: b.v[:1]}, r"^v must have the shape of k \[5, 2, 8\], got \[1, 2, 8\]"),
-    "slots": ({"slot_mapping": lambda b: b.common.slot_mapping[:1]}, r"^slot_mapping must be int64 of shape \[5\]"),
-    "slot rank": ({"slot_mapping": lambda b: b.common.slot_mapping[:, None]}, "^slot_mapping must be int64 of shape"),
-    "slot dtype": ({"slot_mapping": lambda b: b.common.slot_mapping.int()}, "^slot_mapping must be int64.*torch.int32"),
+    "slots": (
+        {"slot_mapping": lambda b: b.common.slot_mapping[:1]},
+        r"^slot_mapping must be int64 of shape \[5\]",
+    ),
+    "slot rank": (
+        {"slot_mapping": lambda b: b.common.slot_mapping[:, None]},
+        "^slot_mapping must be int64 of shape",
+    ),
+    "slot dtype": (
+        {"slot_mapping": lambda b: b.common.slot_mapping.int()},
+        "^slot_mapping must be int64.*torch.int32",
+    ),
     "cache rank": ({"kv_cache": lambda b: b.kv_cache[0]}, "^kv_cache must have shape"),
     "cache halves": ({"kv_cache": lambda b: b.kv_cache[:, :1]}, "^kv_cache must have shape"),
 }
@@ -154,7 +194,9 @@ def test_wrong_writes_are_refused_and_write_nothing(make_batch, case):
 
 
 def test_writes_across_devices_are_refused(make_batch):
-    from attn_ops.ops.write_kv import check_write_inputs  # a call on a meta tensor would reach the fake
+    from attn_ops.ops.write_kv import (
+        check_write_inputs,  # a call on a meta tensor would reach the fake
+    )
 
     b = make_batch(*RAGGED)
     with pytest.raises(ValueError, match="k, v and slot_mapping must be on the cache's device cpu"):
@@ -163,29 +205,42 @@ def test_writes_across_devices_are_refused(make_batch):
 
 @pytest.mark.parametrize("case", [*WRONG_WRITES, "k dtype by Inductor"])
 def test_wrong_writes_are_refused_when_compiled(make_batch, case):
-    """Otherwise index_put_ broadcasts one head, one row or one number over all, and Inductor casts."""
+    """Otherwise index_put_ broadcasts one head, one row or one number over all, and Inductor
+    casts.
+    """
     change, _ = WRONG_WRITES[case.removesuffix(" by Inductor")]
     b = make_batch(*RAGGED, written=False)
     before = b.kv_cache.clone()
     arguments = {"k": b.k, "v": b.v, "kv_cache": b.kv_cache, "slot_mapping": b.common.slot_mapping}
     arguments |= {name: make(b) for name, make in change.items()}
-    write = torch.compile(write_kv, backend="inductor" if "Inductor" in case else "aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="must|shape|dtype|index"):  # what is raised in tracing comes out wrapped
+    write = torch.compile(
+        write_kv, backend="inductor" if "Inductor" in case else "aot_eager", fullgraph=True
+    )
+    with pytest.raises(
+        Exception, match=r"must|shape|dtype|index"
+    ):  # what is raised in tracing comes out wrapped
         write(**arguments, meta=b.meta)
     assert torch.equal(bits(b.kv_cache), bits(before))
 
 
-# -- attention -----------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_padding_rows_are_zero(make_batch, dtype, compiled):
     b = make_batch(*RAGGED, dtype=dtype, num_padding_rows=3)
-    attend = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+    attend = (
+        torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+    )
     out_TNH = attend(b.q, b.kv_cache, b.meta, 0.3)
     wanted_TNH = reference_attention(b.q, b.kv_cache, b.common, 0.3)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    tolerance = {
+        torch.float64: 1e-12,
+        torch.float32: 1e-5,
+        torch.float16: 2e-3,
+        torch.bfloat16: 2e-2,
+    }[dtype]
     torch.testing.assert_close(out_TNH.double(), wanted_TNH, atol=tolerance, rtol=tolerance)
     assert (out_TNH[5:] == 0).all()
 
@@ -193,7 +248,10 @@ def test_padding_rows_are_zero(make_batch, dtype, compiled):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": lambda b: b.q[0]}, r"^q must have shape \[num_tokens, num_heads, head_size\], got \[4, 8\]"),
+        (
+            {"q": lambda b: b.q[0]},
+            r"^q must have shape \[num_tokens, num_heads, head_size\], got \[4, 8\]",
+        ),
         ({"kv_cache": lambda b: b.kv_cache[0]}, "^kv_cache must have shape"),
         ({"kv_cache": lambda b: b.kv_cache[:, :1]}, "^kv_cache must have shape"),
         ({"q": lambda b: b.q[..., :4]}, "^q must have the cache's head size 8, got 4"),
@@ -206,7 +264,9 @@ def test_padding_rows_are_zero(make_batch, dtype, compiled):
 )
 def test_wrong_attention_is_refused(make_batch, change, message):
     b = make_batch(*RAGGED)
-    arguments = {"q": b.q, "kv_cache": b.kv_cache} | {name: make(b) for name, make in change.items()}
+    arguments = {"q": b.q, "kv_cache": b.kv_cache} | {
+        name: make(b) for name, make in change.items()
+    }
     q, kv_cache = arguments.pop("q"), arguments.pop("kv_cache")
     with pytest.raises(ValueError, match=message):
         attention(q, kv_cache, b.meta, 1.0, **arguments)
@@ -217,13 +277,22 @@ def test_attention_across_devices_is_refused(make_batch):
 
     b = make_batch(*RAGGED)
     for q, kv_cache in ((b.q.to("meta"), b.kv_cache), (b.q, b.kv_cache.to("meta"))):
-        with pytest.raises(ValueError, match="^q, kv_cache and attn_metadata must be on one device"):
+        with pytest.raises(
+            ValueError, match=r"^q, kv_cache and attn_metadata must be on one device"
+        ):
             check_attention_inputs(q, kv_cache, b.meta)
 
 
-# -- compiled functions --------------------------------------------------------------------------------------------
+# -- compiled functions ----------------------------------------------------------------------------
 
-BATCHES = [([3, 0, 1], [7, 5, 4]), ([1], [9]), ([1, 1], [4, 2]), ([5], [5]), ([1, 1, 1, 1], [3, 2, 9, 1]), ([2], [2])]
+BATCHES = [
+    ([3, 0, 1], [7, 5, 4]),
+    ([1], [9]),
+    ([1, 1], [4, 2]),
+    ([5], [5]),
+    ([1, 1, 1, 1], [3, 2, 9, 1]),
+    ([2], [2]),
+]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -237,7 +306,9 @@ def test_other_batches_do_not_recompile(make_batch, as_dynamic, num_graphs, back
 
     before = num_graphs()
     for index, lengths in enumerate(BATCHES):
-        b = make_batch(*lengths, written=False, seed=index, num_blocks=14, num_padding_rows=index % 2)
+        b = make_batch(
+            *lengths, written=False, seed=index, num_blocks=14, num_padding_rows=index % 2
+        )
         wanted = b.kv_cache.clone()
         write_kv(b.k * 2, b.v, wanted, b.meta)
         slots = b.common.slot_mapping.clone()
@@ -291,14 +362,22 @@ def read_a_clone_after_the_write(b, kv_cache):
 
 
 def write_slices_of_a_clone(b, kv_cache):
-    """op(clone(x), x) of pytorch#198031: what is written, block i to block 6 - i, was read before the write."""
+    """op(clone(x), x) of pytorch#198031: what is written, block i to block 6 - i, was read before
+    the write.
+    """
     old = kv_cache.clone()
     write_kv(old[1:6, 0, 0], old[1:6, 1, 0], kv_cache, b.meta, slot_mapping=REVERSED)
     return (b.q * 2,)
 
 
 def write_clones_of_slices(b, kv_cache):
-    write_kv(kv_cache[1:6, 0, 0].clone(), kv_cache[1:6, 1, 0].clone(), kv_cache, b.meta, slot_mapping=REVERSED)
+    write_kv(
+        kv_cache[1:6, 0, 0].clone(),
+        kv_cache[1:6, 1, 0].clone(),
+        kv_cache,
+        b.meta,
+        slot_mapping=REVERSED,
+    )
     return (b.q * 2,)
 
 

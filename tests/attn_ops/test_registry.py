@@ -65,7 +65,10 @@ def test_a_cpu_gets_torch_and_the_reasons_against_the_others():
     assert "cpu" in selection.why
     assert set(selection.reasons_against) == set(backend_names()) - {"TORCH"}
     assert all(selection.reasons_against.values())
-    assert "device must be supported, got cpu; supported: cuda" in selection.reasons_against["FLASH_ATTN"]
+    assert (
+        "device must be supported, got cpu; supported: cuda"
+        in selection.reasons_against["FLASH_ATTN"]
+    )
 
 
 def test_what_applies_but_was_not_chosen_says_so():
@@ -89,10 +92,18 @@ def test_order_of_preference(monkeypatch):
 
 REFUSALS = {
     "device": ({}, {"device": "meta"}, "device must be supported, got meta; supported: cpu"),
-    "dtype": ({"dtype": torch.float32}, {}, "dtype must be supported, got float32; supported: float16"),
+    "dtype": (
+        {"dtype": torch.float32},
+        {},
+        "dtype must be supported, got float32; supported: float16",
+    ),
     "head_size": ({"head_size": 32}, {}, "head_size must be supported, got 32; supported: 64"),
     "block_size": ({}, {"block_size": 32}, "block_size must be supported, got 32; supported: 16"),
-    "sliding_window": ({"sliding_window": 8}, {}, "sliding_window must be None, got 8; supported: None"),
+    "sliding_window": (
+        {"sliding_window": 8},
+        {},
+        "sliding_window must be None, got 8; supported: None",
+    ),
     "soft_cap": ({"soft_cap": 30.0}, {}, "soft_cap must be None, got 30.0; supported: None"),
 }
 
@@ -101,7 +112,10 @@ REFUSALS = {
 def test_undeclared_features_are_refused(feature):
     change, options, reason = REFUSALS[feature]
     register_backend(NARROW)
-    spec, options = dataclasses.replace(PLAIN, **change), {"block_size": 16, "device": "cpu", **options}
+    spec, options = (
+        dataclasses.replace(PLAIN, **change),
+        {"block_size": 16, "device": "cpu", **options},
+    )
     with pytest.raises(ValueError, match=f"^backend NARROW cannot be used: {reason}$"):
         select_backend(spec, backend="NARROW", **options)
     if options["device"] == "cpu":
@@ -122,9 +136,13 @@ def test_every_reason_is_given_once():
 @pytest.mark.parametrize("feature", ["sliding_window", "soft_cap"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_operator_refuses_undeclared_features(make_batch, feature, compiled):
-    """Without a check, a backend that knows no window or cap computes plain attention and nobody is told."""
+    """Without a check, a backend that knows no window or cap computes plain attention and nobody
+    is told.
+    """
     b = make_batch([2], [20], head_size=64, block_size=16, dtype=torch.float16, backend=NARROW)
-    attend = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+    attend = (
+        torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+    )
     attend(b.q, b.kv_cache, b.meta, 1.0)
     with pytest.raises(ValueError, match=f"{feature} must be None, got 3"):
         attend(b.q, b.kv_cache, b.meta, 1.0, **{feature: 3})
@@ -145,28 +163,43 @@ def test_the_operator_refuses_undeclared_geometry(make_batch, feature, case):
 
 
 def test_a_missing_library_is_a_reason():
-    register_backend(dataclasses.replace(NARROW, unavailable=lambda: "the library must be installed, got none"))
-    with pytest.raises(ValueError, match="backend NARROW cannot be used: the library must be installed, got none"):
+    register_backend(
+        dataclasses.replace(NARROW, unavailable=lambda: "the library must be installed, got none")
+    )
+    with pytest.raises(
+        ValueError, match="backend NARROW cannot be used: the library must be installed, got none"
+    ):
         select_backend(PLAIN, block_size=16, device="cpu", backend="NARROW")
 
 
 def test_no_backend_at_all_lists_every_reason(monkeypatch):
     monkeypatch.setattr(registry, "_BUILT_IN", {"FLASH_ATTN": "attn_ops.backends.flash_attn"})
     register_backend(NARROW)
-    with pytest.raises(ValueError, match=r"no backend supports these layers: FLASH_ATTN: .*; NARROW: soft_cap must be"):
+    with pytest.raises(
+        ValueError,
+        match=r"no backend supports these layers: FLASH_ATTN: .*; NARROW: soft_cap must be",
+    ):
         select_backend(dataclasses.replace(PLAIN, soft_cap=1.0), block_size=16, device="cpu")
 
 
 def test_unknown_names():
-    for call in (get_backend, lambda name: select_backend(PLAIN, block_size=16, device="cpu", backend=name)):
-        with pytest.raises(ValueError, match="backend must be a known name, got 'NONE'; supported: FLASH_ATTN, TRITON"):
+    for call in (
+        get_backend,
+        lambda name: select_backend(PLAIN, block_size=16, device="cpu", backend=name),
+    ):
+        with pytest.raises(
+            ValueError,
+            match="backend must be a known name, got 'NONE'; supported: FLASH_ATTN, TRITON",
+        ):
             call("NONE")
 
 
 def test_taken_names():
     register_backend(NARROW)
     for backend in (NARROW, dataclasses.replace(NARROW, name="TORCH")):
-        with pytest.raises(ValueError, match=f"backend.name must be new, got {backend.name}; taken: FLASH_ATTN"):
+        with pytest.raises(
+            ValueError, match=f"backend.name must be new, got {backend.name}; taken: FLASH_ATTN"
+        ):
             register_backend(backend)
     assert get_backend("TORCH") is TORCH
 
@@ -188,5 +221,5 @@ def test_a_broken_entry_point_is_a_reason_and_stops_nobody_else(install):
     selection = select_backend(PLAIN, block_size=16, device="cpu")
     assert selection.backend is TORCH
     assert "libbroken.so" in " ".join(selection.reasons_against["BROKEN"])
-    with pytest.raises(ValueError, match="libbroken.so"):
+    with pytest.raises(ValueError, match=r"libbroken.so"):
         select_backend(PLAIN, block_size=16, device="cpu", backend="BROKEN")

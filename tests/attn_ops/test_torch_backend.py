@@ -1,5 +1,6 @@
 """TORCH against a loop over tokens and heads in float64, written down here independently of it."""
 
+import dataclasses
 import functools
 import math
 
@@ -14,7 +15,9 @@ from attn_ops.backends.torch_backend import reference_attention
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-def brute_force(b, scale: float, sliding_window: int | None, soft_cap: float | None) -> torch.Tensor:
+def brute_force(
+    b, scale: float, sliding_window: int | None, soft_cap: float | None
+) -> torch.Tensor:
     """[T, N, H] float64: one query row and one head at a time, one key at a time."""
     common, block_size = b.common, b.kv_cache.shape[2]
     num_heads, num_kv_heads = b.q.shape[1], b.kv_cache.shape[3]
@@ -27,15 +30,23 @@ def brute_force(b, scale: float, sliding_window: int | None, soft_cap: float | N
             for head in range(num_heads):
                 scores, values = [], []
                 for key in range(num_cached):
-                    if (common.causal and key > position) or (sliding_window and position - key >= sliding_window):
+                    if (common.causal and key > position) or (
+                        sliding_window and position - key >= sliding_window
+                    ):
                         continue
                     block = int(common.block_table_tensor[request, key // block_size])
-                    k_H, v_H = b.kv_cache[block, :, key % block_size, head // (num_heads // num_kv_heads)].double()
+                    k_H, v_H = b.kv_cache[
+                        block, :, key % block_size, head // (num_heads // num_kv_heads)
+                    ].double()
                     score = scale * float(b.q[row, head].double() @ k_H)
-                    scores.append(score if soft_cap is None else soft_cap * math.tanh(score / soft_cap))
+                    scores.append(
+                        score if soft_cap is None else soft_cap * math.tanh(score / soft_cap)
+                    )
                     values.append(v_H)
                 weights = [math.exp(s - max(scores)) for s in scores]
-                out_TNH[row, head] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+                out_TNH[row, head] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(
+                    weights
+                )
             row += 1
     return out_TNH
 
@@ -62,9 +73,24 @@ CASES = {
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_against_brute_force(make_batch, compiled):
-    @settings(max_examples=40 if compiled else 100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(
+        max_examples=40 if compiled else 100,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     @given(**CASES)
-    def check(lengths, heads, head_size, block_size, sliding_window, soft_cap, causal, dtype, num_padding_rows, seed):
+    def check(
+        lengths,
+        heads,
+        head_size,
+        block_size,
+        sliding_window,
+        soft_cap,
+        causal,
+        dtype,
+        num_padding_rows,
+        seed,
+    ):
         b = make_batch(
             [q for q, _ in lengths],
             [q + computed for q, computed in lengths],
@@ -83,10 +109,14 @@ def test_against_brute_force(make_batch, compiled):
         torch.testing.assert_close(oracle, wanted, atol=1e-12, rtol=1e-12)
         attend = compiled_attention() if compiled else attention
         if compiled:
-            torch._dynamo.reset()  # every geometry is another graph; without this Dynamo gives up after eight
-        out = attend(b.q, b.kv_cache, b.meta, scale, sliding_window=sliding_window, soft_cap=soft_cap)
+            torch._dynamo.reset()  # each geometry is a new graph; Dynamo gives up after eight
+        out = attend(
+            b.q, b.kv_cache, b.meta, scale, sliding_window=sliding_window, soft_cap=soft_cap
+        )
         assert out.dtype == dtype
-        torch.testing.assert_close(out.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(
+            out.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
 
     check()
 
@@ -101,8 +131,6 @@ def test_large_scores_do_not_overflow(make_batch):
 
 def test_padding_requests_of_a_captured_batch_are_zero(make_batch):
     """A query row whose request has nothing in the cache: seq_len 0."""
-    import dataclasses
-
     b = make_batch([1, 1], [5, 1])
     seq_lens = torch.tensor([5, 0], dtype=torch.int32)
     b.meta.common = dataclasses.replace(b.common, seq_lens=seq_lens, seq_lens_cpu=seq_lens)

@@ -1,4 +1,6 @@
-"""Transformers models on attn_ops: the same logits as their eager attention, and refusals; merged projections."""
+"""Transformers models on attn_ops: the same logits as their eager attention, and refusals; merged
+projections.
+"""
 
 import copy
 
@@ -22,13 +24,22 @@ def test_register_is_idempotent():
     register()
     names = sorted(AttentionInterface().valid_keys()), sorted(AttentionMaskInterface().valid_keys())
     register()
-    assert (sorted(AttentionInterface().valid_keys()), sorted(AttentionMaskInterface().valid_keys())) == names
+    assert (
+        sorted(AttentionInterface().valid_keys()),
+        sorted(AttentionMaskInterface().valid_keys()),
+    ) == names
     assert AttentionInterface()[NAME] is attention_forward
 
 
-# -- geometry ------------------------------------------------------------------------------------------------------
+# -- geometry --------------------------------------------------------------------------------------
 
-WINDOWS = {"llama": [None] * 4, "qwen3": [None] * 4, "mistral": [6] * 4, "gemma2": [6, None] * 2, "phi3": [7] * 4}
+WINDOWS = {
+    "llama": [None] * 4,
+    "qwen3": [None] * 4,
+    "mistral": [6] * 4,
+    "gemma2": [6, None] * 2,
+    "phi3": [7] * 4,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -36,7 +47,12 @@ def test_attention_specs(make_model, name):
     specs = attention_specs(make_model(name, num_layers=4))
     assert [s.sliding_window for s in specs] == WINDOWS[name]
     for spec in specs:
-        assert (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype) == (4, 2, 16, torch.float32)
+        assert (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.dtype) == (
+            4,
+            2,
+            16,
+            torch.float32,
+        )
         assert spec.soft_cap == (50.0 if name == "gemma2" else None)
 
 
@@ -49,11 +65,11 @@ def test_attention_specs_refuse(make_model):
         attention_specs(make_model(attn_implementation="eager"))
     bare = make_model()
     bare.model.layers = nn.ModuleList()
-    with pytest.raises(ValueError, match="model must have attention layers.*got LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"model must have attention layers.*got LlamaForCausalLM"):
         attention_specs(bare)
 
 
-# -- numbers -------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -72,7 +88,9 @@ def test_prefill_logits_are_those_of_eager_attention(make_model, make_prompts, n
 
 
 def test_query_pre_attn_scalar_matters(make_model, make_prompts):
-    """Gemma 2 scales by query_pre_attn_scalar ** -0.5, not by the head size: another scalar, other logits."""
+    """Gemma 2 scales by query_pre_attn_scalar ** -0.5, not by the head size: another scalar,
+    other logits.
+    """
     one, other = make_model("gemma2"), make_model("gemma2", query_pre_attn_scalar=400)
     prompts = make_prompts(one, LENGTHS)
     first = one(**prompts.keywords).logits
@@ -87,7 +105,7 @@ def test_slot_mapping_is_optional(make_model, make_prompts):
     assert torch.equal(model(**prompts.keywords).logits, wanted)
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("missing", ["attn_metadata", "kv_caches"])
@@ -103,7 +121,9 @@ def test_batch_dimension(make_model, make_prompts):
     model = make_model()
     keywords = make_prompts(model, LENGTHS).keywords
     keywords |= {name: keywords[name].repeat(2, 1) for name in ("input_ids", "position_ids")}
-    with pytest.raises(ValueError, match=r"input_ids must have shape \[1, num_tokens\], got a batch dimension of 2"):
+    with pytest.raises(
+        ValueError, match=r"input_ids must have shape \[1, num_tokens\], got a batch dimension of 2"
+    ):
         model(**keywords)
 
 
@@ -113,7 +133,9 @@ def test_attention_mask(make_model, make_prompts, rank, name):
     model = make_model(name)
     num_tokens = sum(LENGTHS)
     shape = (1, num_tokens) if rank == 2 else (1, 1, num_tokens, num_tokens)
-    keywords = make_prompts(model, LENGTHS).keywords | {"attention_mask": torch.ones(shape, dtype=torch.bool)}
+    keywords = make_prompts(model, LENGTHS).keywords | {
+        "attention_mask": torch.ones(shape, dtype=torch.bool)
+    }
     with pytest.raises(ValueError, match="attention_mask must be None"):
         model(**keywords)
 
@@ -135,10 +157,12 @@ def test_dropout_is_refused(make_model, make_prompts):
         model(**make_prompts(model, LENGTHS).keywords)
 
 
-# -- merged projections --------------------------------------------------------------------------------------------
+# -- merged projections ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "groups"), [("llama", 4), ("qwen3", 4), ("gemma2", 4), ("phi3", 0)])
+@pytest.mark.parametrize(
+    ("name", "groups"), [("llama", 4), ("qwen3", 4), ("gemma2", 4), ("phi3", 0)]
+)
 def test_merging_changes_no_eager_number_and_no_key(make_model, make_prompts, name, groups):
     model = make_model(name)
     keywords = make_prompts(model, LENGTHS).keywords
@@ -172,7 +196,9 @@ def test_in_place_updates_reach_the_merged_product(make_model, make_prompts, bia
     other = make_model(attention_bias=bias)
     other.lm_head.weight.data.mul_(0.5)
     model.load_state_dict(other.state_dict())
-    torch.testing.assert_close(compiled(**keywords).logits, other(**keywords).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        compiled(**keywords).logits, other(**keywords).logits, atol=1e-5, rtol=1e-5
+    )
 
 
 class Projections(nn.Module):

@@ -1,4 +1,6 @@
-"""Graphs to run passes on: ATen graphs with symbolic row counts, and graphs as Dynamo makes them."""
+"""Graphs to run passes on: ATen graphs with symbolic row counts, and graphs as Dynamo makes
+them.
+"""
 
 from collections.abc import Callable
 
@@ -12,7 +14,8 @@ from fx_passes.observe import graph_text
 
 
 class AtenGraph:
-    """The functional ATen graph of a function as AOTAutograd hands it on: dimension 0 of the first argument symbolic.
+    """The functional ATen graph of a function as AOTAutograd hands it on: dimension 0 of the
+    first argument symbolic.
 
     Calling it takes the function's own arguments.
     """
@@ -26,12 +29,16 @@ class AtenGraph:
 
             def remember_order(*inputs: torch.Tensor | int) -> object:
                 places = {t.data_ptr(): i for i, t in enumerate([first, *args[1:]])}
-                self.order = [places[t.data_ptr()] if isinstance(t, torch.Tensor) else None for t in inputs]
+                self.order = [
+                    places[t.data_ptr()] if isinstance(t, torch.Tensor) else None for t in inputs
+                ]
                 return gm.forward(*inputs)
 
             return remember_order
 
-        compiled = torch.compile(lambda *a: function(*a), backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+        compiled = torch.compile(
+            lambda *a: function(*a), backend=aot_autograd(fw_compiler=keep), fullgraph=True
+        )
         compiled(first, *args[1:])
         self.graph = self.gm.graph
         self.graph.eliminate_dead_code()
@@ -41,7 +48,9 @@ class AtenGraph:
         self.gm.recompile()
 
     def __call__(self, *args: torch.Tensor) -> object:
-        return self.gm(*(args[0].shape[0] if place is None else args[place] for place in self.order))
+        return self.gm(
+            *(args[0].shape[0] if place is None else args[place] for place in self.order)
+        )
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +60,9 @@ def aten_graph() -> type[AtenGraph]:
 
 @pytest.fixture(scope="session")
 def dynamo_run() -> Callable[..., tuple[GraphModule, object]]:
-    """Compile a module with one pass and AOTAutograd; returns the rewritten Dynamo graph and the module's result."""
+    """Compile a module with one pass and AOTAutograd; returns the rewritten Dynamo graph and the
+    module's result.
+    """
 
     def run(module: Callable, one: Pass, *args: torch.Tensor) -> tuple[GraphModule, object]:
         from torch._dynamo.backends.registry import lookup_backend
@@ -65,16 +76,22 @@ def dynamo_run() -> Callable[..., tuple[GraphModule, object]]:
             return lookup_backend("aot_eager")(gm, example_inputs)
 
         result = torch.compile(module, backend=backend, fullgraph=True)(*args)
-        return graphs[-1], result  # a restart of Dynamo (floats that become inputs) leaves one behind
+        return graphs[
+            -1
+        ], result  # a restart of Dynamo (floats that become inputs) leaves one behind
 
     return run
 
 
 @pytest.fixture(scope="session")
 def contract() -> Callable[..., tuple[str, str]]:
-    """Print, apply, print, apply again: the second run changes nothing. Numbers stay. Returns both texts."""
+    """Print, apply, print, apply again: the second run changes nothing. Numbers stay. Returns
+    both texts.
+    """
 
-    def check(one: Pass, gm: AtenGraph | GraphModule, *args: torch.Tensor, matches: int) -> tuple[str, str]:
+    def check(
+        one: Pass, gm: AtenGraph | GraphModule, *args: torch.Tensor, matches: int
+    ) -> tuple[str, str]:
         wanted = gm(*args)
         before = graph_text(gm.graph)
         assert one.run(gm.graph) == matches

@@ -1,4 +1,6 @@
-"""share_products: what it merges, what it leaves alone, and that nothing but the count of products changes."""
+"""share_products: what it merges, what it leaves alone, and that nothing but the count of
+products changes.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,11 @@ def test_contract(aten_graph, contract):
 
 def test_addmm(aten_graph, contract):
     def function(x, b, w):
-        return aten.addmm(b, x, w).relu(), aten.addmm(b, x, w).sin(), aten.addmm(b, x, w, beta=2).cos()
+        return (
+            aten.addmm(b, x, w).relu(),
+            aten.addmm(b, x, w).sin(),
+            aten.addmm(b, x, w, beta=2).cos(),
+        )
 
     args = torch.randn(3, 8), torch.randn(4), torch.randn(8, 4)
     _, after = contract(ShareProducts(), aten_graph(function, *args), *args, matches=1)
@@ -39,7 +45,10 @@ DIFFERENT = {
     "columns": lambda x, w, u: (x @ w[:, :4], x @ w[:, 4:]),
     "transposed": lambda x, w, u: (x @ w, x @ w.t()),
     "beta": lambda x, w, u: (aten.addmm(u, u, w, beta=1), aten.addmm(u, u, w, beta=2)),
-    "bool is not int": lambda x, w, u: (aten.addmm(u, u, w, alpha=1), aten.addmm(u, u, w, alpha=1.5)),
+    "bool is not int": lambda x, w, u: (
+        aten.addmm(u, u, w, alpha=1),
+        aten.addmm(u, u, w, alpha=1.5),
+    ),
     "rows": lambda x, w, u: (x[:2] @ w, x[1:] @ w),
     "dtype": lambda x, w, u: ((x @ w).sum(), x.double() @ w.double()),
 }
@@ -76,4 +85,6 @@ def test_a_merged_model_has_one_product_a_group(make_model, make_prompts):
         got = torch.compile(model, backend=attn_ops, fullgraph=True)(**keywords).logits
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     assert recorder.matches()["share_products"] == 3  # k, v and up take the product of q and gate
-    assert sum(text.count("aten.mm.default(") for _, text in recorder.final_graphs) == 5  # qkv, o, gate_up, down, head
+    assert (
+        sum(text.count("aten.mm.default(") for _, text in recorder.final_graphs) == 5
+    )  # qkv, o, gate_up, down, head

@@ -1,4 +1,6 @@
-"""collapse_views: chains of views of a product become one view; what it leaves alone; outputs stay independent."""
+"""collapse_views: chains of views of a product become one view; what it leaves alone; outputs
+stay independent.
+"""
 
 import re
 
@@ -66,17 +68,23 @@ def test_copies_of_a_product_are_dropped(aten_graph, contract, x_w):
 
 SKIPPED = {
     # the chain's shape or stride is neither a number nor the row count of the product
-    "another size": lambda x, w: aten.permute(aten.view(aten.mm(x, w), [x.shape[0] * 2, 2, 3]), [1, 0, 2]).sin(),
+    "another size": lambda x, w: aten.permute(
+        aten.view(aten.mm(x, w), [x.shape[0] * 2, 2, 3]), [1, 0, 2]
+    ).sin(),
     # the chain is one step that Inductor takes without a guard
     "one slice": lambda x, w: aten.slice(aten.mm(x, w), 1, 4, 8).sin(),
     "one view": lambda x, w: aten.view(aten.mm(x, w), [x.shape[0], 3, 4]).sin(),
     "no reshape": lambda x, w: aten.permute(aten.slice(aten.mm(x, w), 1, 4, 8), [1, 0]).sin(),
     # not a product
-    "sum": lambda x, w: aten.permute(aten.view(aten.slice(x + 1, 1, 0, 4), [x.shape[0], 2, 2]), [1, 0, 2]).sin(),
+    "sum": lambda x, w: aten.permute(
+        aten.view(aten.slice(x + 1, 1, 0, 4), [x.shape[0], 2, 2]), [1, 0, 2]
+    ).sin(),
     "input": lambda x, w: aten.permute(aten.view(x, [x.shape[0], 2, 4]), [1, 0, 2]).sin(),
     # copies that are something else than the product
     "clone of an input": lambda x, w: aten.clone(x).sin(),
-    "clone with other strides": lambda x, w: aten.clone(aten.mm(x, w).t(), memory_format=torch.contiguous_format).sin(),
+    "clone with other strides": lambda x, w: aten.clone(
+        aten.mm(x, w).t(), memory_format=torch.contiguous_format
+    ).sin(),
 }
 
 
@@ -111,7 +119,9 @@ def product_and_view_clone(x, w):
     return y, y.view(-1, 3, 4).clone()
 
 
-@pytest.mark.parametrize("function", [product_and_clone, product_and_view_clone], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [product_and_clone, product_and_view_clone], ids=lambda f: f.__name__
+)
 def test_outputs_stay_independent(x_w, function):
     """The caller asked for copies: writing to one result must not show in another."""
     from fx_passes import attn_ops

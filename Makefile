@@ -1,0 +1,36 @@
+# Everything a contributor types. `make demo` and `make test` need Python 3.11 and a C++ compiler, nothing else.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test lint gpu-test bench docs
+
+setup: $(READY)
+
+# torch stands first, so that pip resolves the rest around it.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -c constraints.txt -e '.[transformers,triton,dev]'
+	touch $(READY)
+
+demo: setup
+	$(BIN)/attn-ops run --dump out/demo
+
+test: setup
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+gpu-test: setup
+	$(BIN)/python -m pytest -m gpu
+
+bench: setup
+	$(BIN)/python -m benchmarks.decode_step
+
+docs:
+	@echo "docs/ is Markdown; the README's support table: $(BIN)/python -m attn_ops.support_table README.md"

@@ -1,0 +1,83 @@
+"""What every backend supports, as a table.
+
+`python -m attn_ops.support_table README.md` rewrites the README's.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+
+from attn_ops.backends import Backend, backend_names, get_backend
+
+BEGIN, END = "<!-- support-table:begin -->", "<!-- support-table:end -->"
+
+COLUMNS = (
+    "backend",
+    "devices",
+    "dtypes",
+    "head sizes",
+    "block sizes",
+    "sliding window",
+    "soft cap",
+    "CUDA graphs",
+)
+
+_SHORT = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SupportRow:
+    """One backend."""
+
+    cells: tuple[str, ...]  # as in COLUMNS
+    unavailable: str | None  # why it cannot run on this machine, or None
+
+
+def support_rows() -> list[SupportRow]:
+    """A row a backend, in the order of preference, from the declarations."""
+    backends = [get_backend(name) for name in backend_names()]
+    return [SupportRow(_cells(backend), backend.unavailable()) for backend in backends]
+
+
+def markdown() -> str:
+    """The table, markers included. It does not depend on the machine."""
+    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells for row in support_rows())]
+    return "\n".join([BEGIN, *(f"| {' | '.join(row)} |" for row in rows), END])
+
+
+def update(text: str) -> str:
+    """`text` with what stands between the markers made new.
+
+    Raises:
+        ValueError: the markers are missing.
+    """
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"text must hold the markers {BEGIN} and {END}")
+    before, rest = text.split(BEGIN, 1)
+    return before + markdown() + rest.split(END, 1)[1]
+
+
+def _cells(backend: Backend) -> tuple[str, ...]:
+    support = backend.support
+    return (
+        backend.name,
+        ", ".join(support.devices),
+        ", ".join(_SHORT.get(dtype, str(dtype).removeprefix("torch.")) for dtype in support.dtypes),
+        ", ".join(map(str, support.head_sizes)) or "any",
+        ", ".join(map(str, support.block_sizes)) or "any",
+        "yes" if support.sliding_window else "no",
+        "yes" if support.soft_cap else "no",
+        support.cudagraph.name.lower(),
+    )
+
+
+if __name__ == "__main__":
+    readme = Path(sys.argv[1])
+    readme.write_text(update(readme.read_text()))

@@ -1,0 +1,99 @@
+"""Models to try things on: small random ones of five families, one shape for GPUs, a directory."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A Transformers config, filled with random weights."""
+
+    config: str  # name of the config class in transformers
+    sizes: dict[str, Any]
+    dtype: torch.dtype
+
+
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+}
+_LLAMA_3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": False,
+}
+
+PRESETS = {
+    "llama-tiny": Preset("LlamaConfig", _TINY, torch.float32),
+    "qwen3-tiny": Preset("Qwen3Config", _TINY | {"head_dim": 16}, torch.float32),
+    "mistral-tiny": Preset("MistralConfig", _TINY | {"sliding_window": 48}, torch.float32),
+    "gemma2-tiny": Preset(  # with tied weights it repeats its last token
+        "Gemma2Config",
+        _TINY | {"head_dim": 16, "sliding_window": 48, "tie_word_embeddings": False},
+        torch.float32,
+    ),
+    "phi3-tiny": Preset(
+        "Phi3Config", _TINY | {"sliding_window": 48, "pad_token_id": 0}, torch.float32
+    ),
+    "llama-3-8b": Preset("LlamaConfig", _LLAMA_3_8B, torch.bfloat16),
+}
+
+
+def load(model: str, device: torch.device | str = "cpu", seed: int = 0) -> torch.nn.Module:
+    """A preset by name, or the model saved in a directory, with `attn_implementation="attn_ops"`.
+
+    Raises:
+        ValueError: neither a preset nor a directory that holds a model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from attn_ops.integrations.transformers import register
+
+    register()
+    if model in PRESETS:
+        return _random(PRESETS[model], device, seed)
+    if not Path(model).is_dir():
+        raise ValueError(
+            f"model must be a preset or a directory, got {model!r}; supported: {', '.join(PRESETS)}"
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model, attn_implementation="attn_ops", local_files_only=True
+        )
+    except (OSError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"model must be a directory with a saved model, got {model!r}: {reason}"
+        ) from error
+    return loaded.to(device).eval().requires_grad_(False)
+
+
+def _random(preset: Preset, device: torch.device | str, seed: int) -> torch.nn.Module:
+    """Weights so large that greedy outputs vary; at 0.02, small models repeat one token."""
+    import transformers
+
+    config = getattr(transformers, preset.config)(**preset.sizes)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="attn_ops", dtype=preset.dtype
+        )
+    generator = torch.Generator(device).manual_seed(seed)
+    scale = 1.2 * config.hidden_size**-0.5
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, scale, generator=generator)
+    return model.eval().requires_grad_(False)

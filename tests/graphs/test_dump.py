@@ -1,0 +1,249 @@
+"""Dumps: what is in them, cold and warm, with and without depyf, and what they do to the session (nothing)."""
+
+import re
+import sys
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import fx_passes
+import graphs
+from graphs.dump_index import MARKER
+
+PROMPTS = [[1, 2, 3], list(range(20))]
+
+
+def compiled_session(model) -> graphs.DecodeSession:
+    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    return graphs.DecodeSession(compiled, max_batch_size=2, max_tokens=32, max_tokens_per_step=8)
+
+
+def compiled_function():
+    """Small, so that compiling it is quick; Inductor can cache it."""
+    return torch.compile(lambda x, w: torch.relu(x @ w), backend=fx_passes.attn_ops)
+
+
+def files(directory) -> set[str]:
+    return {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+
+
+def linked(directory) -> set[str]:
+    return set(re.findall(r"\]\(([^)]+)\)", (directory / "index.md").read_text()))
+
+
+def state(session) -> tuple[int, int, int]:
+    return tuple(
+        getattr(session.counters, name) for name in ("num_graphs", "num_breaks", "num_recompiles")
+    )
+
+
+@pytest.fixture
+def expected(make_model):
+    model = make_model("llama")
+    return graphs.DecodeSession(model, max_batch_size=2, max_tokens=32).generate(PROMPTS, 6)
+
+
+def test_a_session_inside(make_model, expected, tmp_path):
+    session = compiled_session(make_model("llama"))
+    with graphs.dump(tmp_path / "dump") as directory:
+        assert session.generate(PROMPTS, 6) == expected
+    assert session.generate(PROMPTS, 6) == expected  # also after depyf's files are complete
+    assert state(session) == (1, 0, 0)
+    names = files(directory)
+    assert linked(directory) == names - {"index.md", "index.html"}  # each listed, none missing
+    folders = {name.split("/")[0] for name in names}
+    assert folders == {"index.md", "index.html", "passes", "final", "inductor", "depyf"}
+    index = (directory / "index.md").read_text()
+    assert index.startswith(MARKER)
+    assert "backend TORCH" in index
+    assert "1 graphs, 0 breaks, 0 recompiles" in index
+    for name, count in session.compile_record.matches().items():
+        assert f"{name} {count}" in index
+    assert any("full_code_for" in name for name in names)
+    html = (directory / "index.html").read_text()
+    assert all(name in html for name in linked(directory))
+    check_passes(directory, session)
+    texts = [(directory / n).read_text() for n in names if n.startswith("inductor/")]
+    assert any("def call(" in text or "class Runner" in text for text in texts)
+    assert any("torch.ops.attn_ops.attention" in text for text in texts)
+
+
+def check_passes(directory, session) -> None:
+    """Before and after differ, are numbered in order, and the final graphs are the last of them."""
+    records = session.compile_record.passes
+    before = sorted(p for p in (directory / "passes").iterdir() if "before" in p.name)
+    assert before
+    for path in before:
+        number, name, _ = path.name.split("-", 2)
+        assert records[int(number) - 1].pass_name == name
+        after = path.with_name(path.name.replace(".before.", ".after."))
+        assert after.read_text() != path.read_text()
+    index = (directory / "index.md").read_text()
+    for i, record in enumerate(records, 1):
+        wrote = any(p.name.startswith(f"{i:02d}-") for p in before)
+        assert wrote or record.matches == 0
+        line = next(line for line in index.splitlines() if line.startswith(f"{i}. "))
+        assert f"`{record.pass_name}`" in line
+        assert ("the graph stayed as it was" in line) == (not wrote)
+    final = sorted(p.read_text() for p in (directory / "final").iterdir())
+    assert len(final) == len(session.compile_record.final_graphs)
+    assert sum("attn_ops.attention" in text for text in final) >= 1
+
+
+def test_a_session_compiled_before(make_model, expected, tmp_path):
+    """It compiles once more inside, once, and the session's numbers stay."""
+    session = compiled_session(make_model("llama"))
+    session.generate(PROMPTS, 6)
+    before = state(session), len(session.compile_record.passes)
+    made = counters["stats"]["unique_graphs"]
+    with graphs.dump(tmp_path) as directory:
+        assert session.generate(PROMPTS, 6) == expected
+        assert session.generate(PROMPTS, 6) == expected
+    assert counters["stats"]["unique_graphs"] == made + 1
+    assert session.generate(PROMPTS, 6) == expected
+    assert (state(session), len(session.compile_record.passes)) == before
+    check_passes(directory, session)
+    assert list((directory / "inductor").iterdir())
+
+
+def test_an_uncompiled_session(make_model, expected, tmp_path):
+    session = graphs.DecodeSession(make_model("llama"), max_batch_size=2, max_tokens=32)
+    with graphs.dump(tmp_path) as directory:
+        assert session.generate(PROMPTS, 6) == expected
+    assert files(directory) == {"index.md", "index.html"}
+    assert "Nothing was compiled inside" in (directory / "index.md").read_text()
+
+
+def test_a_warm_cache(tmp_path):
+    """Inductor's cache hits, and the dump holds what it held when it missed."""
+    inputs = torch.randn(3, 4), torch.randn(4, 5)
+    seen = []
+    with fresh_cache():
+        for name in ("cold", "warm"):
+            torch._dynamo.reset()
+            counters.clear()
+            with graphs.dump(tmp_path / name) as directory:
+                compiled_function()(*inputs)
+            hits = counters["inductor"]["fxgraph_cache_hit"]
+            assert hits == (name == "warm")
+            ours = {n for n in files(directory) if not n.startswith("depyf/")}
+            seen.append({n: (directory / n).read_text() for n in ours if not n.startswith("index")})
+            assert "share_products 0" in (directory / "index.md").read_text()
+    cold, warm = seen
+    assert any(name.startswith("inductor/") for name in warm)
+    assert cold == warm
+
+
+def test_skip_reasons_are_listed(tmp_path):
+    class Reluctant(fx_passes.Pass):
+        """Matches nothing and says why."""
+
+        name = "reluctant"
+        stage = "aten"
+
+        def apply(self, graph):
+            self.skip("it is [not] worth it")
+            return 0
+
+    fx_passes.register_pass(Reluctant)
+    try:
+        with graphs.dump(tmp_path) as directory:
+            compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
+    finally:
+        fx_passes.unregister_pass("reluctant")
+    for name in ("index.md", "index.html"):
+        assert "left alone: it is [not] worth it" in (directory / name).read_text()
+
+
+# -- depyf -----------------------------------------------------------------------------------------
+
+
+def test_without_depyf(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "depyf", None)
+    with graphs.dump(tmp_path) as directory:
+        compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
+    assert "depyf is not installed" in (directory / "index.md").read_text()
+    assert {name.split("/")[0] for name in files(directory)} >= {"final", "inductor"}
+    assert not (directory / "depyf").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["patched__exec_with_source", "patched_load_by_key_path", "DebuggableHook", "dump_src"],
+)
+def test_depyf_fails_inside(tmp_path, monkeypatch, name):
+    """Whatever depyf raises, the function is compiled and the rest is written."""
+    explain = pytest.importorskip("depyf.explain")
+    enable_debugging = sys.modules["depyf.explain.enable_debugging"]
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("depyf is broken")
+
+    if name == "DebuggableHook":
+        monkeypatch.setattr(enable_debugging.DebuggableHook, "__call__", fail)
+    else:
+        monkeypatch.setattr(explain if name == "dump_src" else enable_debugging, name, fail)
+    with graphs.dump(tmp_path) as directory:
+        out = compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
+    assert torch.equal(out, torch.full((2, 2), 3.0))
+    index = (directory / "index.md").read_text()
+    assert re.search(r"> depyf .*RuntimeError: depyf is broken", index)
+    assert {name.split("/")[0] for name in files(directory)} >= {"final", "inductor"}
+    with graphs.dump(tmp_path / "next") as following:  # nothing of it stays behind
+        pass
+    assert not re.search("depyf .* nest", (following / "index.md").read_text())
+
+
+def test_everything_depyf_changes_is_put_back(tmp_path):
+    import torch._dynamo.utils as dynamo_utils
+    from torch._inductor.codecache import PyCodeCache
+
+    def changed():
+        return (
+            torch.fx.graph_module._exec_with_source,
+            PyCodeCache.load_by_key_path,
+            dynamo_utils.lazy_format_graph_code.__code__,
+        )
+
+    before = changed()
+    with graphs.dump(tmp_path / "outer"), graphs.dump(tmp_path / "inner"):
+        compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
+    assert changed() == before
+    assert "blocks of it do not nest" in (tmp_path / "inner" / "index.md").read_text()
+    for name in ("outer", "inner"):
+        assert list((tmp_path / name / "inductor").iterdir())
+    assert list((tmp_path / "outer" / "depyf").iterdir())
+
+
+# -- the directory ---------------------------------------------------------------------------------
+
+
+def test_an_earlier_dump_is_replaced(tmp_path):
+    with graphs.dump(tmp_path / "dump") as directory:
+        compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
+    (directory / "mine.txt").write_text("kept")
+    with graphs.dump(str(directory)):
+        pass
+    assert files(directory) == {"index.md", "index.html", "mine.txt"}
+
+
+def test_other_directories_are_refused(tmp_path):
+    (tmp_path / "index.md").write_text("# mine\n")
+    with pytest.raises(ValueError, match="^directory must be new, empty or an earlier dump"):
+        graphs.dump(tmp_path).__enter__()
+    with pytest.raises(ValueError, match="^directory must be a directory, got the file"):
+        graphs.dump(tmp_path / "index.md").__enter__()
+    assert files(tmp_path) == {"index.md"}
+    assert (tmp_path / "index.md").read_text() == "# mine\n"
+
+
+def test_an_error_inside_leaves_what_was_recorded(tmp_path):
+    with pytest.raises(ZeroDivisionError), graphs.dump(tmp_path):
+        compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
+        1 / 0  # noqa: B018
+    assert "The block ended with ZeroDivisionError" in (tmp_path / "index.md").read_text()
+    assert list((tmp_path / "inductor").iterdir())
+    with graphs.dump(tmp_path):
+        pass

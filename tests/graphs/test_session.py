@@ -1,0 +1,299 @@
+"""The scheduler and the session on a CPU, uncompiled unless a test says otherwise."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+import fx_passes
+from graphs import CUDAGraphMode, DecodeSession
+from graphs.parity import Reference
+from graphs.presets import load
+from graphs.sampling import argmax, sample
+
+PROMPTS = [[3], [5, 9], list(range(17)), [60] * 5, list(range(40)), [1, 2, 3, 4], [63, 0, 63]]
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    """Eight greedy tokens of Transformers for each prompt."""
+    reference = Reference(model)
+    return [reference.generate(p, 8)[0] for p in PROMPTS]
+
+
+def make_session(model, **options) -> DecodeSession:
+    """Its cache is NaN wherever nothing has been written."""
+    defaults = {"max_batch_size": 4, "max_tokens": 64, "max_tokens_per_step": 16, "block_size": 4}
+    session = DecodeSession(model, **(defaults | options))
+    for cache in session.cache.tensors:
+        cache[1:] = float("nan")
+    return session
+
+
+def tokens_of(results) -> list[list[int]]:
+    return [r.token_ids for r in results]
+
+
+# -- generation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 7])
+def test_more_requests_than_the_batch_holds(model, wanted, max_batch_size):
+    session = make_session(model, max_batch_size=max_batch_size)
+    free = session.cache.num_free_blocks
+    assert tokens_of(session.generate(PROMPTS, 8)) == wanted
+    assert len({t for tokens in wanted for t in tokens}) > 16
+    assert session.cache.num_free_blocks == free
+    assert session.step() == []
+
+
+@pytest.mark.parametrize("max_tokens_per_step", [1, 3, 16, 1000])
+def test_chunked_prefill(model, wanted, max_tokens_per_step):
+    session = make_session(model, max_tokens_per_step=max_tokens_per_step)
+    sizes = []
+    call = session._call
+    session._call = lambda step: sizes.append(sum(s.num_tokens for s in step)) or call(step)
+    assert tokens_of(session.generate(PROMPTS, 8)) == wanted
+    assert max(sizes) <= max_tokens_per_step
+    assert session.num_steps == {"captured": 0, "called": len(sizes)}
+
+
+def test_requests_join_a_running_batch(model, wanted):
+    session = make_session(model)
+    first = session.add(PROMPTS[2], 8)
+    for _ in range(4):
+        session.step()
+    assert session.result(first) is None
+    later = [session.add(p, 8) for p in PROMPTS[3:6]]
+    outputs = []
+    while any(session.result(i) is None for i in later):
+        outputs += session.step()
+    assert tokens_of(map(session.result, [first, *later])) == wanted[2:6]
+    for request, tokens in zip([first, *later], wanted[2:6], strict=True):
+        streamed = [o.token_id for o in outputs if o.request_id == request]
+        assert streamed == tokens[-len(streamed) :]
+    assert session.generate([], 4) == []
+
+
+def test_results_are_in_the_order_of_the_prompts(model, wanted):
+    """The second prompt stops at once and the first one last."""
+    eos = wanted[1][0]
+    results = make_session(model).generate(PROMPTS, 8, eos=eos)
+    assert results[1].token_ids == [eos]
+    for result, tokens in zip(results, wanted, strict=True):
+        stop = tokens.index(eos) + 1 if eos in tokens else 8
+        assert result.token_ids == tokens[:stop]
+        assert result.finish_reason == ("stop" if eos in tokens else "length")
+
+
+def test_several_eos_tokens(model, wanted):
+    eos = {wanted[4][2], wanted[4][5]}
+    stop = next(i for i, t in enumerate(wanted[4]) if t in eos) + 1
+    (result,) = make_session(model).generate([PROMPTS[4]], 8, eos=iter(eos))
+    assert (result.token_ids, result.finish_reason) == (wanted[4][:stop], "stop")
+
+
+def test_a_prompt_of_exactly_max_tokens(model, wanted):
+    session = make_session(model, max_tokens=40, max_batch_size=2)
+    results = session.generate([PROMPTS[4], PROMPTS[2]], 8)
+    assert results[0].token_ids == wanted[4][:1]  # the next one would not fit into the cache
+    assert results[0].finish_reason == "length"
+    assert results[1].token_ids == wanted[2]
+
+
+def test_length_ends_at_max_tokens(model, wanted):
+    (result,) = make_session(model, max_tokens=42).generate([PROMPTS[4]], 8)
+    assert (result.token_ids, result.finish_reason) == (wanted[4][:3], "length")
+
+
+def test_requests_wait_for_the_cache(model, wanted):
+    """The cache holds one long request at a time, though the batch has room for four."""
+    session = make_session(model, cache_tokens=48)
+    ids = [session.add(p, 8) for p in (PROMPTS[4], PROMPTS[2], PROMPTS[4], PROMPTS[0])]
+    most = 0
+    while any(session.result(i) is None for i in ids):
+        session.step()  # hands out no token while only a part of a prompt is computed
+        most = max(most, len(session.scheduler.running))
+        assert session.cache.num_free_blocks >= 0
+    assert most == 2  # the last prompt goes beside a long one
+    results = [session.result(i) for i in ids]
+    assert tokens_of(results) == [wanted[4], wanted[2], wanted[4], wanted[0]]
+
+
+def test_compiled_is_the_same(model, wanted):
+    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    session = make_session(compiled)
+    assert tokens_of(session.generate(PROMPTS, 8)) == wanted
+    counters = session.counters
+    assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (1, 0, 0)
+    assert session.compile_record.matches()["outline_layers"] == 2
+
+
+# -- sampling --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_sampling_follows_the_distribution(temperature):
+    num = 20000
+    logits_SV = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")]).expand(num, 5)
+    generator = torch.Generator().manual_seed(0)
+    drawn_S = sample(logits_SV, torch.full((num,), temperature), generator, greedy=False)
+    shares_V = drawn_S.bincount(minlength=5) / num
+    expected_V = torch.softmax(logits_SV[0] / temperature, dim=0)
+    sigma_V = (expected_V * (1 - expected_V) / num).sqrt()
+    assert ((shares_V - expected_V).abs() <= 4 * sigma_V).all()
+    assert shares_V[4] == 0
+
+
+def test_greedy_rows_among_sampled_ones():
+    logits_SV = torch.randn(64, 9)
+    temperature_S = torch.tensor([0.0, 50.0]).repeat(32)
+    drawn_S = sample(logits_SV, temperature_S, torch.Generator().manual_seed(0), greedy=False)
+    assert torch.equal(drawn_S[::2], logits_SV[::2].argmax(dim=-1))
+    assert not torch.equal(drawn_S[1::2], logits_SV[1::2].argmax(dim=-1))
+
+
+def test_argmax_in_two_stages():
+    logits_SV = torch.randn(3, 64 * 64).round(decimals=1)  # with equal ones
+    assert torch.equal(argmax(logits_SV), logits_SV.argmax(dim=-1))
+
+
+def test_seeds(model):
+    def generate(seed):
+        return tokens_of(make_session(model, seed=seed).generate(PROMPTS, 8, temperature=1.5))
+
+    assert generate(1) == generate(1)
+    assert generate(1) != generate(2)
+
+
+# -- graph modes -----------------------------------------------------------------------------------
+
+
+def test_a_lowered_mode_is_logged(model, caplog):
+    with caplog.at_level(logging.WARNING, "graphs.session"):
+        session = make_session(model)
+    assert session.graph_mode_asked is CUDAGraphMode.FULL_DECODE_ONLY
+    assert session.graph_mode is CUDAGraphMode.NONE
+    assert session.graph_mode_why == "the model is on cpu; CUDA graphs need a model on cuda"
+    assert "FULL_DECODE_ONLY asked for, NONE used: the model is on cpu" in caplog.text
+
+
+def test_a_mode_that_is_asked_for_is_not_logged(model, caplog):
+    session = make_session(model, cudagraph_mode="none")
+    assert (session.graph_mode, session.graph_mode_why) == (CUDAGraphMode.NONE, "asked for")
+    assert not [r for r in caplog.records if r.name.startswith("graphs")]
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+BAD_SESSIONS = {
+    "backend": (
+        {"backend": "NOPE"},
+        "^backend must be a known name, got 'NOPE'; supported: .*TORCH",
+    ),
+    "mode": (
+        {"cudagraph_mode": "all"},
+        "^cudagraph_mode must be known, got 'all'; supported: NONE",
+    ),
+    "head size": ({"backend": "FLASH_ATTN"}, "head_size must be supported, got 16; supported: 64"),
+    "dtype": (
+        {"backend": "FLASH_ATTN"},
+        "dtype must be supported, got float32; supported: float16",
+    ),
+    "device": ({"backend": "FLASH_ATTN"}, "device must be supported, got cpu; supported: cuda"),
+    "block size": (
+        {"backend": "TRITON", "block_size": 8},
+        "block_size must be supported, got 8; supported: 16",
+    ),
+    "batch": ({"max_batch_size": 0}, "^max_batch_size must be a positive int, got 0"),
+    "tokens": ({"max_tokens": -1}, "^max_tokens must be a positive int, got -1"),
+    "step": ({"max_tokens_per_step": 2.0}, "^max_tokens_per_step must be a positive int, got 2.0"),
+    "capture": (
+        {"capture_sizes": [1, 9]},
+        "^capture_sizes must be from 1 to max_batch_size=4, got 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SESSIONS)
+def test_bad_sessions_are_refused(model, case):
+    options, message = BAD_SESSIONS[case]
+    with pytest.raises(ValueError, match=message):
+        make_session(model, **options)
+
+
+BAD_REQUESTS = {
+    "empty": ([], {}, "^prompt must hold at least one token, got an empty one"),
+    "long": ([1] * 65, {}, "^prompt must be at most max_tokens=64 long, got 65 tokens"),
+    "above": ([1, 64], {}, "^prompt must hold token ids from 0 to 63, got 64"),
+    "below": ([-1], {}, "^prompt must hold token ids from 0 to 63, got -1"),
+    "none": ([1], {"max_new_tokens": 0}, "^max_new_tokens must be a positive int, got 0"),
+    "cold": ([1], {"temperature": -0.5}, "^temperature must be finite and at least 0, got -0.5"),
+    "nan": ([1], {"temperature": float("nan")}, "^temperature must be finite.*got nan"),
+    "never fits": (
+        [1] * 30,
+        {"max_new_tokens": 20},
+        "^prompt and max_new_tokens must fit into the cache of 48 tokens, got 30 and 20",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_bad_requests_are_refused_and_change_nothing(model, wanted, case):
+    prompt, options, message = BAD_REQUESTS[case]
+    session = make_session(model, cache_tokens=48)
+    with pytest.raises(ValueError, match=message):
+        session.add(prompt, **options)
+    with pytest.raises(ValueError, match=message):
+        session.generate([[1, 2], prompt], **options)  # the good one is not queued either
+    assert not session.scheduler.waiting
+    assert not session._requests
+    assert session.step() == []
+    assert all(cache[1:].isnan().all() for cache in session.cache.tensors)
+    assert tokens_of(session.generate(PROMPTS[:4], 8)) == wanted[:4]
+
+
+def test_unknown_requests_models_and_options(model):
+    with pytest.raises(ValueError, match=r"^request_id must come from add\(\), got 5"):
+        make_session(model).result(5)
+    with pytest.raises(ValueError, match="^model must be a preset or a directory, got 'nope'"):
+        load("nope")
+    with pytest.raises(Exception, match="options must name a pass or an option"):
+        torch.compile(lambda x: x + 1, backend=fx_passes.attn_ops, options={"nope": 1})(
+            torch.ones(2)
+        )
+
+
+def test_a_model_with_another_attention_is_refused(make_model):
+    with pytest.raises(ValueError, match="^attn_implementation must be 'attn_ops', got 'eager'"):
+        make_session(make_model("llama", attn_implementation="eager"))
+
+
+def test_missing_metadata(model):
+    with pytest.raises(ValueError, match="^attn_metadata and kv_caches must be forward keywords"):
+        model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"seq_lens": lambda t: t.long()},
+            "^seq_lens must have dtype torch.int32, got torch.int64",
+        ),
+        ({"seq_lens": lambda t: t[:1]}, r"^seq_lens must have shape \[2\], got \[1\]"),
+        ({"slot_mapping": lambda t: t.to("meta")}, "^slot_mapping must be on cpu, got meta"),
+        ({"block_table_tensor": lambda t: t[0]}, r"^block_table_tensor must have shape \[2, any\]"),
+    ],
+)
+def test_wrong_metadata(make_batch, change, message):
+    common = make_batch([1, 3], [5, 3]).common
+    changes = {name: make(getattr(common, name)) for name, make in change.items()}
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(common, **changes)

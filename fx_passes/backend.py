@@ -9,7 +9,11 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
+from torch._inductor.async_compile import (
+    AsyncCompile,
+    get_compile_threads,
+    maybe_warm_pool,
+)
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
@@ -19,6 +23,7 @@ from fx_passes.config import PassConfig
 from fx_passes.observe import recorders
 from fx_passes.pipeline import SLOT, run_dynamo_stage, with_user_pass
 from fx_passes.regions import compile_regions
+from fx_passes.worker import warm_worker
 
 
 def attn_ops(
@@ -55,15 +60,19 @@ def attn_ops(
         return compile_regions(gm, example_inputs, compile_piece)
 
 
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table; on torch before 2.13 without its treatment of `cat((x, x))`, which RoPE uses.
+def _decompositions() -> dict[Any, Callable[..., Any]] | None:
+    """None (Inductor's own); on torch before 2.13 without its treatment of `cat((x, x))`, which RoPE uses.
+
+    A table of one's own becomes part of Inductor's cache key, where it cannot be pickled: no graph would be cached.
 
     There, that decomposition flattens an expanded view, which guards on more than one token: the first decode step of
     a batch of one would compile the model again. Inductor's lowering of `cat` needs no guard.
     """
+    if TORCH_VERSION >= (2, 13):
+        return None
     table = dict(select_decomp_table())
     cat = torch.ops.aten.cat.default
-    if TORCH_VERSION < (2, 13) and cat in table:
+    if cat in table:
         decompose = table[cat]
 
         def cat_unless_repeated(tensors: list[torch.Tensor], dim: int = 0) -> Any:
@@ -101,4 +110,7 @@ def start_compile_workers() -> None:
     shape (H200, torch 2.11, 2026-11-20). Returns at once; does nothing where Inductor uses no processes.
     """
     maybe_warm_pool()
-    AsyncCompile.use_process_pool()
+    if get_compile_threads() > 1:
+        AsyncCompile.use_process_pool()
+        for _ in range(get_compile_threads()):
+            AsyncCompile.process_pool().submit(warm_worker)

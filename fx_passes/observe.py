@@ -5,9 +5,11 @@ import contextvars
 import dataclasses
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.codecache import PyCodeCache
 
 
 @dataclasses.dataclass
@@ -32,7 +34,7 @@ class Recorder:
         passes: runs, in order.
         num_graphs: graphs that Dynamo handed to the backend.
         final_graphs: the ATen graphs as Inductor gets them, by name.
-        output_code: Inductor's output files, in order of compilation.
+        output_code: sources that Inductor wrote, or took from its cache, in order of compilation.
         sessions: the decode sessions that compiled their model while this was active.
     """
 
@@ -61,10 +63,13 @@ def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
     """Record compilations inside the block. Blocks nest; each recorder sees everything inside its own."""
     recorder = recorder or Recorder()
     token = _active.set((*_active.get(), recorder))
+    loaded = {id(module) for module in PyCodeCache.modules}
     try:
         yield recorder
     finally:
         _active.reset(token)
+        new = [m for m in PyCodeCache.modules if id(m) not in loaded and hasattr(m, "call")]
+        recorder.output_code += [Path(m.__file__ or "").read_text() for m in new]
 
 
 def recorders() -> tuple[Recorder, ...]:

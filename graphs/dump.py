@@ -79,7 +79,7 @@ def _write(
 ) -> None:
     entries = [_pass_entry(directory, i, p) for i, p in enumerate(recorder.passes, 1)]
     entries += _final_entries(directory, recorder)
-    entries += _inductor_entries(directory, recorder, modules)
+    entries += _inductor_entries(directory, modules)
     entries += _depyf_entries(directory)
     if not recorder.passes and not modules:
         notes.append(
@@ -119,9 +119,7 @@ def _final_entries(directory: Path, recorder: Recorder) -> list[Entry]:
     return entries
 
 
-def _inductor_entries(
-    directory: Path, recorder: Recorder, modules: list[ModuleType]
-) -> list[Entry]:
+def _inductor_entries(directory: Path, modules: list[ModuleType]) -> list[Entry]:
     """One file a compiled graph; it holds the kernels too, so their own modules are left out."""
     entries = []
     for module in (m for m in modules if hasattr(m, "call") and m.__file__):
@@ -129,8 +127,7 @@ def _inductor_entries(
             Path(module.__file__ or ""),
             get_path(module.key, "py")[2],
         )  # depyf loads from its own copy
-        recorder.output_code.append(cached)
-        name = f"inductor/{len(recorder.output_code):02d}-{module.key}.py"
+        name = f"inductor/{len(entries) + 1:02d}-{module.key}.py"
         file = _put(
             directory, name, loaded.read_text() if loaded.exists() else f"# {loaded} is gone"
         )

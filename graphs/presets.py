@@ -74,7 +74,7 @@ def load(model: str, device: torch.device | str = "cpu", seed: int = 0) -> torch
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model, attn_implementation="attn_ops", local_files_only=True
         )
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"model must be a directory with a saved model, got {model!r}: {reason}"

@@ -186,7 +186,7 @@ def print_backends(rows: list[SupportRow], console: Console) -> None:
 
 
 def backends_as_dicts(rows: list[SupportRow]) -> list[dict[str, Any]]:
-    keys = [column.replace(" ", "_") for column in COLUMNS]
+    keys = [column.lower().replace(" ", "_") for column in COLUMNS]
     return [
         dict(zip(keys, row.cells, strict=True))
         | {"available": row.unavailable is None, "reason": row.unavailable}

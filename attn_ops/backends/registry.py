@@ -56,16 +56,12 @@ def get_backend(name: str) -> Backend:
     Raises:
         ValueError: there is none.
     """
+    _check_known(name)
     if name in _registered:
         return _registered[name]
     if name in _BUILT_IN:
         return importlib.import_module(_BUILT_IN[name]).BACKEND
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name == name:
-            return point.load()
-    raise ValueError(
-        f"backend must be a known name, got {name!r}; supported: {', '.join(backend_names())}"
-    )
+    return next(p for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name).load()
 
 
 def select_backend(
@@ -89,7 +85,7 @@ def select_backend(
     device = torch.device(device)
     layers = [specs] if isinstance(specs, AttentionSpec) else list(specs)
     if backend is not None:
-        get_backend(backend)  # an unknown name is refused before anything is looked at
+        _check_known(backend)
     against = {name: _reasons(name, layers, block_size, device) for name in backend_names()}
     if backend is not None:
         if against[backend]:
@@ -111,6 +107,13 @@ def select_backend(
             )
     del against[backend]
     return Selection(get_backend(backend), why, against)
+
+
+def _check_known(name: str) -> None:
+    if name not in backend_names():
+        raise ValueError(
+            f"backend must be a known name, got {name!r}; supported: {', '.join(backend_names())}"
+        )
 
 
 def _preferred(usable: list[str], device: torch.device) -> str:

@@ -153,7 +153,7 @@ def test_bad_prompt_lines_name_their_place(text, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text(f"1 2\n{text}\n")
     with pytest.raises(
-        ValueError, match="^prompts must be token ids between spaces or a JSON list"
+        ValueError, match=r"^prompts must be token ids between spaces or a JSON list"
     ):
         read_prompts(path)
     result = invoke("run", "--prompts", str(path))
@@ -164,7 +164,7 @@ def test_bad_prompt_lines_name_their_place(text, tmp_path):
 def test_prompt_files(prompts, tmp_path):
     assert read_prompts(prompts)[:2] == [[1, 2, 3], [4, 5, 6, 7]]
     (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(ValueError, match="^prompts must hold at least one line"):
+    with pytest.raises(ValueError, match=r"^prompts must hold at least one line"):
         read_prompts(tmp_path / "empty.txt")
 
 
@@ -189,7 +189,7 @@ def test_the_readme_holds_the_support_table():
     begin, end = support_table.BEGIN, support_table.END
     old = f"a\n{begin}\nold\n{end}\nb"
     assert support_table.update(old) == f"a\n{support_table.markdown()}\nb"
-    with pytest.raises(ValueError, match="^text must hold the markers"):
+    with pytest.raises(ValueError, match=r"^text must hold the markers"):
         support_table.update("no table")
 
 

@@ -53,7 +53,7 @@ def assert_outputs_vary(outputs: list[list[int]]) -> None:
 
 
 def test_windows_and_soft_caps_matter(make_model):
-    """The prompts are long enough for what sets the families apart: without it the logits differ."""
+    """Prompts are long enough for what sets the families apart: without it the logits differ."""
     prompt = list(range(30))
     changes = {
         "mistral": {"sliding_window": None},

@@ -208,13 +208,13 @@ def test_number_of_splits():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, kv, o: (q.double(), kv, o), "dtype of q must be supported, got torch.float64"),
-        (lambda q, kv, o: (q, kv.half(), o), "dtype of kv_cache must be supported, got torch.float16"),
+        (lambda q, kv, o: (q.double(), kv, o), "q must have the cache's dtype torch.float32, got torch.float64"),
+        (lambda q, kv, o: (q, kv.half(), o), "q must have the cache's dtype torch.float16, got torch.float32"),
         (lambda q, kv, o: (q[..., :8], kv[..., :8], o), "head_size must be supported, got 8"),
         (lambda q, kv, o: (q, kv[:, :, :8], o), "block_size must be supported, got 8"),
         (lambda q, kv, o: (q.transpose(1, 2).contiguous().transpose(1, 2), kv, o), "stride of q's last dimension"),
         (lambda q, kv, o: (q, kv, {"sliding_window": 0}), "sliding_window must be None or at least 1, got 0"),
-        (lambda q, kv, o: (q, kv, {"soft_cap": 0.0}), "soft_cap must be None or positive, got 0.0"),
+        (lambda q, kv, o: (q, kv, {"soft_cap": 0.0}), "soft_cap must be None or above 0, got 0.0"),
     ],
 )
 def test_refusals(change, message):

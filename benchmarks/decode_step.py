@@ -175,12 +175,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     if args.transformers:
-        compare_transformers(config, rows, args.transformers)
+        compare_transformers(config, rows, args.transformers, args.attention)
     return result
 
 
-def compare_transformers(config: Any, rows: dict[str, dict[str, float]], wanted: list[str]) -> None:
-    model = build(config, "sdpa")
+def compare_transformers(
+    config: Any, rows: dict[str, dict[str, float]], wanted: list[str], attention: str
+) -> None:
+    model = build(config, attention)
     ways = {
         "forward": transformers_forward_ms,
         "transformers": lambda *a: transformers_ms(*a, "dynamic"),
@@ -245,6 +247,7 @@ def main() -> None:
     parser.add_argument(
         "--transformers", nargs="*", default=["1x1024"], help="cases for Transformers"
     )
+    parser.add_argument("--attention", default="sdpa", help="attention of Transformers' own model")
     parser.add_argument("--json", default=None, help="write the result here")
     parser.add_argument(
         "--profile", default=None, help="write kernel times of the smallest batch here"

@@ -3,17 +3,14 @@
 Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeline (Inductor's slot)--> Inductor
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from torch._inductor.async_compile import (
-    AsyncCompile,
-    get_compile_threads,
-    maybe_warm_pool,
-)
+from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
@@ -23,7 +20,6 @@ from fx_passes.config import PassConfig
 from fx_passes.observe import recorders
 from fx_passes.pipeline import SLOT, run_dynamo_stage, with_user_pass
 from fx_passes.regions import compile_regions
-from fx_passes.worker import warm_worker
 
 
 def attn_ops(
@@ -53,35 +49,38 @@ def attn_ops(
     run_dynamo_stage(gm, config)
 
     def compile_piece(piece: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_fx(piece, inputs, config_patches=patches, decompositions=_decompositions())
+        return compile_fx(piece, inputs, config_patches=patches)
 
     # AOTAutograd's own cache would skip our passes and with them their counts; Inductor's cache behind it stays on.
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False), _repeated_cat_kept():
         return compile_regions(gm, example_inputs, compile_piece)
 
 
-def _decompositions() -> dict[Any, Callable[..., Any]] | None:
-    """None (Inductor's own); on torch before 2.13 without its treatment of `cat((x, x))`, which RoPE uses.
+@contextlib.contextmanager
+def _repeated_cat_kept() -> Iterator[None]:
+    """On torch before 2.13, take Inductor's treatment of `cat((x, x))`, which RoPE uses, away.
 
-    A table of one's own becomes part of Inductor's cache key, where it cannot be pickled: no graph would be cached.
-
-    There, that decomposition flattens an expanded view, which guards on more than one token: the first decode step of
-    a batch of one would compile the model again. Inductor's lowering of `cat` needs no guard.
+    There, that decomposition flattens an expanded view, which guards on more than one token: the
+    first decode step of a batch of one would compile the model again. Inductor's lowering of `cat`
+    needs no guard. The entry is changed in place for the time of our compilation, because a table
+    of one's own becomes part of Inductor's cache key and cannot be pickled: nothing would be cached.
     """
-    if TORCH_VERSION >= (2, 13):
-        return None
-    table = dict(select_decomp_table())
-    cat = torch.ops.aten.cat.default
-    if cat in table:
-        decompose = table[cat]
+    table, cat = select_decomp_table(), torch.ops.aten.cat.default
+    decompose = table.get(cat)
+    if TORCH_VERSION >= (2, 13) or decompose is None:
+        yield
+        return
 
-        def cat_unless_repeated(tensors: list[torch.Tensor], dim: int = 0) -> Any:
-            if len(tensors) > 1 and all(t is tensors[0] for t in tensors):
-                return NotImplemented
-            return decompose(tensors, dim)
+    def cat_unless_repeated(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+        if len(tensors) > 1 and all(t is tensors[0] for t in tensors):
+            return NotImplemented
+        return decompose(tensors, dim)
 
-        table[cat] = cat_unless_repeated
-    return table
+    table[cat] = cat_unless_repeated
+    try:
+        yield
+    finally:
+        table[cat] = decompose
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:
@@ -110,7 +109,4 @@ def start_compile_workers() -> None:
     shape (H200, torch 2.11, 2026-11-20). Returns at once; does nothing where Inductor uses no processes.
     """
     maybe_warm_pool()
-    if get_compile_threads() > 1:
-        AsyncCompile.use_process_pool()
-        for _ in range(get_compile_threads()):
-            AsyncCompile.process_pool().submit(warm_worker)
+    AsyncCompile.use_process_pool()

@@ -69,7 +69,8 @@ def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
     finally:
         _active.reset(token)
         new = [m for m in PyCodeCache.modules if id(m) not in loaded and hasattr(m, "call")]
-        recorder.output_code += [Path(m.__file__ or "").read_text() for m in new]
+        paths = [Path(m.__file__ or "") for m in new]
+        recorder.output_code += [p.read_text() for p in paths if p.is_file()]
 
 
 def recorders() -> tuple[Recorder, ...]:

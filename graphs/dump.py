@@ -123,10 +123,8 @@ def _inductor_entries(directory: Path, modules: list[ModuleType]) -> list[Entry]
     """One file a compiled graph; it holds the kernels too, so their own modules are left out."""
     entries = []
     for module in (m for m in modules if hasattr(m, "call") and m.__file__):
-        loaded, cached = (
-            Path(module.__file__ or ""),
-            get_path(module.key, "py")[2],
-        )  # depyf loads from its own copy
+        loaded = Path(module.__file__ or "")  # depyf loads from a copy of its own
+        cached = get_path(module.key, "py")[2]
         name = f"inductor/{len(entries) + 1:02d}-{module.key}.py"
         file = _put(
             directory, name, loaded.read_text() if loaded.exists() else f"# {loaded} is gone"

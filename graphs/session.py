@@ -188,7 +188,10 @@ class DecodeSession:
 
     @torch.no_grad()
     def step(self) -> list[StepOutput]:
-        """Run one step of all running requests; returns the new tokens. Empty when nothing is left to do."""
+        """Run one step of all running requests; returns their new tokens.
+
+        Empty while prompts are computed only in part, and when nothing is left: `num_unfinished` tells.
+        """
         self.warm_up()
         step = self.scheduler.next_step()
         if not step:
@@ -200,6 +203,11 @@ class DecodeSession:
         else:
             tokens = self._call(step)
         return self._take(step, tokens.tolist())
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self.scheduler.waiting) + len(self.scheduler.running)
 
     def warm_up(self) -> None:
         """Compile the model and capture the decode steps, largest first. Runs by itself before the first step.

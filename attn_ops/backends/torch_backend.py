@@ -101,6 +101,11 @@ def forward(
     return out.to(q.dtype)
 
 
+def unavailable() -> None:
+    """It runs wherever PyTorch does."""
+    return None
+
+
 BACKEND = Backend(
     name="TORCH",
     support=Support(
@@ -114,5 +119,5 @@ BACKEND = Backend(
     ),
     builder=TorchMetadataBuilder,
     forward=forward,
-    unavailable=lambda: None,
+    unavailable=unavailable,
 )

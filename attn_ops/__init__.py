@@ -3,7 +3,15 @@
 Importing this package defines the operators `torch.ops.attn_ops.*` and does nothing else.
 """
 
-from attn_ops.backends import Backend, Selection, Support, backend_names, get_backend, register_backend, select_backend
+from attn_ops.backends import (
+    Backend,
+    Selection,
+    Support,
+    backend_names,
+    get_backend,
+    register_backend,
+    select_backend,
+)
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.metadata import (
     PAD_SLOT_ID,

@@ -1,7 +1,7 @@
 """Everything that differs between the torch versions we support (2.11 to 2.15).
 
-torch 2.15 renamed the interface for opaque objects; the two names below are all that the rest of the
-project needs of it.
+torch 2.15 renamed the interface for opaque objects; the two names below are all that the rest
+of the project needs of it.
 """
 
 import torch
@@ -20,7 +20,8 @@ except ImportError:  # torch 2.15 and later
 def register_opaque_reference(cls: type) -> str:
     """Register `cls` as an opaque graph input and return its name for operator schemas.
 
-    Dynamo treats an instance as a black box: it is an input of the graph and no attribute of it is guarded on.
+    Dynamo treats an instance as a black box: it is an input of the graph and no
+    attribute of it is guarded on.
     """
     register_opaque_type(cls, typ="reference")
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,6 +1,7 @@
 """The paged KV cache: one tensor per layer, one allocator of blocks, one table per request.
 
-P physical blocks (block 0 is the null block), B block size, K kv heads, H head size, M blocks a request may own.
+P physical blocks (block 0 is the null block), B block size, K kv heads, H head size,
+M blocks a request may own.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ class PagedKVCache:
         tensors: per layer [P, 2, B, K, H], index 0 keys and 1 values; zero at first.
 
     Raises:
-        ValueError: not exactly one of `num_tokens` and `memory_bytes` is given, or it is too small for one block.
+        ValueError: not exactly one of `num_tokens` and `memory_bytes` is given, or it
+            is too small for one block.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class PagedKVCache:
     ) -> None:
         if (num_tokens is None) == (memory_bytes is None):
             raise ValueError(
-                f"exactly one of num_tokens and memory_bytes must be given, got {num_tokens} and {memory_bytes}"
+                "exactly one of num_tokens and memory_bytes must be given, "
+                f"got {num_tokens} and {memory_bytes}"
             )
         if not specs:
             raise ValueError("specs must name at least one layer, got none")
@@ -71,8 +74,8 @@ class PagedKVCache:
             num_blocks = memory_bytes // self.bytes_per_block
         if num_blocks < 2:
             raise ValueError(
-                f"the cache must hold at least one block of {block_size} tokens beside the null block, got room for "
-                f"{num_blocks}; a block takes {self.bytes_per_block} bytes"
+                f"the cache must hold at least one block of {block_size} tokens beside the null "
+                f"block, got room for {num_blocks}; a block takes {self.bytes_per_block} bytes"
             )
         self.num_blocks = num_blocks
         self.tensors = [
@@ -81,9 +84,8 @@ class PagedKVCache:
             )
             for s in self.specs
         ]
-        self._free = list(
-            range(num_blocks - 1, NULL_BLOCK, -1)
-        )  # a stack: block 1 is handed out first
+        # A stack: block 1 is handed out first.
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._tables: dict[Hashable, BlockTable] = {}
 
     @property
@@ -105,7 +107,7 @@ class PagedKVCache:
         return max(0, -(-num_tokens // self.block_size) - (len(table.blocks) if table else 0))
 
     def reserve(self, request: Hashable, num_tokens: int) -> list[int]:
-        """Make room for `num_tokens` tokens of `request` in all; returns its blocks in logical order.
+        """Make room for `num_tokens` tokens of `request` in all; its blocks in logical order.
 
         Raises:
             ValueError: `num_tokens` is negative.
@@ -116,8 +118,8 @@ class PagedKVCache:
         needed = self.blocks_needed(request, num_tokens)
         if needed > len(self._free):
             raise OutOfBlocksError(
-                f"request {request!r} needs {needed} more blocks for {num_tokens} tokens, {len(self._free)} of "
-                f"{self.num_blocks - 1} are free"
+                f"request {request!r} needs {needed} more blocks for {num_tokens} tokens, "
+                f"{len(self._free)} of {self.num_blocks - 1} are free"
             )
         table = self._tables.setdefault(request, BlockTable([]))
         table.blocks.extend(self._free.pop() for _ in range(needed))
@@ -128,7 +130,7 @@ class PagedKVCache:
         """Give all blocks of `request` back.
 
         Raises:
-            ValueError: the request owns none (never reserved, or freed before); the cache is as it was.
+            ValueError: the request owns none (never reserved, or freed); the cache is as it was.
         """
         if request not in self._tables:
             raise ValueError(

@@ -1,12 +1,13 @@
-"""One decode step of the Llama-3-8B shape, four ways, in one process: `python -m benchmarks.decode_step`.
+"""One decode step of the Llama-3-8B shape, four ways: `python -m benchmarks.decode_step`.
 
     floor         products by cuBLAS and attention by FA3, in one CUDA graph (benchmarks/floor.py)
     ours          DecodeSession: attn_ops backend of torch.compile, the whole step in one CUDA graph
     forward       Transformers eager, DynamicCache: a bare forward call
     transformers  the same through `generate`, per token
-    static        `generate(cache_implementation="static")`: Transformers' own compiled mode, per token
+    static        `generate(cache_implementation="static")`: its own compiled mode, per token
 
-bf16, random weights. A step's time is that of the device work, replayed; ours includes metadata and sampling.
+bf16, random weights. A step's time is that of the device work, replayed; ours
+includes metadata and sampling.
 """
 
 import argparse
@@ -61,8 +62,8 @@ def our_session(
     longest = max(context for _, context in cases)
     tokens = max(batch * context for batch, context in cases) + 16 * max(batches)
     session = DecodeSession(
-        compiled, max_batch_size=max(batches), max_tokens=longest, cache_tokens=tokens, capture_sizes=batches,
-        backend=backend,
+        compiled, max_batch_size=max(batches), max_tokens=longest, cache_tokens=tokens,
+        capture_sizes=batches, backend=backend,
     )  # fmt: skip
     for cache in session.cache.tensors:
         cache[1:].normal_()
@@ -87,10 +88,10 @@ def ours_ms(session: DecodeSession, batch: int, context: int) -> float:
 
 
 def transformers_ms(model: Any, batch: int, context: int, implementation: str) -> float:
-    """Time per token of `model.generate` around `context` tokens: what a user of it waits for one token.
+    """Time per token of `model.generate` around `context` tokens: what its user waits for one.
 
-    The difference between generating 4 and 20 tokens, so that prefill and compilation are not in it. "dynamic" is
-    generate's default, "static" its own compiled mode (CUDA graphs).
+    The difference between generating 4 and 20 tokens, so that prefill and compilation are not in
+    it. "dynamic" is generate's default, "static" its own compiled mode (CUDA graphs).
     """
     ids = torch.randint(0, model.config.vocab_size, (batch, context - 12), device="cuda")
 
@@ -138,7 +139,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     shape = Shape.of(config)
     cases = [c for c in CASES if f"{c[0]}x{c[1]}" in args.cases] if args.cases else CASES
     result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": args.layers, "options": args.options,
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "layers": args.layers, "options": args.options,
         "copy_bytes_per_second": copy_bandwidth(), "rows": {f"{b}x{c}": {} for b, c in cases},
     }  # fmt: skip
     rows = result["rows"]
@@ -218,7 +220,8 @@ def profile(session: DecodeSession, path: str) -> None:
 
 def show(result: dict[str, Any]) -> None:
     table = Table(
-        title=f"decode step, ms; {result['gpu']}, torch {result['torch']}, backend {result['backend']}"
+        title=f"decode step, ms; {result['gpu']}, torch {result['torch']}, "
+        f"backend {result['backend']}"
     )
     columns = [
         "limit",

@@ -1,7 +1,8 @@
-"""The captured floor of a decode step: only its matrix products by cuBLAS and its attention by FA3, in one CUDA graph.
+"""The captured floor of a decode step: products by cuBLAS, attention by FA3, in one CUDA graph.
 
-Nothing that a correct step needs besides is in it (norms, RoPE, KV write, activation, residuals, sampling), so no
-implementation on the same libraries can be faster. q, k, v and gate, up are merged products.
+Nothing that a correct step needs besides is in it (norms, RoPE, KV write, activation,
+residuals, sampling), so no implementation on the same libraries can be faster. q, k, v and
+gate, up are merged products.
 """
 
 import dataclasses
@@ -27,12 +28,13 @@ class Shape:
     @classmethod
     def of(cls, config: Any) -> "Shape":
         return cls(
-            config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads,
-            config.num_key_value_heads, config.head_dim, config.vocab_size,
+            config.hidden_size, config.intermediate_size, config.num_hidden_layers,
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+            config.vocab_size,
         )  # fmt: skip
 
     def weight_elements(self) -> int:
-        """Elements of the weights that a step reads: all products, lm_head included, embedding left out."""
+        """Elements of the weights that a step reads: all products and lm_head, no embedding."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_size
         layer = self.hidden * (qkv + self.heads * self.head_size + 3 * self.intermediate)
         return self.layers * layer + self.hidden * self.vocab
@@ -77,7 +79,10 @@ def floor_graph(
     context: int,
     block_size: int = 16,
 ) -> torch.cuda.CUDAGraph:
-    """The floor for `batch` requests of `context` tokens, over `caches` [P, 2, B, K, H] with blocks 1, 2, 3, ..."""
+    """The floor for `batch` requests of `context` tokens.
+
+    `caches` are [P, 2, B, K, H]; the requests own blocks 1, 2, 3, ...
+    """
     from vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}

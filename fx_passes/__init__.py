@@ -1,4 +1,4 @@
-"""Rewrites of the graph that torch.compile traced, their order, and the `attn_ops` backend that runs them."""
+"""Rewrites of the graph that torch.compile traced, and the `attn_ops` backend that runs them."""
 
 from fx_passes.backend import attn_ops, options
 from fx_passes.base import Pass

@@ -1,6 +1,6 @@
 """`torch.compile(model, backend="attn_ops")`: our passes, then Inductor.
 
-Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeline (Inductor's slot)--> Inductor
+Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeline--> Inductor
 """
 
 import contextlib
@@ -51,7 +51,8 @@ def attn_ops(
     def compile_piece(piece: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_fx(piece, inputs, config_patches=patches)
 
-    # AOTAutograd's own cache would skip our passes and with them their counts; Inductor's cache behind it stays on.
+    # AOTAutograd's own cache would skip our passes and with them their counts; Inductor's
+    # cache behind it stays on.
     with functorch_config.patch(enable_autograd_cache=False), _repeated_cat_kept():
         return compile_regions(gm, example_inputs, compile_piece)
 
@@ -60,10 +61,11 @@ def attn_ops(
 def _repeated_cat_kept() -> Iterator[None]:
     """On torch before 2.13, take Inductor's treatment of `cat((x, x))`, which RoPE uses, away.
 
-    There, that decomposition flattens an expanded view, which guards on more than one token: the
-    first decode step of a batch of one would compile the model again. Inductor's lowering of `cat`
-    needs no guard. The entry is changed in place for the time of our compilation, because a table
-    of one's own becomes part of Inductor's cache key and cannot be pickled: nothing would be cached.
+    There, that decomposition flattens an expanded view, which guards on more than one token:
+    the first decode step of a batch of one would compile the model again. Inductor's
+    lowering of `cat` needs no guard. The entry is changed in place for the time of our
+    compilation, because a table of one's own becomes part of Inductor's cache key and cannot
+    be pickled: nothing would be cached.
     """
     table, cat = select_decomp_table(), torch.ops.aten.cat.default
     decompose = table.get(cat)
@@ -95,9 +97,10 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def options(config: PassConfig | None = None) -> dict[str, Any]:
-    """Options for plain Inductor: `torch.compile(model, options=fx_passes.options())` runs our `aten` passes.
+    """Options for plain Inductor: `torch.compile(model, options=fx_passes.options())`.
 
-    Passes on the Dynamo graph (`outline_layers`) need the backend; Inductor has no slot for them.
+    They run our `aten` passes. Passes on the Dynamo graph (`outline_layers`) need the backend;
+    Inductor has no slot for them.
     """
     return {SLOT: with_user_pass(config or PassConfig(), getattr(inductor_config, SLOT))}
 
@@ -105,8 +108,9 @@ def options(config: PassConfig | None = None) -> dict[str, Any]:
 def start_compile_workers() -> None:
     """Start Inductor's compile processes, so that they are ready when Dynamo has traced the model.
 
-    Kernels of the first graph are otherwise compiled one by one in this process: 4.6 of 20.5 s for the Llama-3-8B
-    shape (H200, torch 2.11, 2026-11-20). Returns at once; does nothing where Inductor uses no processes.
+    Kernels of the first graph are otherwise compiled one by one in this process: 4.6 of 20.5 s for
+    the Llama-3-8B shape (H200, torch 2.11, 2026-11-20). Returns at once; does nothing where
+    Inductor uses no processes.
     """
     maybe_warm_pool()
     AsyncCompile.use_process_pool()

@@ -1,4 +1,4 @@
-"""What a pass is: one class that says what it matches, what it writes and when it does not apply."""
+"""What a pass is: one class that says what it matches, what it writes and when it is skipped."""
 
 import abc
 import inspect
@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from torch.fx import Graph
 
 Stage = Literal["dynamo", "aten"]
-"""`dynamo`: the graph as Dynamo traced it, mutation included. `aten`: the functional ATen graph, before Inductor."""
+"""`dynamo`: the graph as Dynamo traced it, with mutation. `aten`: the functional ATen graph."""
 
 
 class Pass(abc.ABC):
@@ -26,7 +26,7 @@ class Pass(abc.ABC):
         self.skipped: list[str] = []
 
     def run(self, graph: Graph) -> int:
-        """Rewrite `graph` in place; returns the number of matches. Subgraphs are run by the pipeline."""
+        """Rewrite `graph` in place; the number of matches. The pipeline runs subgraphs itself."""
         self.skipped = []
         matches = self.apply(graph)
         if matches:
@@ -36,7 +36,7 @@ class Pass(abc.ABC):
 
     @abc.abstractmethod
     def apply(self, graph: Graph) -> int:
-        """The rewrite itself. Running it again on its own result must change nothing and return 0."""
+        """The rewrite itself. Run again on its own result, it must change nothing and return 0."""
 
     def skip(self, reason: str) -> None:
         self.skipped.append(reason)

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class PassConfig:
-    """One switch per built-in pass, all on by default; `options={"collapse_views": False}` turns one off."""
+    """One switch per built-in pass, all on; `options={"collapse_views": False}` turns one off."""
 
     outline_layers: bool = True
     share_products: bool = True
@@ -35,8 +35,8 @@ class PassConfig:
                 )
             else:
                 raise ValueError(
-                    f"options must name a pass or an option of torch._inductor.config, got {name!r}; supported: "
-                    f"{', '.join(sorted(ours))} and Inductor's"
+                    "options must name a pass or an option of torch._inductor.config, "
+                    f"got {name!r}; supported: {', '.join(sorted(ours))} and Inductor's"
                 )
         return cls(**mine), rest
 

@@ -20,7 +20,7 @@ VIEWS = frozenset(
         aten.alias.default,
     }
 )
-"""Operators whose result is another look at the storage of their first argument (in the functional graph)."""
+"""Operators of the functional graph whose result shares the storage of their first argument."""
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 """Matrix products: their results are contiguous and written by a kernel of their own."""

@@ -1,4 +1,4 @@
-"""Compile equal layers once: each layer's part of the Dynamo graph becomes a call of one shared module."""
+"""Compile equal layers once: each layer's part of the Dynamo graph calls one shared module."""
 
 import itertools
 import re
@@ -11,11 +11,11 @@ from fx_passes.base import Pass
 from fx_passes.regions import Region
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
-"""A module path up to its first number, as in `model.layers.3`: Transformers and torchvision name layers like that."""
+"""A module path up to its first number, `model.layers.3`, as in Transformers and torchvision."""
 
 
 class OutlineLayers(Pass):
-    """Replace repeated layers by calls of one submodule, which `fx_passes.regions` then compiles once.
+    """Replace repeated layers by calls of one submodule, which `fx_passes.regions` compiles once.
 
     Before::
 
@@ -27,13 +27,16 @@ class OutlineLayers(Pass):
         y = layer_0(x, layers_0_q, ...)[0]
         y_1 = layer_0(y, layers_1_q, ...)[0]
 
-    Layers are told apart by the module path that Dynamo records, and taken for equal when their nodes, constants and
-    input shapes are the same; weights and KV caches are inputs, so no layer index is left (ARCHITECTURE 2.6).
+    Layers are told apart by the module path that Dynamo records, and taken for equal when their
+    nodes, constants and input shapes are the same; weights and KV caches are inputs, so no layer
+    index is left (ARCHITECTURE 2.6).
 
     Skipped when:
         - fewer than two layers are equal;
-        - a node outside the layer depends on it and is needed inside it, so that the layer cannot be cut out;
-        - a node outside stands between the layer's and writes what it reads, or reads what it writes;
+        - a node outside the layer depends on it and is needed inside it, so that
+          the layer cannot be cut out;
+        - a node outside stands between the layer's and writes what it
+          reads, or reads what it writes;
         - the layer hands something other than tensors to the outside;
         - training: an input requires grad.
     """

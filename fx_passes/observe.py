@@ -1,4 +1,4 @@
-"""What the passes did: a record per compilation, for reports and dumps. Nothing is printed or kept unless asked."""
+"""What the passes did: a record per compilation, for reports and dumps, kept only if asked for."""
 
 import contextlib
 import contextvars
@@ -60,7 +60,7 @@ _active: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
-    """Record compilations inside the block. Blocks nest; each recorder sees everything inside its own."""
+    """Record compilations inside the block. Blocks nest; each recorder sees all inside its own."""
     recorder = recorder or Recorder()
     token = _active.set((*_active.get(), recorder))
     loaded = {id(module) for module in PyCodeCache.modules}

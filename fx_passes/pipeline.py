@@ -20,8 +20,11 @@ from fx_passes.products import ShareProducts
 from fx_passes.views import CollapseViews
 
 SLOT = "joint_custom_post_pass"
-"""Inductor's slot for the `aten` stage. It runs before Inductor looks into its cache, so passes run, and are counted,
-on a warm cache too; the post-grad slots run only when the cache misses."""
+"""Inductor's slot for the `aten` stage.
+
+It runs before Inductor looks into its cache, so passes run, and are counted, on a warm cache too;
+the post-grad slots run only when the cache misses.
+"""
 
 _PIPELINE: list[type[Pass]] = [OutlineLayers, ShareProducts, CollapseViews]
 
@@ -82,7 +85,7 @@ def run_pass(one: Pass, graph: Graph, graph_name: str) -> int:
 
 
 class AtenPipeline(CustomGraphPass):
-    """The `aten` stage as one custom pass of Inductor, behind whatever the user has put into the slot.
+    """The `aten` stage as one custom pass of Inductor, behind what the user has put into the slot.
 
     Inductor calls it once for every graph, subgraphs included.
     """
@@ -105,7 +108,10 @@ class AtenPipeline(CustomGraphPass):
             recorder.final_graphs.append((name, graph_text(graph)))
 
     def uuid(self) -> Any | None:
-        """Sources, settings and order of the passes, and the user's pass; None (no caching) if that one has none."""
+        """Sources, settings and order of the passes, and the user's pass.
+
+        None (no caching) if the user's pass has no key.
+        """
         digest = hashlib.sha256()
         for one in passes(self.config, "aten"):
             digest.update(
@@ -118,7 +124,7 @@ class AtenPipeline(CustomGraphPass):
 
 
 def with_user_pass(config: PassConfig, user_pass: Any) -> AtenPipeline:
-    """Our pipeline appended to what stands in the slot already; a pipeline of ours there is replaced."""
+    """Our pipeline behind what stands in the slot already; a pipeline of ours there is replaced."""
     if isinstance(user_pass, list | tuple):  # torch 2.13 and later allow several
         chain = [p.user_pass if isinstance(p, AtenPipeline) else p for p in user_pass]
         chain = [p for p in chain if p is not None]

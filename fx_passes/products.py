@@ -1,4 +1,4 @@
-"""Compute each matrix product once: what reads the same input and the same weight shares one product."""
+"""Compute each matrix product once: what reads the same input and weight shares one product."""
 
 import torch
 from torch.fx import Graph, Node
@@ -12,8 +12,9 @@ _PURE = PRODUCTS | VIEWS
 class ShareProducts(Pass):
     """Merge equal matrix products, and the views that lead to them.
 
-    `attn_ops.integrations.merged.merge_projections` turns q, k, v (and gate, up) into slices of one product; traced,
-    every slice comes with its own copy of the product, and this pass makes them one again.
+    `attn_ops.integrations.merged.merge_projections` turns q, k, v (and gate, up) into
+    slices of one product; traced, every slice comes with its own copy of the product, and
+    this pass makes them one again.
 
     Before::
 

@@ -3,8 +3,9 @@
     graph:  embedding, rope | layer_0(...) | layer_0(...) | ... | norm, lm_head
     pieces: rest_0            layer_0                             rest_1
 
-Inductor compiles three pieces instead of a graph of all layers; a Python function of a line per piece runs them. See
-docs/decisions.md for the compile times of this, of `invoke_subgraph` and of the whole graph.
+Inductor compiles three pieces instead of a graph of all layers; a Python function of a line
+per piece runs them. See docs/decisions.md for the compile times of this, of
+`invoke_subgraph` and of the whole graph.
 """
 
 import operator
@@ -32,7 +33,7 @@ class Region:
         self.outputs = [n for n in nodes if any(user not in inside for user in n.users)]
 
     def refreshed(self) -> "Region":
-        """The same nodes with their inputs of now: replacing one region changes the inputs of the next."""
+        """The same nodes with their inputs of now: replacing a region changes the next."""
         return Region(self.path, self.nodes)
 
     def reason_against(self) -> str | None:
@@ -130,7 +131,8 @@ def _target(node: Node) -> str:
 def _geometry(node: Node) -> str:
     value = node.meta.get("example_value")
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device} {value.requires_grad}"
+        layout = f"{tuple(value.shape)} {value.stride()}"
+        return f"{layout} {value.dtype} {value.device} {value.requires_grad}"
     if isinstance(value, torch.SymInt | int):
         return str(value)
     return type(getattr(value, "real_obj", value)).__name__
@@ -179,9 +181,9 @@ _IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv
 def compile_regions(
     gm: GraphModule, example_inputs: Sequence[Any], compile_piece: CompilePiece
 ) -> Callable[..., Any]:
-    """Compile the called submodules of `gm`, each once, and what stands between them; returns the whole as a function.
+    """Compile the called submodules of `gm`, each once, and what stands between them.
 
-    A graph that calls no submodule is one piece.
+    Returns the whole as a function. A graph that calls no submodule is one piece.
     """
     if not gm.graph.find_nodes(op="call_module"):
         return compile_piece(gm, example_inputs)
@@ -220,7 +222,7 @@ def _hands_out(node: Node) -> bool:
 def _compile_isolated(
     piece: GraphModule, call: Node, compile_piece: CompilePiece
 ) -> Callable[..., Any]:
-    """Compile one piece as if it were a graph of its own: AOTAutograd keeps state in the tracing context."""
+    """Compile one piece as a graph of its own: AOTAutograd keeps state in the tracing context."""
     inputs = [n.meta["example_value"] for n in call.all_input_nodes]
     fake_mode = detect_fake_mode([x for x in inputs if isinstance(x, torch.Tensor)])
     with tracing(TracingContext(fake_mode)):

@@ -7,7 +7,7 @@ from fx_passes.base import Pass
 from fx_passes.graph_ops import PRODUCTS, VIEWS, aten
 
 _WRITTEN_WHOLE = PRODUCTS | {torch.ops.attn_ops.attention.default}
-"""Producers of contiguous tensors in their own memory; only chains that start at one are rewritten."""
+"""Producers of contiguous tensors in their own memory; chains that start elsewhere stay."""
 
 _RESHAPES = {
     aten.view.default,
@@ -19,11 +19,12 @@ _RESHAPES = {
 
 
 class CollapseViews(Pass):
-    """Replace a chain of views of a product, or of attention's output, by one view of it, and drop copies of it.
+    """Replace a chain of views of a product, or of attention's output, by one view; drop copies.
 
-    Model code takes a projection through slice, view and transpose before attention. Inductor follows such a chain
-    step by step, and a step that reshapes a strided tensor makes it guard on more than one token (`_compute_stride`,
-    torch 2.11 to 2.13), which costs a recompilation at the first decode step of a batch of one. One view needs none.
+    Model code takes a projection through slice, view and transpose before attention. Inductor
+    follows such a chain step by step, and a step that reshapes a strided tensor makes it guard on
+    more than one token (`_compute_stride`, torch 2.11 to 2.13), which costs a recompilation at the
+    first decode step of a batch of one. One view needs none.
 
     Before::
 
@@ -50,7 +51,7 @@ class CollapseViews(Pass):
         ) + (sum(self._collapse(graph, node) for node in list(graph.nodes) if _ends_chain(node)))
 
     def _drop_copy(self, graph: Graph, node: Node) -> bool:
-        """A clone that changes neither strides nor owner: its source is the chain's producer, which nothing mutates."""
+        """A clone that changes neither strides nor owner: nothing mutates its source."""
         source = node.args[0]
         if _reaches_output(node):  # two outputs of the graph would become one tensor
             return False
@@ -91,7 +92,8 @@ class CollapseViews(Pass):
             if None in size or None in stride or _offset(value, base) is None:
                 rows.forget()
                 self.skip(
-                    f"{node.name}: its shape {list(value.shape)} is no number and not {root.name}'s row count"
+                    f"{node.name}: its shape {list(value.shape)} is no number "
+                    f"and not {root.name}'s row count"
                 )
                 return False
             if value.is_contiguous() and _plain(value.numel()) == _plain(base.numel()):
@@ -106,7 +108,7 @@ class CollapseViews(Pass):
 
 
 class _RowCount:
-    """Graph arguments for sizes: numbers as they are, the root's row count as a node made on demand."""
+    """Graph arguments for sizes: numbers as they are, the root's row count as a node on demand."""
 
     def __init__(self, graph: Graph, root: Node) -> None:
         self.graph, self.root, self.node = graph, root, None

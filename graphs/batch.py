@@ -1,4 +1,4 @@
-"""A step's tensors: one block of bytes on the host, one copy to the device, typed views on both sides.
+"""A step's tensors: one block of bytes on the host, one copy to the device, views on both sides.
 
 S requests, T rows, M blocks a request may own.
 """
@@ -16,7 +16,7 @@ from graphs.scheduler import Scheduled
 
 @dataclasses.dataclass(frozen=True)
 class StepTensors:
-    """Inputs of one step. `host` and `device` hold the same fields; `upload` copies all of them at once."""
+    """Inputs of one step. `host` and `device` hold the same fields; `upload` copies all."""
 
     num_tokens: int
     num_reqs: int
@@ -26,11 +26,14 @@ class StepTensors:
     device_bytes: torch.Tensor
 
     @classmethod
-    def allocate(cls, num_tokens: int, num_reqs: int, max_blocks: int, device: torch.device) -> "StepTensors":
+    def allocate(
+        cls, num_tokens: int, num_reqs: int, max_blocks: int, device: torch.device
+    ) -> "StepTensors":
         """Room for T = `num_tokens` rows and S = `num_reqs` requests, filled as padding.
 
-        Fields: input_ids, position_ids [1, T] int64; slot_mapping [T] int64; logits_indices [S] int64;
-        query_start_loc [S+1] int32; seq_lens [S] int32; block_table [S, M] int32; temperature [S] float32.
+        Fields: input_ids, position_ids [1, T] int64; slot_mapping [T] int64; logits_indices [S]
+        int64; query_start_loc [S+1] int32; seq_lens [S] int32; block_table [S, M] int32;
+        temperature [S] float32.
         """
         layout = {
             "input_ids": ((1, num_tokens), torch.int64),
@@ -46,21 +49,28 @@ class StepTensors:
         host_bytes = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
         device_bytes = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         step = cls(
-            num_tokens, num_reqs, _views(host_bytes, layout, sizes), _views(device_bytes, layout, sizes),
-            host_bytes, device_bytes,
-        )  # fmt: skip
+            num_tokens,
+            num_reqs,
+            _views(host_bytes, layout, sizes),
+            _views(device_bytes, layout, sizes),
+            host_bytes,
+            device_bytes,
+        )
         step.clear()
         return step
 
     def clear(self) -> None:
-        """Make every row padding on the host: slot -1, and requests of one row without cached tokens."""
+        """Make every row padding on the host: slot -1, requests of one row, no cached tokens."""
         self.host_bytes.zero_()
         self.host["slot_mapping"].fill_(PAD_SLOT_ID)
         rows = torch.arange(self.num_reqs + 1, dtype=torch.int32).clamp_(max=self.num_tokens)
         self.host["query_start_loc"].copy_(rows)
-        self.host["logits_indices"].copy_(torch.arange(self.num_reqs).clamp_(max=max(self.num_tokens - 1, 0)))
+        last_row = max(self.num_tokens - 1, 0)
+        self.host["logits_indices"].copy_(torch.arange(self.num_reqs).clamp_(max=last_row))
 
-    def fill(self, step: Sequence[Scheduled], tables: Sequence[Sequence[int]], block_size: int) -> None:
+    def fill(
+        self, step: Sequence[Scheduled], tables: Sequence[Sequence[int]], block_size: int
+    ) -> None:
         """Write a step's requests into the host side; the rest stays padding.
 
         Args:
@@ -77,7 +87,10 @@ class StepTensors:
         host = {name: tensor.numpy() for name, tensor in self.host.items()}
         for row, blocks in zip(host["block_table"], tables, strict=False):
             row[: len(blocks)] = blocks
-        ids = [t for s in step for t in s.request.tokens(s.request.num_computed, s.request.num_computed + s.num_tokens)]
+        ids: list[int] = []
+        for scheduled in step:
+            begin = scheduled.request.num_computed
+            ids += scheduled.request.tokens(begin, begin + scheduled.num_tokens)
         host["input_ids"][0, :num_tokens] = ids
         host["position_ids"][0, :num_tokens] = positions_of_step(query, computed, start)
         host["slot_mapping"][:num_tokens] = slots_of_step(
@@ -92,8 +105,10 @@ class StepTensors:
         """Copy the host side to the device, without waiting for it."""
         self.device_bytes.copy_(self.host_bytes, non_blocking=True)
 
-    def common(self, max_query_len: int, max_seq_len: int, num_actual_tokens: int) -> CommonAttentionMetadata:
-        """The batch as backends take it; its tensors are the device side, its mirrors the host side."""
+    def common(
+        self, max_query_len: int, max_seq_len: int, num_actual_tokens: int
+    ) -> CommonAttentionMetadata:
+        """The batch as backends take it; tensors are the device side, mirrors the host side."""
         starts = self.host["query_start_loc"]
         return CommonAttentionMetadata(
             query_start_loc=self.device["query_start_loc"],

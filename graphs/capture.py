@@ -70,8 +70,8 @@ class DecodeGraphs:
         """
         if self._addresses(captured.tensors) != captured.addresses:
             raise ValueError(
-                "tensors of a captured step must stay where they were, got a KV cache or buffer at another address; "
-                "make a new DecodeSession after replacing caches"
+                "tensors of a captured step must stay where they were, got a KV cache or buffer "
+                "at another address; make a new DecodeSession after replacing caches"
             )
         captured.graph.replay()
         return captured.tokens
@@ -85,8 +85,10 @@ class DecodeGraphs:
         return (tensors.device_bytes.data_ptr(), *(t.data_ptr() for t in self.inputs()))
 
     def _capture(self, key: BatchDescriptor) -> CapturedStep:
-        """Run the step once for lazy initialisation, then record it. Its rows are padding: only the null block is
-        written."""
+        """Run the step once for lazy initialisation, then record it.
+
+        Its rows are padding: only the null block is written.
+        """
         begin = time.perf_counter()
         tensors = self.allocate(key.num_reqs)
         tensors.upload()
@@ -96,7 +98,7 @@ class DecodeGraphs:
             self.run_step(tensors, key)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # capture does so itself; done here, the difference below is the graph's own
+        torch.cuda.empty_cache()  # as capture does: the difference below is then the graph's own
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         if key.sampling:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 def paused_collector() -> Iterator[None]:
     """No garbage collection inside the block.
 
-    During capture a collection may free tensors of another pool and invalidate the graph; during compilation it walks
-    the tracer's many live objects again and again and finds little.
+    During capture a collection may free tensors of another pool and invalidate the graph; during
+    compilation it walks the tracer's many live objects again and again and finds little.
     """
     enabled = gc.isenabled()
     gc.disable()

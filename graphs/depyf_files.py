@@ -38,9 +38,8 @@ def writing_depyf_files(directory: Path, notes: list[str]) -> Iterator[None]:
         finally:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter(
-                        "ignore"
-                    )  # depyf warns about advice that does not apply here
+                    # depyf warns about advice that does not apply here.
+                    warnings.simplefilter("ignore")
                     stack.close()
             except Exception as error:
                 notes.append(f"depyf could not write everything: {_line(error)}")
@@ -55,9 +54,8 @@ def _enter(stack: contextlib.ExitStack, directory: Path) -> None:
 
     if data.get("is_inside_prepare_debug"):
         raise RuntimeError("it is active already; blocks of it do not nest")
-    stack.callback(
-        data.update, is_inside_prepare_debug=False
-    )  # depyf forgets it when it fails itself
+    # depyf forgets it when it fails itself.
+    stack.callback(data.update, is_inside_prepare_debug=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stack.enter_context(depyf.prepare_debug(str(directory)))

@@ -1,7 +1,8 @@
-"""Which requests run in the next step, with how many tokens each: continuous batching in its simplest right form.
+"""Which requests run in the next step, with how many tokens each: simple continuous batching.
 
-Requests are admitted in order of arrival, as soon as the cache can hold them at their longest; none is ever
-preempted. A step takes one token of every decoding request first, then prompt chunks up to the token budget.
+Requests are admitted in order of arrival, as soon as the cache can hold them at their longest;
+none is ever preempted. A step takes one token of every decoding request first, then prompt
+chunks up to the token budget.
 """
 
 import dataclasses
@@ -56,8 +57,25 @@ class Scheduled:
 
     @property
     def wants_token(self) -> bool:
-        """Whether this step ends at the request's last known token, so that its logits are sampled."""
+        """Whether this step ends at the request's last known token, whose logits are sampled."""
         return self.request.num_computed + self.num_tokens == self.request.num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What was generated for one prompt."""
+
+    token_ids: list[int]  # without the prompt; ends with the eos token if one stopped it
+    finish_reason: str  # "stop" (an eos token) or "length" (max_new_tokens or max_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """One request's new token in one step."""
+
+    request_id: int
+    token_id: int
+    finish_reason: str | None
 
 
 class Scheduler:

@@ -1,6 +1,6 @@
-"""`DecodeSession`: generate with a Transformers model on a paged KV cache, decode steps captured whole.
+"""`DecodeSession`: a Transformers model on a paged KV cache, decode steps captured whole.
 
-    add -> Scheduler.next_step -> StepTensors.fill, upload -> model, sampling (captured, or called) -> Request.append
+add -> Scheduler.next_step -> StepTensors.fill, upload -> model, sampling -> Request.append
 """
 
 import dataclasses
@@ -22,43 +22,27 @@ from graphs.batch import StepTensors
 from graphs.capture import DecodeGraphs
 from graphs.collector import paused_collector
 from graphs.counters import CompileCounters
-from graphs.modes import BatchDescriptor, CUDAGraphMode, default_capture_sizes
+from graphs.modes import BatchDescriptor, CUDAGraphMode, checked_capture_sizes
 from graphs.sampling import sample
-from graphs.scheduler import Request, Scheduled, Scheduler
+from graphs.scheduler import Generation, Request, Scheduled, Scheduler, StepOutput
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """What was generated for one prompt."""
-
-    token_ids: list[int]  # without the prompt; ends with the eos token if one stopped it
-    finish_reason: str  # "stop" (an eos token) or "length" (max_new_tokens, or the session's max_tokens)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
-    """One request's new token in one step."""
-
-    request_id: int
-    token_id: int
-    finish_reason: str | None
 
 
 class DecodeSession:
     """Continuous batching over one model, its paged KV cache and its captured decode steps.
 
     Args:
-        model: a causal language model of Transformers with `attn_implementation="attn_ops"`, compiled or not.
+        model: a causal model of Transformers with
+            `attn_implementation="attn_ops"`, compiled or not.
         max_batch_size: requests that run at a time; more wait.
         max_tokens: tokens of one request that the cache may hold; a longer prompt is refused.
-        cudagraph_mode: see `CUDAGraphMode`. Where it cannot be had, the log and `graph_mode_why` say why.
+        cudagraph_mode: see `CUDAGraphMode`. If it cannot be had, `graph_mode_why` says why.
         backend: an attention backend by name; None lets `select_backend` choose.
         block_size: tokens a block of the cache holds.
-        cache_tokens: tokens the cache holds in all; default: every request of the batch at its longest.
+        cache_tokens: tokens the cache holds; default: every request of the batch at its longest.
         max_tokens_per_step: token budget of a step; longer prompts are computed in chunks.
-        capture_sizes: batch sizes that are captured; default `default_capture_sizes(max_batch_size)`.
+        capture_sizes: captured batch sizes; default `default_capture_sizes(max_batch_size)`.
         seed: of the random numbers that sampling draws.
 
     Attributes:
@@ -84,7 +68,8 @@ class DecodeSession:
         capture_sizes: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
-        _check_positive(max_batch_size=max_batch_size, max_tokens=max_tokens, max_tokens_per_step=max_tokens_per_step)
+        _check_positive(max_batch_size=max_batch_size, max_tokens=max_tokens)
+        _check_positive(max_tokens_per_step=max_tokens_per_step)
         mode = CUDAGraphMode.parse(cudagraph_mode)
         self.model = model
         self.original = getattr(model, "_orig_mod", model)
@@ -92,19 +77,23 @@ class DecodeSession:
         self.device = next(self.original.parameters()).device
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         self.specs = attention_specs(self.original)
-        self.backend_selection = select_backend(self.specs, block_size=block_size, device=self.device, backend=backend)
+        self.backend_selection = select_backend(
+            self.specs, block_size=block_size, device=self.device, backend=backend
+        )
         chosen = self.backend_selection.backend
         self.builder = chosen.builder(chosen, self.specs, block_size, self.device)
         tokens_per_request = math.ceil(max_tokens / block_size) * block_size
+        if cache_tokens is None:
+            cache_tokens = max_batch_size * tokens_per_request
         self.cache = PagedKVCache(
             self.specs,
-            num_tokens=cache_tokens if cache_tokens is not None else max_batch_size * tokens_per_request,
+            num_tokens=cache_tokens,
             block_size=block_size,
             device=self.device,
         )
         self.max_blocks = tokens_per_request // block_size
         self.scheduler = Scheduler(self.cache, max_batch_size, max_tokens_per_step)
-        self.capture_sizes = _capture_sizes(capture_sizes, max_batch_size)
+        self.capture_sizes = checked_capture_sizes(capture_sizes, max_batch_size)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.graph_mode_asked = mode
         self.graph_mode, self.graph_mode_why = self._resolve(mode)
@@ -119,7 +108,7 @@ class DecodeSession:
         if self.device.type == "cuda":
             start_compile_workers()
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def add(
         self,
@@ -138,8 +127,8 @@ class DecodeSession:
             eos: token or tokens that end the generation.
 
         Raises:
-            ValueError: the prompt is empty, too long or holds an unknown token, the request can never fit into the
-                cache, or a parameter is out of range. Nothing is queued.
+            ValueError: the prompt is empty, too long or holds an unknown token, the request can
+                never fit into the cache, or a parameter is out of range. Nothing is queued.
         """
         request = self._request(prompt, max_new_tokens, temperature, eos)
         self._next_id += 1
@@ -156,7 +145,9 @@ class DecodeSession:
         if request_id not in self._requests:
             raise ValueError(f"request_id must come from add(), got {request_id!r}")
         request = self._requests[request_id]
-        return Generation(list(request.token_ids), request.finish_reason) if request.finish_reason else None
+        if not request.finish_reason:
+            return None
+        return Generation(list(request.token_ids), request.finish_reason)
 
     def generate(
         self,
@@ -166,14 +157,17 @@ class DecodeSession:
         temperature: float = 0.0,
         eos: int | Iterable[int] | None = None,
     ) -> list[Generation]:
-        """Generate for all prompts; returns one result a prompt, in order. Arguments and errors as in `add`.
+        """Generate for all prompts: one result a prompt, in order.
 
-        A prompt that is refused refuses the call before anything is queued.
+        Arguments and errors as in `add`. A prompt that is refused refuses the call before
+        anything is queued.
         """
         eos = [eos] if isinstance(eos, int) else list(eos or ())
         checked = [self._request(p, max_new_tokens, temperature, eos) for p in prompts]
-        ids = [self.add(r.prompt, max_new_tokens, temperature=temperature, eos=eos) for r in checked]
-        with tqdm(total=len(ids), desc="generate", unit="request", disable=None, leave=False) as bar:
+        keywords = {"temperature": temperature, "eos": eos}
+        ids = [self.add(request.prompt, max_new_tokens, **keywords) for request in checked]
+        bar = tqdm(total=len(ids), desc="generate", unit="request", disable=None, leave=False)
+        with bar:
             remaining = set(ids)
             while remaining:
                 done = {o.request_id for o in self.step() if o.finish_reason} & remaining
@@ -184,13 +178,14 @@ class DecodeSession:
             del self._requests[i]
         return results
 
-    # -- steps ---------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self) -> list[StepOutput]:
         """Run one step of all running requests; returns their new tokens.
 
-        Empty while prompts are computed only in part, and when nothing is left: `num_unfinished` tells.
+        Empty while prompts are computed only in part, and when nothing is
+        left: `num_unfinished` tells.
         """
         self.warm_up()
         step = self.scheduler.next_step()
@@ -210,9 +205,10 @@ class DecodeSession:
         return len(self.scheduler.waiting) + len(self.scheduler.running)
 
     def warm_up(self) -> None:
-        """Compile the model and capture the decode steps, largest first. Runs by itself before the first step.
+        """Compile the model and capture the decode steps, largest first.
 
-        Inside `graphs.dump` a model that was compiled before is compiled once more, so that the dump sees it.
+        Runs by itself before the first step. Inside `graphs.dump` a model that was compiled before
+        is compiled once more, so that the dump sees it.
         """
         unseen = [r for r in recorders() if r.texts and self not in r.sessions]
         for recorder in unseen:
@@ -226,7 +222,8 @@ class DecodeSession:
             self._compile()
         self.counters.warm()
         if self.graphs is not None:
-            for size in tqdm(sorted(self.capture_sizes, reverse=True), desc="capture", disable=None, leave=False):
+            sizes = sorted(self.capture_sizes, reverse=True)
+            for size in tqdm(sizes, desc="capture", disable=None, leave=False):
                 with torch.no_grad():
                     self.graphs.get(BatchDescriptor(size, sampling=False))
 
@@ -237,28 +234,39 @@ class DecodeSession:
             self.graphs = None
             self.graph_mode, self.graph_mode_why = CUDAGraphMode.NONE, "release() was called"
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _request(
-        self, prompt: Sequence[int], max_new_tokens: int, temperature: float, eos: int | Iterable[int] | None
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        temperature: float,
+        eos: int | Iterable[int] | None,
     ) -> Request:
         tokens = [int(t) for t in prompt]
         if not tokens:
             raise ValueError("prompt must hold at least one token, got an empty one")
         if len(tokens) > self.max_tokens:
-            raise ValueError(f"prompt must be at most max_tokens={self.max_tokens} long, got {len(tokens)} tokens")
+            raise ValueError(
+                f"prompt must be at most max_tokens={self.max_tokens} long, "
+                f"got {len(tokens)} tokens"
+            )
         bad = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
         if bad is not None:
-            raise ValueError(f"prompt must hold token ids from 0 to {self.vocab_size - 1}, got {bad}")
+            raise ValueError(
+                f"prompt must hold token ids from 0 to {self.vocab_size - 1}, got {bad}"
+            )
         _check_positive(max_new_tokens=max_new_tokens)
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
         stops = frozenset([eos] if isinstance(eos, int) else (eos or ()))
-        request = Request(self._next_id, tokens, max_new_tokens, float(temperature), stops, self.max_tokens)
+        request = Request(
+            self._next_id, tokens, max_new_tokens, float(temperature), stops, self.max_tokens
+        )
         if request.longest > self.cache.num_usable_tokens:
             raise ValueError(
-                f"prompt and max_new_tokens must fit into the cache of {self.cache.num_usable_tokens} tokens, got "
-                f"{len(tokens)} and {max_new_tokens}"
+                "prompt and max_new_tokens must fit into the cache of "
+                f"{self.cache.num_usable_tokens} tokens, got {len(tokens)} and {max_new_tokens}"
             )
         return request
 
@@ -279,9 +287,15 @@ class DecodeSession:
     def _decode_graphs(self) -> DecodeGraphs:
         return DecodeGraphs(
             run_step=lambda tensors, key: self._run(
-                tensors, max_query_len=1, max_seq_len=self.max_tokens, greedy=not key.sampling, capture=True
+                tensors,
+                max_query_len=1,
+                max_seq_len=self.max_tokens,
+                greedy=not key.sampling,
+                capture=True,
             ),
-            allocate=lambda num_reqs: StepTensors.allocate(num_reqs, num_reqs, self.max_blocks, self.device),
+            allocate=lambda num_reqs: StepTensors.allocate(
+                num_reqs, num_reqs, self.max_blocks, self.device
+            ),
             inputs=lambda: self.cache.tensors,
             generator=self.generator,
         )
@@ -295,10 +309,10 @@ class DecodeSession:
         greedy: bool,
         capture: bool = False,
     ) -> torch.Tensor:
-        """One step on the device: metadata, model, lm_head on the wanted rows, sampling. Returns [S] int64."""
+        """One step on the device, metadata to sampling: next tokens [S] int64."""
         common = tensors.common(max_query_len, max_seq_len, tensors.num_tokens)
-        metadata = self.builder.build_for_cudagraph_capture(common) if capture else self.builder.build(common)
-        logits_SV = self._logits(tensors, metadata)
+        build = self.builder.build_for_cudagraph_capture if capture else self.builder.build
+        logits_SV = self._logits(tensors, build(common))
         return sample(logits_SV, tensors.device["temperature"], self.generator, greedy)
 
     def _logits(self, tensors: StepTensors, metadata: Any) -> torch.Tensor:
@@ -352,20 +366,22 @@ class DecodeSession:
         return outputs
 
     def _compile_again(self) -> None:
-        """Forget what was compiled and compile it anew; graphs that were captured of it are captured when needed."""
+        """Forget what was compiled and compile it anew; graphs are captured again when needed."""
         if self.graphs is not None:
             self.graphs.release()
         torch._dynamo.reset()
         self._compile()
 
     def _compile(self) -> None:
-        """Call the model once on padding rows, with every size that changes between steps marked dynamic."""
+        """Call the model once on padding rows, every size that changes between steps dynamic."""
         begin = time.perf_counter()
         tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device)
         tensors.upload()
-        fresh = {name: t.clone() for name, t in tensors.device.items()}  # Dynamo guards on the base of a view
+        # Clones, because Dynamo guards on the base of a view.
+        fresh = {name: t.clone() for name, t in tensors.device.items()}
         tensors = dataclasses.replace(tensors, device=fresh)
-        for name, dim in (("input_ids", 1), ("position_ids", 1), ("slot_mapping", 0), ("logits_indices", 0)):
+        sizes = {"input_ids": 1, "position_ids": 1, "slot_mapping": 0, "logits_indices": 0}
+        for name, dim in sizes.items():
             torch._dynamo.mark_dynamic(fresh[name], dim)
         # Without this, Dynamo takes a batch of one token for a special case and compiles it again.
         one_is_no_special_case = symbolic_shapes_config.patch(backed_size_oblivious=True)
@@ -380,12 +396,3 @@ def _check_positive(**arguments: int) -> None:
     for name, value in arguments.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}")
-
-
-def _capture_sizes(sizes: Sequence[int] | None, max_batch_size: int) -> list[int]:
-    if sizes is None:
-        return default_capture_sizes(max_batch_size)
-    bad = next((s for s in sizes if not 1 <= s <= max_batch_size), None)
-    if bad is not None:
-        raise ValueError(f"capture_sizes must be from 1 to max_batch_size={max_batch_size}, got {bad}")
-    return sorted(set(sizes))

@@ -1,5 +1,4 @@
-"""Shared by all tests: the environment, a fresh Dynamo after each test that compiled, batches and
-tiny models.
+"""Shared by all tests: environment, a fresh Dynamo after tests that compile, batches, tiny models.
 
 T tokens, S requests, N query heads, K kv heads, H head size, P blocks, B block size.
 """
@@ -46,9 +45,7 @@ def fresh_state() -> Iterator[None]:
 
 @dataclasses.dataclass
 class Batch:
-    """A step's tensors: q [T, N, H], k and v [T, K, H], kv_cache [P, 2, B, K, H], and its
-    metadata.
-    """
+    """A step's metadata and tensors: q [T, N, H], k, v [T, K, H], kv_cache [P, 2, B, K, H]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -77,10 +74,10 @@ def build_batch(
     seed: int = 0,
     num_blocks: int | None = None,
 ) -> Batch:
-    """A batch over a cache of shuffled blocks that is NaN wherever no token stands, the null
-    block included.
+    """A batch over a cache of shuffled blocks.
 
-    Padding rows of q are NaN. `written`: whether this step's own keys and values are in the cache.
+    The cache is NaN wherever no token stands, the null block included. Padding rows of q are NaN.
+    `written`: whether this step's own keys and values are in the cache.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -124,9 +121,7 @@ def make_batch() -> Callable[..., Batch]:
 
 @pytest.fixture(scope="session")
 def as_dynamic() -> Callable[[], contextlib.AbstractContextManager]:
-    """First calls of compiled functions belong inside: a size of 1 is then no special case to
-    Dynamo.
-    """
+    """First calls of compiled functions belong inside: Dynamo then takes a size of 1 as dynamic."""
     return lambda: symbolic_shapes_config.patch(backed_size_oblivious=True)
 
 

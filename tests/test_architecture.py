@@ -1,6 +1,4 @@
-"""The packages import each other in one direction, and `import attn_ops` does nothing but define
-operators.
-"""
+"""Packages import each other in one direction; `import attn_ops` only defines operators."""
 
 import ast
 import json

@@ -15,12 +15,12 @@ from attn_ops.metadata import (
 Forward = Callable[
     [torch.Tensor, torch.Tensor, AttentionMetadata, float, int | None, float | None], torch.Tensor
 ]
-"""forward(q [T, N, H], kv_cache [P, 2, B, K, H], meta, scale, sliding_window, soft_cap) -> [T, N, H]."""
+"""forward(q [T, N, H], kv_cache [P, 2, B, K, H], meta, scale, window, soft_cap) -> [T, N, H]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """What a backend can do. The conformance suite tests what stands here, and that the rest is refused."""
+    """What a backend can do. The conformance suite tests this, and that the rest is refused."""
 
     devices: tuple[str, ...]  # device types
     dtypes: tuple[torch.dtype, ...]  # of q and the cache
@@ -33,7 +33,10 @@ class Support:
     def reasons_against(
         self, spec: AttentionSpec, block_size: int, device: torch.device
     ) -> list[str]:
-        """Why a layer of geometry `spec` cannot run here, in the form 'x must be ..., got ...; supported: ...'."""
+        """Why a layer of geometry `spec` cannot run here.
+
+        In the form 'x must be ..., got ...; supported: ...'.
+        """
         reasons = []
         if device.type not in self.devices:
             reasons.append(
@@ -41,15 +44,18 @@ class Support:
             )
         if spec.dtype not in self.dtypes:
             reasons.append(
-                f"dtype must be supported, got {_name(spec.dtype)}; supported: {_names(self.dtypes)}"
+                f"dtype must be supported, got {_name(spec.dtype)}; "
+                f"supported: {_names(self.dtypes)}"
             )
         if self.head_sizes and spec.head_size not in self.head_sizes:
             reasons.append(
-                f"head_size must be supported, got {spec.head_size}; supported: {_names(self.head_sizes)}"
+                f"head_size must be supported, got {spec.head_size}; "
+                f"supported: {_names(self.head_sizes)}"
             )
         if self.block_sizes and block_size not in self.block_sizes:
             reasons.append(
-                f"block_size must be supported, got {block_size}; supported: {_names(self.block_sizes)}"
+                f"block_size must be supported, got {block_size}; "
+                f"supported: {_names(self.block_sizes)}"
             )
         if spec.sliding_window is not None and not self.sliding_window:
             reasons.append(
@@ -77,8 +83,8 @@ class Backend:
         support: what it can do.
         builder: makes its metadata, once per step.
         forward: launches its kernels; reads the batch from the metadata.
-        unavailable: why it cannot run on this machine at all (a missing library), or None. Imports nothing heavy
-            until it is asked.
+        unavailable: why it cannot run on this machine at all (a missing library), or None. Imports
+            nothing heavy until it is asked.
     """
 
     name: str
@@ -90,7 +96,7 @@ class Backend:
     def reasons_against(
         self, spec: AttentionSpec, block_size: int, device: torch.device
     ) -> list[str]:
-        """Every reason why this backend cannot take layers of geometry `spec` on `device`; empty if it can."""
+        """Every reason why this backend cannot take layers of geometry `spec`; empty if it can."""
         missing = self.unavailable()
         return ([missing] if missing else []) + self.support.reasons_against(
             spec, block_size, device

@@ -2,13 +2,14 @@
 
 | devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
 |---|---|---|---|---|---|---|
-| cuda, sm_80 and later | float16, bfloat16 | 64, 96, 128, 192, 256 | 16, 32, 64 | yes | yes | always |
+| cuda, sm_80+ | float16, bfloat16 | 64, 96, 128, 192, 256 | 16, 32, 64 | yes | yes | always |
 
-Blocks of 128 and 256 tokens are left out: FA3 loads them whole, and a NaN behind a request's last token comes out
-(vllm 0.24's FA3 on an H200, 2026-11-20, tests/gpu/test_backends.py).
+Blocks of 128 and 256 tokens are left out: FA3 loads them whole, and a NaN behind a request's last
+token comes out (vllm 0.24's FA3 on an H200, 2026-11-20, tests/gpu/test_backends.py).
 
-On sm_90 the kernels are FA3, whose tile scheduler needs a plan: it is computed once per step and layer geometry by
-`get_scheduler_metadata`, on the device, so that a captured step computes it anew at every replay.
+On sm_90 the kernels are FA3, whose tile scheduler needs a plan: it is computed once per step
+and layer geometry by `get_scheduler_metadata`, on the device, so that a captured step
+computes it anew at every replay.
 
 T tokens, S requests, N query heads, K kv heads, H head size, P blocks, B block size.
 """
@@ -60,9 +61,11 @@ def unavailable() -> str | None:
         return "a CUDA device must be present, got none"
     found = find_library()
     if found is None:
-        return f"a FlashAttention library must be installed, got none; supported: {', '.join(LIBRARIES)}"
+        names = ", ".join(LIBRARIES)
+        return f"a FlashAttention library must be installed, got none; supported: {names}"
     if fa_version() is None and not hasattr(found[1], "flash_attn_with_kvcache"):
-        return f"{found[0]} must have kernels for this GPU, got none for {torch.cuda.get_device_name()}"
+        gpu = torch.cuda.get_device_name()
+        return f"{found[0]} must have kernels for this GPU, got none for {gpu}"
     return None
 
 
@@ -72,7 +75,10 @@ def _window(spec_window: int | None) -> tuple[int, int]:
 
 
 class FlashAttentionMetadataBuilder(AttentionMetadataBuilder):
-    """Plans FA3's tile scheduler: [num_scheduler_words] int32 per geometry, or None where the kernels plan themselves."""
+    """Plans FA3's tile scheduler: [num_scheduler_words] int32 per geometry.
+
+    None where the kernels plan themselves.
+    """
 
     cudagraph_support = AttentionCGSupport.ALWAYS
 
@@ -152,7 +158,8 @@ def _upstream(
     name, library = find_library()
     if name != "flash_attn_interface":
         raise ValueError(
-            f"FLASH_ATTN library must have ragged paged attention, got {name}; supported: {LIBRARIES[:3]}"
+            f"FLASH_ATTN library must have ragged paged attention, got {name}; "
+            f"supported: {LIBRARIES[:3]}"
         )
     rows = common.num_actual_tokens
     out_TNH[:rows] = library.flash_attn_with_kvcache(

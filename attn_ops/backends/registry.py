@@ -1,4 +1,4 @@
-"""Which backends exist, and which one a model gets: one choice, and the reasons against every other."""
+"""Which backends exist, and which one a model gets, with the reasons against every other."""
 
 import dataclasses
 import importlib
@@ -15,7 +15,7 @@ _BUILT_IN = {
     "TRITON": "attn_ops.backends.triton",
     "TORCH": "attn_ops.backends.torch_backend",
 }
-"""Name to the module that holds `BACKEND`; imported when first asked for. The order is the order of preference."""
+"""Name to the module that holds `BACKEND`, in order of preference; imported on first use."""
 
 _registered: dict[str, Backend] = {}
 
@@ -45,7 +45,7 @@ def register_backend(backend: Backend) -> None:
 
 
 def backend_names() -> list[str]:
-    """All names, in the order of preference: built in, registered, then entry points of installed packages."""
+    """All names, in order of preference: built in, registered, installed entry points."""
     installed = [point.name for point in entry_points(group=ENTRY_POINT_GROUP)]
     return list(dict.fromkeys([*_BUILT_IN, *_registered, *installed]))
 
@@ -80,7 +80,8 @@ def select_backend(
         backend: an explicit request; it is honoured or refused, never replaced.
 
     Raises:
-        ValueError: no backend, or not the requested one, supports the layers; the reasons are in the message.
+        ValueError: no backend, or not the requested one, supports the layers; the
+            reasons are in the message.
     """
     device = torch.device(device)
     layers = [specs] if isinstance(specs, AttentionSpec) else list(specs)
@@ -117,7 +118,7 @@ def _check_known(name: str) -> None:
 
 
 def _preferred(usable: list[str], device: torch.device) -> str:
-    """TORCH first on a CPU, where TRITON only runs interpreted; otherwise the order of preference."""
+    """TORCH first on a CPU, where TRITON only runs interpreted; else the order of preference."""
     if device.type == "cpu" and "TORCH" in usable:
         return "TORCH"
     return usable[0]

@@ -1,8 +1,8 @@
-"""TORCH: attention in plain PyTorch, on any device. It is the oracle that every other backend is tested against.
+"""TORCH: attention in plain PyTorch, on any device; the oracle for every other backend.
 
 | devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
 |---|---|---|---|---|---|---|
-| any | float64, float32, float16, bfloat16 | any | any | yes | yes | never: it loops over the CPU mirrors |
+| any | float64, float32, float16, bfloat16 | any | any | yes | yes | never: reads CPU mirrors |
 
 T tokens, S requests, N query heads, K kv heads, G = N // K, H head size, P blocks, B block size,
 Q query rows of one request, C cached tokens of one request.
@@ -38,9 +38,10 @@ def reference_attention(
     soft_cap: float | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Causal paged attention computed in `compute_dtype`: [T, N, H] in that dtype, padding rows zero.
+    """Causal paged attention computed in `compute_dtype`: [T, N, H] in that dtype, padding zero.
 
-    Scores are scale * q.k, capped to soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv:2408.00118), masked, then softmax.
+    Scores are scale * q.k, capped to soft_cap * tanh(s / soft_cap) (Gemma 2,
+    arXiv:2408.00118), masked, then softmax.
     """
     out_TNH = torch.zeros(q.shape, dtype=compute_dtype, device=q.device)
     starts = common.query_start_loc_cpu.tolist()

@@ -1,8 +1,9 @@
 """Merge projections that read the same input: q, k, v into one product, gate and up into another.
 
-A decode step is bound by memory traffic and launches; one product of a merged weight reads the same bytes in one
-kernel, and without the split-K reductions of the small ones. The modules, their names and their state dict stay as
-they are: each weight becomes a view of the merged one, so loading and in-place updates reach both.
+A decode step is bound by memory traffic and launches; one product of a merged weight reads the same
+bytes in one kernel, and without the split-K reductions of the small ones. The modules, their names
+and their state dict stay as they are: each weight becomes a view of the merged one, so loading and
+in-place updates reach both.
 """
 
 import copy
@@ -19,8 +20,8 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class MergedSlice(nn.Linear):
     """A linear layer whose weight is rows `begin` to `end` of a merged weight.
 
-    Traced, it is a slice of the whole product; the pass `share_products` makes the products of one group one.
-    Called in eager, it computes its own rows only.
+    Traced, it is a slice of the whole product; the pass `share_products` makes the products of one
+    group one. Called in eager, it computes its own rows only.
     """
 
     def __init__(
@@ -35,9 +36,8 @@ class MergedSlice(nn.Linear):
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias = weight, bias
         self.begin, self.end = begin, end
-        object.__setattr__(
-            self, "merged", merged
-        )  # owned by the parent; registered once, not in every slice
+        # Owned by the parent: registered once, not in every slice.
+        object.__setattr__(self, "merged", merged)
 
     def __deepcopy__(self, memo: dict) -> "MergedSlice":
         """A copy is a slice of the copied merged weight, as this one is of its own."""
@@ -70,8 +70,9 @@ class MergedWeights(nn.Module):
 def merge_projections(model: nn.Module) -> int:
     """Merge every group of `GROUPS` in `model`, in place; returns the number of groups merged.
 
-    Call it after the model is on its device and in its dtype: moving it later would take the views apart. Layers of a
-    group must be plain `nn.Linear` of one dtype and device, all with a bias or all without; others are left alone.
+    Call it after the model is on its device and in its dtype: moving it later would take the views
+    apart. Layers of a group must be plain `nn.Linear` of one dtype and device, all with a bias or
+    all without; others are left alone.
     """
     count = 0
     for parent, names in list(_groups(model)):

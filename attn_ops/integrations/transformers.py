@@ -21,7 +21,7 @@ NAME = "attn_ops"
 
 
 def register() -> None:
-    """Make `attn_implementation="attn_ops"` known to Transformers. Calling it again changes nothing."""
+    """Make `attn_implementation="attn_ops"` known to Transformers; harmless if repeated."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -37,7 +37,8 @@ def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: An
     """
     if attention_mask is not None:
         raise ValueError(
-            "attention_mask must be None with attn_implementation='attn_ops'; pad nothing, pass attn_metadata"
+            "attention_mask must be None with attn_implementation='attn_ops'; "
+            "pad nothing, pass attn_metadata"
         )
 
 
@@ -56,22 +57,26 @@ def attention_forward(
     slot_mapping: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function of one layer, as Transformers calls it: query [1, N, T, H], key and value [1, K, T, H].
+    """Attention function of one layer, as Transformers calls it.
+
+    query [1, N, T, H], key and value [1, K, T, H].
 
     Returns:
         [1, T, N, H] and None (no attention weights).
     """
     if attn_metadata is None or kv_caches is None:
         raise ValueError(
-            "attn_metadata and kv_caches must be forward keywords of a model with attn_implementation='attn_ops', "
-            f"got {type(attn_metadata).__name__} and {type(kv_caches).__name__}"
+            "attn_metadata and kv_caches must be forward keywords of a model with "
+            f"attn_implementation='attn_ops', got {type(attn_metadata).__name__} and "
+            f"{type(kv_caches).__name__}"
         )
     _refuse_ignored(attention_mask, dropout, kwargs)
     if query.shape[0] != 1:
         raise ValueError(
             f"input_ids must have shape [1, num_tokens], got a batch dimension of {query.shape[0]}"
         )
-    # Transposed before squeezed: the other order makes Inductor guard on T > 1 (torch 2.13, _compute_stride).
+    # Transposed before squeezed: the other order makes Inductor guard on T > 1
+    # (torch 2.13, _compute_stride).
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
     kv_cache = kv_caches[module.layer_idx]
     write_kv(k_TKH, v_TKH, kv_cache, attn_metadata, slot_mapping=slot_mapping)
@@ -85,7 +90,7 @@ def attention_forward(
 def _refuse_ignored(
     attention_mask: torch.Tensor | None, dropout: float, extras: dict[str, Any]
 ) -> None:
-    """Raise a ValueError for what the operators do not compute; ignoring it would give wrong results."""
+    """Raise a ValueError for what the operators do not compute, instead of wrong results."""
     if attention_mask is not None:
         raise ValueError(
             "attention_mask must be None with attn_implementation='attn_ops', got a tensor"
@@ -95,7 +100,8 @@ def _refuse_ignored(
     for name in ("s_aux", "position_bias"):
         if extras.get(name) is not None:
             raise ValueError(
-                f"{name} must be None, got a tensor; supported: no attention sinks, no position bias"
+                f"{name} must be None, got a tensor; "
+                "supported: no attention sinks, no position bias"
             )
 
 
@@ -103,18 +109,21 @@ def attention_specs(model: torch.nn.Module) -> list[AttentionSpec]:
     """Geometry of each attention layer of a Transformers model, in the order of `layer_idx`.
 
     Raises:
-        ValueError: the model was not built with `attn_implementation="attn_ops"`, or has no attention layers.
+        ValueError: the model was not built with `attn_implementation="attn_ops"`,
+            or has no attention layers.
     """
     config = model.config.get_text_config()
     if config._attn_implementation != NAME:
         raise ValueError(
             f"attn_implementation must be {NAME!r}, got {config._attn_implementation!r}; call "
-            "attn_ops.integrations.transformers.register() and pass it to from_pretrained or from_config"
+            "attn_ops.integrations.transformers.register() and pass it to from_pretrained "
+            "or from_config"
         )
     layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
     if not layers:
         raise ValueError(
-            f"model must have attention layers with layer_idx and scaling, got {type(model).__name__}"
+            "model must have attention layers with layer_idx and scaling, "
+            f"got {type(model).__name__}"
         )
     layers.sort(key=lambda m: m.layer_idx)
     return [_spec(layer, config, model.dtype) for layer in layers]

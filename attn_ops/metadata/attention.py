@@ -1,4 +1,4 @@
-"""The batch as one backend reads it: an opaque graph input, and the builder that makes it once per step."""
+"""The batch as one backend reads it: an opaque graph input, and its builder, called once a step."""
 
 import abc
 import dataclasses
@@ -32,8 +32,8 @@ class AttentionCGSupport(Enum):
 class AttentionSpec:
     """Geometry of one attention layer. Layers with equal specs share a plan.
 
-    Lengths are in tokens; `sliding_window` counts the query's own token, as in Transformers and FlashAttention's
-    `window - 1` to the left.
+    Lengths are in tokens; `sliding_window` counts the query's own token, as in Transformers and
+    FlashAttention's `window - 1` to the left.
     """
 
     num_heads: int
@@ -46,7 +46,8 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+                "num_heads must be a multiple of num_kv_heads, "
+                f"got {self.num_heads} and {self.num_kv_heads}"
             )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(
@@ -79,8 +80,9 @@ class AttentionMetadata(OpaqueBase):
     def __repr__(self) -> str:
         c = self.common
         return (
-            f"AttentionMetadata({self.backend.name}, num_reqs={c.num_reqs}, num_tokens={c.num_actual_tokens}, "
-            f"max_query_len={c.max_query_len}, max_seq_len={c.max_seq_len})"
+            f"AttentionMetadata({self.backend.name}, num_reqs={c.num_reqs}, "
+            f"num_tokens={c.num_actual_tokens}, max_query_len={c.max_query_len}, "
+            f"max_seq_len={c.max_seq_len})"
         )
 
 
@@ -114,7 +116,7 @@ class AttentionMetadataBuilder(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> Any:
-        """What the kernels of one geometry share over a step; device work only, so that it can be captured."""
+        """What the kernels of one geometry share over a step; capturable: device work only."""
 
     def build(self, common: CommonAttentionMetadata) -> AttentionMetadata:
         """The step's metadata. Reads no device memory."""
@@ -125,5 +127,5 @@ class AttentionMetadataBuilder(abc.ABC):
         )
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> AttentionMetadata:
-        """Metadata for a captured step; `max_seq_len` of `common` must be an upper bound over all replays."""
+        """Metadata for a captured step; `common.max_seq_len` must bound that of every replay."""
         return self.build(common)

@@ -18,12 +18,11 @@ PAD_SLOT_ID = -1
 class CommonAttentionMetadata:
     """What all backends need to know about a step.
 
-    The device never has to be read: everything the host must know stands in the `_cpu` mirrors and the ints.
+    The device never has to be read: everything the host must know stands in the
+    `_cpu` mirrors and the ints.
     """
 
-    query_start_loc: (
-        torch.Tensor
-    )  # [S+1] int32, device: first query row of each request, cumulative
+    query_start_loc: torch.Tensor  # [S+1] int32, device: first query row per request, cumulative
     query_start_loc_cpu: torch.Tensor  # [S+1] int32, CPU mirror
     seq_lens: torch.Tensor  # [S] int32, device: tokens in the cache per request after this step
     seq_lens_cpu: torch.Tensor  # [S] int32, CPU mirror
@@ -33,9 +32,7 @@ class CommonAttentionMetadata:
     max_query_len: int  # longest query of the batch
     max_seq_len: int  # longest seq_len of the batch, or an upper bound under capture
     block_table_tensor: torch.Tensor  # [S, M] int32, device: physical block of each logical block
-    slot_mapping: (
-        torch.Tensor
-    )  # [T] int64, device: block * block_size + offset; padding is PAD_SLOT_ID
+    slot_mapping: torch.Tensor  # [T] int64, device: block * block_size + offset, or PAD_SLOT_ID
     causal: bool = True
     logits_indices: torch.Tensor | None = None  # [R] int64, device: rows whose logits are wanted
 
@@ -72,7 +69,7 @@ class CommonAttentionMetadata:
         shape: tuple[int | None, ...],
         device: str | None = None,
     ) -> None:
-        """Raise a ValueError that names `name` unless dtype, shape (None is any) and device type are right."""
+        """Raise a ValueError that names `name` unless dtype, shape (None: any) and device fit."""
         wanted_device = device or self.seq_lens.device.type
         if tensor.dtype != dtype:
             raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
@@ -106,7 +103,8 @@ class CommonAttentionMetadata:
             seq_lens: tokens of each request after this step, `seq_lens[i] >= query_lens[i]`.
             block_table: [S, M] int32, on any device.
             block_size: tokens a block holds.
-            num_padded_tokens: rows of the batch, at least `sum(query_lens)`; rows past it get PAD_SLOT_ID.
+            num_padded_tokens: rows of the batch, at least `sum(query_lens)`;
+                rows past it get PAD_SLOT_ID.
         """
         query = np.array(query_lens, dtype=np.int32).reshape(-1)
         seq = np.array(seq_lens, dtype=np.int32).reshape(-1)
@@ -129,7 +127,8 @@ class CommonAttentionMetadata:
         if seq.size and seq.max() > capacity:
             bad = int(seq.argmax())
             raise ValueError(
-                f"seq_lens must fit block_table, got seq_lens[{bad}]={seq[bad]}; supported: up to {capacity} tokens"
+                f"seq_lens must fit block_table, got seq_lens[{bad}]={seq[bad]}; "
+                f"supported: up to {capacity} tokens"
             )
         num_tokens = int(query.sum())
         rows = num_tokens if num_padded_tokens is None else num_padded_tokens
@@ -160,7 +159,7 @@ class CommonAttentionMetadata:
 def positions_of_step(
     query_lens: np.ndarray, computed: np.ndarray, start: np.ndarray
 ) -> np.ndarray:
-    """Position of every query row in its sequence: [T] int64. No Python loop over requests or tokens."""
+    """Position of every query row in its sequence, [T] int64, without a Python loop."""
     num_tokens = int(start[-1])
     return np.arange(num_tokens, dtype=np.int64) + np.repeat(
         (computed - start[:-1]).astype(np.int64), query_lens

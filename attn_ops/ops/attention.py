@@ -48,7 +48,7 @@ def check_attention_inputs(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    """Raise a ValueError unless the tensors fit each other and the backend supports the configuration."""
+    """Raise a ValueError unless the tensors fit each other and the backend supports them."""
     if q.dim() != 3:
         raise ValueError(
             f"q must have shape [num_tokens, num_heads, head_size], got {list(q.shape)}"
@@ -68,15 +68,14 @@ def check_attention_inputs(
         )
     if q.device != kv_cache.device or q.device != meta.common.device:
         raise ValueError(
-            f"q, kv_cache and attn_metadata must be on one device, got {q.device}, {kv_cache.device} and "
-            f"{meta.common.device}"
+            "q, kv_cache and attn_metadata must be on one device, "
+            f"got {q.device}, {kv_cache.device} and {meta.common.device}"
         )
     if q.dtype != kv_cache.dtype:
         raise ValueError(f"q must have the cache's dtype {kv_cache.dtype}, got {q.dtype}")
     key = (q.shape[1:], kv_cache.shape[2:4], q.dtype, sliding_window, soft_cap)
-    if (
-        key not in meta.supported
-    ):  # asked once a step and geometry: the answer costs more than a small kernel
+    # Asked once a step and geometry: the answer costs more than a small kernel.
+    if key not in meta.supported:
         spec = AttentionSpec(
             q.shape[1], kv_cache.shape[3], q.shape[2], q.dtype, sliding_window, soft_cap
         )

@@ -2,9 +2,10 @@
 
 T tokens, K kv heads, H head size, P physical blocks, B block size.
 
-Two forms of one write. In eager it is one operator. Traced, it is `aten.index_put_` on the cache itself, which
-Inductor fuses with what computes k and v (norm, RoPE, scaling). The base tensor is indexed, never a view of it: a
-select view makes Inductor clone the whole cache. See ARCHITECTURE 2.4 and docs/decisions.md.
+Two forms of one write. In eager it is one operator. Traced, it is `aten.index_put_` on the cache
+itself, which Inductor fuses with what computes k and v (norm, RoPE, scaling). The base tensor is
+indexed, never a view of it: a select view makes Inductor clone the whole cache. See
+ARCHITECTURE 2.4 and docs/decisions.md.
 """
 
 import torch
@@ -13,7 +14,8 @@ from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
 from attn_ops.ops.library import LIBRARY
 
 LIBRARY.define(
-    f"write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, {METADATA_TYPE} meta, *, Tensor? slot_mapping=None) -> ()"
+    f"write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, {METADATA_TYPE} meta, *, "
+    "Tensor? slot_mapping=None) -> ()"
 )
 LIBRARY.define(f"slot_mapping({METADATA_TYPE} meta, SymInt num_tokens, Device device) -> Tensor")
 
@@ -29,7 +31,8 @@ def _write_kv(
 ) -> None:
     slots_T = meta.common.slot_mapping if slot_mapping is None else slot_mapping
     check_write_inputs(k, v, kv_cache, slots_T)
-    # Read before written: Inductor may hand in a view of the cache where the caller cloned it (pytorch#198031).
+    # Read before written: Inductor may hand in a view of the cache where the caller
+    # cloned it (pytorch#198031).
     k, v = (x.clone() if _share_storage(x, kv_cache) else x for x in (k, v))
     index_put_kv(k, v, kv_cache, slots_T)
 
@@ -88,8 +91,8 @@ def check_write_inputs(
         raise ValueError(f"v must have the shape of k {list(k.shape)}, got {list(v.shape)}")
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1]:
         raise ValueError(
-            f"slot_mapping must be int64 of shape [{k.shape[0]}], one a row of k, got {slot_mapping.dtype} "
-            f"{list(slot_mapping.shape)}"
+            f"slot_mapping must be int64 of shape [{k.shape[0]}], one a row of k, "
+            f"got {slot_mapping.dtype} {list(slot_mapping.shape)}"
         )
     for name, x in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
         if x.device != kv_cache.device:
@@ -101,7 +104,7 @@ def check_write_inputs(
 def index_put_kv(
     k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """The write as two scatters on the base tensor. Padding (slot -1) lands in slot 0 of the null block."""
+    """The write as two scatters on the base tensor; padding lands in slot 0 of the null block."""
     block_size = kv_cache.shape[2]
     slot_T = slot_mapping.clamp(min=0)
     block_T, offset_T = slot_T // block_size, slot_T % block_size
@@ -124,8 +127,8 @@ def write_kv(
         k, v: [T, K, H], the cache's dtype.
         kv_cache: [P, 2, B, K, H]; mutated. Block 0 is the null block.
         meta: the batch.
-        slot_mapping: [T] int64, block * B + offset; None reads it from `meta`. A compiled model is given it as an
-            input of the graph, which saves a copy of it.
+        slot_mapping: [T] int64, block * B + offset; None reads it from `meta`. A compiled model is
+            given it as an input of the graph, which saves a copy of it.
 
     Rows with PAD_SLOT_ID land in the null block.
 

@@ -1,11 +1,8 @@
-"""The operators: schemas, the two forms of the KV write, and what a compiled function may not get
-wrong.
+"""The operators: schemas, the two forms of the KV write, and what is refused.
 
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
 
-import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -194,9 +191,8 @@ def test_wrong_writes_are_refused_and_write_nothing(make_batch, case):
 
 
 def test_writes_across_devices_are_refused(make_batch):
-    from attn_ops.ops.write_kv import (
-        check_write_inputs,  # a call on a meta tensor would reach the fake
-    )
+    # Called directly: a call of the operator on a meta tensor would reach the fake.
+    from attn_ops.ops.write_kv import check_write_inputs
 
     b = make_batch(*RAGGED)
     with pytest.raises(ValueError, match="must be on the cache's device cpu"):
@@ -205,20 +201,16 @@ def test_writes_across_devices_are_refused(make_batch):
 
 @pytest.mark.parametrize("case", [*WRONG_WRITES, "k dtype by Inductor"])
 def test_wrong_writes_are_refused_when_compiled(make_batch, case):
-    """Otherwise index_put_ broadcasts one head, one row or one number over all, and Inductor
-    casts.
-    """
+    """Otherwise index_put_ broadcasts one head, row or number over all, and Inductor casts."""
     change, _ = WRONG_WRITES[case.removesuffix(" by Inductor")]
     b = make_batch(*RAGGED, written=False)
     before = b.kv_cache.clone()
     arguments = {"k": b.k, "v": b.v, "kv_cache": b.kv_cache, "slot_mapping": b.common.slot_mapping}
     arguments |= {name: make(b) for name, make in change.items()}
-    write = torch.compile(
-        write_kv, backend="inductor" if "Inductor" in case else "aot_eager", fullgraph=True
-    )
-    with pytest.raises(
-        Exception, match=r"must|shape|dtype|index"
-    ):  # what is raised in tracing comes out wrapped
+    backend = "inductor" if "Inductor" in case else "aot_eager"
+    write = torch.compile(write_kv, backend=backend, fullgraph=True)
+    # What is raised in tracing comes out wrapped.
+    with pytest.raises(Exception, match=r"must|shape|dtype|index"):
         write(**arguments, meta=b.meta)
     assert torch.equal(bits(b.kv_cache), bits(before))
 
@@ -281,152 +273,3 @@ def test_attention_across_devices_is_refused(make_batch):
             ValueError, match=r"^q, kv_cache and attn_metadata must be on one device"
         ):
             check_attention_inputs(q, kv_cache, b.meta)
-
-
-# -- compiled functions ----------------------------------------------------------------------------
-
-BATCHES = [
-    ([3, 0, 1], [7, 5, 4]),
-    ([1], [9]),
-    ([1, 1], [4, 2]),
-    ([5], [5]),
-    ([1, 1, 1, 1], [3, 2, 9, 1]),
-    ([2], [2]),
-]
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_other_batches_do_not_recompile(make_batch, as_dynamic, num_graphs, backend):
-    """Sizes T and S, lengths and metadata change; the cache's size does not."""
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def step(q, k, v, kv_cache, meta, slot_mapping):
-        write_kv(k * 2, v, kv_cache, meta, slot_mapping=slot_mapping)
-        return attention(q, kv_cache, meta, 0.3, sliding_window=6) + 1
-
-    before = num_graphs()
-    for index, lengths in enumerate(BATCHES):
-        b = make_batch(
-            *lengths, written=False, seed=index, num_blocks=14, num_padding_rows=index % 2
-        )
-        wanted = b.kv_cache.clone()
-        write_kv(b.k * 2, b.v, wanted, b.meta)
-        slots = b.common.slot_mapping.clone()
-        if index == 0:
-            for tensor in (b.q, b.k, b.v, slots):
-                torch._dynamo.mark_dynamic(tensor, 0)
-            with as_dynamic():
-                out = step(b.q, b.k, b.v, b.kv_cache, b.meta, slots)
-        else:
-            out = step(b.q, b.k, b.v, b.kv_cache, b.meta, slots)
-        assert torch.equal(bits(b.kv_cache[1:]), bits(wanted[1:]))
-        reference = reference_attention(b.q, wanted, b.common, 0.3, sliding_window=6) + 1
-        torch.testing.assert_close(out.double(), reference, atol=1e-5, rtol=1e-5)
-        assert num_graphs() - before == 1, f"batch {index} was compiled anew"
-
-
-def test_slots_from_the_metadata_do_not_recompile(make_batch, as_dynamic, num_graphs):
-    write = torch.compile(write_kv, backend="aot_eager", fullgraph=True)
-    before = num_graphs()
-    for index, lengths in enumerate(BATCHES):
-        b = make_batch(*lengths, written=False, seed=index, num_blocks=14)
-        wanted = b.kv_cache.clone()
-        write_kv(b.k, b.v, wanted, b.meta)
-        torch._dynamo.mark_dynamic(b.k, 0) if index == 0 else None
-        torch._dynamo.mark_dynamic(b.v, 0) if index == 0 else None
-        with as_dynamic():
-            write(b.k, b.v, b.kv_cache, b.meta)
-        assert torch.equal(bits(b.kv_cache), bits(wanted))
-    assert num_graphs() - before == 1
-
-
-REVERSED = torch.tensor([20, 16, 12, 8, 4])
-"""Slot 0 of blocks 5 to 1, of 4 tokens each."""
-
-
-def write_then_read(b, kv_cache):
-    write_kv(b.k, b.v, kv_cache, b.meta)
-    return (attention(b.q, kv_cache, b.meta, 1.0),)
-
-
-def read_write_read(b, kv_cache):
-    before = attention(b.q, kv_cache, b.meta, 1.0)
-    write_kv(b.k, b.v, kv_cache, b.meta)
-    return before, attention(b.q, kv_cache, b.meta, 1.0)
-
-
-def read_a_clone_after_the_write(b, kv_cache):
-    old = kv_cache.clone()
-    write_kv(b.k, b.v, kv_cache, b.meta)
-    return attention(b.q, old, b.meta, 1.0), attention(b.q, kv_cache, b.meta, 1.0)
-
-
-def write_slices_of_a_clone(b, kv_cache):
-    """op(clone(x), x) of pytorch#198031: what is written, block i to block 6 - i, was read before
-    the write.
-    """
-    old = kv_cache.clone()
-    write_kv(old[1:6, 0, 0], old[1:6, 1, 0], kv_cache, b.meta, slot_mapping=REVERSED)
-    return (b.q * 2,)
-
-
-def write_clones_of_slices(b, kv_cache):
-    write_kv(
-        kv_cache[1:6, 0, 0].clone(),
-        kv_cache[1:6, 1, 0].clone(),
-        kv_cache,
-        b.meta,
-        slot_mapping=REVERSED,
-    )
-    return (b.q * 2,)
-
-
-def operator_on_slices_of_a_clone(b, kv_cache):
-    old = kv_cache.clone()
-    ops.write_kv(old[1:6, 0, 0], old[1:6, 1, 0], kv_cache, b.meta, slot_mapping=REVERSED)
-    return (b.q * 2,)
-
-
-def operator_on_clones_of_slices(b, kv_cache):
-    k, v = kv_cache[1:6, 0, 0].clone(), kv_cache[1:6, 1, 0].clone()
-    ops.write_kv(k, v, kv_cache, b.meta, slot_mapping=REVERSED)
-    return (b.q * 2,)
-
-
-def write_twice(b, kv_cache):
-    write_kv(b.k, b.v, kv_cache, b.meta)
-    first = attention(b.q, kv_cache, b.meta, 1.0)
-    write_kv(b.k + first[:, :2], b.v * 2, kv_cache, b.meta)
-    return first, attention(b.q, kv_cache, b.meta, 1.0)
-
-
-HAZARDS: list[Callable] = [
-    write_then_read,
-    read_write_read,
-    read_a_clone_after_the_write,
-    write_slices_of_a_clone,
-    write_clones_of_slices,
-    operator_on_slices_of_a_clone,
-    operator_on_clones_of_slices,
-    write_twice,
-]
-
-
-@pytest.mark.parametrize("function", HAZARDS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_order_of_reads_and_writes(make_batch, function, backend):
-    b = make_batch(*RAGGED, num_blocks=20)
-    b.kv_cache = torch.randn(b.kv_cache.shape, generator=torch.Generator().manual_seed(3))
-    eager, compiled = b.kv_cache.clone(), b.kv_cache.clone()
-    wanted = function(b, eager)
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def run(q, k, v, kv_cache, meta):
-        return function(dataclasses.replace(b, q=q, k=k, v=v, meta=meta), kv_cache)
-
-    got = run(b.q, b.k, b.v, compiled, b.meta)
-    assert torch.equal(compiled, eager), "the cache differs"
-    for one, want in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, want, atol=1e-6, rtol=1e-6)
-    if len(wanted) == 2:
-        assert not torch.equal(wanted[0], wanted[1]), "the case does not tell old from new"

@@ -136,9 +136,7 @@ def test_every_reason_is_given_once():
 @pytest.mark.parametrize("feature", ["sliding_window", "soft_cap"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_operator_refuses_undeclared_features(make_batch, feature, compiled):
-    """Without a check, a backend that knows no window or cap computes plain attention and nobody
-    is told.
-    """
+    """Unchecked, a backend that knows no window or cap would silently compute plain attention."""
     b = make_batch([2], [20], head_size=64, block_size=16, dtype=torch.float16, backend=NARROW)
     attend = (
         torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention

@@ -1,6 +1,4 @@
-"""Transformers models on attn_ops: the same logits as their eager attention, and refusals; merged
-projections.
-"""
+"""Transformers models on attn_ops: logits as in eager attention, refusals, merged projections."""
 
 import copy
 
@@ -88,9 +86,7 @@ def test_prefill_logits_are_those_of_eager_attention(make_model, make_prompts, n
 
 
 def test_query_pre_attn_scalar_matters(make_model, make_prompts):
-    """Gemma 2 scales by query_pre_attn_scalar ** -0.5, not by the head size: another scalar,
-    other logits.
-    """
+    """Gemma 2 scales by query_pre_attn_scalar ** -0.5, not by the head size."""
     one, other = make_model("gemma2"), make_model("gemma2", query_pre_attn_scalar=400)
     prompts = make_prompts(one, LENGTHS)
     first = one(**prompts.keywords).logits

@@ -1,6 +1,4 @@
-"""Graphs to run passes on: ATen graphs with symbolic row counts, and graphs as Dynamo makes
-them.
-"""
+"""Graphs to run passes on: ATen graphs with symbolic row counts, and Dynamo's own."""
 
 from collections.abc import Callable
 
@@ -14,8 +12,9 @@ from fx_passes.observe import graph_text
 
 
 class AtenGraph:
-    """The functional ATen graph of a function as AOTAutograd hands it on: dimension 0 of the
-    first argument symbolic.
+    """The functional ATen graph of a function as AOTAutograd hands it on.
+
+    Dimension 0 of the first argument is symbolic.
 
     Calling it takes the function's own arguments.
     """
@@ -60,9 +59,7 @@ def aten_graph() -> type[AtenGraph]:
 
 @pytest.fixture(scope="session")
 def dynamo_run() -> Callable[..., tuple[GraphModule, object]]:
-    """Compile a module with one pass and AOTAutograd; returns the rewritten Dynamo graph and the
-    module's result.
-    """
+    """Compile a module with one pass and AOTAutograd: the rewritten Dynamo graph and the result."""
 
     def run(module: Callable, one: Pass, *args: torch.Tensor) -> tuple[GraphModule, object]:
         from torch._dynamo.backends.registry import lookup_backend
@@ -85,9 +82,7 @@ def dynamo_run() -> Callable[..., tuple[GraphModule, object]]:
 
 @pytest.fixture(scope="session")
 def contract() -> Callable[..., tuple[str, str]]:
-    """Print, apply, print, apply again: the second run changes nothing. Numbers stay. Returns
-    both texts.
-    """
+    """Print, apply, print, apply again: nothing new, the same numbers. Returns both texts."""
 
     def check(
         one: Pass, gm: AtenGraph | GraphModule, *args: torch.Tensor, matches: int

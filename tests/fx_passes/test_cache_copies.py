@@ -1,5 +1,4 @@
-"""No copy of a KV cache: neither in the final ATen graphs of a compiled model nor in the code
-Inductor writes.
+"""No copy of a KV cache in a compiled model: not in its ATen graphs, not in Inductor's code.
 
 P blocks, B block size, K kv heads, H head size.
 """
@@ -15,9 +14,7 @@ from fx_passes import attn_ops, recording
 
 
 def copies_in_graph(text: str, shape: tuple[int, ...]) -> list[str]:
-    """Lines that make a tensor of the cache's size, but for the scatter into it and its return to
-    the input.
-    """
+    """Lines that make a tensor of the cache's size, but for the scatter and the returned input."""
     dims = ", ".join(map(str, shape))
     made = re.compile(rf'^\s*(\w+): "\w+\[{re.escape(dims)}\].* = (torch\.ops\.[\w.]+)')
     found = [(m.group(2), line) for line in text.splitlines() if (m := made.match(line))]

@@ -1,6 +1,4 @@
-"""outline_layers: equal layers become calls of one subgraph; what cannot be cut out stays, and
-order is kept.
-"""
+"""outline_layers: equal layers become calls of one subgraph; order is kept, the rest stays."""
 
 import pytest
 import torch
@@ -105,9 +103,7 @@ class Halves(nn.Module):
 
 
 class Interleaved(Stack):
-    """What stands between the halves of a layer depends on the first and is needed by the
-    second.
-    """
+    """What stands between a layer's halves depends on the first; the second needs it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -290,9 +286,7 @@ def test_results_that_alias(layer):
 
 
 def test_layers_that_return_a_view_of_their_input():
-    """Inductor takes a subgraph's result for fresh memory and may write to it: here, to the
-    caller's input.
-    """
+    """Inductor takes a subgraph's result for fresh memory: here it might write to the input."""
     model, x = Stack(ReturnsInputView(), ReturnsInputView()), X.clone()
     wanted = model(X)
     got = torch.compile(model, backend=attn_ops, fullgraph=True)(x)

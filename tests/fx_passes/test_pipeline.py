@@ -1,6 +1,4 @@
-"""The pipeline: order, third parties' passes, the cache key, the user's own pass and options, and
-the records.
-"""
+"""The pipeline: order, third parties' passes, cache key, the user's pass and options, records."""
 
 import dataclasses
 

@@ -1,6 +1,4 @@
-"""share_products: what it merges, what it leaves alone, and that nothing but the count of
-products changes.
-"""
+"""share_products: what it merges and leaves alone; only the count of products changes."""
 
 import pytest
 import torch
@@ -85,6 +83,5 @@ def test_a_merged_model_has_one_product_a_group(make_model, make_prompts):
         got = torch.compile(model, backend=attn_ops, fullgraph=True)(**keywords).logits
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     assert recorder.matches()["share_products"] == 3  # k, v and up take the product of q and gate
-    assert (
-        sum(text.count("aten.mm.default(") for _, text in recorder.final_graphs) == 5
-    )  # qkv, o, gate_up, down, head
+    num_products = sum(text.count("aten.mm.default(") for _, text in recorder.final_graphs)
+    assert num_products == 5  # qkv, o, gate_up, down, head

@@ -1,6 +1,4 @@
-"""collapse_views: chains of views of a product become one view; what it leaves alone; outputs
-stay independent.
-"""
+"""collapse_views: chains of views of a product become one; what stays; outputs are independent."""
 
 import re
 

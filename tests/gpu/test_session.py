@@ -103,7 +103,8 @@ def test_200_random_batches_replayed_equal_eager(compiled, backend):
 def test_generation_equals_uncaptured(backend):
     """Requests arriving and leaving: captured and uncaptured sessions give the same tokens.
 
-    In float32 all of them; in bf16, where the split of the keys differs between the two, nearly all.
+    In float32 all of them; in bf16, where the split of the keys differs
+    between the two, nearly all.
     """
     torch._dynamo.reset()
     model = tiny_llama(dtype=torch.float32 if backend == "TRITON" else torch.bfloat16)

@@ -1,12 +1,12 @@
-"""TRITON: paged attention in two Triton kernels, one for any batch and one for single-token queries.
+"""TRITON: paged attention in two Triton kernels, for any batch and for single-token queries.
 
 | devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
 |---|---|---|---|---|---|---|
-| cuda, cpu | float16, bfloat16, float32 | 16, 32, 64, 80, 96, 112, 128, 192, 256 | 16 to 256 | yes | yes | always |
+| cuda, cpu | fp16, bf16, fp32 | 16, 32, 64-128 by 16, 192, 256 | 16-256 | yes | yes | always |
 
-Block sizes are powers of two. On a cpu the kernels run interpreted, for tests, and only with TRITON_INTERPRET=1.
-`prefill` takes any batch; `decode` takes batches whose queries are single tokens and splits their keys. This file
-imports no Triton: the first forward imports the kernels.
+Block sizes are powers of two. On a cpu the kernels run interpreted, for tests, and only with
+TRITON_INTERPRET=1. `prefill` takes any batch; `decode` takes batches whose queries are single
+tokens and splits their keys. This file imports no Triton: the first forward imports the kernels.
 
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
@@ -29,7 +29,8 @@ from attn_ops.metadata import (
 class TritonMetadataBuilder(AttentionMetadataBuilder):
     """Nothing to plan: the kernels find their work in query_start_loc and seq_lens.
 
-    A captured launch freezes num_reqs, max_seq_len (a hint for splitting keys) and whether max_query_len is 1.
+    A captured launch freezes num_reqs, max_seq_len (a hint for splitting keys) and
+    whether max_query_len is 1.
     """
 
     cudagraph_support = AttentionCGSupport.ALWAYS
@@ -46,7 +47,7 @@ def forward(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H]; strides are free but for contiguous heads.
+    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H]; strides free but for contiguous heads.
 
     Raises:
         ValueError: the backend does not support the tensors, the window or the cap.
@@ -62,11 +63,15 @@ def forward(
         return attend(q, kv_cache, meta.common, scale, sliding_window, soft_cap)
 
 
-def _check(q: torch.Tensor, kv_cache: torch.Tensor, sliding_window: int | None, soft_cap: float | None) -> None:
-    """Shapes and devices were checked by the operator; this is what this backend asks for beyond them."""
+def _check(
+    q: torch.Tensor, kv_cache: torch.Tensor, sliding_window: int | None, soft_cap: float | None
+) -> None:
+    """What this backend asks for beyond the shapes and devices that the operator has checked."""
     support = BACKEND.support
     if q.device.type == "cpu" and not _interpreted():
-        raise ValueError("device must be cuda unless TRITON_INTERPRET=1 is set, got cpu; supported: cuda")
+        raise ValueError(
+            "device must be cuda unless TRITON_INTERPRET=1 is set, got cpu; supported: cuda"
+        )
     for name, value, supported in (
         ("dtype of q", q.dtype, support.dtypes),
         ("dtype of kv_cache", kv_cache.dtype, (q.dtype,)),
@@ -76,7 +81,8 @@ def _check(q: torch.Tensor, kv_cache: torch.Tensor, sliding_window: int | None, 
         ("stride of kv_cache's last dimension", kv_cache.stride(4), (1,)),
     ):
         if value not in supported:
-            raise ValueError(f"{name} must be supported, got {value}; supported: {', '.join(map(str, supported))}")
+            names = ", ".join(map(str, supported))
+            raise ValueError(f"{name} must be supported, got {value}; supported: {names}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be None or at least 1, got {sliding_window}")
     if soft_cap is not None and soft_cap <= 0:
@@ -88,9 +94,13 @@ def _interpreted() -> bool:
 
 
 def _unavailable() -> str | None:
-    # Triton reads TRITON_INTERPRET when it is imported, so it is not imported before it can be of use.
+    # Triton reads TRITON_INTERPRET when it is imported, so it is not imported
+    # before it can be of use.
     if not torch.cuda.is_available() and not _interpreted():
-        return "TRITON needs a CUDA device; on a CPU its kernels only run interpreted, with TRITON_INTERPRET=1"
+        return (
+            "TRITON needs a CUDA device; on a CPU its kernels only run interpreted, "
+            "with TRITON_INTERPRET=1"
+        )
     try:
         importlib.import_module("triton")
     except ImportError as error:

@@ -1,11 +1,12 @@
-"""Paged attention for batches of single-token queries: keys are split over programs, then the parts are combined.
+"""Paged attention for single-token queries: keys split over programs, then the parts combined.
 
-A program owns a range of one request's own keys and the query heads that share a kv head, as the rows of its
-products. How many ranges a request is cut into the host decides from shapes and `max_seq_len`; where they lie the
-kernel computes from seq_lens, so a captured launch is right for other lengths (flash decoding, Dao et al. 2023).
+A program owns a range of one request's own keys and the query heads that share a kv head, as the
+rows of its products. How many ranges a request is cut into the host decides from shapes and
+`max_seq_len`; where they lie the kernel computes from seq_lens, so a captured launch is right for
+other lengths (flash decoding, Dao et al. 2023).
 
-T tokens, S requests, N query heads, K kv heads, G = N // K, H head size padded to a power of two, B block size,
-M rows of a program (HEADS, padded to a power of two), R ranges of keys.
+T tokens, S requests, N query heads, K kv heads, G = N // K, H head size padded to a power of two,
+B block size, M rows of a program (HEADS, padded to a power of two), R ranges of keys.
 """
 
 import functools
@@ -18,7 +19,7 @@ from attn_ops.backends.triton.prefill import Tiles, attend_tiles, score_constant
 from attn_ops.metadata import CommonAttentionMetadata
 
 PROGRAMS_PER_SM = 8
-"""Wanted at least: about four fit at a time, and the last wave should be a small part of the whole."""
+"""Wanted at least: about four fit at a time, and the last wave should be a small part of it all."""
 
 MIN_TOKENS_PER_SPLIT = 128
 """A shorter range costs more in the combining kernel than it saves."""
@@ -37,7 +38,7 @@ MAX_HEADS = 32
 def decode_kernel(
     out_ptr,  # [T, N, HEAD_SIZE] contiguous
     part_ptr,  # [S, N, R, HEAD_SIZE] float32 contiguous, if SPLIT
-    lse_ptr,  # [S, N, R] float32 contiguous, base 2, if SPLIT; -inf marks a part that is empty and not written
+    lse_ptr,  # [S, N, R] float32 contiguous, base 2, if SPLIT; -inf: the part is empty, not written
     q_ptr,  # [T, N, HEAD_SIZE]
     kv_ptr,  # [P, 2, B, K, HEAD_SIZE]
     query_start_loc_ptr,  # [S + 1] int32
@@ -105,7 +106,9 @@ def decode_kernel(
     end = tl.minimum(begin + split_len, seq_len)
 
     q_MH = tl.load(
-        q_ptr + row * stride_q_row + (head_M * stride_q_head)[:, None] + h_H[None, :], mask=mask_MH, other=0.0
+        q_ptr + row * stride_q_row + (head_M * stride_q_head)[:, None] + h_H[None, :],
+        mask=mask_MH,
+        other=0.0,
     )
     if WIDEN:
         q_MH = q_MH.to(tl.float32)
@@ -117,8 +120,8 @@ def decode_kernel(
         tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
         q_MH, position_M, k_ptr, k_ptr + stride_kv, table_ptr, seq_len, begin, end,
-        stride_block, stride_token, score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
-        False, HAS_WINDOW, HAS_SOFT_CAP, MASKED=True,
+        stride_block, stride_token, score_scale, soft_cap, window,
+        HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, False, HAS_WINDOW, HAS_SOFT_CAP, MASKED=True,
     )  # fmt: skip
     total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
     result_MH = acc_MH / total_M[:, None]
@@ -132,7 +135,9 @@ def decode_kernel(
         tl.store(out_ptr_MH, result_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_start_loc_ptr"])
+@triton.jit(
+    do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_start_loc_ptr"]
+)
 def combine_kernel(
     out_ptr,  # [T, N, HEAD_SIZE] contiguous
     part_ptr,  # [S, N, R, HEAD_SIZE] float32 contiguous
@@ -168,7 +173,7 @@ def combine_kernel(
 
 
 def decode_tiles(padded_head_size: int, dtype: torch.dtype) -> Tiles:
-    """Small enough that several programs of an SM load at a time; which is fastest has not been measured."""
+    """Small enough that several programs of an SM load at a time; the fastest is not measured."""
     if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         return Tiles(MAX_HEADS, 32, 4, 1) if padded_head_size <= 64 else Tiles(MAX_HEADS, 16, 8, 1)
     return Tiles(MAX_HEADS, 64 if padded_head_size <= 128 else 32, 4, 3)
@@ -177,7 +182,9 @@ def decode_tiles(padded_head_size: int, dtype: torch.dtype) -> Tiles:
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of `device`; 1 for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def choose_num_splits(num_programs: int, max_keys: int, multiprocessors: int) -> int:
@@ -201,12 +208,14 @@ def decode_attention(
     soft_cap: float | None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; no query of the batch is longer than one token.
+    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous.
 
-    `num_splits` overrides the choice, 1 to MAX_SPLITS.
+    No query of the batch is longer than one token. `num_splits` overrides
+    the choice, 1 to MAX_SPLITS.
     """
     (num_rows, num_heads, head_size), (_, _, block_size, num_kv_heads, _) = q.shape, kv_cache.shape
-    num_reqs, group, padded_head_size = common.num_reqs, num_heads // num_kv_heads, triton.next_power_of_2(head_size)
+    num_reqs, group = common.num_reqs, num_heads // num_kv_heads
+    padded_head_size = triton.next_power_of_2(head_size)
     tiles = decode_tiles(padded_head_size, q.dtype)
     heads = min(group, tiles.rows)
     head_tiles = num_kv_heads * triton.cdiv(group, heads)
@@ -218,7 +227,9 @@ def decode_attention(
     split = num_splits > 1
     part = lse = out  # not read unless split
     if split:
-        part = torch.empty(num_reqs, num_heads, num_splits, head_size, dtype=torch.float32, device=q.device)
+        part = torch.empty(
+            num_reqs, num_heads, num_splits, head_size, dtype=torch.float32, device=q.device
+        )
         lse = torch.empty(num_reqs, num_heads, num_splits, dtype=torch.float32, device=q.device)
     decode_kernel[(max(num_reqs, num_rows), head_tiles, num_splits)](
         out,

@@ -1,11 +1,11 @@
-"""Paged attention for any number of query rows per request: one kernel takes a whole batch, prefill and decode mixed.
+"""Paged attention for any number of query rows per request: one kernel for a whole mixed batch.
 
-A program owns BLOCK_Q query rows of one request and the query heads that share a kv head, stacked as the rows of its
-products, so that a key tile is read once for all of them. The grid comes from shapes alone; which request a program
-serves it finds in query_start_loc.
+A program owns BLOCK_Q query rows of one request and the query heads that share a kv head, stacked
+as the rows of its products, so that a key tile is read once for all of them. The grid comes from
+shapes alone; which request a program serves it finds in query_start_loc.
 
-T tokens, S requests, N query heads, K kv heads, G = N // K, H head size padded to a power of two, B block size,
-C keys of a tile, M rows of a program (BLOCK_Q x HEADS, padded to a power of two).
+T tokens, S requests, N query heads, K kv heads, G = N // K, H head size padded to a power of two,
+B block size, C keys of a tile, M rows of a program (BLOCK_Q x HEADS, padded to a power of two).
 """
 
 import functools
@@ -47,7 +47,7 @@ def attend_tiles(
     HAS_SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,  # False: the caller knows that every row sees every key of begin..end
 ):
-    """Streaming softmax over key tiles, base 2, in float32: returns (acc_MH, max_M, sum_M), acc not yet normalized."""
+    """Streaming softmax over key tiles, base 2, float32: acc_MH (not normalized), max_M, sum_M."""
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     if HEAD_SIZE == PADDED_HEAD_SIZE:  # a constant mask: the load is then unpredicated
         stored_H = tl.full([PADDED_HEAD_SIZE], 1, tl.int1)
@@ -55,16 +55,21 @@ def attend_tiles(
         stored_H = h_H < HEAD_SIZE
     for start in range(begin, end, TILE):
         key_C = start + tl.arange(0, TILE)
-        # Slots past seq_len may hold NaN, which a zero weight would not silence: they are never loaded.
+        # Slots past seq_len may hold NaN, which a zero weight would not
+        # silence: they are never loaded.
         if MASKED:
             valid_C = key_C < seq_len
         else:
             valid_C = tl.full([TILE], 1, tl.int1)
         block_C = tl.load(table_ptr + key_C // BLOCK_SIZE, mask=valid_C, other=0)
         offset_C = block_C.to(tl.int64) * stride_block + (key_C % BLOCK_SIZE) * stride_token
-        k_HC = tl.load(k_ptr + offset_C[None, :] + h_H[:, None], mask=valid_C[None, :] & stored_H[:, None], other=0.0)
+        k_HC = tl.load(
+            k_ptr + offset_C[None, :] + h_H[:, None],
+            mask=valid_C[None, :] & stored_H[:, None],
+            other=0.0,
+        )
         score_MC = tl.dot(q_MH, k_HC.to(q_MH.dtype), input_precision="ieee") * score_scale
-        if HAS_SOFT_CAP:  # soft_cap * tanh(x), where score_scale holds the 2 * log2(e) of tanh's exponential
+        if HAS_SOFT_CAP:  # soft_cap * tanh(x); score_scale holds 2 * log2(e) of tanh's exponential
             score_MC = soft_cap * (1.0 - 2.0 / (tl.exp2(score_MC) + 1.0))
         if MASKED:
             visible_MC = valid_C[None, :]
@@ -80,9 +85,15 @@ def attend_tiles(
         weight_MC = tl.exp2(score_MC - base_M[:, None])
         rescale_M = tl.exp2(max_M - base_M)
         sum_M = sum_M * rescale_M + tl.sum(weight_MC, 1)
-        v_CH = tl.load(v_ptr + offset_C[:, None] + h_H[None, :], mask=valid_C[:, None] & stored_H[None, :], other=0.0)
+        v_CH = tl.load(
+            v_ptr + offset_C[:, None] + h_H[None, :],
+            mask=valid_C[:, None] & stored_H[None, :],
+            other=0.0,
+        )
         weight_MC = weight_MC.to(v_CH.dtype).to(q_MH.dtype)
-        acc_MH = tl.dot(weight_MC, v_CH.to(q_MH.dtype), acc_MH * rescale_M[:, None], input_precision="ieee")
+        acc_MH = tl.dot(
+            weight_MC, v_CH.to(q_MH.dtype), acc_MH * rescale_M[:, None], input_precision="ieee"
+        )
         max_M = new_max_M
     return acc_MH, max_M, sum_M
 
@@ -91,7 +102,8 @@ def attend_tiles(
 def find_request(query_start_loc_ptr, program, num_reqs, BLOCK_Q: tl.constexpr):
     """Largest r in 0..S with query_start_loc[r] // BLOCK_Q + r <= program.
 
-    Request r thus owns at least ceil(length / BLOCK_Q) programs, and r == S owns the rows behind the last request.
+    Request r thus owns at least ceil(length / BLOCK_Q) programs, and r == S owns the
+    rows behind the last request.
     """
     low = 0
     high = num_reqs
@@ -104,8 +116,9 @@ def find_request(query_start_loc_ptr, program, num_reqs, BLOCK_Q: tl.constexpr):
     return low
 
 
-# Batch sizes and the width of the block table change from step to step; specializing on them would recompile.
-# Strides of q and the cache are geometry, and their divisibility by 16 is what makes loads 16 bytes wide.
+# Batch sizes and the width of the block table change from step to step; specializing on them
+# would recompile. Strides of q and the cache are geometry, and their divisibility by 16 is what
+# makes loads 16 bytes wide.
 @triton.jit(
     do_not_specialize=["stride_table", "num_reqs", "num_rows", "window"],
     do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "table_ptr"],
@@ -149,7 +162,8 @@ def prefill_kernel(
     kv_head = tl.program_id(1) // HEAD_TILES
     head_tile = tl.program_id(1) % HEAD_TILES
 
-    # Rows behind the last request are request S, whose sequence is empty: they come out zero like any empty one.
+    # Rows behind the last request are request S, whose sequence is empty: they come out
+    # zero like any empty one.
     request = find_request(query_start_loc_ptr, program, num_reqs, BLOCK_Q)
     row_begin = tl.load(query_start_loc_ptr + request)
     row_end = tl.load(query_start_loc_ptr + request + 1, mask=request < num_reqs, other=num_rows)
@@ -168,13 +182,15 @@ def prefill_kernel(
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
     q_MH = tl.load(
-        q_ptr + (row_M * stride_q_row + head_M * stride_q_head)[:, None] + h_H[None, :], mask=mask_MH, other=0.0
+        q_ptr + (row_M * stride_q_row + head_M * stride_q_head)[:, None] + h_H[None, :],
+        mask=mask_MH,
+        other=0.0,
     )
     if WIDEN:
         q_MH = q_MH.to(tl.float32)
 
-    # Positions of the program's first and last row bound the keys that any row sees (begin..end) and those that all
-    # rows see (all_begin..all_end), which need no mask.
+    # Positions of the program's first and last row bound the keys that any row sees (begin..end)
+    # and those that all rows see (all_begin..all_end), which need no mask.
     context = seq_len - query_len
     position_M = context + query_M
     first_position = context + first
@@ -188,7 +204,8 @@ def prefill_kernel(
         all_end = tl.maximum(first_position + 1, 0) // TILE * TILE
     if HAS_WINDOW:
         begin = tl.maximum(first_position - window + 1, 0) // TILE * TILE
-        all_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE) * TILE, all_end)
+        all_begin = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE) * TILE
+        all_begin = tl.minimum(all_begin, all_end)
 
     k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
     v_ptr = k_ptr + stride_kv
@@ -198,19 +215,19 @@ def prefill_kernel(
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     if HAS_WINDOW:
         acc_MH, max_M, sum_M = attend_tiles(
-            acc_MH, max_M, sum_M, q_MH, position_M, k_ptr, v_ptr, table_ptr, seq_len, begin, all_begin,
-            stride_block, stride_token, score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
-            CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, MASKED=True,
+            acc_MH, max_M, sum_M, q_MH, position_M, k_ptr, v_ptr, table_ptr, seq_len,
+            begin, all_begin, stride_block, stride_token, score_scale, soft_cap, window, HEAD_SIZE,
+            PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, MASKED=True,
         )  # fmt: skip
     acc_MH, max_M, sum_M = attend_tiles(
-        acc_MH, max_M, sum_M, q_MH, position_M, k_ptr, v_ptr, table_ptr, seq_len, all_begin, all_end,
-        stride_block, stride_token, score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
-        CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, MASKED=False,
+        acc_MH, max_M, sum_M, q_MH, position_M, k_ptr, v_ptr, table_ptr, seq_len,
+        all_begin, all_end, stride_block, stride_token, score_scale, soft_cap, window, HEAD_SIZE,
+        PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, MASKED=False,
     )  # fmt: skip
     acc_MH, max_M, sum_M = attend_tiles(
-        acc_MH, max_M, sum_M, q_MH, position_M, k_ptr, v_ptr, table_ptr, seq_len, all_end, end,
-        stride_block, stride_token, score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
-        CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, MASKED=True,
+        acc_MH, max_M, sum_M, q_MH, position_M, k_ptr, v_ptr, table_ptr, seq_len,
+        all_end, end, stride_block, stride_token, score_scale, soft_cap, window, HEAD_SIZE,
+        PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, MASKED=True,
     )  # fmt: skip
     out_MH = acc_MH / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
     out_ptr_MH = out_ptr + ((row_M * NUM_HEADS + head_M) * HEAD_SIZE)[:, None] + h_H[None, :]
@@ -227,7 +244,7 @@ class Tiles(NamedTuple):
 
 
 def prefill_tiles(padded_head_size: int, dtype: torch.dtype, shared_bytes: int) -> Tiles:
-    """Largest that the compiler keeps in registers on Hopper; which of these is fastest has not been measured."""
+    """Largest that the compiler keeps in registers on Hopper; the fastest is not measured."""
     if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         return Tiles(32, 32, 4, 1) if padded_head_size <= 64 else Tiles(32, 16, 8, 1)
     if padded_head_size <= 128:
@@ -238,11 +255,16 @@ def prefill_tiles(padded_head_size: int, dtype: torch.dtype, shared_bytes: int) 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may take on `device`; 0 for the interpreter."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def score_constants(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """(score_scale, soft_cap) as `attend_tiles` reads them: base 2, and tanh(x) as 1 - 2 / (exp2(2 x log2 e) + 1)."""
+    """(score_scale, soft_cap) as `attend_tiles` reads them.
+
+    Exponentials are base 2, and tanh(x) is 1 - 2 / (exp2(2 x log2 e) + 1).
+    """
     log2_e = math.log2(math.e)
     if soft_cap is None:
         return scale * log2_e, 0.0
@@ -250,7 +272,7 @@ def score_constants(scale: float, soft_cap: float | None) -> tuple[float, float]
 
 
 def widened(dtype: torch.dtype) -> bool:
-    """Whether products must be in float32: the interpreter stores bfloat16 as integers and multiplies these."""
+    """Whether products must be float32: the interpreter multiplies bfloat16 as stored integers."""
     return dtype == torch.bfloat16 and knobs.runtime.interpret
 
 
@@ -262,7 +284,10 @@ def prefill_attention(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous. Of the batch's ints only max_query_len is read."""
+    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous.
+
+    Of the batch's ints only max_query_len is read.
+    """
     (num_rows, num_heads, head_size), (_, _, block_size, num_kv_heads, _) = q.shape, kv_cache.shape
     group, padded_head_size = num_heads // num_kv_heads, triton.next_power_of_2(head_size)
     tiles = prefill_tiles(padded_head_size, q.dtype, shared_memory(q.device))
@@ -270,7 +295,8 @@ def prefill_attention(
     heads = min(group, block_m)
     score_scale, cap = score_constants(scale, soft_cap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    grid = (num_rows // (block_m // heads) + common.num_reqs + 1, num_kv_heads * triton.cdiv(group, heads))
+    num_row_tiles = num_rows // (block_m // heads) + common.num_reqs + 1
+    grid = (num_row_tiles, num_kv_heads * triton.cdiv(group, heads))
     prefill_kernel[grid](
         out,
         q,

@@ -1,4 +1,4 @@
-"""The Triton kernels against the float64 oracle; without a GPU they run through Triton's interpreter.
+"""The Triton kernels against the float64 oracle; without a GPU they run interpreted.
 
 T tokens, S requests, N query heads, K kv heads, H head size, P blocks, B block size.
 """
@@ -12,9 +12,17 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which happens in the first forward
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when triton is imported, which happens in the first forward
 
-from attn_ops import AttentionCGSupport, AttentionSpec, CommonAttentionMetadata, attention, select_backend
+from attn_ops import (
+    AttentionCGSupport,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    attention,
+    select_backend,
+)
 from attn_ops.backends import registry
 from attn_ops.backends.torch_backend import reference_attention
 from attn_ops.backends.triton import BACKEND
@@ -28,7 +36,7 @@ DECODE = ([1, 1, 0, 1, 1], [1, 70, 9, 0, 203])
 
 @pytest.fixture(autouse=True)
 def uninitialized_memory_is_nan():
-    """`torch.empty` fills with NaN in deterministic mode, so a row that no kernel writes is seen."""
+    """`torch.empty` fills with NaN in deterministic mode: a row that no kernel writes is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -46,15 +54,19 @@ def make_case(
 ) -> tuple[torch.Tensor, torch.Tensor, CommonAttentionMetadata]:
     """q [T, N, H], kv_cache [P, 2, B, K, H] and the batch.
 
-    Blocks are shuffled; every slot that no request has filled is NaN, and so are the padding rows of q. A seq_len of
-    0 with a query row is the padding request of a captured batch.
+    Blocks are shuffled; every slot that no request has filled is NaN, and so are the padding rows
+    of q. A seq_len of 0 with a query row is the padding request of a captured batch.
     """
     generator = torch.Generator().manual_seed(0)
     query_lens, seq_lens = lengths
     width = max([1, *(-(-n // block_size) for n in seq_lens)]) + 1
     num_blocks = len(seq_lens) * width + 1
-    table_SM = (torch.randperm(num_blocks - 1, generator=generator) + 1).int().view(len(seq_lens), width)
-    kv_P2BKH = torch.full((num_blocks, 2, block_size, num_kv_heads, head_size), float("nan"), dtype=dtype)
+    table_SM = (
+        (torch.randperm(num_blocks - 1, generator=generator) + 1).int().view(len(seq_lens), width)
+    )
+    kv_P2BKH = torch.full(
+        (num_blocks, 2, block_size, num_kv_heads, head_size), float("nan"), dtype=dtype
+    )
     for request, num_cached in enumerate(seq_lens):
         for token in range(num_cached):
             block = table_SM[request, token // block_size]
@@ -72,7 +84,9 @@ def make_case(
         num_padded_tokens=num_rows,
     )
     seq_cpu = torch.tensor(seq_lens, dtype=torch.int32)
-    common = dataclasses.replace(common, seq_lens=seq_cpu.to(DEVICE), seq_lens_cpu=seq_cpu, causal=causal)
+    common = dataclasses.replace(
+        common, seq_lens=seq_cpu.to(DEVICE), seq_lens_cpu=seq_cpu, causal=causal
+    )
     return q_TNH.to(DEVICE), kv_P2BKH.to(DEVICE), common
 
 
@@ -86,14 +100,15 @@ def run(q, kv_cache, common, **options) -> torch.Tensor:
 
 
 def assert_right(out_TNH: torch.Tensor, q, kv_cache, common, **options) -> None:
-    """Within TOLERANCE of the float64 oracle in relative error norm; rows of no request, or an empty one, are zero."""
+    """Within TOLERANCE of the float64 oracle in relative error norm; rows without keys are zero."""
     wanted_TNH = reference_attention(q, kv_cache, common, q.shape[2] ** -0.5, **options)
     error = (out_TNH.double() - wanted_TNH).norm() / wanted_TNH.norm()
     assert error <= TOLERANCE[q.dtype], f"relative error {error:.2e}"
     empty_T = (wanted_TNH == 0).flatten(1).all(1)
     assert empty_T[common.num_actual_tokens :].all()
     assert (out_TNH[empty_T] == 0).all()
-    assert out_TNH.is_contiguous() and out_TNH.dtype == q.dtype
+    assert out_TNH.is_contiguous()
+    assert out_TNH.dtype == q.dtype
 
 
 @pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
@@ -142,7 +157,9 @@ def test_splits_of_decode(num_splits, sliding_window, dtype):
     from attn_ops.backends.triton.decode import decode_attention
 
     q, kv_cache, common = make_case(DECODE, 8, 2, 80, dtype=dtype)
-    out = decode_attention(q, kv_cache, common, 80**-0.5, sliding_window, None, num_splits=num_splits)
+    out = decode_attention(
+        q, kv_cache, common, 80**-0.5, sliding_window, None, num_splits=num_splits
+    )
     assert_right(out, q, kv_cache, common, sliding_window=sliding_window)
 
 
@@ -161,7 +178,7 @@ def test_padding_rows_are_zero(lengths, num_padding_rows):
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_replayed_lengths_come_from_the_device(kind):
-    """Under replay the host's ints and mirrors are those of the capture: only the device tensors may count."""
+    """Under replay the host's ints and mirrors are the capture's: only device tensors may count."""
     captured = {"prefill": ([40, 9, 6], [200, 90, 6]), "decode": ([1, 1, 1], [200, 90, 6])}[kind]
     replayed = {"prefill": ([3, 30, 0], [3, 200, 0]), "decode": ([1, 1, 0], [3, 170, 0])}[kind]
     q, kv_cache, now = make_case(replayed, num_padding_rows=sum(captured[0]) - sum(replayed[0]))
@@ -178,14 +195,18 @@ def test_replayed_lengths_come_from_the_device(kind):
 @pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
 def test_strided_inputs(lengths):
     q, kv_cache, common = make_case(lengths, 4, 2)
-    merged_TNH = torch.cat([torch.full_like(q, float("nan")), q, q], dim=1)  # as a slice of a merged qkv product
+    merged_TNH = torch.cat(
+        [torch.full_like(q, float("nan")), q, q], dim=1
+    )  # as a slice of a merged qkv product
     kv_2PKBH = kv_cache.permute(1, 0, 3, 2, 4).contiguous()
     out = run(merged_TNH[:, 4:8], kv_2PKBH.permute(1, 0, 3, 2, 4), common)
     assert_right(out, q, kv_cache, common)
 
 
 @pytest.mark.parametrize(
-    "lengths", [([], []), ([0, 0], [0, 40]), ([1], [1]), ([33], [33])], ids=["none", "idle", "one", "prompt"]
+    "lengths",
+    [([], []), ([0, 0], [0, 40]), ([1], [1]), ([33], [33])],
+    ids=["none", "idle", "one", "prompt"],
 )
 @pytest.mark.parametrize("num_padding_rows", [0, 2])
 def test_smallest_batches(lengths, num_padding_rows):
@@ -208,12 +229,24 @@ def test_number_of_splits():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, kv, o: (q.double(), kv, o), "q must have the cache's dtype torch.float32, got torch.float64"),
-        (lambda q, kv, o: (q, kv.half(), o), "q must have the cache's dtype torch.float16, got torch.float32"),
+        (
+            lambda q, kv, o: (q.double(), kv, o),
+            "q must have the cache's dtype torch.float32, got torch.float64",
+        ),
+        (
+            lambda q, kv, o: (q, kv.half(), o),
+            "q must have the cache's dtype torch.float16, got torch.float32",
+        ),
         (lambda q, kv, o: (q[..., :8], kv[..., :8], o), "head_size must be supported, got 8"),
         (lambda q, kv, o: (q, kv[:, :, :8], o), "block_size must be supported, got 8"),
-        (lambda q, kv, o: (q.transpose(1, 2).contiguous().transpose(1, 2), kv, o), "stride of q's last dimension"),
-        (lambda q, kv, o: (q, kv, {"sliding_window": 0}), "sliding_window must be None or at least 1, got 0"),
+        (
+            lambda q, kv, o: (q.transpose(1, 2).contiguous().transpose(1, 2), kv, o),
+            "stride of q's last dimension",
+        ),
+        (
+            lambda q, kv, o: (q, kv, {"sliding_window": 0}),
+            "sliding_window must be None or at least 1, got 0",
+        ),
         (lambda q, kv, o: (q, kv, {"soft_cap": 0.0}), "soft_cap must be None or above 0, got 0.0"),
     ],
 )
@@ -252,8 +285,12 @@ print(BACKEND.unavailable())
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", code]
-    without = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    without = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert without.startswith("TRITON needs a CUDA device")
     environment["TRITON_INTERPRET"] = "1"
-    without = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    without = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert without.startswith("triton must be installed")

@@ -10,8 +10,12 @@ try:  # torch 2.11 to 2.14
     from torch._library.opaque_object import register_opaque_type
     from torch._opaque_base import OpaqueBase
 except ImportError:  # torch 2.15 and later
-    from torch._custom_class_base import CustomClassBase as OpaqueBase
-    from torch._library.custom_class import register_custom_class
+    from torch._custom_class_base import (  # pyright: ignore[reportMissingImports]
+        CustomClassBase as OpaqueBase,
+    )
+    from torch._library.custom_class import (  # pyright: ignore[reportMissingImports]
+        register_custom_class,
+    )
 
     def register_opaque_type(cls: type, *, typ: str) -> None:
         register_custom_class(cls, typ="symbolic" if typ == "reference" else typ)

@@ -71,6 +71,7 @@ class PagedKVCache:
         if num_tokens is not None:
             num_blocks = -(-num_tokens // block_size) + 1
         else:
+            assert memory_bytes is not None, "one of the two is given, as checked above"
             num_blocks = memory_bytes // self.bytes_per_block
         if num_blocks < 2:
             raise ValueError(

@@ -5,7 +5,7 @@ Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeli
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._functorch.config as functorch_config
@@ -49,7 +49,7 @@ def attn_ops(
     run_dynamo_stage(gm, config)
 
     def compile_piece(piece: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_fx(piece, inputs, config_patches=patches)
+        return cast(Callable[..., Any], compile_fx(piece, inputs, config_patches=patches))
 
     # AOTAutograd's own cache would skip our passes and with them their counts; Inductor's
     # cache behind it stays on.

@@ -49,6 +49,6 @@ class Pass(abc.ABC):
         """Source of the pass's module; part of the compile cache's key."""
         module = inspect.getmodule(type(self))
         try:
-            return inspect.getsource(module)
+            return inspect.getsource(module or type(self))
         except (OSError, TypeError):  # defined at a prompt
             return f"{type(self).__module__}.{type(self).__qualname__}"

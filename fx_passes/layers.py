@@ -64,6 +64,7 @@ class OutlineLayers(Pass):
             if len(regions) < 2:
                 self.skip(f"{regions[0].path}: no other layer is equal to it")
                 continue
+            assert owner is not None, "the graph of the dynamo stage belongs to a module"
             name = next(n for i in itertools.count() if not hasattr(owner, n := f"layer_{i}"))
             owner.add_module(name, regions[0].refreshed().subgraph())
             for region in regions:

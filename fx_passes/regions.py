@@ -10,7 +10,7 @@ per piece runs them. See docs/decisions.md for the compile times of this, of
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -165,7 +165,7 @@ def _mutated_arguments(node: Node) -> list[Node]:
         schema = node.target._schema.arguments
         given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
         names = [a.name for a in schema if a.alias_info and a.alias_info.is_write]
-        return [given[n] for n in names if isinstance(given.get(n), Node)]
+        return [a for n in names if isinstance(a := given.get(n), Node)]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return list(node.all_input_nodes)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -216,7 +216,7 @@ def _outline_rest(gm: GraphModule) -> None:
 
 def _hands_out(node: Node) -> bool:
     """Whether the node only takes one result of a call apart."""
-    return node.target is operator.getitem and node.args[0].op == "call_module"
+    return node.target is operator.getitem and cast(Node, node.args[0]).op == "call_module"
 
 
 def _compile_isolated(

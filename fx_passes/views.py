@@ -1,5 +1,7 @@
 """Let q, k and v reach attention as plain views of the projection that computed them."""
 
+from typing import cast
+
 import torch
 from torch.fx import Graph, Node
 
@@ -52,7 +54,7 @@ class CollapseViews(Pass):
 
     def _drop_copy(self, graph: Graph, node: Node) -> bool:
         """A clone that changes neither strides nor owner: nothing mutates its source."""
-        source = node.args[0]
+        source = _source(node)
         if _reaches_output(node):  # two outputs of the graph would become one tensor
             return False
         if (
@@ -138,9 +140,14 @@ class _RowCount:
             self.graph.erase_node(self.node)
 
 
+def _source(node: Node) -> Node:
+    """The tensor that a view or a copy reads."""
+    return cast(Node, node.args[0])
+
+
 def _root(node: Node) -> Node:
     while node.op == "call_function" and node.target in VIEWS:
-        node = node.args[0]
+        node = _source(node)
     return node
 
 
@@ -148,7 +155,7 @@ def _steps(node: Node) -> list[Node]:
     steps = []
     while node.op == "call_function" and node.target in VIEWS:
         steps.append(node)
-        node = node.args[0]
+        node = _source(node)
     return steps
 
 
@@ -180,5 +187,5 @@ def _plain(size: int | torch.SymInt) -> object:
 
 def _offset(value: torch.Tensor, base: torch.Tensor) -> int | None:
     """Elements between the storage starts of the two; None if it is not a number."""
-    offset = _plain(value.storage_offset()), _plain(base.storage_offset())
-    return offset[0] - offset[1] if all(isinstance(o, int) for o in offset) else None
+    end, begin = _plain(value.storage_offset()), _plain(base.storage_offset())
+    return end - begin if isinstance(end, int) and isinstance(begin, int) else None

@@ -49,7 +49,6 @@ def run(
         raise ValueError("prompts must hold at least one prompt, got none")
     options = _session_options(prompts, max_new_tokens, backend)
     eager = DecodeSession(subject, cudagraph_mode=CUDAGraphMode.NONE, **options)
-    _check_positions(subject, options["max_tokens"])
     compiled = torch.compile(subject, backend=fx_passes.attn_ops, fullgraph=True)
     session = LogitsSession(compiled, **options)
     with dump(dump_directory) if dump_directory is not None else contextlib.nullcontext():
@@ -135,14 +134,6 @@ def _session_options(
         "max_tokens_per_step": max(batch, longest // 3),
         "backend": backend,
     }
-
-
-def _check_positions(model: Any, max_tokens: int) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and max_tokens > limit:
-        raise ValueError(
-            f"prompt and max_new_tokens must fit the model's {limit} positions, got {max_tokens}"
-        )
 
 
 def _step_ms(session: DecodeSession, max_new_tokens: int, num_steps: int = 20) -> float | None:

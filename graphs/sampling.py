@@ -22,7 +22,7 @@ def sample(
     best_S = argmax(logits)
     if greedy:
         return best_S
-    safe_S1 = torch.where(temperature > 0, temperature, torch.ones_like(temperature)).unsqueeze(1)
+    safe_S1 = torch.where(temperature > 0, temperature.clamp(min=1e-5), 1.0).unsqueeze(1)
     probs_SV = torch.softmax(logits.float() / safe_S1, dim=-1)
     race_SV = torch.empty_like(probs_SV).exponential_(generator=generator).clamp_(min=1e-20)
     return torch.where(temperature > 0, (probs_SV / race_SV).argmax(dim=-1), best_S)

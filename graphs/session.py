@@ -8,16 +8,17 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.fx.experimental._config as symbolic_shapes_config
 from tqdm import tqdm
 
 from attn_ops import AttentionCGSupport, PagedKVCache, select_backend
-from attn_ops.integrations.transformers import attention_specs
+from attn_ops.integrations.merged import check_merged
+from attn_ops.integrations.transformers import attention_specs, check_lengths, dynamic_batch
 from fx_passes.backend import start_compile_workers
 from fx_passes.observe import Recorder, recorders, recording
+from graphs.admission import check_positive, checked_request, stop_list
 from graphs.batch import StepTensors
 from graphs.capture import DecodeGraphs
 from graphs.collector import paused_collector
@@ -68,14 +69,16 @@ class DecodeSession:
         capture_sizes: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
-        _check_positive(max_batch_size=max_batch_size, max_tokens=max_tokens)
-        _check_positive(max_tokens_per_step=max_tokens_per_step)
+        check_positive(max_batch_size=max_batch_size, max_tokens=max_tokens)
+        check_positive(max_tokens_per_step=max_tokens_per_step, block_size=block_size)
         mode = CUDAGraphMode.parse(cudagraph_mode)
         self.model = model
-        self.original = getattr(model, "_orig_mod", model)
+        self.original: Any = getattr(model, "_orig_mod", model)
         self.vocab_size = self.original.config.get_text_config().vocab_size
         self.device = next(self.original.parameters()).device
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
+        check_lengths(self.original, max_tokens)
+        check_merged(self.original)
         self.specs = attention_specs(self.original)
         self.backend_selection = select_backend(
             self.specs, block_size=block_size, device=self.device, backend=backend
@@ -137,7 +140,7 @@ class DecodeSession:
         return request.id
 
     def result(self, request_id: int) -> Generation | None:
-        """The result of a finished request, None while it runs.
+        """The result of a finished request, None while it runs; kept until `discard`.
 
         Raises:
             ValueError: no request has that id.
@@ -162,21 +165,35 @@ class DecodeSession:
         Arguments and errors as in `add`. A prompt that is refused refuses the call before
         anything is queued.
         """
-        eos = [eos] if isinstance(eos, int) else list(eos or ())
+        eos = stop_list(eos)
         checked = [self._request(p, max_new_tokens, temperature, eos) for p in prompts]
         keywords = {"temperature": temperature, "eos": eos}
         ids = [self.add(request.prompt, max_new_tokens, **keywords) for request in checked]
         bar = tqdm(total=len(ids), desc="generate", unit="request", disable=None, leave=False)
-        with bar:
-            remaining = set(ids)
-            while remaining:
-                done = {o.request_id for o in self.step() if o.finish_reason} & remaining
-                remaining -= done
-                bar.update(len(done))
-        results = [self.result(i) for i in ids]
-        for i in ids:
-            del self._requests[i]
-        return results
+        try:
+            with bar:
+                remaining = set(ids)
+                while remaining:
+                    done = {o.request_id for o in self.step() if o.finish_reason} & remaining
+                    remaining -= done
+                    bar.update(len(done))
+            return [cast(Generation, self.result(i)) for i in ids]
+        finally:  # also when interrupted: nothing of this call stays behind
+            for i in ids:
+                self.discard(i)
+
+    def discard(self, request_id: int) -> None:
+        """Forget a request, finished or not; its blocks go back to the cache.
+
+        An unknown or discarded id changes nothing.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        if request in self.scheduler.running:
+            self.scheduler.finish(request)
+        elif request in self.scheduler.waiting:
+            self.scheduler.waiting.remove(request)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -217,7 +234,6 @@ class DecodeSession:
             if unseen:
                 self._compile_again()
             return
-        self._warm = True
         with recording(self.compile_record), self.counters.watching():
             self._compile()
         self.counters.warm()
@@ -226,6 +242,7 @@ class DecodeSession:
             for size in tqdm(sizes, desc="capture", disable=None, leave=False):
                 with torch.no_grad():
                     self.graphs.get(BatchDescriptor(size, sampling=False))
+        self._warm = True  # last: what was interrupted is done again
 
     def release(self) -> None:
         """Give captured graphs and their memory back; the session goes on uncaptured."""
@@ -243,32 +260,16 @@ class DecodeSession:
         temperature: float,
         eos: int | Iterable[int] | None,
     ) -> Request:
-        tokens = [int(t) for t in prompt]
-        if not tokens:
-            raise ValueError("prompt must hold at least one token, got an empty one")
-        if len(tokens) > self.max_tokens:
-            raise ValueError(
-                f"prompt must be at most max_tokens={self.max_tokens} long, "
-                f"got {len(tokens)} tokens"
-            )
-        bad = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
-        if bad is not None:
-            raise ValueError(
-                f"prompt must hold token ids from 0 to {self.vocab_size - 1}, got {bad}"
-            )
-        _check_positive(max_new_tokens=max_new_tokens)
-        if not (math.isfinite(temperature) and temperature >= 0):
-            raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
-        stops = frozenset([eos] if isinstance(eos, int) else (eos or ()))
-        request = Request(
-            self._next_id, tokens, max_new_tokens, float(temperature), stops, self.max_tokens
+        return checked_request(
+            self._next_id,
+            prompt,
+            max_new_tokens,
+            temperature,
+            eos,
+            vocab_size=self.vocab_size,
+            max_tokens=self.max_tokens,
+            cache_tokens=self.cache.num_usable_tokens,
         )
-        if request.longest > self.cache.num_usable_tokens:
-            raise ValueError(
-                "prompt and max_new_tokens must fit into the cache of "
-                f"{self.cache.num_usable_tokens} tokens, got {len(tokens)} and {max_new_tokens}"
-            )
-        return request
 
     def _resolve(self, mode: CUDAGraphMode) -> tuple[CUDAGraphMode, str]:
         """The mode that can be had, and why; a lowered mode is logged with what would change it."""
@@ -328,6 +329,7 @@ class DecodeSession:
         return output.logits[0]
 
     def _replay(self, step: list[Scheduled], num_reqs: int) -> torch.Tensor:
+        assert self.graphs is not None, "a step is replayed only while there are graphs"
         sampling = any(s.request.temperature > 0 for s in step)
         captured = self.graphs.get(BatchDescriptor(num_reqs, sampling))
         captured.tensors.fill(step, self._tables(step), self.cache.block_size)
@@ -380,19 +382,10 @@ class DecodeSession:
         # Clones, because Dynamo guards on the base of a view.
         fresh = {name: t.clone() for name, t in tensors.device.items()}
         tensors = dataclasses.replace(tensors, device=fresh)
-        sizes = {"input_ids": 1, "position_ids": 1, "slot_mapping": 0, "logits_indices": 0}
-        for name, dim in sizes.items():
-            torch._dynamo.mark_dynamic(fresh[name], dim)
-        # Without this, Dynamo takes a batch of one token for a special case and compiles it again.
-        one_is_no_special_case = symbolic_shapes_config.patch(backed_size_oblivious=True)
-        with torch.no_grad(), one_is_no_special_case, paused_collector():
+        batch = {name: fresh[name] for name in ("input_ids", "position_ids", "slot_mapping")}
+        first_call = dynamic_batch(**batch, logits_to_keep=fresh["logits_indices"])
+        with first_call, paused_collector(), torch.no_grad():
             self._run(tensors, max_query_len=1, max_seq_len=1, greedy=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.compile_seconds = time.perf_counter() - begin
-
-
-def _check_positive(**arguments: int) -> None:
-    for name, value in arguments.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive int, got {value!r}")

@@ -69,6 +69,12 @@ def unavailable() -> str | None:
     return None
 
 
+def _library() -> tuple[str, ModuleType]:
+    found = find_library()
+    assert found is not None, "FLASH_ATTN is selected only where a library was found"
+    return found
+
+
 def _window(spec_window: int | None) -> tuple[int, int]:
     """FlashAttention counts the keys to the left and right of the query's own; -1 is no limit."""
     return (-1, -1) if spec_window is None else (spec_window - 1, 0)
@@ -85,7 +91,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder):
     def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> torch.Tensor | None:
         if fa_version() != 3 or common.num_reqs == 0:
             return None
-        return find_library()[1].get_scheduler_metadata(
+        return _library()[1].get_scheduler_metadata(
             batch_size=common.num_reqs,
             max_seqlen_q=common.max_query_len,
             max_seqlen_k=common.max_seq_len,
@@ -127,7 +133,7 @@ def forward(
     spec = AttentionSpec(
         q.shape[1], kv_cache.shape[3], q.shape[2], q.dtype, sliding_window, soft_cap
     )
-    find_library()[1].flash_attn_varlen_func(
+    _library()[1].flash_attn_varlen_func(
         q=q,
         k=kv_cache[:, 0],
         v=kv_cache[:, 1],
@@ -155,7 +161,7 @@ def _upstream(
 
     Upstream FA2 has no ragged queries over a paged cache of small blocks, so it is refused.
     """
-    name, library = find_library()
+    name, library = _library()
     if name != "flash_attn_interface":
         raise ValueError(
             f"FLASH_ATTN library must have ragged paged attention, got {name}; "

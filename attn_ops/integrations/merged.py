@@ -8,6 +8,7 @@ in-place updates reach both.
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,11 +25,13 @@ class MergedSlice(nn.Linear):
     group one. Called in eager, it computes its own rows only.
     """
 
+    merged: "MergedWeights"
+
     def __init__(
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        merged: nn.Module,
+        merged: "MergedWeights",
         begin: int,
         end: int,
     ) -> None:
@@ -44,12 +47,23 @@ class MergedSlice(nn.Linear):
         merged = copy.deepcopy(self.merged, memo)
         rows = slice(self.begin, self.end)
         weight = nn.Parameter(merged.weight[rows], self.weight.requires_grad)
-        bias = (
-            None if self.bias is None else nn.Parameter(merged.bias[rows], self.bias.requires_grad)
-        )
+        bias = None
+        if self.bias is not None:
+            assert merged.bias is not None, "slices have a bias only where the merged weight has"
+            bias = nn.Parameter(merged.bias[rows], self.bias.requires_grad)
         twin = MergedSlice(weight, bias, merged, self.begin, self.end).train(self.training)
         memo[id(self)] = twin
         return twin
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load as ever; `assign=True` brings new tensors, which are merged again."""
+        super()._load_from_state_dict(*args, **kwargs)
+        rows = slice(self.begin, self.end)
+        for name in ("weight", "bias"):
+            mine, merged = getattr(self, name), getattr(self.merged, name)
+            if mine is not None and mine.data_ptr() != merged[rows].data_ptr():
+                merged[rows].copy_(mine.data)
+                mine.data = merged[rows]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
@@ -59,6 +73,9 @@ class MergedSlice(nn.Linear):
 
 class MergedWeights(nn.Module):
     """Holder of a group's merged weight and bias, kept out of the state dict."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         super().__init__()
@@ -83,7 +100,7 @@ def merge_projections(model: nn.Module) -> int:
         for name, layer in zip(names, layers, strict=True):
             end = begin + layer.out_features
             layer.weight.data = merged.weight[begin:end]
-            if layer.bias is not None:
+            if merged.bias is not None:
                 layer.bias.data = merged.bias[begin:end]
             setattr(parent, name, MergedSlice(layer.weight, layer.bias, merged, begin, end))
             begin = end
@@ -91,10 +108,22 @@ def merge_projections(model: nn.Module) -> int:
     return count
 
 
+def check_merged(model: nn.Module) -> None:
+    """Raise a ValueError if a merged weight and the layers' weights have been taken apart."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, MergedSlice):
+            rows = layer.merged.weight[layer.begin : layer.end]
+            if layer.weight.data_ptr() != rows.data_ptr():
+                raise ValueError(
+                    f"{name}.weight must be a view of its merged weight, got a tensor of its own; "
+                    "call merge_projections after moving or converting the model"
+                )
+
+
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     for parent in model.modules():
         for names in GROUPS:
-            layers = [getattr(parent, name, None) for name in names]
+            layers: list[Any] = [getattr(parent, name, None) for name in names]
             if all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers) and _alike(
                 layers
             ):

@@ -9,15 +9,19 @@ The model takes three more forward keywords, which Transformers hands down to ev
 Tokens of all requests stand in one row: input_ids and position_ids are [1, T].
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as symbolic_shapes_config
 
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
 from attn_ops.ops import attention, write_kv
 
 NAME = "attn_ops"
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def register() -> None:
@@ -43,7 +47,7 @@ def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: An
 
 
 def attention_forward(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -70,7 +74,11 @@ def attention_forward(
             f"attn_implementation='attn_ops', got {type(attn_metadata).__name__} and "
             f"{type(kv_caches).__name__}"
         )
-    _refuse_ignored(attention_mask, dropout, kwargs)
+    if len(kv_caches) <= module.layer_idx:
+        raise ValueError(
+            f"kv_caches must hold one cache a layer, got {len(kv_caches)} for {module.layer_idx}"
+        )
+    _refuse_ignored(module, attention_mask, dropout, kwargs)
     if query.shape[0] != 1:
         raise ValueError(
             f"input_ids must have shape [1, num_tokens], got a batch dimension of {query.shape[0]}"
@@ -88,7 +96,7 @@ def attention_forward(
 
 
 def _refuse_ignored(
-    attention_mask: torch.Tensor | None, dropout: float, extras: dict[str, Any]
+    module: Any, attention_mask: torch.Tensor | None, dropout: float, extras: dict[str, Any]
 ) -> None:
     """Raise a ValueError for what the operators do not compute, instead of wrong results."""
     if attention_mask is not None:
@@ -97,6 +105,8 @@ def _refuse_ignored(
         )
     if dropout:
         raise ValueError(f"dropout must be 0 (inference), got {dropout}; call model.eval()")
+    if extras.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError("is_causal must be True, got False; supported: causal attention")
     for name in ("s_aux", "position_bias"):
         if extras.get(name) is not None:
             raise ValueError(
@@ -105,7 +115,7 @@ def _refuse_ignored(
             )
 
 
-def attention_specs(model: torch.nn.Module) -> list[AttentionSpec]:
+def attention_specs(model: Any) -> list[AttentionSpec]:
     """Geometry of each attention layer of a Transformers model, in the order of `layer_idx`.
 
     Raises:
@@ -125,11 +135,69 @@ def attention_specs(model: torch.nn.Module) -> list[AttentionSpec]:
             "model must have attention layers with layer_idx and scaling, "
             f"got {type(model).__name__}"
         )
+    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ValueError(
+            f"layer_types must be supported, got {', '.join(sorted(unknown))}; "
+            f"supported: {', '.join(sorted(_LAYER_TYPES))}"
+        )
     layers.sort(key=lambda m: m.layer_idx)
     return [_spec(layer, config, model.dtype) for layer in layers]
 
 
-def _spec(layer: torch.nn.Module, config: Any, dtype: torch.dtype) -> AttentionSpec:
+def check_lengths(model: Any, max_tokens: int) -> None:
+    """Refuse requests longer than the model's positions, and RoPE that changes with the batch.
+
+    Transformers picks "dynamic" and "longrope" frequencies by the largest position of the batch.
+    Here a batch holds several requests, so one would change the result of another; as long as no
+    request is longer than the original context, the frequencies stay the same for all.
+
+    Raises:
+        ValueError: `max_tokens` is too large for the model.
+    """
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or max_tokens
+    rope = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [r for r in rope.values() if isinstance(r, dict)]
+    for parameters in per_layer_type or [rope]:
+        kind = parameters.get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            original = parameters.get("original_max_position_embeddings") or longest
+            if max_tokens > original:
+                raise ValueError(
+                    f"max_tokens must be at most {original} with rope_type {kind!r}, whose "
+                    f"frequencies depend on the batch beyond it, got {max_tokens}"
+                )
+    if max_tokens > longest:
+        raise ValueError(f"max_tokens must be at most the model's {longest}, got {max_tokens}")
+
+
+@contextlib.contextmanager
+def dynamic_batch(
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    slot_mapping: torch.Tensor | None = None,
+    logits_to_keep: torch.Tensor | None = None,
+) -> Iterator[None]:
+    """Call a compiled model for the first time inside, and no later batch recompiles it.
+
+    Marks the sizes that change between steps as dynamic, and keeps Dynamo from taking a batch of
+    one token for a special case. The tensors must not be views: Dynamo guards on their bases.
+    """
+    for tensor, dim in ((input_ids, 1), (position_ids, 1), (slot_mapping, 0), (logits_to_keep, 0)):
+        if tensor is not None:
+            torch._dynamo.mark_dynamic(tensor, dim)
+    with symbolic_shapes_config.patch(backed_size_oblivious=True):
+        yield
+
+
+def _spec(layer: Any, config: Any, dtype: torch.dtype) -> AttentionSpec:
+    missing = [n for n in ("num_key_value_groups", "head_dim") if not hasattr(layer, n)]
+    if missing:
+        raise ValueError(
+            f"attention layers must have {' and '.join(missing)}, got {type(layer).__name__}; "
+            "supported: families built like Llama"
+        )
     window = (
         layer.sliding_window if hasattr(layer, "sliding_window") else _config_window(layer, config)
     )

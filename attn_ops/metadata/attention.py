@@ -63,6 +63,7 @@ class AttentionMetadata(OpaqueBase):
     Attributes:
         common: the batch.
         backend: the backend whose kernels run; `attn_ops::attention` calls its `forward`.
+        block_size: tokens a block holds, where known; the operators refuse a cache of another.
         plans: what the backend computed once for the step, by layer geometry.
     """
 
@@ -71,10 +72,12 @@ class AttentionMetadata(OpaqueBase):
         common: CommonAttentionMetadata,
         backend: "Backend",
         plans: dict[AttentionSpec, Any] | None = None,
+        block_size: int | None = None,
     ) -> None:
         self.common = common
         self.backend = backend
         self.plans = plans or {}
+        self.block_size = block_size
         self.supported: set[tuple] = set()  # configurations that the backend was found to support
 
     def __repr__(self) -> str:
@@ -122,9 +125,8 @@ class AttentionMetadataBuilder(abc.ABC):
         """The step's metadata. Reads no device memory."""
         if common.device.type != self.device.type:
             raise ValueError(f"common must be on {self.device}, got {common.device}")
-        return AttentionMetadata(
-            common, self.backend, {s: self.plan(s, common) for s in self.specs}
-        )
+        plans = {s: self.plan(s, common) for s in self.specs}
+        return AttentionMetadata(common, self.backend, plans, self.block_size)
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> AttentionMetadata:
         """Metadata for a captured step; `common.max_seq_len` must bound that of every replay."""

@@ -6,6 +6,7 @@ T tokens, N query heads, K kv heads, H head size, P physical blocks, B block siz
 import torch
 
 from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, AttentionSpec
+from attn_ops.ops.checks import check_cache, check_supported
 from attn_ops.ops.library import LIBRARY
 
 LIBRARY.define(
@@ -53,11 +54,7 @@ def check_attention_inputs(
         raise ValueError(
             f"q must have shape [num_tokens, num_heads, head_size], got {list(q.shape)}"
         )
-    if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
-        raise ValueError(
-            "kv_cache must have shape [num_blocks, 2, block_size, num_kv_heads, head_size], "
-            f"got {list(kv_cache.shape)}"
-        )
+    check_cache(kv_cache, meta)
     if q.shape[2] != kv_cache.shape[4]:
         raise ValueError(f"q must have the cache's head size {kv_cache.shape[4]}, got {q.shape[2]}")
     if q.shape[1] % kv_cache.shape[3]:
@@ -73,18 +70,9 @@ def check_attention_inputs(
         )
     if q.dtype != kv_cache.dtype:
         raise ValueError(f"q must have the cache's dtype {kv_cache.dtype}, got {q.dtype}")
-    key = (q.shape[1:], kv_cache.shape[2:4], q.dtype, sliding_window, soft_cap)
-    # Asked once a step and geometry: the answer costs more than a small kernel.
-    if key not in meta.supported:
-        spec = AttentionSpec(
-            q.shape[1], kv_cache.shape[3], q.shape[2], q.dtype, sliding_window, soft_cap
-        )
-        reasons = meta.backend.support.reasons_against(spec, kv_cache.shape[2], q.device)
-        if reasons:
-            raise ValueError(
-                f"backend {meta.backend.name} cannot run this layer: {'; '.join(reasons)}"
-            )
-        meta.supported.add(key)
+    heads, head_size = q.shape[1:]
+    spec = AttentionSpec(heads, kv_cache.shape[3], head_size, q.dtype, sliding_window, soft_cap)
+    check_supported(spec, kv_cache, meta)
 
 
 def attention(

@@ -11,6 +11,7 @@ ARCHITECTURE 2.4 and docs/decisions.md.
 import torch
 
 from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
+from attn_ops.ops.checks import check_cache
 from attn_ops.ops.library import LIBRARY
 
 LIBRARY.define(
@@ -29,6 +30,7 @@ def _write_kv(
     *,
     slot_mapping: torch.Tensor | None = None,
 ) -> None:
+    check_cache(kv_cache, meta)
     slots_T = meta.common.slot_mapping if slot_mapping is None else slot_mapping
     check_write_inputs(k, v, kv_cache, slots_T)
     # Read before written: Inductor may hand in a view of the cache where the caller
@@ -138,7 +140,8 @@ def write_kv(
     if not torch.compiler.is_compiling():
         torch.ops.attn_ops.write_kv(k, v, kv_cache, meta, slot_mapping=slot_mapping)
         return
-    if slot_mapping is None:
-        slot_mapping = torch.ops.attn_ops.slot_mapping(meta, k.shape[0], k.device)
-    check_write_inputs(k, v, kv_cache, slot_mapping)
-    index_put_kv(k, v, kv_cache, slot_mapping)
+    slots_T = slot_mapping
+    if slots_T is None:
+        slots_T = torch.ops.attn_ops.slot_mapping(meta, k.shape[0], k.device)
+    check_write_inputs(k, v, kv_cache, slots_T)
+    index_put_kv(k, v, kv_cache, slots_T)

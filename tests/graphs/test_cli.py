@@ -131,7 +131,7 @@ def test_a_preset_must_vary(make_model):
         (["--max-new-tokens", "0"], "max_new_tokens must be a positive int, got 0"),
         (
             ["--max-new-tokens", "5000"],
-            "prompt and max_new_tokens must fit the model's 1024 positions",
+            "max_tokens must be at most the model's 1024",
         ),
         (["--prompts", "missing.txt"], "prompts must be a text file, got missing.txt"),
         (["--dump", "."], "directory must be new, empty or an earlier dump"),

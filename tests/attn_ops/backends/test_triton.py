@@ -238,7 +238,10 @@ def test_number_of_splits():
             "q must have the cache's dtype torch.float16, got torch.float32",
         ),
         (lambda q, kv, o: (q[..., :8], kv[..., :8], o), "head_size must be supported, got 8"),
-        (lambda q, kv, o: (q, kv[:, :, :8], o), "block_size must be supported, got 8"),
+        (
+            lambda q, kv, o: (q, kv[:, :, :8], o),
+            "kv_cache must have the metadata's block_size 16, got 8",
+        ),
         (
             lambda q, kv, o: (q.transpose(1, 2).contiguous().transpose(1, 2), kv, o),
             "stride of q's last dimension",

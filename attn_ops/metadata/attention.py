@@ -101,6 +101,9 @@ class AttentionMetadataBuilder(abc.ABC):
         specs: the distinct geometries of the model's layers.
         block_size: tokens a block of the KV cache holds.
         device: where the metadata's tensors live.
+
+    Raises:
+        ValueError: the backend does not support a geometry; the reasons are in the message.
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
@@ -112,6 +115,15 @@ class AttentionMetadataBuilder(abc.ABC):
         block_size: int,
         device: torch.device | str,
     ) -> None:
+        reasons = [
+            reason
+            for spec in specs
+            for reason in backend.support.reasons_against(spec, block_size, torch.device(device))
+        ]
+        if reasons:
+            raise ValueError(
+                f"backend {backend.name} cannot take these layers: {'; '.join(reasons)}"
+            )
         self.backend = backend
         self.specs = tuple(dict.fromkeys(specs))
         self.block_size = block_size

@@ -7,6 +7,7 @@ import torch
 
 from attn_ops import (
     AttentionCGSupport,
+    AttentionMetadata,
     AttentionSpec,
     Backend,
     Support,
@@ -154,10 +155,14 @@ def test_the_operator_refuses_undeclared_features(make_batch, feature, compiled)
         ("block_size", {"head_size": 64, "block_size": 8, "dtype": torch.float16}),
     ],
 )
-def test_the_operator_refuses_undeclared_geometry(make_batch, feature, case):
-    b = make_batch([2], [20], backend=NARROW, **case)
-    with pytest.raises(ValueError, match=f"{feature}.* must be"):
-        attention(b.q, b.kv_cache, b.meta, 1.0)
+def test_undeclared_geometry_is_refused(make_batch, feature, case):
+    """By the builder, and by the operator for metadata that no builder made."""
+    with pytest.raises(ValueError, match=f"cannot take these layers: {feature} must be"):
+        make_batch([2], [20], backend=NARROW, **case)
+    b = make_batch([2], [20], **case)
+    meta = AttentionMetadata(b.common, NARROW)
+    with pytest.raises(ValueError, match=f"cannot run this layer: {feature} must be"):
+        attention(b.q, b.kv_cache, meta, 1.0)
 
 
 def test_a_missing_library_is_a_reason():

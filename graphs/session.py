@@ -234,8 +234,10 @@ class DecodeSession:
             if unseen:
                 self._compile_again()
             return
-        with recording(self.compile_record), self.counters.watching():
+        bar = tqdm(total=1, desc="compile", unit="model", disable=None, leave=False)
+        with bar, recording(self.compile_record), self.counters.watching():
             self._compile()
+            bar.update()
         self.counters.warm()
         if self.graphs is not None:
             sizes = sorted(self.capture_sizes, reverse=True)

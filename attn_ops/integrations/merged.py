@@ -89,7 +89,8 @@ def merge_projections(model: nn.Module) -> int:
 
     Call it after the model is on its device and in its dtype: moving it later would take the views
     apart. Layers of a group must be plain `nn.Linear` of one dtype and device, all with a bias or
-    all without; others are left alone.
+    all without; others are left alone. For inference: a compiled slice reads the merged buffer, to
+    which no gradient flows.
     """
     count = 0
     for parent, names in list(_groups(model)):

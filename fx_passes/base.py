@@ -29,8 +29,9 @@ class Pass(abc.ABC):
         """Rewrite `graph` in place; the number of matches. The pipeline runs subgraphs itself."""
         self.skipped = []
         matches = self.apply(graph)
+        if matches and self.stage == "aten":  # the Dynamo graph's in-place calls look dead to FX
+            graph.eliminate_dead_code()
         if matches:
-            graph.eliminate_dead_code() if self.stage == "aten" else None
             graph.lint()
         return matches
 

@@ -194,7 +194,7 @@ def compile_regions(
             compiled[node.target] = _compile_isolated(getattr(gm, node.target), node, compile_piece)
         node.op, node.target = "call_function", compiled[node.target]
     gm.graph.lint()
-    return GraphModule(torch.nn.Module(), gm.graph).forward
+    return GraphModule(gm, gm.graph).forward  # with the constants that the graph still reads
 
 
 def _outline_rest(gm: GraphModule) -> None:
@@ -228,9 +228,8 @@ def _compile_isolated(
     with tracing(TracingContext(fake_mode)):
         compiled = compile_piece(piece, inputs)
 
-    def run(
-        *args: Any,
-    ) -> Any:  # FX prints functions of torch by their module path, which this one has not
+    # Wrapped: FX prints a function of torch by its module path, where this one does not stand.
+    def run(*args: Any) -> Any:
         return compiled(*args)
 
     return run

@@ -198,9 +198,7 @@ def _spec(layer: Any, config: Any, dtype: torch.dtype) -> AttentionSpec:
             f"attention layers must have {' and '.join(missing)}, got {type(layer).__name__}; "
             "supported: families built like Llama"
         )
-    window = (
-        layer.sliding_window if hasattr(layer, "sliding_window") else _config_window(layer, config)
-    )
+    window = layer.sliding_window if hasattr(layer, "sliding_window") else _config_window(config)
     return AttentionSpec(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_attention_heads // layer.num_key_value_groups,
@@ -211,6 +209,6 @@ def _spec(layer: Any, config: Any, dtype: torch.dtype) -> AttentionSpec:
     )
 
 
-def _config_window(layer: torch.nn.Module, config: Any) -> int | None:
+def _config_window(config: Any) -> int | None:
     """Mistral and Phi-3 read the window from the config, for every layer; Llama has none."""
     return getattr(config, "sliding_window", None)

@@ -105,31 +105,11 @@ class CommonAttentionMetadata:
             block_size: tokens a block holds.
             num_padded_tokens: rows of the batch, at least `sum(query_lens)`;
                 rows past it get PAD_SLOT_ID.
+
+        Raises:
+            ValueError: lengths, table and rows do not fit each other; the first offender is named.
         """
-        query = np.array(query_lens, dtype=np.int32).reshape(-1)
-        seq = np.array(seq_lens, dtype=np.int32).reshape(-1)
-        if query.shape != seq.shape:
-            raise ValueError(
-                f"seq_lens must have {query.size} entries like query_lens, got {seq.size}"
-            )
-        if query.size and (query.min() < 0 or (seq < query).any()):
-            bad = int(np.argmax((seq < query) | (query < 0)))
-            raise ValueError(
-                f"seq_lens must be at least query_lens, got seq_lens[{bad}]={seq[bad]} and "
-                f"query_lens[{bad}]={query[bad]}"
-            )
-        table_SM = block_table.to(device="cpu", dtype=torch.int32, copy=True)
-        if table_SM.dim() != 2 or table_SM.shape[0] != query.size:
-            raise ValueError(
-                f"block_table must have shape [{query.size}, any], got {list(table_SM.shape)}"
-            )
-        capacity = table_SM.shape[1] * block_size
-        if seq.size and seq.max() > capacity:
-            bad = int(seq.argmax())
-            raise ValueError(
-                f"seq_lens must fit block_table, got seq_lens[{bad}]={seq[bad]}; "
-                f"supported: up to {capacity} tokens"
-            )
+        query, seq, table_SM = _checked_lengths(query_lens, seq_lens, block_table, block_size)
         num_tokens = int(query.sum())
         rows = num_tokens if num_padded_tokens is None else num_padded_tokens
         if rows < num_tokens:
@@ -154,6 +134,35 @@ class CommonAttentionMetadata:
             block_table_tensor=table_SM.to(device),
             slot_mapping=slots.to(device),
         )
+
+
+def _checked_lengths(
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor, block_size: int
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    """Copies of the arguments of `from_lengths`: [S] int32, [S] int32 and [S, M] int32 on the CPU."""
+    query = np.array(query_lens, dtype=np.int32).reshape(-1)
+    seq = np.array(seq_lens, dtype=np.int32).reshape(-1)
+    if query.shape != seq.shape:
+        raise ValueError(f"seq_lens must have {query.size} entries like query_lens, got {seq.size}")
+    if query.size and (query.min() < 0 or (seq < query).any()):
+        bad = int(np.argmax((seq < query) | (query < 0)))
+        raise ValueError(
+            f"seq_lens must be at least query_lens, got seq_lens[{bad}]={seq[bad]} and "
+            f"query_lens[{bad}]={query[bad]}"
+        )
+    table_SM = block_table.to(device="cpu", dtype=torch.int32, copy=True)
+    if table_SM.dim() != 2 or table_SM.shape[0] != query.size:
+        raise ValueError(
+            f"block_table must have shape [{query.size}, any], got {list(table_SM.shape)}"
+        )
+    capacity = table_SM.shape[1] * block_size
+    if seq.size and seq.max() > capacity:
+        bad = int(seq.argmax())
+        raise ValueError(
+            f"seq_lens must fit block_table, got seq_lens[{bad}]={seq[bad]}; "
+            f"supported: up to {capacity} tokens"
+        )
+    return query, seq, table_SM
 
 
 def positions_of_step(

@@ -72,7 +72,7 @@ def test_against_oracle(name, batch, dtype, options):
 
 
 @pytest.mark.parametrize("name", ["TRITON", "FLASH_ATTN"])
-@pytest.mark.parametrize("head_size", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_size", [16, 32, 64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("batch", ["decode", "mixed"])
 def test_head_sizes(name, head_size, batch):
     if head_size not in get_backend(name).support.head_sizes:

@@ -265,16 +265,24 @@ def decode_attention(
         num_stages=tiles.num_stages,
     )
     if split and num_reqs:
-        combine_kernel[(num_reqs, num_heads)](
-            out,
-            part,
-            lse,
-            common.query_start_loc,
-            num_splits,
-            NUM_HEADS=num_heads,
-            HEAD_SIZE=head_size,
-            PADDED_HEAD_SIZE=padded_head_size,
-            PADDED_SPLITS=triton.next_power_of_2(num_splits),
-            num_warps=4,
-        )
+        _combine(out, part, lse, common)
     return out
+
+
+def _combine(
+    out: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, common: CommonAttentionMetadata
+) -> None:
+    """part [S, N, R, H] and lse [S, N, R], both float32, into the requests' rows of out [T, N, H]."""
+    num_reqs, num_heads, num_splits, head_size = part.shape
+    combine_kernel[(num_reqs, num_heads)](
+        out,
+        part,
+        lse,
+        common.query_start_loc,
+        num_splits,
+        NUM_HEADS=num_heads,
+        HEAD_SIZE=head_size,
+        PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
+        PADDED_SPLITS=triton.next_power_of_2(num_splits),
+        num_warps=4,
+    )

@@ -139,7 +139,7 @@ class CommonAttentionMetadata:
 def _checked_lengths(
     query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor, block_size: int
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """Copies of the arguments of `from_lengths`: [S] int32, [S] int32 and [S, M] int32 on the CPU."""
+    """Copies of `from_lengths`' arguments on the CPU: [S], [S] and [S, M], int32."""
     query = np.array(query_lens, dtype=np.int32).reshape(-1)
     seq = np.array(seq_lens, dtype=np.int32).reshape(-1)
     if query.shape != seq.shape:

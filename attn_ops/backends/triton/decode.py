@@ -272,7 +272,7 @@ def decode_attention(
 def _combine(
     out: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, common: CommonAttentionMetadata
 ) -> None:
-    """part [S, N, R, H] and lse [S, N, R], both float32, into the requests' rows of out [T, N, H]."""
+    """part [S, N, R, H] and lse [S, N, R], float32, into the requests' rows of out [T, N, H]."""
     num_reqs, num_heads, num_splits, head_size = part.shape
     combine_kernel[(num_reqs, num_heads)](
         out,

@@ -314,8 +314,11 @@ class DecodeSession:
     ) -> torch.Tensor:
         """One step on the device, metadata to sampling: next tokens [S] int64."""
         common = tensors.common(max_query_len, max_seq_len, tensors.num_tokens)
-        build = self.builder.build_for_cudagraph_capture if capture else self.builder.build
-        logits_SV = self._logits(tensors, build(common))
+        if capture:
+            metadata = self.builder.build_for_cudagraph_capture(common)
+        else:
+            metadata = self.builder.build(0, common)
+        logits_SV = self._logits(tensors, metadata)
         return sample(logits_SV, tensors.device["temperature"], self.generator, greedy)
 
     def _logits(self, tensors: StepTensors, metadata: Any) -> torch.Tensor:

@@ -104,7 +104,7 @@ def build_batch(
     q[sum(query_lens) :] = float("nan")
     backend = backend or get_backend("TORCH")
     spec = AttentionSpec(num_heads, num_kv_heads, head_size, dtype)
-    meta = backend.builder(backend, [spec], block_size, "cpu").build(common)
+    meta = backend.builder(backend, [spec], block_size, "cpu").build(0, common)
     return Batch(
         q,
         randn(rows, num_kv_heads, head_size),
@@ -207,7 +207,7 @@ def build_prompts(
     keywords = {
         "input_ids": torch.tensor([[i for prompt in ids for i in prompt]]),
         "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-        "attn_metadata": backend.builder(backend, specs, block_size, "cpu").build(common),
+        "attn_metadata": backend.builder(backend, specs, block_size, "cpu").build(0, common),
         "kv_caches": cache.tensors,
         "slot_mapping": common.slot_mapping,
         "use_cache": False,

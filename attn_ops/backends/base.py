@@ -93,6 +93,10 @@ class Backend:
     forward: Forward
     unavailable: Callable[[], str | None]
 
+    def get_builder_cls(self) -> type[AttentionMetadataBuilder]:
+        """The builder, as code written for classes of backends asks for it."""
+        return self.builder
+
     def reasons_against(
         self, spec: AttentionSpec, block_size: int, device: torch.device
     ) -> list[str]:

@@ -15,7 +15,6 @@ from attn_ops.metadata import (
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionSpec,
     CommonAttentionMetadata,
 )
 
@@ -24,9 +23,6 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
     """Nothing to plan: the reference reads the batch itself."""
 
     cudagraph_support = AttentionCGSupport.NEVER
-
-    def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> None:
-        return None
 
 
 def reference_attention(
@@ -44,9 +40,9 @@ def reference_attention(
     arXiv:2408.00118), masked, then softmax.
     """
     out_TNH = torch.zeros(q.shape, dtype=compute_dtype, device=q.device)
-    starts = common.query_start_loc_cpu.tolist()
+    starts = _first_known(common.query_start_loc_cpu, common.query_start_loc)
     block_size = kv_cache.shape[2]
-    for request, num_cached in enumerate(common.seq_lens_cpu.tolist()):
+    for request, num_cached in enumerate(_first_known(common.seq_lens_cpu, common.seq_lens)):
         begin, end = starts[request], starts[request + 1]
         if begin == end or num_cached == 0:
             continue
@@ -57,6 +53,11 @@ def reference_attention(
             q_QNH, kv_2CKH[0], kv_2CKH[1], scale, sliding_window, soft_cap, common.causal
         )
     return out_TNH
+
+
+def _first_known(mirror: torch.Tensor | None, tensor: torch.Tensor) -> list[int]:
+    """Values on the host; a mirror that is not there costs a read of the device."""
+    return (tensor if mirror is None else mirror).tolist()
 
 
 def _attend(

@@ -1,18 +1,26 @@
 """The batch as one backend reads it: an opaque graph input, and its builder, called once a step."""
 
-import abc
 import dataclasses
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from attn_ops._compat import OpaqueBase, register_opaque_reference
 from attn_ops.metadata.common import CommonAttentionMetadata
+from attn_ops.metadata.splits import (
+    InputBatch,
+    SchedulerOutput,
+    reorder_batch_to_split_decodes_and_prefills,
+)
 
 if TYPE_CHECKING:
     from attn_ops.backends.base import Backend
+
+M = TypeVar("M")
+"""A backend's metadata."""
 
 
 class AttentionCGSupport(Enum):
@@ -93,20 +101,28 @@ METADATA_TYPE = register_opaque_reference(AttentionMetadata)
 """Name of `AttentionMetadata` in an operator's schema."""
 
 
-class AttentionMetadataBuilder(abc.ABC):
-    """Turns a batch into a backend's `AttentionMetadata`, once per step for all layers.
+class AttentionMetadataBuilder(Generic[M]):
+    """Turns a batch into a backend's metadata, once per step for all layers.
 
     Args:
         backend: the backend that the metadata will name.
         specs: the distinct geometries of the model's layers.
         block_size: tokens a block of the KV cache holds.
         device: where the metadata's tensors live.
+        layer_names: the layers that share the metadata, for a backend's own messages.
+        num_speculative_tokens: draft tokens that a decode step verifies; None: no drafting.
+
+    Attributes:
+        cudagraph_support: which batches may be captured.
+        reorder_batch_threshold: queries up to this length must stand in front of the batch
+            (`reorder_batch`); None: any order will do.
 
     Raises:
         ValueError: the backend does not support a geometry; the reasons are in the message.
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    reorder_batch_threshold: int | None = None
 
     def __init__(
         self,
@@ -114,6 +130,9 @@ class AttentionMetadataBuilder(abc.ABC):
         specs: Sequence[AttentionSpec],
         block_size: int,
         device: torch.device | str,
+        *,
+        layer_names: Sequence[str] = (),
+        num_speculative_tokens: int | None = None,
     ) -> None:
         reasons = [
             reason
@@ -128,18 +147,92 @@ class AttentionMetadataBuilder(abc.ABC):
         self.specs = tuple(dict.fromkeys(specs))
         self.block_size = block_size
         self.device = torch.device(device)
+        self.layer_names = tuple(layer_names)
+        self.num_speculative_tokens = num_speculative_tokens
 
-    @abc.abstractmethod
+    def _init_reorder_batch_threshold(
+        self, reorder_batch_threshold: int | None = 1, supports_spec_as_decode: bool = False
+    ) -> None:
+        """Set `reorder_batch_threshold`; with drafts that the backend takes as decodes, 1 + k."""
+        self.reorder_batch_threshold = reorder_batch_threshold
+        if (
+            reorder_batch_threshold is not None
+            and supports_spec_as_decode
+            and self.num_speculative_tokens is not None
+        ):
+            self.reorder_batch_threshold = 1 + self.num_speculative_tokens
+
     def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> Any:
         """What the kernels of one geometry share over a step; capturable: device work only."""
+        return None
 
-    def build(self, common: CommonAttentionMetadata) -> AttentionMetadata:
-        """The step's metadata. Reads no device memory."""
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> M:
+        """The step's metadata. Reads no device memory.
+
+        Args:
+            common_prefix_len: tokens that all requests share, for backends with cascade attention.
+            common_attn_metadata: the batch.
+            fast_build: build fast rather than for fast layers; for drafts, where few layers use it.
+
+        Raises:
+            ValueError: the batch is on another device or in blocks of another size.
+        """
+        common = common_attn_metadata
+        if not isinstance(common, CommonAttentionMetadata):
+            raise ValueError(
+                "common_attn_metadata must be a CommonAttentionMetadata, "
+                f"got {type(common).__name__}"
+            )
         if common.device.type != self.device.type:
             raise ValueError(f"common must be on {self.device}, got {common.device}")
+        if common.block_size not in (None, self.block_size):
+            raise ValueError(
+                f"common must have block_size {self.block_size}, got {common.block_size}"
+            )
         plans = {s: self.plan(s, common) for s in self.specs}
-        return AttentionMetadata(common, self.backend, plans, self.block_size)
+        return AttentionMetadata(common, self.backend, plans, self.block_size)  # type: ignore
 
-    def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> AttentionMetadata:
-        """Metadata for a captured step; `common.max_seq_len` must bound that of every replay."""
-        return self.build(common)
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
+        """Metadata for a captured step; its `max_seq_len` must bound that of every replay."""
+        return self.build(0, common_attn_metadata)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> M:
+        """Metadata for a draft model's step.
+
+        Args:
+            common_attn_metadata: the batch.
+            draft_index: which token of the chain, or level of the tree, is drafted.
+        """
+        return self.build(0, common_attn_metadata, fast_build=True)
+
+    def reorder_batch(self, input_batch: InputBatch, scheduler_output: SchedulerOutput) -> bool:
+        """Bring the batch into the order that the backend wants; whether anything changed.
+
+        Decodes first where `reorder_batch_threshold` is set, else nothing.
+        """
+        if self.reorder_batch_threshold is None:
+            return False
+        return reorder_batch_to_split_decodes_and_prefills(
+            input_batch, scheduler_output, self.reorder_batch_threshold
+        )
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: np.ndarray,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+    ) -> bool:
+        """Whether cascade attention over the shared prefix pays; no, unless a backend knows."""
+        return False

@@ -1,89 +1,151 @@
 """One batch, described once, for every attention backend.
 
-Shapes: S requests, T tokens (rows) of the batch, M blocks a request may own.
+S requests, T rows of the batch, M blocks a request may own, R rows whose logits are wanted.
 Names and meanings are the field's own (vLLM's v1 attention metadata).
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-PAD_SLOT_ID = -1
-"""Slot of a padding row. The KV write sends it to the null block (block 0)."""
+from attn_ops.metadata.buffers import MetadataBuffers
+from attn_ops.metadata.lengths import Lengths
+from attn_ops.metadata.positions import fill_positions_and_slots
+from attn_ops.metadata.validation import check_form, check_values
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class CommonAttentionMetadata:
     """What all backends need to know about a step.
 
-    The device never has to be read: everything the host must know stands in the
-    `_cpu` mirrors and the ints.
+    The device never has to be read: what the host must know stands in the `_cpu` mirrors and the
+    ints. A mirror that is None is not known on the host (a length that only the device knows, as
+    after speculative decoding or inside a captured step); then the maxima are upper bounds.
+
+    Fields may be assigned, as engines do that prepare a step in several places; `validate` checks
+    the whole.
+
+    Raises:
+        ValueError: a tensor's dtype, shape or device does not fit; the field is named.
     """
 
     query_start_loc: torch.Tensor  # [S+1] int32, device: first query row per request, cumulative
-    query_start_loc_cpu: torch.Tensor  # [S+1] int32, CPU mirror
+    query_start_loc_cpu: torch.Tensor | None  # [S+1] int32, CPU mirror
     seq_lens: torch.Tensor  # [S] int32, device: tokens in the cache per request after this step
-    seq_lens_cpu: torch.Tensor  # [S] int32, CPU mirror
-    num_computed_tokens_cpu: torch.Tensor  # [S] int32, CPU: seq_lens minus this step's query tokens
+    seq_lens_cpu: torch.Tensor | None = None  # [S] int32, CPU mirror
+    num_computed_tokens_cpu: torch.Tensor | None = None  # [S] int32, CPU: seq_lens - query lengths
+    _: dataclasses.KW_ONLY
     num_reqs: int  # S, padding requests included
     num_actual_tokens: int  # query rows that belong to a request; rows past it are padding
-    max_query_len: int  # longest query of the batch
+    max_query_len: int  # longest query of the batch, or an upper bound
     max_seq_len: int  # longest seq_len of the batch, or an upper bound under capture
     block_table_tensor: torch.Tensor  # [S, M] int32, device: physical block of each logical block
     slot_mapping: torch.Tensor  # [T] int64, device: block * block_size + offset, or PAD_SLOT_ID
     causal: bool = True
+    logits_indices_padded: torch.Tensor | None = None  # [>= R] int32 or int64, device; padded
+    num_logits_indices: int | None = None  # R: how many of logits_indices_padded count
+    encoder_seq_lens: np.ndarray | torch.Tensor | None = None  # [S], CPU: encoder tokens (cross)
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None  # [S] int32, CPU: at least seq_lens
+    is_prefilling: torch.Tensor | None = None  # [S] bool: the prompt is not all computed yet
+    max_logits_per_req: int | None = None  # most rows of one request in logits_indices_padded
+    dcp_local_seq_lens: torch.Tensor | None = None  # [S] int32, device: this rank's tokens, DCP
+    positions: torch.Tensor | None = None  # [T] int64, device: of each row in its sequence
     logits_indices: torch.Tensor | None = None  # [R] int64, device: rows whose logits are wanted
+    logits_indices_cpu: torch.Tensor | None = None  # [R] int32 or int64, CPU mirror
+    num_logits: torch.Tensor | None = None  # [1] int32, device: R, where replays change it
+    block_size: int | None = None  # tokens a block holds, where known
 
     def __post_init__(self) -> None:
-        self._require("query_start_loc", self.query_start_loc, torch.int32, (self.num_reqs + 1,))
-        self._require("seq_lens", self.seq_lens, torch.int32, (self.num_reqs,))
-        self._require(
-            "block_table_tensor", self.block_table_tensor, torch.int32, (self.num_reqs, None)
-        )
-        self._require("slot_mapping", self.slot_mapping, torch.int64, (None,))
-        self._require(
-            "query_start_loc_cpu",
-            self.query_start_loc_cpu,
-            torch.int32,
-            (self.num_reqs + 1,),
-            "cpu",
-        )
-        self._require("seq_lens_cpu", self.seq_lens_cpu, torch.int32, (self.num_reqs,), "cpu")
-        self._require(
-            "num_computed_tokens_cpu",
-            self.num_computed_tokens_cpu,
-            torch.int32,
-            (self.num_reqs,),
-            "cpu",
-        )
-        if self.logits_indices is not None:
-            self._require("logits_indices", self.logits_indices, torch.int64, (None,))
-
-    def _require(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        dtype: torch.dtype,
-        shape: tuple[int | None, ...],
-        device: str | None = None,
-    ) -> None:
-        """Raise a ValueError that names `name` unless dtype, shape (None: any) and device fit."""
-        wanted_device = device or self.seq_lens.device.type
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
-        if tensor.device.type != wanted_device:
-            raise ValueError(f"{name} must be on {wanted_device}, got {tensor.device}")
-        if tensor.dim() != len(shape) or any(
-            want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)
-        ):
-            wanted = ", ".join("any" if s is None else str(s) for s in shape)
-            raise ValueError(f"{name} must have shape [{wanted}], got {list(tensor.shape)}")
+        check_form(self)
 
     @property
     def device(self) -> torch.device:
         return self.seq_lens.device
+
+    @property
+    def batch_size(self) -> int:
+        """S, padding requests included."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def query_lens(self) -> torch.Tensor:
+        """[S] int32, device: query tokens of each request in this step."""
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
+
+    @property
+    def num_computed_tokens(self) -> torch.Tensor:
+        """[S] int32, device: tokens of each request that earlier steps computed."""
+        return self.seq_lens - self.query_lens
+
+    def replace(self, **changes: Any) -> "CommonAttentionMetadata":
+        """A copy with some fields changed; tensors are shared."""
+        return dataclasses.replace(self, **changes)
+
+    def unpadded(self, num_tokens: int, num_reqs: int) -> "CommonAttentionMetadata":
+        """The first `num_reqs` requests and `num_tokens` rows; tensors are views.
+
+        Maxima and the fields about logits stay as they are.
+
+        Raises:
+            ValueError: the batch has fewer requests or rows.
+        """
+        rows = self.slot_mapping.shape[0]
+        for name, wanted, there in (
+            ("num_tokens", num_tokens, rows),
+            ("num_reqs", num_reqs, self.num_reqs),
+        ):
+            if not 0 <= wanted <= there:
+                raise ValueError(f"{name} must be from 0 to {there}, got {wanted}")
+
+        def first(field: Any, count: int = num_reqs) -> Any:
+            return None if field is None else field[:count]
+
+        return self.replace(
+            query_start_loc=self.query_start_loc[: num_reqs + 1],
+            query_start_loc_cpu=first(self.query_start_loc_cpu, num_reqs + 1),
+            seq_lens=self.seq_lens[:num_reqs],
+            seq_lens_cpu=first(self.seq_lens_cpu),
+            num_computed_tokens_cpu=first(self.num_computed_tokens_cpu),
+            num_reqs=num_reqs,
+            num_actual_tokens=num_tokens,
+            block_table_tensor=self.block_table_tensor[:num_reqs],
+            slot_mapping=self.slot_mapping[:num_tokens],
+            encoder_seq_lens=first(self.encoder_seq_lens),
+            seq_lens_cpu_upper_bound=first(self.seq_lens_cpu_upper_bound),
+            is_prefilling=first(self.is_prefilling),
+            dcp_local_seq_lens=first(self.dcp_local_seq_lens),
+            positions=None if self.positions is None else self.positions[:num_tokens],
+        )
+
+    def validate(
+        self,
+        num_blocks: int | None = None,
+        block_size: int | None = None,
+        read_device: bool = True,
+    ) -> None:
+        """Check the whole batch: form, and every value that can be wrong.
+
+        query_start_loc starts at 0 and never falls; num_actual_tokens lies between its last entry
+        and the rows of slot_mapping; seq_lens are at least the query lengths; maxima and upper
+        bounds hold; block ids in use, slots and logits indices are in range; mirrors equal their
+        tensors.
+
+        Args:
+            num_blocks: blocks of the cache; None checks for negative block ids only.
+            block_size: tokens a block holds; None takes the batch's own. Without either every entry
+                of the block table counts as used.
+            read_device: read tensors on a GPU, which waits for it: for tests and debugging. False
+                checks what the host knows.
+
+        Raises:
+            ValueError: names the first offender, its index and its value.
+        """
+        check_form(self)
+        size = self.block_size if block_size is None else block_size
+        check_values(self, num_blocks, size, read_device)
 
     @classmethod
     def from_lengths(
@@ -95,95 +157,58 @@ class CommonAttentionMetadata:
         device: torch.device | str = "cpu",
         *,
         num_padded_tokens: int | None = None,
+        num_padded_reqs: int | None = None,
+        out: MetadataBuffers | None = None,
     ) -> "CommonAttentionMetadata":
-        """Build a batch from plain lists.
+        """Build a batch from the lengths of its requests, with one upload and one kernel.
 
         Args:
-            query_lens: new tokens of each request in this step.
+            query_lens: new tokens of each request in this step; a list or an array.
             seq_lens: tokens of each request after this step, `seq_lens[i] >= query_lens[i]`.
-            block_table: [S, M] int32, on any device.
+            block_table: [S, M] int32, on any device; copied. It is read where the batch lives.
             block_size: tokens a block holds.
-            num_padded_tokens: rows of the batch, at least `sum(query_lens)`;
-                rows past it get PAD_SLOT_ID.
+            device: where the batch lives.
+            num_padded_tokens: rows of the batch, at least `sum(query_lens)`; rows past it are
+                padding, with PAD_SLOT_ID and position 0.
+            num_padded_reqs: requests of the batch, at least S; those past it are padding, with no
+                query, no cached tokens and a table of null blocks.
+            out: buffers that the batch's tensors are written to. With `block_table` being
+                `out.block_table` itself, the table is used where it stands.
 
         Raises:
             ValueError: lengths, table and rows do not fit each other; the first offender is named.
+                Nothing is written.
         """
-        query, seq, table_SM = _checked_lengths(query_lens, seq_lens, block_table, block_size)
-        num_tokens = int(query.sum())
-        rows = num_tokens if num_padded_tokens is None else num_padded_tokens
-        if rows < num_tokens:
-            raise ValueError(f"num_padded_tokens must be at least {num_tokens}, got {rows}")
-        start = np.zeros(query.size + 1, dtype=np.int32)
-        np.cumsum(query, out=start[1:])
-        slots = torch.full((rows,), PAD_SLOT_ID, dtype=torch.int64)
-        slots[:num_tokens] = torch.from_numpy(
-            slots_of_step(query, seq - query, start, table_SM.numpy(), block_size)
-        )
-        start_cpu, seq_cpu = torch.from_numpy(start), torch.from_numpy(seq)
-        return cls(
-            query_start_loc=start_cpu.to(device, copy=True),
-            query_start_loc_cpu=start_cpu,
-            seq_lens=seq_cpu.to(device, copy=True),
+        lengths = Lengths.checked(query_lens, seq_lens, num_padded_reqs, num_padded_tokens)
+        lengths.check_table(block_table, block_size)
+        device, width = torch.device(device), block_table.shape[1]
+        if out is None:
+            out = MetadataBuffers.allocate(lengths.num_reqs, lengths.num_rows, width, device)
+        else:
+            out.check_room(lengths.num_reqs, lengths.num_rows, width, device)
+        num_reqs, num_rows = lengths.num_reqs, lengths.num_rows
+        starts_cpu, seq_cpu = lengths.upload(out)
+        batch = cls(
+            query_start_loc=out.query_start_loc[: num_reqs + 1],
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=out.seq_lens[:num_reqs],
             seq_lens_cpu=seq_cpu,
-            num_computed_tokens_cpu=torch.from_numpy(seq - query),
-            num_reqs=query.size,
-            num_actual_tokens=num_tokens,
-            max_query_len=int(query.max(initial=0)),
-            max_seq_len=int(seq.max(initial=0)),
-            block_table_tensor=table_SM.to(device),
-            slot_mapping=slots.to(device),
+            num_computed_tokens_cpu=torch.from_numpy(lengths.computed),
+            num_reqs=num_reqs,
+            num_actual_tokens=lengths.num_tokens,
+            max_query_len=lengths.max_query_len,
+            max_seq_len=lengths.max_seq_len,
+            block_table_tensor=lengths.copy_table(block_table, out),
+            slot_mapping=out.slot_mapping[:num_rows],
+            positions=out.positions[:num_rows],
+            block_size=block_size,
         )
-
-
-def _checked_lengths(
-    query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor, block_size: int
-) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """Copies of `from_lengths`' arguments on the CPU: [S], [S] and [S, M], int32."""
-    query = np.array(query_lens, dtype=np.int32).reshape(-1)
-    seq = np.array(seq_lens, dtype=np.int32).reshape(-1)
-    if query.shape != seq.shape:
-        raise ValueError(f"seq_lens must have {query.size} entries like query_lens, got {seq.size}")
-    if query.size and (query.min() < 0 or (seq < query).any()):
-        bad = int(np.argmax((seq < query) | (query < 0)))
-        raise ValueError(
-            f"seq_lens must be at least query_lens, got seq_lens[{bad}]={seq[bad]} and "
-            f"query_lens[{bad}]={query[bad]}"
+        fill_positions_and_slots(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table_tensor,
+            block_size,
+            out.positions[:num_rows],
+            batch.slot_mapping,
         )
-    table_SM = block_table.to(device="cpu", dtype=torch.int32, copy=True)
-    if table_SM.dim() != 2 or table_SM.shape[0] != query.size:
-        raise ValueError(
-            f"block_table must have shape [{query.size}, any], got {list(table_SM.shape)}"
-        )
-    capacity = table_SM.shape[1] * block_size
-    if seq.size and seq.max() > capacity:
-        bad = int(seq.argmax())
-        raise ValueError(
-            f"seq_lens must fit block_table, got seq_lens[{bad}]={seq[bad]}; "
-            f"supported: up to {capacity} tokens"
-        )
-    return query, seq, table_SM
-
-
-def positions_of_step(
-    query_lens: np.ndarray, computed: np.ndarray, start: np.ndarray
-) -> np.ndarray:
-    """Position of every query row in its sequence, [T] int64, without a Python loop."""
-    num_tokens = int(start[-1])
-    return np.arange(num_tokens, dtype=np.int64) + np.repeat(
-        (computed - start[:-1]).astype(np.int64), query_lens
-    )
-
-
-def slots_of_step(
-    query_lens: np.ndarray,
-    computed: np.ndarray,
-    start: np.ndarray,
-    table_SM: np.ndarray,
-    block_size: int,
-) -> np.ndarray:
-    """Cache slot of every query row: [T] int64, block * block_size + offset."""
-    positions_T = positions_of_step(query_lens, computed, start)
-    request_T = np.repeat(np.arange(query_lens.size), query_lens)
-    blocks_T = table_SM[request_T, positions_T // block_size].astype(np.int64)
-    return blocks_T * block_size + positions_T % block_size
+        return batch

@@ -166,9 +166,10 @@ def test_builders_refuse_another_device(name, device):
     backend = get_backend(name)
     builder = backend.builder(backend, [AttentionSpec(4, 2, 64, torch.float32)], 16, device)
     elsewhere = CommonAttentionMetadata.from_lengths([1], [1], table(1), 16, device="meta")
-    for build in (builder.build, builder.build_for_cudagraph_capture):
-        with pytest.raises(ValueError, match="common must be on cpu, got meta"):
-            build(elsewhere)
+    with pytest.raises(ValueError, match="common must be on cpu, got meta"):
+        builder.build(0, elsewhere)
+    with pytest.raises(ValueError, match="common must be on cpu, got meta"):
+        builder.build_for_cudagraph_capture(elsewhere)
 
 
 def test_builders_plan_once_a_geometry(make_batch):
@@ -177,7 +178,9 @@ def test_builders_plan_once_a_geometry(make_batch):
         AttentionSpec(4, 2, 8, torch.float32),
         AttentionSpec(4, 4, 8, torch.float32, sliding_window=3),
     )
-    meta = backend.builder(backend, [one, other, one], 4, "cpu").build(make_batch([1], [3]).common)
+    meta = backend.builder(backend, [one, other, one], 4, "cpu").build(
+        0, make_batch([1], [3]).common
+    )
     assert list(meta.plans) == [one, other]
     assert (
         repr(meta)

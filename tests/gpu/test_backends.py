@@ -37,7 +37,7 @@ def make(name, query, seq, heads, kv_heads, head_size, dtype, block_size=16, pad
     )
     q = torch.randn(sum(query) + pad, heads, head_size, device="cuda", dtype=dtype)
     backend = get_backend(name)
-    meta = backend.builder(backend, [spec], block_size, "cuda").build(common)
+    meta = backend.builder(backend, [spec], block_size, "cuda").build(0, common)
     return q, cache, meta, spec
 
 

@@ -80,7 +80,7 @@ def test_200_random_batches_replayed_equal_eager(compiled, backend):
         for cache, old in zip(session.cache.tensors, before, strict=True):
             cache.copy_(old)
         with torch.no_grad():
-            metadata = session.builder.build(tensors.common(1, 512, size))
+            metadata = session.builder.build(0, tensors.common(1, 512, size))
             logits = model(
                 input_ids=tensors.device["input_ids"], position_ids=tensors.device["position_ids"],
                 use_cache=False, attn_metadata=metadata, kv_caches=session.cache.tensors,

@@ -76,7 +76,7 @@ def test_cache_of_another_block_size_is_refused_and_not_written():
     spec, torch_backend = AttentionSpec(2, 2, 16, torch.float32), get_backend("TORCH")
     table = torch.tensor([[1]], dtype=torch.int32)
     common = CommonAttentionMetadata.from_lengths([2], [2], table, 16)
-    meta = torch_backend.builder(torch_backend, [spec], 16, "cpu").build(common)
+    meta = torch_backend.builder(torch_backend, [spec], 16, "cpu").build(0, common)
     cache, row = torch.zeros(4, 2, 8, 2, 16), torch.ones(2, 2, 16)
     for call in (lambda: write_kv(row, row, cache, meta), lambda: attention(row, cache, meta, 1.0)):
         with pytest.raises(ValueError, match="must have the metadata's block_size 16, got 8"):
@@ -167,7 +167,7 @@ def test_dynamic_batch_makes_one_graph_without_a_session():
             "slot_mapping": common.slot_mapping,
             "logits_to_keep": torch.arange(len(query)),
         }
-        keywords = {"attn_metadata": builder.build(common), "kv_caches": caches}
+        keywords = {"attn_metadata": builder.build(0, common), "kv_caches": caches}
         with torch.no_grad(), integration.dynamic_batch(**batch):
             compiled(**batch, **keywords, use_cache=False)
     assert graphs["unique_graphs"] - before == 1

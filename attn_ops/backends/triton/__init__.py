@@ -21,8 +21,6 @@ from attn_ops.metadata import (
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionSpec,
-    CommonAttentionMetadata,
 )
 
 
@@ -34,9 +32,6 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
     """
 
     cudagraph_support = AttentionCGSupport.ALWAYS
-
-    def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> None:
-        return None
 
 
 def forward(

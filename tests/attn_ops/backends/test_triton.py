@@ -92,7 +92,7 @@ def make_case(
 
 def build(common: CommonAttentionMetadata, q: torch.Tensor, kv_cache: torch.Tensor):
     spec = AttentionSpec(q.shape[1], kv_cache.shape[3], q.shape[2], q.dtype)
-    return BACKEND.builder(BACKEND, [spec], kv_cache.shape[2], DEVICE).build(common)
+    return BACKEND.builder(BACKEND, [spec], kv_cache.shape[2], DEVICE).build(0, common)
 
 
 def run(q, kv_cache, common, **options) -> torch.Tensor:

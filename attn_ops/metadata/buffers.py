@@ -1,0 +1,77 @@
+"""Device tensors of a batch that the caller owns: a captured step reads them at fixed addresses."""
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class MetadataBuffers:
+    """Room for batches of up to S requests, T rows and M blocks a request.
+
+    What is built with `out=buffers` are these tensors or leading slices of them.
+    """
+
+    lengths: torch.Tensor  # [2, S padded] int32: query_start_loc and seq_lens, one upload for both
+    query_start_loc: torch.Tensor  # [S+1] int32, part of lengths
+    seq_lens: torch.Tensor  # [S] int32, part of lengths
+    block_table: torch.Tensor  # [S, M] int32
+    slot_mapping: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+
+    @classmethod
+    def allocate(
+        cls, num_reqs: int, num_tokens: int, max_blocks: int, device: torch.device | str = "cpu"
+    ) -> "MetadataBuffers":
+        """Uninitialised buffers on `device`.
+
+        Raises:
+            ValueError: a size is negative.
+        """
+        for name, size in (
+            ("num_reqs", num_reqs),
+            ("num_tokens", num_tokens),
+            ("max_blocks", max_blocks),
+        ):
+            if size < 0:
+                raise ValueError(f"{name} must not be negative, got {size}")
+        lengths = torch.empty(2, padded_row(num_reqs), dtype=torch.int32, device=device)
+        return cls(
+            lengths=lengths,
+            query_start_loc=lengths[0, : num_reqs + 1],
+            seq_lens=lengths[1, :num_reqs],
+            block_table=torch.empty(num_reqs, max_blocks, dtype=torch.int32, device=device),
+            slot_mapping=torch.empty(num_tokens, dtype=torch.int64, device=device),
+            positions=torch.empty(num_tokens, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def num_reqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slot_mapping.shape[0]
+
+    @property
+    def max_blocks(self) -> int:
+        return self.block_table.shape[1]
+
+    def check_room(
+        self, num_reqs: int, num_tokens: int, max_blocks: int, device: torch.device
+    ) -> None:
+        """Raise a ValueError unless a batch of these sizes fits and lives on `device`."""
+        for name, need, room in (
+            ("requests", num_reqs, self.num_reqs),
+            ("rows", num_tokens, self.num_tokens),
+            ("blocks a request", max_blocks, self.max_blocks),
+        ):
+            if need > room:
+                raise ValueError(f"out must have room for {need} {name}, got {room}")
+        if self.lengths.device.type != device.type:
+            raise ValueError(f"out must be on {device}, got {self.lengths.device}")
+
+
+def padded_row(num_reqs: int) -> int:
+    """int32 entries of one row of `lengths`: S + 1, up to the next 64 bytes."""
+    return -(-(num_reqs + 1) // 16) * 16

@@ -1,0 +1,222 @@
+"""Chunked local attention as plain attention over virtual batches (Llama 4).
+
+A token at position p sees the keys of its chunk up to its own: p // C * C to p. So every run of a
+request's query tokens within one chunk is a request of its own, whose keys are that chunk's, and
+whose blocks are a part of the request's: a virtual batch.
+
+S requests, V virtual batches, T rows, C chunk size, B block size, M blocks a request may own.
+"""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from attn_ops.metadata.buffers import MetadataBuffers
+from attn_ops.metadata.common import CommonAttentionMetadata
+
+
+def max_local_attention_virtual_batches(
+    attn_chunk_size: int, num_reqs: int, num_tokens: int, max_query_len: int | None = None
+) -> int:
+    """The most virtual batches that a batch of these sizes can have.
+
+    A query of q tokens touches at most 1 + ceil((q - 1) / C) chunks, and every request, even one
+    without query tokens, gives one.
+
+    Args:
+        attn_chunk_size: C.
+        num_reqs: S, padding requests included.
+        num_tokens: query tokens in all, or a bound.
+        max_query_len: longest query, or a bound; None: not known.
+    """
+    _check_chunk(attn_chunk_size)
+    bounds = [num_reqs + num_tokens]
+    if attn_chunk_size > 1:
+        extra = (num_tokens + num_reqs * (attn_chunk_size - 2)) // attn_chunk_size
+        bounds.append(num_reqs + extra)
+    if max_query_len is not None:
+        bounds.append(num_reqs * (1 - (1 - max(max_query_len, 1)) // attn_chunk_size))
+    return min(bounds)
+
+
+def make_local_attention_virtual_batches(
+    attn_chunk_size: int,
+    common_attn_metadata: CommonAttentionMetadata,
+    block_size: int = 0,
+    *,
+    on_device: bool = False,
+    max_virtual_batches: int | None = None,
+    out: MetadataBuffers | None = None,
+) -> CommonAttentionMetadata:
+    """The batch's virtual batches, as a batch; rows and slots are those of the batch.
+
+    Args:
+        attn_chunk_size: C, a multiple of the block size.
+        common_attn_metadata: the batch; its CPU mirrors are read, unless `on_device`.
+        block_size: B; 0 takes the batch's own.
+        on_device: use device arithmetic only, so that the call can be captured. The number of
+            virtual batches is then a bound: those that are too many stand last, with no query, no
+            keys and null blocks. Mirrors of the result are None.
+        max_virtual_batches: that bound, at least `max_local_attention_virtual_batches` of the
+            batch's sizes, which None takes.
+        out: buffers that query_start_loc, seq_lens and the block table are written to.
+
+    Returns:
+        V virtual batches; block_table_tensor is [V, C // B]. Entries behind a request's table
+        repeat its last one. Requests without query tokens give one virtual batch without, and
+        padding requests (rows but no cached tokens) one without keys.
+
+    Raises:
+        ValueError: the chunk is not a multiple of the block size, mirrors are needed and not there,
+            the bound or `out` is too small. Nothing is written.
+    """
+    block_size = block_size or common_attn_metadata.block_size or 0
+    _check_chunk(attn_chunk_size)
+    if block_size < 1 or attn_chunk_size % block_size:
+        raise ValueError(
+            f"attn_chunk_size must be a multiple of block_size, got {attn_chunk_size} and "
+            f"{block_size}"
+        )
+    bound = max_local_attention_virtual_batches(
+        attn_chunk_size,
+        common_attn_metadata.num_reqs,
+        common_attn_metadata.slot_mapping.shape[0],
+        common_attn_metadata.max_query_len,
+    )
+    if on_device:
+        mirrors = None
+        count = bound if max_virtual_batches is None else max_virtual_batches
+        if count < bound:
+            raise ValueError(f"max_virtual_batches must be at least {bound}, got {count}")
+        longest = common_attn_metadata.max_query_len, common_attn_metadata.max_seq_len
+    else:
+        mirrors = _on_host(attn_chunk_size, common_attn_metadata)
+        count, longest = mirrors.seq_lens.shape[0], mirrors.longest
+    start, seq_lens, table = _targets(
+        count, attn_chunk_size // block_size, common_attn_metadata.device, out
+    )
+    fill = reference_virtual_batches
+    if common_attn_metadata.device.type == "cuda":
+        from attn_ops.metadata.triton.virtual_batches import launch_virtual_batches as fill
+    fill(
+        attn_chunk_size,
+        block_size,
+        common_attn_metadata.query_start_loc,
+        common_attn_metadata.seq_lens,
+        common_attn_metadata.block_table_tensor,
+        start,
+        seq_lens,
+        table,
+    )
+    return CommonAttentionMetadata(
+        query_start_loc=start,
+        query_start_loc_cpu=mirrors and mirrors.query_start_loc,
+        seq_lens=seq_lens,
+        seq_lens_cpu=mirrors and mirrors.seq_lens,
+        num_computed_tokens_cpu=mirrors and mirrors.num_computed_tokens,
+        num_reqs=count,
+        num_actual_tokens=common_attn_metadata.num_actual_tokens,
+        max_query_len=min(longest[0], attn_chunk_size),
+        max_seq_len=min(longest[1], attn_chunk_size),
+        block_table_tensor=table,
+        slot_mapping=common_attn_metadata.slot_mapping,
+        causal=True,
+        positions=common_attn_metadata.positions,
+        block_size=block_size,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mirrors:
+    """What the host knows of V virtual batches."""
+
+    query_start_loc: torch.Tensor  # [V+1] int32
+    seq_lens: torch.Tensor  # [V] int32
+    num_computed_tokens: torch.Tensor  # [V] int32
+    longest: tuple[int, int]  # query and keys
+
+
+def _check_chunk(attn_chunk_size: int) -> None:
+    if attn_chunk_size < 1:
+        raise ValueError(f"attn_chunk_size must be at least 1, got {attn_chunk_size}")
+
+
+def _on_host(chunk: int, common: CommonAttentionMetadata) -> _Mirrors:
+    """The virtual batches that the batch's mirrors have, by NumPy."""
+    if common.query_start_loc_cpu is None or common.seq_lens_cpu is None:
+        raise ValueError(
+            "query_start_loc_cpu and seq_lens_cpu must be given, got None; supported without: "
+            "on_device=True"
+        )
+    start, seq = common.query_start_loc_cpu.numpy(), common.seq_lens_cpu.numpy()
+    computed = np.maximum(seq - np.diff(start), 0)
+    last = np.maximum(seq - 1, 0) // chunk
+    first = np.minimum(computed // chunk, last)
+    count = last - first + 1
+    request = np.repeat(np.arange(seq.size), count)
+    number = np.arange(request.size) - np.repeat(np.cumsum(count) - count, count) + first[request]
+    key_begin = number * chunk
+    key_end = np.minimum(key_begin + chunk, seq[request])
+    local_start = np.empty(request.size + 1, dtype=np.int32)
+    local_start[:-1] = (start[:-1] - computed)[request] + np.maximum(computed[request], key_begin)
+    local_start[-1] = start[-1]
+    keys = (key_end - key_begin).astype(np.int32)
+    query = np.diff(local_start)
+    return _Mirrors(
+        torch.from_numpy(local_start),
+        torch.from_numpy(keys),
+        torch.from_numpy(keys - query),
+        (int(query.max(initial=0)), int(keys.max(initial=0))),
+    )
+
+
+def _targets(
+    count: int, pages: int, device: torch.device, out: MetadataBuffers | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query_start_loc [V+1], seq_lens [V], block table [V, pages] to write."""
+    if out is None:
+        out = MetadataBuffers.allocate(count, 0, pages, device)
+    out.check_room(count, 0, pages, device)
+    return out.query_start_loc[: count + 1], out.seq_lens[:count], out.block_table[:count, :pages]
+
+
+def reference_virtual_batches(
+    chunk: int,
+    block_size: int,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    local_start: torch.Tensor,
+    local_seq_lens: torch.Tensor,
+    local_table: torch.Tensor,
+) -> None:
+    """Fill the last three tensors, of fixed sizes, without reading the others on the host."""
+    (num_reqs, max_blocks), end = block_table.shape, query_start_loc[-1:]
+    local_start[-1:].copy_(end)
+    if num_reqs == 0 or local_seq_lens.shape[0] == 0:
+        local_start.copy_(end.expand_as(local_start))
+        local_seq_lens.zero_()
+        local_table.zero_()
+        return
+    computed = (seq_lens - (query_start_loc[1:] - query_start_loc[:-1])).clamp(min=0)
+    last = (seq_lens - 1).clamp(min=0).div(chunk, rounding_mode="floor")
+    first = torch.minimum(computed.div(chunk, rounding_mode="floor"), last)
+    ends = (last - first + 1).cumsum(0, dtype=torch.int32)
+    virtual = torch.arange(local_seq_lens.shape[0], dtype=torch.int32, device=seq_lens.device)
+    request = torch.searchsorted(ends, virtual, right=True)
+    real = request < num_reqs
+    request = request.clamp(max=num_reqs - 1)
+    # Counted from the request's last chunk, which is the one before ends[request].
+    key_begin = (last[request] - (ends[request] - 1 - virtual)) * chunk
+    keys = torch.minimum(key_begin + chunk, seq_lens[request]) - key_begin
+    query_begin = torch.maximum(computed[request], key_begin) - computed[request]
+    local_start[:-1].copy_(torch.where(real, query_start_loc[request] + query_begin, end))
+    local_seq_lens.copy_(torch.where(real, keys, 0))
+    if max_blocks == 0:
+        local_table.zero_()
+        return
+    page = torch.arange(local_table.shape[1], dtype=torch.int32, device=seq_lens.device)
+    column = key_begin.div(block_size, rounding_mode="floor")[:, None] + page
+    table = block_table[request[:, None], column.clamp(0, max_blocks - 1)]
+    local_table.copy_(torch.where(real[:, None], table, 0))

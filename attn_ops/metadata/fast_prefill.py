@@ -1,0 +1,231 @@
+"""Fast prefill: layers that only read another layer's cache see the rows whose logits are wanted.
+
+S requests, T rows, R rows whose logits are wanted (logits rows).
+"""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from attn_ops.metadata.buffers import MetadataBuffers
+from attn_ops.metadata.common import CommonAttentionMetadata
+
+KV_SHARING_FAST_PREFILL_METADATA_FIELDS: list[tuple[str, Any, Any]] = [
+    ("logits_indices_padded", torch.Tensor | None, None),
+    ("num_logits_indices", int, 0),
+]
+"""Name, type and default of the fields that `KVSharingFastPrefillMetadata` adds."""
+
+
+@runtime_checkable
+class KVSharingFastPrefillMetadata(Protocol):
+    """A backend's metadata that carries the logits rows as well."""
+
+    logits_indices_padded: torch.Tensor
+    num_logits_indices: int
+
+
+def make_kv_sharing_fast_prefill_common_attn_metadata(
+    common_attn_metadata: CommonAttentionMetadata, *, out: MetadataBuffers | None = None
+) -> CommonAttentionMetadata:
+    """The batch reduced to its logits rows: the same requests and keys, fewer queries.
+
+    A batch of single-token queries is returned as it is. Where the host knows the logits rows
+    (`logits_indices_cpu`, or a batch on the CPU) the result is exact. Else it is computed on the
+    device, without reading it, and can be captured: query_start_loc is exact, its mirror None,
+    max_query_len a bound (`max_logits_per_req`, or the smaller of max_query_len and the number of
+    logits rows). `num_logits` on the device, where set, says how many rows count in a replay.
+
+    slot_mapping stays that of the whole batch; layers that share a cache write nothing.
+
+    Args:
+        common_attn_metadata: the batch, with logits_indices_padded and num_logits_indices.
+        out: buffers whose query_start_loc is written.
+
+    Raises:
+        ValueError: the logits rows are missing or not rows of the batch.
+    """
+    common = common_attn_metadata
+    if common.max_query_len <= 1:
+        return common
+    padded, count = _logits_rows(common)
+    start = torch.empty_like(common.query_start_loc)
+    if out is not None:
+        out.check_room(common.num_reqs, 0, 0, common.device)
+        start = out.query_start_loc[: common.num_reqs + 1]
+    rows_cpu = _rows_on_host(common, padded, count)
+    if rows_cpu is not None and common.query_start_loc_cpu is not None:
+        new_start = _reduced_on_host(rows_cpu, common.query_start_loc_cpu.numpy())
+        start_cpu = torch.from_numpy(new_start)
+        start.copy_(start_cpu, non_blocking=True)
+        query = np.diff(new_start)
+        count, longest = int(new_start[-1]), int(query.max(initial=0))
+        seq_cpu = common.seq_lens_cpu
+        computed = None if seq_cpu is None else seq_cpu - torch.from_numpy(query)
+    else:
+        compute = reference_logits_rows
+        if common.device.type == "cuda":
+            from attn_ops.metadata.triton.logits_rows import launch_logits_rows as compute
+        compute(
+            common.query_start_loc,
+            padded,
+            count if common.num_logits is None else common.num_logits,
+            start,
+        )
+        longest = common.max_logits_per_req or min(common.max_query_len, count)
+        start_cpu = computed = None
+    return common.replace(
+        query_start_loc=start,
+        query_start_loc_cpu=start_cpu,
+        num_computed_tokens_cpu=computed,
+        num_actual_tokens=count,
+        max_query_len=longest,
+        causal=True,
+        positions=None,
+        logits_indices_padded=None,
+        num_logits_indices=None,
+        logits_indices=None,
+        logits_indices_cpu=None,
+        num_logits=None,
+    )
+
+
+def _logits_rows(common: CommonAttentionMetadata) -> tuple[torch.Tensor, int]:
+    padded, count = common.logits_indices_padded, common.num_logits_indices
+    if padded is None or count is None:
+        raise ValueError(
+            "logits_indices_padded and num_logits_indices must be given for fast prefill, "
+            f"got {type(padded).__name__} and {count}"
+        )
+    if not 0 <= count <= padded.shape[0]:
+        raise ValueError(
+            f"num_logits_indices must be from 0 to {padded.shape[0]}, the length of "
+            f"logits_indices_padded, got {count}"
+        )
+    return padded, count
+
+
+def _rows_on_host(
+    common: CommonAttentionMetadata, padded: torch.Tensor, count: int
+) -> np.ndarray | None:
+    """The logits rows, if the host knows them and no replay will change their number."""
+    if common.num_logits is not None:
+        return None
+    if common.logits_indices_cpu is not None:
+        return common.logits_indices_cpu[:count].numpy()
+    return padded[:count].numpy() if padded.device.type == "cpu" else None
+
+
+def _reduced_on_host(rows: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """[S+1] int32: query_start_loc of the logits rows."""
+    outside = (rows < 0) | (rows >= start[-1])
+    if outside.any():
+        bad = int(outside.argmax())
+        raise ValueError(
+            f"logits_indices_padded must hold rows from 0 to {start[-1] - 1}, "
+            f"got logits_indices_padded[{bad}]={rows[bad]}"
+        )
+    request = np.searchsorted(start[1:], rows, side="right")
+    new_start = np.zeros_like(start)
+    np.cumsum(np.bincount(request, minlength=start.size - 1), out=new_start[1:])
+    return new_start
+
+
+def reference_logits_rows(
+    query_start_loc: torch.Tensor,
+    logits_indices: torch.Tensor,
+    num_logits: torch.Tensor | int,
+    new_start: torch.Tensor,
+) -> None:
+    """The same by torch on the device; rows out of the batch count for no request."""
+    entry_R = torch.arange(logits_indices.shape[0], dtype=torch.int32, device=new_start.device)
+    wanted_R = (entry_R < num_logits) & (logits_indices >= 0)
+    before_SR = wanted_R & (logits_indices < query_start_loc[:, None])
+    torch.sum(before_SR, 1, dtype=new_start.dtype, out=new_start)
+
+
+def create_fast_prefill_custom_backend(prefix: str, underlying_attn_backend: Any) -> Any:
+    """A backend named `prefix` + the given one's, its metadata reduced to the logits rows.
+
+    Its metadata satisfies `KVSharingFastPrefillMetadata`. Backends as `subclass_attention_backend`
+    takes them.
+
+    Raises:
+        ValueError: when building, if the batch lacks logits rows, or the host sees that they are
+            not the last rows of their requests: attention counts positions from a sequence's end.
+    """
+    underlying_builder: Any = underlying_attn_backend.get_builder_cls()
+
+    class FastPrefillAttentionBuilder(underlying_builder):
+        """Builds the underlying metadata from the reduced batch."""
+
+        def build(
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: CommonAttentionMetadata,
+            fast_build: bool = False,
+        ) -> Any:
+            padded, count = _logits_rows(common_attn_metadata)
+            _check_last_rows(common_attn_metadata, padded, count)
+            reduced = make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata)
+            metadata = copy.copy(super().build(common_prefix_len, reduced, fast_build))
+            metadata.logits_indices_padded = padded
+            metadata.num_logits_indices = count
+            return metadata
+
+    return subclass_attention_backend(prefix, underlying_attn_backend, FastPrefillAttentionBuilder)
+
+
+def _check_last_rows(common: CommonAttentionMetadata, padded: torch.Tensor, count: int) -> None:
+    rows = _rows_on_host(common, padded, count)
+    if rows is None or common.query_start_loc_cpu is None or common.max_query_len <= 1:
+        return
+    start = common.query_start_loc_cpu.numpy()
+    new_start = _reduced_on_host(rows, start)
+    request = np.repeat(np.arange(start.size - 1), np.diff(new_start))
+    last_rows = start[1:][request] - new_start[1:][request] + np.arange(count)
+    if (rows != last_rows).any():
+        bad = int((rows != last_rows).argmax())
+        raise ValueError(
+            "logits_indices_padded must hold the last rows of each request, in order, "
+            f"got logits_indices_padded[{bad}]={rows[bad]} for row {last_rows[bad]}"
+        )
+
+
+def subclass_attention_backend(
+    name_prefix: str, attention_backend_cls: Any, builder_cls: type
+) -> Any:
+    """A backend like the given one whose metadata `builder_cls` builds.
+
+    Args:
+        name_prefix: put before the name.
+        attention_backend_cls: an `attn_ops.Backend`, or a class with `get_builder_cls`.
+        builder_cls: what `get_builder_cls()` of the result returns.
+    """
+    if isinstance(attention_backend_cls, type):
+        name = name_prefix + attention_backend_cls.__name__
+        members = {"get_builder_cls": staticmethod(lambda: builder_cls)}
+        return type(name, (attention_backend_cls,), members)
+    name = name_prefix + attention_backend_cls.name
+    return dataclasses.replace(attention_backend_cls, name=name, builder=builder_cls)
+
+
+def subclass_attention_metadata(
+    name_prefix: str, metadata_cls: Any, fields: Sequence[tuple[str, Any, Any]]
+) -> Any:
+    """A dataclass derived from `metadata_cls` with more fields, each (name, type, default).
+
+    A frozen dataclass gives a frozen one.
+    """
+    params = getattr(metadata_cls, "__dataclass_params__", None)
+    members = [(name, kind, dataclasses.field(default=value)) for name, kind, value in fields]
+    return dataclasses.make_dataclass(
+        name_prefix + metadata_cls.__name__,
+        members,
+        bases=(metadata_cls,),
+        frozen=params.frozen if params else False,
+    )

@@ -1,0 +1,1 @@
+"""Kernels of the step's metadata; imported by the first call on CUDA."""

@@ -1,0 +1,205 @@
+"""What a batch's metadata must look like: its form, checked when it is made, and its values.
+
+S requests, T rows, M blocks a request may own.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from attn_ops.metadata.common import CommonAttentionMetadata
+
+_INT32, _INT64, _INDICES = (torch.int32,), (torch.int64,), (torch.int32, torch.int64)
+
+_FORMS: tuple[tuple[str, tuple[torch.dtype, ...], str, str], ...] = (
+    ("query_start_loc", _INT32, "S+1", "device"),
+    ("seq_lens", _INT32, "S", "device"),
+    ("block_table_tensor", _INT32, "S", "device"),
+    ("slot_mapping", _INT64, "any", "device"),
+    ("query_start_loc_cpu", _INT32, "S+1", "cpu"),
+    ("seq_lens_cpu", _INT32, "S", "cpu"),
+    ("num_computed_tokens_cpu", _INT32, "S", "cpu"),
+    ("seq_lens_cpu_upper_bound", _INT32, "S", "cpu"),
+    ("logits_indices", _INT64, "any", "device"),
+    ("logits_indices_padded", _INDICES, "any", "device"),
+    ("logits_indices_cpu", _INDICES, "any", "cpu"),
+    ("num_logits", _INT32, "1", "device"),
+    ("dcp_local_seq_lens", _INT32, "S", "device"),
+    ("is_prefilling", (torch.bool,), "S", "any"),
+    ("positions", _INT64, "any", "device"),
+)
+"""Field, dtypes, length, where it lives. Fields that are None are not checked."""
+
+_RANK = {"block_table_tensor": 2}
+"""Dimensions of a field, where it is not one; behind the first any size will do."""
+
+
+def check_form(common: "CommonAttentionMetadata") -> None:
+    """Raise a ValueError that names the first field of a wrong dtype, device or shape."""
+    device = common.seq_lens.device.type
+    lengths = {"S": common.num_reqs, "S+1": common.num_reqs + 1, "1": 1, "any": None}
+    for name, dtypes, length, place in _FORMS:
+        tensor = getattr(common, name)
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(map(str, dtypes))
+            raise ValueError(f"{name} must have dtype {wanted}, got {tensor.dtype}")
+        if place != "any":
+            wanted = "cpu" if place == "cpu" else device
+            if tensor.device.type != wanted:
+                raise ValueError(f"{name} must be on {wanted}, got {tensor.device}")
+        shape, rank, size = tensor.shape, _RANK.get(name, 1), lengths[length]
+        if len(shape) != rank or (size is not None and shape[0] != size):
+            wanted = ", ".join(["any" if size is None else str(size), *["any"] * (rank - 1)])
+            raise ValueError(f"{name} must have shape [{wanted}], got {list(shape)}")
+
+
+def check_values(
+    common: "CommonAttentionMetadata",
+    num_blocks: int | None,
+    block_size: int | None,
+    read_device: bool,
+) -> None:
+    """Raise a ValueError that names the first value of the batch which is not possible."""
+    readable = read_device or common.device.type == "cpu"
+    if readable:
+        _check_mirrors(common)
+    starts = _host(common.query_start_loc_cpu, common.query_start_loc, readable)
+    seq = _host(common.seq_lens_cpu, common.seq_lens, readable)
+    if starts is not None:
+        _check_starts(common, starts)
+    if starts is not None and seq is not None:
+        _check_lengths(common, np.diff(starts), seq)
+    if readable and seq is not None:
+        _check_blocks(common, seq, num_blocks, block_size)
+        _check_slots(common, num_blocks, block_size)
+    _check_logits(common, readable)
+
+
+def _host(
+    mirror: torch.Tensor | None, tensor: torch.Tensor | None, readable: bool
+) -> np.ndarray | None:
+    """The values, from the mirror where there is one; None where they may not be read."""
+    if mirror is not None:
+        return mirror.numpy()
+    return tensor.cpu().numpy() if tensor is not None and readable else None
+
+
+def _refuse(bad: np.ndarray, name: str, values: np.ndarray, must: str) -> None:
+    """Raise for the first True of `bad`: '`name` must `must`, got `name`[i]=v'."""
+    if bad.any():
+        at = np.unravel_index(int(np.argmax(bad)), bad.shape)
+        index = "".join(f"[{int(i)}]" for i in at)
+        raise ValueError(f"{name} must {must}, got {name}{index}={values[at]}")
+
+
+def _check_mirrors(common: "CommonAttentionMetadata") -> None:
+    for name in ("query_start_loc", "seq_lens"):
+        mirror = getattr(common, f"{name}_cpu")
+        if mirror is not None:
+            device = getattr(common, name).cpu().numpy()
+            _refuse(mirror.numpy() != device, f"{name}_cpu", mirror.numpy(), f"equal {name}")
+    padded, rows_cpu = common.logits_indices_padded, common.logits_indices_cpu
+    if padded is not None and rows_cpu is not None:
+        rows = padded[: rows_cpu.shape[0]].cpu().numpy()
+        if rows_cpu.shape[0] != common.num_logits_indices:
+            raise ValueError(
+                f"logits_indices_cpu must have {common.num_logits_indices} entries, "
+                f"got {rows_cpu.shape[0]}"
+            )
+        _refuse(
+            rows_cpu.numpy() != rows,
+            "logits_indices_cpu",
+            rows_cpu.numpy(),
+            "equal logits_indices_padded",
+        )
+
+
+def _check_starts(common: "CommonAttentionMetadata", starts: np.ndarray) -> None:
+    name = "query_start_loc"
+    _refuse(starts[:1] != 0, name, starts[:1], "start at 0")
+    falls = np.concatenate([[False], np.diff(starts) < 0])
+    _refuse(falls, name, starts, "never fall")
+    rows = common.slot_mapping.shape[0]
+    if not starts[-1] <= common.num_actual_tokens <= rows:
+        raise ValueError(
+            f"num_actual_tokens must be between the {starts[-1]} query tokens and the {rows} rows "
+            f"of slot_mapping, got {common.num_actual_tokens}"
+        )
+
+
+def _check_lengths(
+    common: "CommonAttentionMetadata", query_lens: np.ndarray, seq_lens: np.ndarray
+) -> None:
+    if (seq_lens < query_lens).any():
+        at = int(np.argmax(seq_lens < query_lens))
+        raise ValueError(
+            f"seq_lens must be at least the query lengths, got seq_lens[{at}]={seq_lens[at]} "
+            f"with {query_lens[at]} query tokens"
+        )
+    for name, lengths in (("max_query_len", query_lens), ("max_seq_len", seq_lens)):
+        longest = int(lengths.max(initial=0))
+        if getattr(common, name) < longest:
+            raise ValueError(f"{name} must be at least {longest}, got {getattr(common, name)}")
+    if common.num_computed_tokens_cpu is not None:
+        computed = common.num_computed_tokens_cpu.numpy()
+        _refuse(
+            computed != seq_lens - query_lens,
+            "num_computed_tokens_cpu",
+            computed,
+            "be seq_lens minus the query lengths",
+        )
+    if common.seq_lens_cpu_upper_bound is not None:
+        bound = common.seq_lens_cpu_upper_bound.numpy()
+        _refuse(bound < seq_lens, "seq_lens_cpu_upper_bound", bound, "be at least seq_lens")
+
+
+def _check_blocks(
+    common: "CommonAttentionMetadata",
+    seq_lens: np.ndarray,
+    num_blocks: int | None,
+    block_size: int | None,
+) -> None:
+    """Blocks in use must exist; without a block size all entries of the table count as used."""
+    table_SM = common.block_table_tensor.cpu().numpy()
+    used_SM = np.ones(table_SM.shape, dtype=bool)
+    if block_size is not None:
+        capacity = table_SM.shape[1] * block_size
+        _refuse(seq_lens > capacity, "seq_lens", seq_lens, f"fit the table's {capacity} tokens")
+        used_SM = np.arange(table_SM.shape[1]) * block_size < seq_lens[:, None]
+    limit = np.iinfo(np.int32).max if num_blocks is None else num_blocks
+    outside_SM = used_SM & ((table_SM < 0) | (table_SM >= limit))
+    _refuse(outside_SM, "block_table_tensor", table_SM, f"hold block ids from 0 to {limit - 1}")
+
+
+def _check_slots(
+    common: "CommonAttentionMetadata", num_blocks: int | None, block_size: int | None
+) -> None:
+    slots_T = common.slot_mapping.cpu().numpy()
+    limit = np.iinfo(np.int64).max
+    if num_blocks is not None and block_size is not None:
+        limit = num_blocks * block_size
+    outside_T = (slots_T < -1) | (slots_T >= limit)
+    _refuse(outside_T, "slot_mapping", slots_T, f"hold -1 or slots from 0 to {limit - 1}")
+
+
+def _check_logits(common: "CommonAttentionMetadata", readable: bool) -> None:
+    padded, count = common.logits_indices_padded, common.num_logits_indices
+    if padded is not None and count is not None and not 0 <= count <= padded.shape[0]:
+        raise ValueError(
+            f"num_logits_indices must be from 0 to {padded.shape[0]}, the length of "
+            f"logits_indices_padded, got {count}"
+        )
+    wanted = padded[:count] if padded is not None and count is not None else None
+    for name, mirror, tensor in (
+        ("logits_indices_cpu", common.logits_indices_cpu, None),
+        ("logits_indices_padded", None, wanted),
+        ("logits_indices", None, common.logits_indices),
+    ):
+        rows = _host(mirror, tensor, readable)
+        if rows is not None:
+            outside = (rows < 0) | (rows >= common.num_actual_tokens)
+            _refuse(outside, name, rows, f"be rows from 0 to {common.num_actual_tokens - 1}")

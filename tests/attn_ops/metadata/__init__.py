@@ -1,0 +1,1 @@
+"""A package, so that its files import the oracle beside them."""

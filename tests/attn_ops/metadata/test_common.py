@@ -1,0 +1,348 @@
+"""A batch from its lengths, cut and copied, against the loop over tokens; what its form must be."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import attn_ops.metadata
+from attn_ops.metadata import CommonAttentionMetadata, MetadataBuffers
+
+from . import brute_force
+from .ragged import Ragged, assert_fields, assert_is_view, batches, check, int32, int64, snapshot
+
+PUBLIC = [
+    "CommonAttentionMetadata", "MetadataBuffers", "positions_and_slots", "advance_step",
+    "split_decodes_and_prefills", "reorder_batch_to_split_decodes_and_prefills", "UBatchSlice",
+    "slice_query_start_locs", "_make_metadata_with_slice", "split_attn_metadata",
+    "make_local_attention_virtual_batches", "max_local_attention_virtual_batches",
+    "make_kv_sharing_fast_prefill_common_attn_metadata", "KVSharingFastPrefillMetadata",
+    "KV_SHARING_FAST_PREFILL_METADATA_FIELDS", "create_fast_prefill_custom_backend",
+    "subclass_attention_backend", "subclass_attention_metadata", "PerLayerParameters",
+    "get_per_layer_parameters", "infer_global_hyperparameters", "group_layers_by_parameters",
+    "reshape_query_for_spec_decode", "reshape_attn_output_for_spec_decode",
+    "compute_causal_conv1d_metadata", "KVCacheLayoutType", "get_kv_cache_layout",
+    "set_kv_cache_layout", "is_valid_kv_cache_layout", "AttentionCGSupport", "PAD_SLOT_ID",
+    "AttentionMetadataBuilder",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names(name):
+    assert getattr(attn_ops.metadata, name) is not None
+
+
+def expected_of_lengths(batch: Ragged, num_reqs: int, num_rows: int) -> dict:
+    """Every field of `from_lengths`, with requests and rows up to these numbers as padding."""
+    empty = [0] * (num_reqs - batch.num_reqs)
+    query, seq = batch.query_lens + empty, batch.seq_lens + empty
+    table = batch.table + [[0] * batch.width for _ in empty]
+    positions, slots = brute_force.positions_and_slots(
+        query, seq, table, batch.block_size, num_rows
+    )
+    return {
+        "query_start_loc": brute_force.starts(query),
+        "query_start_loc_cpu": brute_force.starts(query),
+        "seq_lens": seq,
+        "seq_lens_cpu": seq,
+        "num_computed_tokens_cpu": batch.computed + empty,
+        "query_lens": query,
+        "num_computed_tokens": batch.computed + empty,
+        "num_reqs": num_reqs,
+        "batch_size": num_reqs,
+        "num_actual_tokens": batch.num_tokens,
+        "max_query_len": max([0, *query]),
+        "max_seq_len": max([0, *seq]),
+        "slot_mapping": slots,
+        "positions": positions,
+        "block_size": batch.block_size,
+        "causal": True,
+        "logits_indices_padded": None,
+        "block_table_tensor": table,
+    }
+
+
+@check(batches())
+def test_from_lengths(batch):
+    num_reqs = batch.num_reqs + batch.tape.below(3)
+    arguments = batch.query_lens, batch.seq_lens, batch.table_tensor(), batch.block_size
+    padding = {"num_padded_tokens": batch.num_rows, "num_padded_reqs": num_reqs}
+    if batch.num_rows == batch.num_tokens and num_reqs == batch.num_reqs:
+        padding = {}
+    common = CommonAttentionMetadata.from_lengths(*arguments, **padding)
+    assert_fields(common, **expected_of_lengths(batch, num_reqs, batch.num_rows))
+
+
+@check(batches())
+def test_from_lengths_into_buffers(batch):
+    """Twice into the same buffers: addresses stay and nothing of the first batch is left."""
+    num_reqs = batch.num_reqs + batch.tape.below(3)
+    room = [batch.tape.below(3) for _ in range(3)]
+    out = MetadataBuffers.allocate(
+        num_reqs + room[0], batch.num_rows + room[1], batch.width + room[2], "cpu"
+    )
+    full = Ragged(
+        query_lens=[1] * num_reqs, seq_lens=[1] * num_reqs, table=[[7]] * num_reqs,
+        block_size=1, num_rows=num_reqs, logits_rows=[], num_garbage=0, tape=batch.tape,
+    )  # fmt: skip
+    for other in (full, batch):
+        if other.num_rows > out.slot_mapping.shape[0] or out.block_table.shape[1] < other.width:
+            continue
+        common = CommonAttentionMetadata.from_lengths(
+            other.query_lens,
+            other.seq_lens,
+            other.table_tensor(),
+            other.block_size,
+            num_padded_tokens=other.num_rows,
+            num_padded_reqs=num_reqs,
+            out=out,
+        )
+        expected = expected_of_lengths(other, num_reqs, other.num_rows)
+        table = expected.pop("block_table_tensor")
+        assert_fields(common, **expected)
+        assert common.block_table_tensor[:, : other.width].tolist() == table
+        assert not common.block_table_tensor[:, other.width :].any()
+    for name in ("query_start_loc", "seq_lens", "slot_mapping", "positions"):
+        assert_is_view(getattr(common, name), getattr(out, name))
+    assert_is_view(common.block_table_tensor, out.block_table)
+
+
+def test_buffers_take_their_sizes():
+    out = MetadataBuffers.allocate(3, 7, 5, "cpu")
+    shapes = {
+        "query_start_loc": (4,), "seq_lens": (3,), "block_table": (3, 5),
+        "slot_mapping": (7,), "positions": (7,),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        assert getattr(out, name).shape == shape, name
+        wanted = torch.int64 if name in ("slot_mapping", "positions") else torch.int32
+        assert getattr(out, name).dtype == wanted, name
+
+
+def test_from_lengths_with_the_table_of_the_buffers():
+    """An engine keeps its block table in the buffers and passes it back."""
+    out = MetadataBuffers.allocate(2, 4, 3, "cpu")
+    out.block_table.copy_(int32([[4, 5, 6], [7, 8, 9]]))
+    common = CommonAttentionMetadata.from_lengths([2, 1], [5, 1], out.block_table, 2, out=out)
+    assert_fields(common, slot_mapping=[11, 12, 14], block_table_tensor=[[4, 5, 6], [7, 8, 9]])
+
+
+def test_padding_requests_clear_the_table_of_the_buffers():
+    out = MetadataBuffers.allocate(3, 4, 2, "cpu")
+    out.block_table.fill_(9)
+    common = CommonAttentionMetadata.from_lengths(
+        [1], [1], int32([[4, 5]]), 2, num_padded_reqs=3, out=out
+    )
+    assert common.block_table_tensor.tolist() == [[4, 5], [0, 0], [0, 0]]
+
+
+def test_mirrors_stand_alone():
+    """A step changes the device tensors in place; on a CPU the mirrors must not change along."""
+    table, query, seq = int32([[1], [2]]), np.array([1, 1], np.int32), np.array([2, 3], np.int32)
+    common = CommonAttentionMetadata.from_lengths(query, seq, table, 4)
+    common.seq_lens.add_(1)
+    common.query_start_loc.add_(1)
+    common.block_table_tensor.zero_()
+    query.fill(0), seq.fill(0)
+    assert common.seq_lens_cpu.tolist() == [2, 3]
+    assert common.query_start_loc_cpu.tolist() == [0, 1, 2]
+    assert common.num_computed_tokens_cpu.tolist() == [1, 2]
+    assert table.tolist() == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "message"),
+    [
+        (([1], [1, 2], [[1]], 4), {}, "seq_lens"),
+        (([3], [2], [[1]], 4), {}, r"seq_lens\[0\]"),
+        (([-1], [2], [[1]], 4), {}, r"query_lens\[0\]"),
+        (([1.5], [2], [[1]], 4), {}, "query_lens"),
+        (([1], [2**31], [[1]], 4), {}, "seq_lens"),
+        (([1 - 2**32], [2], [[1]], 4), {}, "query_lens"),
+        (([1], [2 - 2**32], [[1]], 4), {}, "seq_lens"),
+        (([1], [5], [[1]], 4), {}, "seq_lens"),
+        (([1], [1], [[1], [2]], 4), {}, "block_table"),
+        (([1], [1], [[1]], 0), {}, "block_size"),
+        (([3], [3], [[1]], 4), {"num_padded_tokens": 2}, "num_padded_tokens"),
+        (([1, 1], [1, 1], [[1], [2]], 4), {"num_padded_reqs": 1}, "num_padded_reqs"),
+    ],
+)
+def test_from_lengths_refuses_and_writes_nothing(arguments, keywords, message):
+    query, seq, table, block_size = arguments
+    out = MetadataBuffers.allocate(3, 8, 2, "cpu")
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions")
+    for name in names:
+        getattr(out, name).fill_(77)
+    with pytest.raises(ValueError, match=message):
+        CommonAttentionMetadata.from_lengths(
+            query, seq, int32(table), block_size, out=out, **keywords
+        )
+    assert all((getattr(out, name) == 77).all() for name in names)
+
+
+@pytest.mark.parametrize("size", [(1, 8, 2), (3, 2, 2), (3, 8, 1)])
+def test_from_lengths_refuses_small_buffers(size):
+    out = MetadataBuffers.allocate(*size, "cpu")
+    with pytest.raises(ValueError, match="out"):
+        CommonAttentionMetadata.from_lengths([1, 2], [5, 2], int32([[1, 2], [3, 4]]), 4, out=out)
+
+
+def test_from_lengths_refuses_buffers_on_another_device():
+    out = MetadataBuffers.allocate(1, 1, 1, "meta")
+    with pytest.raises(ValueError, match="out"):
+        CommonAttentionMetadata.from_lengths([1], [1], int32([[1]]), 4, out=out)
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1), (1, -1, 1), (1, 1, -1)])
+def test_buffers_refuse_negative_sizes(sizes):
+    with pytest.raises(ValueError, match=r"num_reqs|num_tokens|max_blocks"):
+        MetadataBuffers.allocate(*sizes, "cpu")
+
+
+OPTIONAL_PER_REQUEST = {
+    "seq_lens_cpu_upper_bound": torch.int32,
+    "is_prefilling": torch.bool,
+    "dcp_local_seq_lens": torch.int32,
+}
+
+
+def with_every_field(batch: Ragged) -> CommonAttentionMetadata:
+    per_request = {
+        name: torch.arange(batch.num_reqs).to(dtype) for name, dtype in OPTIONAL_PER_REQUEST.items()
+    }
+    encoder = np.arange(batch.num_reqs, dtype=np.int32) + 50
+    changes = {**per_request, **batch.logits_fields(), "encoder_seq_lens": encoder}
+    return batch.common(**changes, causal=False, max_logits_per_req=3)
+
+
+@check(batches())
+def test_unpadded(batch):
+    common = with_every_field(batch)
+    before = snapshot(common)
+    num_reqs = batch.tape.below(batch.num_reqs + 1)
+    num_tokens = batch.starts[num_reqs]
+    if num_reqs == batch.num_reqs:
+        num_tokens = batch.tape.pick([num_tokens, batch.num_rows])
+    cut = common.unpadded(num_tokens, num_reqs)
+    positions, slots = batch.positions_and_slots
+    assert_fields(
+        cut,
+        query_start_loc=batch.starts[: num_reqs + 1],
+        query_start_loc_cpu=batch.starts[: num_reqs + 1],
+        seq_lens=batch.seq_lens[:num_reqs],
+        seq_lens_cpu=batch.seq_lens[:num_reqs],
+        num_computed_tokens_cpu=batch.computed[:num_reqs],
+        num_reqs=num_reqs,
+        num_actual_tokens=num_tokens,
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_seq_len,
+        block_table_tensor=batch.table[:num_reqs],
+        slot_mapping=slots[:num_tokens],
+        positions=positions[:num_tokens],
+        causal=False,
+        seq_lens_cpu_upper_bound=list(range(num_reqs)),
+        is_prefilling=[i > 0 for i in range(num_reqs)],
+        dcp_local_seq_lens=list(range(num_reqs)),
+        logits_indices_padded=batch.logits_rows + batch.garbage,
+        num_logits_indices=len(batch.logits_rows),
+        max_logits_per_req=3,
+        block_size=batch.block_size,
+    )
+    assert cut.encoder_seq_lens.tolist() == [50 + i for i in range(num_reqs)]
+    assert str(snapshot(common)) == str(before)
+
+
+@pytest.mark.parametrize(("sizes", "name"), [((99, 1), "num_tokens"), ((1, 99), "num_reqs")])
+def test_unpadded_refuses_more_than_there_is(sizes, name):
+    common = CommonAttentionMetadata.from_lengths([1, 2], [5, 2], int32([[1, 2], [3, 4]]), 4)
+    with pytest.raises(ValueError, match=name):
+        common.unpadded(*sizes)
+
+
+@pytest.fixture
+def common() -> CommonAttentionMetadata:
+    return CommonAttentionMetadata.from_lengths([1, 2], [5, 2], int32([[1, 2], [3, 4]]), 4)
+
+
+def test_fields_can_be_assigned(common):
+    """As model runners do that prepare a step in several places."""
+    padded = int64([0, 2, 7])
+    common.num_actual_tokens = 8
+    common.logits_indices_padded = padded
+    common.num_logits_indices = 2
+    assert common.num_actual_tokens == 8
+    assert common.logits_indices_padded is padded
+
+
+def test_replace_copies_and_checks(common):
+    other = common.replace(max_seq_len=100, causal=False)
+    assert (other.max_seq_len, other.causal) == (100, False)
+    assert (common.max_seq_len, common.causal) == (5, True)
+    assert other.seq_lens is common.seq_lens
+    with pytest.raises(ValueError, match="seq_lens"):
+        common.replace(seq_lens=int32([1, 2, 3]))
+    with pytest.raises(TypeError, match="no_such_field"):
+        common.replace(no_such_field=1)
+
+
+def test_batches_are_equal_by_identity(common):
+    assert common == common
+    assert common != common.replace()
+    assert len({common, common.replace()}) == 2
+
+
+FORMS = {
+    "query_start_loc": int32([0, 1, 3]),
+    "query_start_loc_cpu": int32([0, 1, 3]),
+    "seq_lens": int32([5, 2]),
+    "seq_lens_cpu": int32([5, 2]),
+    "num_computed_tokens_cpu": int32([4, 0]),
+    "block_table_tensor": int32([[1, 2], [3, 4]]),
+    "slot_mapping": int64([8, 12, 13]),
+    "positions": int64([4, 0, 1]),
+    "logits_indices": int64([0, 2]),
+    "logits_indices_padded": int64([0, 2, 9]),
+    "logits_indices_cpu": int64([0, 2]),
+    "num_logits": int32([2]),
+    "seq_lens_cpu_upper_bound": int32([6, 2]),
+    "dcp_local_seq_lens": int32([3, 1]),
+    "is_prefilling": torch.tensor([False, True]),
+}
+PER_REQUEST = [
+    "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "num_computed_tokens_cpu",
+    "num_logits", "block_table_tensor", "seq_lens_cpu_upper_bound", "dcp_local_seq_lens",
+    "is_prefilling",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form_is_checked(common, name):
+    right = FORMS[name]
+    assert getattr(common.replace(**{name: right}), name) is right
+    for wrong in (right.double(), right[None, None]):
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            common.replace(**{name: wrong})
+    if name in PER_REQUEST:
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            common.replace(**{name: torch.cat([right, right[:1]])})
+
+
+@pytest.mark.parametrize("name", [n for n in FORMS if n not in ("seq_lens", "is_prefilling")])
+def test_device_is_checked(common, name):
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        common.replace(**{name: FORMS[name].to("meta")})
+
+
+def test_unknown_mirrors_are_none():
+    common = CommonAttentionMetadata(
+        int32([0, 1]), None, int32([3]), num_reqs=1, num_actual_tokens=1, max_query_len=1,
+        max_seq_len=8, block_table_tensor=int32([[1]]), slot_mapping=int64([6]),
+    )  # fmt: skip
+    assert common.seq_lens_cpu is None
+    assert common.num_computed_tokens_cpu is None
+    assert common.num_computed_tokens.tolist() == [2]
+    assert [f.name for f in dataclasses.fields(common)][:5] == [
+        "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu",
+        "num_computed_tokens_cpu",
+    ]  # fmt: skip

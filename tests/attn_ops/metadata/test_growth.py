@@ -1,0 +1,35 @@
+"""Ten thousand steps leave nothing behind."""
+
+import gc
+import tracemalloc
+
+from attn_ops.metadata import (
+    CommonAttentionMetadata,
+    MetadataBuffers,
+    make_local_attention_virtual_batches,
+)
+
+from .ragged import int32
+
+
+def test_building_10_000_steps_keeps_no_memory():
+    query, seq = [1, 1, 5], [9, 1, 5]
+    out = MetadataBuffers.allocate(3, 7, 3, "cpu")
+    out.block_table.copy_(int32([[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            common = CommonAttentionMetadata.from_lengths(query, seq, out.block_table, 4, out=out)
+            make_local_attention_virtual_batches(8, common)
+
+    tracemalloc.start()
+    try:
+        run(100)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        run(10_000)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 20_000, f"{grown} bytes in 10,000 steps"

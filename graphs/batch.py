@@ -115,7 +115,7 @@ class StepTensors:
             query_start_loc_cpu=starts,
             seq_lens=self.device["seq_lens"],
             seq_lens_cpu=self.host["seq_lens"],
-            num_computed_tokens_cpu=self.host["seq_lens"] - starts.diff(),
+            num_computed_tokens_cpu=(self.host["seq_lens"] - starts.diff()).clamp_(min=0),
             num_reqs=self.num_reqs,
             num_actual_tokens=num_actual_tokens,
             max_query_len=max_query_len,

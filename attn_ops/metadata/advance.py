@@ -5,7 +5,8 @@ S requests, M blocks a request may own, B block size.
 
 import torch
 
-from attn_ops.metadata.positions import PAD_SLOT_ID, check_tensor
+from attn_ops.metadata.checks import check_apart, check_int, check_tensor
+from attn_ops.metadata.positions import PAD_SLOT_ID
 
 _TOKENS = (torch.int64, torch.int32)
 
@@ -24,7 +25,9 @@ def advance_step(
     paged_kv_indices: torch.Tensor | None = None,
     paged_kv_last_page_len: torch.Tensor | None = None,
 ) -> None:
-    """Make the tokens just sampled the next step's inputs, in place: one kernel, capturable.
+    """Make the tokens just sampled the next step's inputs, in place and capturable.
+
+    One kernel, and a second one for FlashInfer's arrays.
 
     A request advances unless it is padding (seq_len 0), not active, or has no room left in its
     blocks (seq_len >= M * B). What does not advance keeps all its values but its slot, which
@@ -47,48 +50,53 @@ def advance_step(
             paged_kv_indptr.
 
     Raises:
-        ValueError: dtypes, shapes or devices do not fit; nothing is written.
+        ValueError: dtypes, shapes or devices do not fit, or tensors that are written share memory;
+            nothing is written.
     """
-    device, num_reqs = seq_lens.device, seq_lens.shape[0]
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
-    for name, tensor, dtypes, shape in (
-        ("sampled_token_ids", sampled_token_ids, _TOKENS, (num_reqs,)),
-        ("input_tokens", input_tokens, _TOKENS, (num_reqs,)),
-        ("positions", positions, (torch.int64,), (num_reqs,)),
-        ("seq_lens", seq_lens, (torch.int32,), (num_reqs,)),
-        ("slot_mapping", slot_mapping, (torch.int64,), (num_reqs,)),
-        ("block_table", block_table, (torch.int32,), (num_reqs, None)),
-        ("active", active, (torch.bool,), (num_reqs,)),
-        ("paged_kv_indptr", paged_kv_indptr, (torch.int32,), (num_reqs + 1,)),
-        ("paged_kv_indices", paged_kv_indices, (torch.int32,), (None,)),
-        ("paged_kv_last_page_len", paged_kv_last_page_len, (torch.int32,), (num_reqs,)),
+    check_int("block_size", block_size, 1)
+    written = {
+        "input_tokens": input_tokens,
+        "positions": positions,
+        "seq_lens": seq_lens,
+        "slot_mapping": slot_mapping,
+        "paged_kv_indptr": paged_kv_indptr,
+        "paged_kv_indices": paged_kv_indices,
+        "paged_kv_last_page_len": paged_kv_last_page_len,
+    }
+    read = {"sampled_token_ids": sampled_token_ids, "block_table": block_table, "active": active}
+    _check_step({**read, **written}, seq_lens.shape[0], seq_lens.device)
+    check_apart(**written)
+    advance = reference_advance_step
+    if seq_lens.device.type == "cuda":
+        from attn_ops.metadata.triton.step import launch_advance_step as advance
+    advance(**read, **written, block_size=block_size)
+
+
+def _check_step(
+    tensors: dict[str, torch.Tensor | None], num_reqs: int, device: torch.device
+) -> None:
+    """Raise a ValueError that names the first argument that does not fit."""
+    for name, dtypes, shape in (
+        ("sampled_token_ids", _TOKENS, (num_reqs,)),
+        ("input_tokens", _TOKENS, (num_reqs,)),
+        ("positions", (torch.int64,), (num_reqs,)),
+        ("seq_lens", (torch.int32,), (num_reqs,)),
+        ("slot_mapping", (torch.int64,), (num_reqs,)),
+        ("block_table", (torch.int32,), (num_reqs, None)),
+        ("active", (torch.bool,), (num_reqs,)),
+        ("paged_kv_indptr", (torch.int32,), (num_reqs + 1,)),
+        ("paged_kv_indices", (torch.int32,), (None,)),
+        ("paged_kv_last_page_len", (torch.int32,), (num_reqs,)),
     ):
+        tensor = tensors[name]
         if tensor is not None:
             check_tensor(name, tensor, dtypes, shape, device)
-    if paged_kv_indptr is None and (
-        paged_kv_indices is not None or paged_kv_last_page_len is not None
-    ):
+    of_pages = (tensors["paged_kv_indices"], tensors["paged_kv_last_page_len"])
+    if tensors["paged_kv_indptr"] is None and any(t is not None for t in of_pages):
         raise ValueError(
             "paged_kv_indptr must be given with paged_kv_indices and paged_kv_last_page_len, "
             "got None"
         )
-    advance = reference_advance_step
-    if device.type == "cuda":
-        from attn_ops.metadata.triton.step import launch_advance_step as advance
-    advance(
-        sampled_token_ids,
-        input_tokens,
-        positions,
-        seq_lens,
-        slot_mapping,
-        block_table,
-        block_size,
-        active,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-    )
 
 
 def reference_advance_step(
@@ -111,7 +119,7 @@ def reference_advance_step(
     if active is not None:
         advances_S = advances_S & active
     if max_blocks:
-        block_S = block_table.gather(1, index_S.clamp(max=max_blocks - 1).unsqueeze(1)).squeeze(1)
+        block_S = block_table.gather(1, index_S.clamp(0, max_blocks - 1).unsqueeze(1)).squeeze(1)
         slot_S = block_S.long() * block_size + seq_lens % block_size
         slot_mapping.copy_(torch.where(advances_S, slot_S, PAD_SLOT_ID))
     else:

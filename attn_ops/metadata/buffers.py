@@ -4,12 +4,18 @@ import dataclasses
 
 import torch
 
+from attn_ops.metadata.checks import check_tensor, is_device, overlap
+
 
 @dataclasses.dataclass(frozen=True)
 class MetadataBuffers:
     """Room for batches of up to S requests, T rows and M blocks a request.
 
-    What is built with `out=buffers` are these tensors or leading slices of them.
+    What is built with `out=buffers` are these tensors or leading slices of them. Entries behind a
+    smaller batch are not defined: give a captured step a batch padded to its size.
+
+    Raises:
+        ValueError: a tensor is not contiguous.
     """
 
     lengths: torch.Tensor  # [2, S padded] int32: query_start_loc and seq_lens, one upload for both
@@ -18,6 +24,14 @@ class MetadataBuffers:
     block_table: torch.Tensor  # [S, M] int32
     slot_mapping: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "query_start_loc", "seq_lens", "block_table"):
+            tensor = getattr(self, name)
+            check_tensor(name, tensor, (torch.int32,), (None,) * tensor.dim(), self.lengths.device)
+        for name in ("slot_mapping", "positions"):
+            tensor = getattr(self, name)
+            check_tensor(name, tensor, (torch.int64,), (None,), self.lengths.device)
 
     @classmethod
     def allocate(
@@ -68,8 +82,14 @@ class MetadataBuffers:
         ):
             if need > room:
                 raise ValueError(f"out must have room for {need} {name}, got {room}")
-        if self.lengths.device.type != device.type:
+        if not is_device(self.lengths.device, device):
             raise ValueError(f"out must be on {device}, got {self.lengths.device}")
+
+    def check_apart(self, *tensors: torch.Tensor) -> None:
+        """Raise a ValueError if a tensor that is read shares memory with what is written."""
+        for mine in (self.lengths, self.block_table):
+            if any(overlap(mine, tensor) for tensor in tensors):
+                raise ValueError("out must not be the buffers of the batch that is read, got those")
 
 
 def padded_row(num_reqs: int) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn_ops.metadata.checks import check_apart, check_tensor
 from attn_ops.metadata.positions import PAD_SLOT_ID
 
 BLOCK_M = 8
@@ -35,7 +36,7 @@ def compute_causal_conv1d_metadata(
         token_chunk_offset_ptr: int32 on the device: offsetlist, PAD_SLOT_ID behind it.
 
     Raises:
-        ValueError: the mirror is needed and not there, or `out` is too short.
+        ValueError: the mirror is needed and not there, it falls, or `out` does not fit.
     """
     device = query_start_loc_p.device
     if query_start_loc_cpu is None and device.type == "cpu":
@@ -45,7 +46,15 @@ def compute_causal_conv1d_metadata(
             f"query_start_loc_cpu must be given with query_start_loc_p on {device}, got None: "
             "the device is not read"
         )
-    nums = -(-query_start_loc_cpu.diff() // BLOCK_M)
+    if query_start_loc_cpu.shape != query_start_loc_p.shape:
+        raise ValueError(
+            f"query_start_loc_cpu must have shape {list(query_start_loc_p.shape)}, "
+            f"got {list(query_start_loc_cpu.shape)}"
+        )
+    query = query_start_loc_cpu.diff()
+    if (query < 0).any():
+        raise ValueError(f"query_start_loc_p must never fall, got {query_start_loc_cpu.tolist()}")
+    nums = -(-query // BLOCK_M)
     count = nums.numpy()
     mlist = np.repeat(np.arange(count.size), count)
     offset = np.arange(mlist.size) - np.repeat(np.cumsum(count) - count, count)
@@ -53,11 +62,14 @@ def compute_causal_conv1d_metadata(
     if out is None:
         packed = torch.empty(2, size, dtype=torch.int32, device=device)
         out = (packed[0], packed[1])
-    for name, target in zip(("batch_ptr", "token_chunk_offset_ptr"), out, strict=True):
+    names = ("batch_ptr", "token_chunk_offset_ptr")
+    for name, target in zip(names, out, strict=True):
+        check_tensor(f"out's {name}", target, (torch.int32,), (None,), device)
         if target.shape[0] < mlist.size:
             raise ValueError(
-                f"{name} of out must have at least {mlist.size} entries, got {target.shape[0]}"
+                f"out's {name} must have at least {mlist.size} entries, got {target.shape[0]}"
             )
+    check_apart(**dict(zip(names, out, strict=True)))
     for target, values in zip(out, (mlist, offset), strict=True):
         target.fill_(PAD_SLOT_ID)
         target[: mlist.size].copy_(torch.from_numpy(values.astype(np.int32)), non_blocking=True)

@@ -13,24 +13,33 @@ import numpy as np
 import torch
 
 from attn_ops.metadata.buffers import MetadataBuffers
+from attn_ops.metadata.checks import check_int
 from attn_ops.metadata.common import CommonAttentionMetadata
+
+MAX_CHUNK = 2**30
+"""Positions are int32, and one past the last chunk must fit."""
 
 
 def max_local_attention_virtual_batches(
     attn_chunk_size: int, num_reqs: int, num_tokens: int, max_query_len: int | None = None
 ) -> int:
-    """The most virtual batches that a batch of these sizes can have.
+    """A bound on the virtual batches that a batch of these sizes can have.
 
     A query of q tokens touches at most 1 + ceil((q - 1) / C) chunks, and every request, even one
-    without query tokens, gives one.
+    without query tokens, gives one. Exact for decodes.
 
     Args:
         attn_chunk_size: C.
         num_reqs: S, padding requests included.
         num_tokens: query tokens in all, or a bound.
         max_query_len: longest query, or a bound; None: not known.
+
+    Raises:
+        ValueError: a size is negative, or the chunk is not at least 1.
     """
-    _check_chunk(attn_chunk_size)
+    check_int("attn_chunk_size", attn_chunk_size, 1)
+    check_int("num_reqs", num_reqs, 0)
+    check_int("num_tokens", num_tokens, 0)
     bounds = [num_reqs + num_tokens]
     if attn_chunk_size > 1:
         extra = (num_tokens + num_reqs * (attn_chunk_size - 2)) // attn_chunk_size
@@ -57,7 +66,8 @@ def make_local_attention_virtual_batches(
         block_size: B; 0 takes the batch's own.
         on_device: use device arithmetic only, so that the call can be captured. The number of
             virtual batches is then a bound: those that are too many stand last, with no query, no
-            keys and null blocks. Mirrors of the result are None.
+            keys and null blocks. Mirrors of the result are None. Its max_query_len must bound
+            that of every replay.
         max_virtual_batches: that bound, at least `max_local_attention_virtual_batches` of the
             batch's sizes, which None takes.
         out: buffers that query_start_loc, seq_lens and the block table are written to.
@@ -69,60 +79,49 @@ def make_local_attention_virtual_batches(
 
     Raises:
         ValueError: the chunk is not a multiple of the block size, mirrors are needed and not there,
-            the bound or `out` is too small. Nothing is written.
+            the bound or `out` is too small, or `out` holds the batch itself. Nothing is written.
     """
-    block_size = block_size or common_attn_metadata.block_size or 0
-    _check_chunk(attn_chunk_size)
-    if block_size < 1 or attn_chunk_size % block_size:
-        raise ValueError(
-            f"attn_chunk_size must be a multiple of block_size, got {attn_chunk_size} and "
-            f"{block_size}"
-        )
-    bound = max_local_attention_virtual_batches(
-        attn_chunk_size,
-        common_attn_metadata.num_reqs,
-        common_attn_metadata.slot_mapping.shape[0],
-        common_attn_metadata.max_query_len,
-    )
+    common, chunk = common_attn_metadata, attn_chunk_size
+    block_size = block_size or common.block_size or 0
+    _check_chunk(chunk, block_size)
     if on_device:
-        mirrors = None
-        count = bound if max_virtual_batches is None else max_virtual_batches
-        if count < bound:
-            raise ValueError(f"max_virtual_batches must be at least {bound}, got {count}")
-        longest = common_attn_metadata.max_query_len, common_attn_metadata.max_seq_len
+        count = _bound(chunk, common, max_virtual_batches)
+        mirrors = _Mirrors(longest=(common.max_query_len, common.max_seq_len))
+    elif max_virtual_batches is not None:
+        raise ValueError(
+            f"max_virtual_batches must be None, got {max_virtual_batches}; supported "
+            "with on_device=True"
+        )
     else:
-        mirrors = _on_host(attn_chunk_size, common_attn_metadata)
-        count, longest = mirrors.seq_lens.shape[0], mirrors.longest
-    start, seq_lens, table = _targets(
-        count, attn_chunk_size // block_size, common_attn_metadata.device, out
+        mirrors, count = _on_host(chunk, common)
+    if out is None:
+        out = MetadataBuffers.allocate(count, 0, chunk // block_size, common.device)
+    out.check_room(count, 0, chunk // block_size, common.device)
+    batch = (common.query_start_loc, common.seq_lens, common.block_table_tensor)
+    out.check_apart(*batch)
+    local = (
+        out.query_start_loc[: count + 1],
+        out.seq_lens[:count],
+        out.block_table[:count, : chunk // block_size],
     )
     fill = reference_virtual_batches
-    if common_attn_metadata.device.type == "cuda":
+    if common.device.type == "cuda":
         from attn_ops.metadata.triton.virtual_batches import launch_virtual_batches as fill
-    fill(
-        attn_chunk_size,
-        block_size,
-        common_attn_metadata.query_start_loc,
-        common_attn_metadata.seq_lens,
-        common_attn_metadata.block_table_tensor,
-        start,
-        seq_lens,
-        table,
-    )
+    fill(chunk, block_size, *batch, *local)
     return CommonAttentionMetadata(
-        query_start_loc=start,
-        query_start_loc_cpu=mirrors and mirrors.query_start_loc,
-        seq_lens=seq_lens,
-        seq_lens_cpu=mirrors and mirrors.seq_lens,
-        num_computed_tokens_cpu=mirrors and mirrors.num_computed_tokens,
+        query_start_loc=local[0],
+        query_start_loc_cpu=mirrors.query_start_loc,
+        seq_lens=local[1],
+        seq_lens_cpu=mirrors.seq_lens,
+        num_computed_tokens_cpu=mirrors.num_computed_tokens,
         num_reqs=count,
-        num_actual_tokens=common_attn_metadata.num_actual_tokens,
-        max_query_len=min(longest[0], attn_chunk_size),
-        max_seq_len=min(longest[1], attn_chunk_size),
-        block_table_tensor=table,
-        slot_mapping=common_attn_metadata.slot_mapping,
+        num_actual_tokens=common.num_actual_tokens,
+        max_query_len=min(mirrors.longest[0], chunk),
+        max_seq_len=min(mirrors.longest[1], chunk),
+        block_table_tensor=local[2],
+        slot_mapping=common.slot_mapping,
         causal=True,
-        positions=common_attn_metadata.positions,
+        positions=common.positions,
         block_size=block_size,
     )
 
@@ -131,19 +130,34 @@ def make_local_attention_virtual_batches(
 class _Mirrors:
     """What the host knows of V virtual batches."""
 
-    query_start_loc: torch.Tensor  # [V+1] int32
-    seq_lens: torch.Tensor  # [V] int32
-    num_computed_tokens: torch.Tensor  # [V] int32
-    longest: tuple[int, int]  # query and keys
+    longest: tuple[int, int]  # query and keys, or bounds
+    query_start_loc: torch.Tensor | None = None  # [V+1] int32
+    seq_lens: torch.Tensor | None = None  # [V] int32
+    num_computed_tokens: torch.Tensor | None = None  # [V] int32
 
 
-def _check_chunk(attn_chunk_size: int) -> None:
-    if attn_chunk_size < 1:
-        raise ValueError(f"attn_chunk_size must be at least 1, got {attn_chunk_size}")
+def _check_chunk(chunk: int, block_size: int) -> None:
+    check_int("block_size", block_size, 1)
+    check_int("attn_chunk_size", chunk, 1)
+    if chunk % block_size or chunk > MAX_CHUNK:
+        raise ValueError(
+            f"attn_chunk_size must be a multiple of block_size and at most {MAX_CHUNK}, "
+            f"got {chunk} and {block_size}"
+        )
 
 
-def _on_host(chunk: int, common: CommonAttentionMetadata) -> _Mirrors:
-    """The virtual batches that the batch's mirrors have, by NumPy."""
+def _bound(chunk: int, common: CommonAttentionMetadata, wanted: int | None) -> int:
+    """The number of virtual batches on the device: enough for every batch of these sizes."""
+    rows = common.slot_mapping.shape[0]
+    least = max_local_attention_virtual_batches(chunk, common.num_reqs, rows, common.max_query_len)
+    if wanted is None:
+        return least
+    check_int("max_virtual_batches", wanted, least)
+    return wanted
+
+
+def _on_host(chunk: int, common: CommonAttentionMetadata) -> tuple[_Mirrors, int]:
+    """The virtual batches that the batch's mirrors have, by NumPy, and their number."""
     if common.query_start_loc_cpu is None or common.seq_lens_cpu is None:
         raise ValueError(
             "query_start_loc_cpu and seq_lens_cpu must be given, got None; supported without: "
@@ -163,22 +177,13 @@ def _on_host(chunk: int, common: CommonAttentionMetadata) -> _Mirrors:
     local_start[-1] = start[-1]
     keys = (key_end - key_begin).astype(np.int32)
     query = np.diff(local_start)
-    return _Mirrors(
-        torch.from_numpy(local_start),
-        torch.from_numpy(keys),
-        torch.from_numpy(keys - query),
-        (int(query.max(initial=0)), int(keys.max(initial=0))),
+    mirrors = _Mirrors(
+        longest=(int(query.max(initial=0)), int(keys.max(initial=0))),
+        query_start_loc=torch.from_numpy(local_start),
+        seq_lens=torch.from_numpy(keys),
+        num_computed_tokens=torch.from_numpy(np.maximum(keys - query, 0)),
     )
-
-
-def _targets(
-    count: int, pages: int, device: torch.device, out: MetadataBuffers | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """query_start_loc [V+1], seq_lens [V], block table [V, pages] to write."""
-    if out is None:
-        out = MetadataBuffers.allocate(count, 0, pages, device)
-    out.check_room(count, 0, pages, device)
-    return out.query_start_loc[: count + 1], out.seq_lens[:count], out.block_table[:count, :pages]
+    return mirrors, request.size
 
 
 def reference_virtual_batches(

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from attn_ops.metadata.buffers import MetadataBuffers
-from attn_ops.metadata.lengths import Lengths
-from attn_ops.metadata.positions import fill_positions_and_slots
+from attn_ops.metadata.checks import check_int
+from attn_ops.metadata.lengths import Lengths, as_table, stands_in
+from attn_ops.metadata.positions import compute_positions_and_slots
 from attn_ops.metadata.validation import check_form, check_values
 
 
@@ -29,7 +30,8 @@ class CommonAttentionMetadata:
     the whole.
 
     Raises:
-        ValueError: a tensor's dtype, shape or device does not fit; the field is named.
+        ValueError: a tensor's dtype, shape or device does not fit, its entries are not contiguous,
+            or a count is no int; the field is named.
     """
 
     query_start_loc: torch.Tensor  # [S+1] int32, device: first query row per request, cumulative
@@ -77,8 +79,8 @@ class CommonAttentionMetadata:
 
     @property
     def num_computed_tokens(self) -> torch.Tensor:
-        """[S] int32, device: tokens of each request that earlier steps computed."""
-        return self.seq_lens - self.query_lens
+        """[S] int32, device: tokens of each request that earlier steps computed; 0 for padding."""
+        return (self.seq_lens - self.query_lens).clamp(min=0)
 
     def replace(self, **changes: Any) -> "CommonAttentionMetadata":
         """A copy with some fields changed; tensors are shared."""
@@ -126,12 +128,13 @@ class CommonAttentionMetadata:
         block_size: int | None = None,
         read_device: bool = True,
     ) -> None:
-        """Check the whole batch: form, and every value that can be wrong.
+        """Check the form of the batch, and its values against each other.
 
         query_start_loc starts at 0 and never falls; num_actual_tokens lies between its last entry
-        and the rows of slot_mapping; seq_lens are at least the query lengths; maxima and upper
-        bounds hold; block ids in use, slots and logits indices are in range; mirrors equal their
-        tensors.
+        and the rows of slot_mapping; seq_lens are at least the query lengths, or 0 with padding
+        slots; maxima and upper bounds hold; block ids in use, slots and logits indices are in
+        range; mirrors equal their tensors. That slots follow from table and positions is not
+        checked: virtual batches and reduced batches keep those of the batch they come from.
 
         Args:
             num_blocks: blocks of the cache; None checks for negative block ids only.
@@ -144,7 +147,12 @@ class CommonAttentionMetadata:
             ValueError: names the first offender, its index and its value.
         """
         check_form(self)
+        if block_size is not None and self.block_size not in (None, block_size):
+            raise ValueError(f"block_size must be the batch's {self.block_size}, got {block_size}")
         size = self.block_size if block_size is None else block_size
+        for name, value in (("num_blocks", num_blocks), ("block_size", size)):
+            if value is not None:
+                check_int(name, value, 1)
         check_values(self, num_blocks, size, read_device)
 
     @classmethod
@@ -152,7 +160,7 @@ class CommonAttentionMetadata:
         cls,
         query_lens: Sequence[int],
         seq_lens: Sequence[int],
-        block_table: torch.Tensor,
+        block_table: torch.Tensor | np.ndarray | Sequence[Sequence[int]],
         block_size: int,
         device: torch.device | str = "cpu",
         *,
@@ -160,33 +168,34 @@ class CommonAttentionMetadata:
         num_padded_reqs: int | None = None,
         out: MetadataBuffers | None = None,
     ) -> "CommonAttentionMetadata":
-        """Build a batch from the lengths of its requests, with one upload and one kernel.
+        """Build a batch from the lengths of its requests: one upload, one kernel, a table copied.
 
         Args:
             query_lens: new tokens of each request in this step; a list or an array.
             seq_lens: tokens of each request after this step, `seq_lens[i] >= query_lens[i]`.
-            block_table: [S, M] int32, on any device; copied. It is read where the batch lives.
+            block_table: [S, M] int32, on any device; copied. Or an array, or a list of blocks for
+                each request.
             block_size: tokens a block holds.
             device: where the batch lives.
             num_padded_tokens: rows of the batch, at least `sum(query_lens)`; rows past it are
                 padding, with PAD_SLOT_ID and position 0.
             num_padded_reqs: requests of the batch, at least S; those past it are padding, with no
                 query, no cached tokens and a table of null blocks.
-            out: buffers that the batch's tensors are written to. With `block_table` being
-                `out.block_table` itself, the table is used where it stands.
+            out: buffers that the batch's tensors are written to. A `block_table` that is the first
+                rows of `out.block_table` is used where it stands; padding rows of it become 0.
 
         Raises:
             ValueError: lengths, table and rows do not fit each other; the first offender is named.
                 Nothing is written.
         """
         lengths = Lengths.checked(query_lens, seq_lens, num_padded_reqs, num_padded_tokens)
-        lengths.check_table(block_table, block_size)
-        device, width = torch.device(device), block_table.shape[1]
+        table = as_table(block_table)
+        lengths.check_table(table, block_size)
+        num_reqs, num_rows, width = lengths.num_reqs, lengths.num_rows, table.shape[1]
         if out is None:
-            out = MetadataBuffers.allocate(lengths.num_reqs, lengths.num_rows, width, device)
-        else:
-            out.check_room(lengths.num_reqs, lengths.num_rows, width, device)
-        num_reqs, num_rows = lengths.num_reqs, lengths.num_rows
+            out = MetadataBuffers.allocate(num_reqs, num_rows, width, device)
+        out.check_room(num_reqs, num_rows, width, torch.device(device))
+        stands_in(table, out)
         starts_cpu, seq_cpu = lengths.upload(out)
         batch = cls(
             query_start_loc=out.query_start_loc[: num_reqs + 1],
@@ -198,17 +207,23 @@ class CommonAttentionMetadata:
             num_actual_tokens=lengths.num_tokens,
             max_query_len=lengths.max_query_len,
             max_seq_len=lengths.max_seq_len,
-            block_table_tensor=lengths.copy_table(block_table, out),
+            block_table_tensor=lengths.copy_table(table, out),
             slot_mapping=out.slot_mapping[:num_rows],
             positions=out.positions[:num_rows],
             block_size=block_size,
         )
-        fill_positions_and_slots(
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_table_tensor,
-            block_size,
-            out.positions[:num_rows],
-            batch.slot_mapping,
-        )
+        fill_positions_and_slots(out, batch)
         return batch
+
+
+def fill_positions_and_slots(out: MetadataBuffers, batch: CommonAttentionMetadata) -> None:
+    """Compute both from the batch's other tensors, on its device."""
+    assert batch.block_size is not None, "set by from_lengths"
+    compute_positions_and_slots(
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.block_table_tensor,
+        batch.block_size,
+        out.positions[: batch.slot_mapping.shape[0]],
+        batch.slot_mapping,
+    )

@@ -14,6 +14,8 @@ import torch
 from attn_ops.metadata.buffers import MetadataBuffers
 from attn_ops.metadata.common import CommonAttentionMetadata
 
+_LOGITS_TENSORS = ("logits_indices", "logits_indices_cpu", "logits_indices_padded")
+
 KV_SHARING_FAST_PREFILL_METADATA_FIELDS: list[tuple[str, Any, Any]] = [
     ("logits_indices_padded", torch.Tensor | None, None),
     ("num_logits_indices", int, 0),
@@ -47,50 +49,34 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
         out: buffers whose query_start_loc is written.
 
     Raises:
-        ValueError: the logits rows are missing or not rows of the batch.
+        ValueError: the logits rows are missing, not rows of the batch or not as many as their
+            mirror has, or `out` is the batch's own.
     """
     common = common_attn_metadata
     if common.max_query_len <= 1:
         return common
     padded, count = _logits_rows(common)
+    rows_cpu = _rows_on_host(common, padded, count)
     start = torch.empty_like(common.query_start_loc)
     if out is not None:
         out.check_room(common.num_reqs, 0, 0, common.device)
+        out.check_apart(common.query_start_loc, padded)
         start = out.query_start_loc[: common.num_reqs + 1]
-    rows_cpu = _rows_on_host(common, padded, count)
     if rows_cpu is not None and common.query_start_loc_cpu is not None:
-        new_start = _reduced_on_host(rows_cpu, common.query_start_loc_cpu.numpy())
-        start_cpu = torch.from_numpy(new_start)
-        start.copy_(start_cpu, non_blocking=True)
-        query = np.diff(new_start)
-        count, longest = int(new_start[-1]), int(query.max(initial=0))
-        seq_cpu = common.seq_lens_cpu
-        computed = None if seq_cpu is None else seq_cpu - torch.from_numpy(query)
+        known = _reduced_on_host(rows_cpu, common)
+        start.copy_(known["query_start_loc_cpu"], non_blocking=True)
     else:
+        counts = count if common.num_logits is None else common.num_logits
         compute = reference_logits_rows
         if common.device.type == "cuda":
             from attn_ops.metadata.triton.logits_rows import launch_logits_rows as compute
-        compute(
-            common.query_start_loc,
-            padded,
-            count if common.num_logits is None else common.num_logits,
-            start,
-        )
-        longest = common.max_logits_per_req or min(common.max_query_len, count)
-        start_cpu = computed = None
+        compute(common.query_start_loc, padded, counts, start)
+        known = dict.fromkeys(("query_start_loc_cpu", "num_computed_tokens_cpu"))
+        most = (common.max_logits_per_req, common.max_query_len, count)
+        known |= {"max_query_len": min(n for n in most if n is not None)}
+    dropped = dict.fromkeys(("positions", "num_logits", "num_logits_indices", *_LOGITS_TENSORS))
     return common.replace(
-        query_start_loc=start,
-        query_start_loc_cpu=start_cpu,
-        num_computed_tokens_cpu=computed,
-        num_actual_tokens=count,
-        max_query_len=longest,
-        causal=True,
-        positions=None,
-        logits_indices_padded=None,
-        num_logits_indices=None,
-        logits_indices=None,
-        logits_indices_cpu=None,
-        num_logits=None,
+        query_start_loc=start, num_actual_tokens=count, causal=True, **known, **dropped
     )
 
 
@@ -115,13 +101,34 @@ def _rows_on_host(
     """The logits rows, if the host knows them and no replay will change their number."""
     if common.num_logits is not None:
         return None
-    if common.logits_indices_cpu is not None:
-        return common.logits_indices_cpu[:count].numpy()
-    return padded[:count].numpy() if padded.device.type == "cpu" else None
+    rows = common.logits_indices_cpu
+    if rows is None:
+        return padded[:count].numpy() if padded.is_cpu else None
+    if rows.shape[0] != count:
+        raise ValueError(
+            f"logits_indices_cpu must have num_logits_indices={count} entries, got {rows.shape[0]}"
+        )
+    return rows.numpy()
 
 
-def _reduced_on_host(rows: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """[S+1] int32: query_start_loc of the logits rows."""
+def _reduced_on_host(rows: np.ndarray, common: CommonAttentionMetadata) -> dict[str, Any]:
+    """What the host knows of the reduced batch."""
+    assert common.query_start_loc_cpu is not None, "checked by the caller"
+    query = _rows_per_request(rows, common.query_start_loc_cpu.numpy())
+    start = np.zeros(query.size + 1, dtype=np.int32)
+    np.cumsum(query, out=start[1:])
+    computed = None
+    if common.seq_lens_cpu is not None:
+        computed = (common.seq_lens_cpu - torch.from_numpy(query)).clamp(min=0)
+    return {
+        "query_start_loc_cpu": torch.from_numpy(start),
+        "num_computed_tokens_cpu": computed,
+        "max_query_len": int(query.max(initial=0)),
+    }
+
+
+def _rows_per_request(rows: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """[S] int32: logits rows of each request."""
     outside = (rows < 0) | (rows >= start[-1])
     if outside.any():
         bad = int(outside.argmax())
@@ -130,9 +137,7 @@ def _reduced_on_host(rows: np.ndarray, start: np.ndarray) -> np.ndarray:
             f"got logits_indices_padded[{bad}]={rows[bad]}"
         )
     request = np.searchsorted(start[1:], rows, side="right")
-    new_start = np.zeros_like(start)
-    np.cumsum(np.bincount(request, minlength=start.size - 1), out=new_start[1:])
-    return new_start
+    return np.bincount(request, minlength=start.size - 1).astype(np.int32)
 
 
 def reference_logits_rows(
@@ -173,8 +178,9 @@ def create_fast_prefill_custom_backend(prefix: str, underlying_attn_backend: Any
             _check_last_rows(common_attn_metadata, padded, count)
             reduced = make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata)
             metadata = copy.copy(super().build(common_prefix_len, reduced, fast_build))
-            metadata.logits_indices_padded = padded
-            metadata.num_logits_indices = count
+            # Past __setattr__: a metadata of another project may be a frozen dataclass.
+            object.__setattr__(metadata, "logits_indices_padded", padded)
+            object.__setattr__(metadata, "num_logits_indices", count)
             return metadata
 
     return subclass_attention_backend(prefix, underlying_attn_backend, FastPrefillAttentionBuilder)
@@ -185,9 +191,8 @@ def _check_last_rows(common: CommonAttentionMetadata, padded: torch.Tensor, coun
     if rows is None or common.query_start_loc_cpu is None or common.max_query_len <= 1:
         return
     start = common.query_start_loc_cpu.numpy()
-    new_start = _reduced_on_host(rows, start)
-    request = np.repeat(np.arange(start.size - 1), np.diff(new_start))
-    last_rows = start[1:][request] - new_start[1:][request] + np.arange(count)
+    count_S = _rows_per_request(rows, start)
+    last_rows = np.repeat(start[1:] - np.cumsum(count_S), count_S) + np.arange(count)
     if (rows != last_rows).any():
         bad = int((rows != last_rows).argmax())
         raise ValueError(
@@ -219,7 +224,7 @@ def subclass_attention_metadata(
 ) -> Any:
     """A dataclass derived from `metadata_cls` with more fields, each (name, type, default).
 
-    A frozen dataclass gives a frozen one.
+    A frozen dataclass gives a frozen one. Defaults must be immutable, as in any dataclass.
     """
     params = getattr(metadata_cls, "__dataclass_params__", None)
     members = [(name, kind, dataclasses.field(default=value)) for name, kind, value in fields]

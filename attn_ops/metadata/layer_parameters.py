@@ -22,7 +22,8 @@ def get_per_layer_parameters(
 
     Args:
         layers: attention layers by name. A layer, or its `impl` if it has one, has `scale` and may
-            have `sliding_window` (keys to the left and right, or None), `logits_soft_cap`, `sinks`.
+            have `sliding_window` (keys to the left and right; or one number that counts the query's
+            own, as in `AttentionSpec`; or None), `logits_soft_cap`, `sinks`.
         layer_names: those wanted.
         cls_: type that each must be of; None: any.
 
@@ -43,12 +44,18 @@ def get_per_layer_parameters(
             raise ValueError(f"layer {name!r} must have a scale, got {type(impl).__name__} without")
         window = getattr(impl, "sliding_window", None)
         parameters[name] = PerLayerParameters(
-            window_left=-1 if window is None else window[0],
+            window_left=_window_left(window),
             logits_soft_cap=getattr(impl, "logits_soft_cap", None),
             sm_scale=impl.scale,
             has_sinks=getattr(impl, "sinks", None) is not None,
         )
     return parameters
+
+
+def _window_left(window: Any) -> int:
+    if window is None:
+        return -1
+    return window - 1 if isinstance(window, int) else window[0]
 
 
 def infer_global_hyperparameters(

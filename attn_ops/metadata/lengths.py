@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from attn_ops.metadata.buffers import MetadataBuffers, padded_row
+from attn_ops.metadata.checks import check_int, overlap
 
 _INT32 = np.iinfo(np.int32)
 
@@ -46,23 +47,22 @@ class Lengths:
             raise ValueError(
                 f"seq_lens must have {query.size} entries like query_lens, got {seq.size}"
             )
-        real, computed = query.size, seq - query
-        if real and (query.min() < 0 or computed.min() < 0):
-            bad = int(np.argmax((computed < 0) | (query < 0)))
+        impossible = (query < 0) | (seq < query)
+        if impossible.any():
+            bad = int(np.argmax(impossible))
             raise ValueError(
                 f"seq_lens must be at least query_lens, got seq_lens[{bad}]={seq[bad]} and "
                 f"query_lens[{bad}]={query[bad]}"
             )
+        real, computed = query.size, seq - query
         ends = np.cumsum(query, dtype=np.int64)
         total = int(ends[-1]) if real else 0
         if total > _INT32.max:
             raise ValueError(f"query_lens must sum to at most {_INT32.max}, got {total}")
         padded = real if num_padded_reqs is None else num_padded_reqs
         rows = total if num_padded_tokens is None else num_padded_tokens
-        if padded < real:
-            raise ValueError(f"num_padded_reqs must be at least {real}, got {padded}")
-        if rows < total:
-            raise ValueError(f"num_padded_tokens must be at least {total}, got {rows}")
+        check_int("num_padded_reqs", padded, real)
+        check_int("num_padded_tokens", rows, total)
         packed = np.zeros((2, padded_row(padded)), dtype=np.int32)
         start, all_seq = packed[0, : padded + 1], packed[1, :padded]
         start[1 : real + 1], start[real + 1 :] = ends, total
@@ -74,10 +74,7 @@ class Lengths:
 
     def check_table(self, block_table: torch.Tensor, block_size: int) -> None:
         """Raise a ValueError unless the table has a row a request and blocks for every token."""
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
-        if block_table.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"block_table must have dtype torch.int32, got {block_table.dtype}")
+        check_int("block_size", block_size, 1)
         if block_table.dim() != 2 or block_table.shape[0] != self.num_real_reqs:
             raise ValueError(
                 f"block_table must have shape [{self.num_real_reqs}, any], "
@@ -102,15 +99,54 @@ class Lengths:
         return host[0, : self.start.size], host[1, : self.seq.size]
 
     def copy_table(self, block_table: torch.Tensor, out: MetadataBuffers) -> torch.Tensor:
-        """[S, M of `out`]: the table in `out`, null blocks behind it."""
+        """[S, M of `out`]: the table in `out`, null blocks in what it does not fill."""
         real, width = self.num_real_reqs, block_table.shape[1]
         if self.num_reqs > real:
             out.block_table[real : self.num_reqs].zero_()
+        if stands_in(block_table, out):
+            return out.block_table[: self.num_reqs]
         if width < out.max_blocks:
             out.block_table[:real, width:].zero_()
-        if block_table.data_ptr() != out.block_table.data_ptr() or real == 0:
-            out.block_table[:real, :width].copy_(block_table, non_blocking=True)
+        # A pinned table would be read while the caller already fills it for the next step.
+        source = block_table.clone() if block_table.is_pinned() else block_table
+        out.block_table[:real, :width].copy_(source, non_blocking=True)
         return out.block_table[: self.num_reqs]
+
+
+def stands_in(block_table: torch.Tensor, out: MetadataBuffers) -> bool:
+    """Whether the table is the first rows of `out.block_table`, so that nothing is to be copied.
+
+    Raises:
+        ValueError: it is another part of `out.block_table`, which is about to be written.
+    """
+    whole = out.block_table
+    if block_table.device != whole.device or not overlap(block_table, whole):
+        return False
+    if (
+        block_table.data_ptr() == whole.data_ptr()
+        and block_table.stride() == whole.stride()
+        and block_table.shape[1] == whole.shape[1]
+    ):
+        return True
+    raise ValueError(
+        "block_table must be the first rows of out.block_table or share no memory with it, "
+        f"got a view of shape {list(block_table.shape)}"
+    )
+
+
+def as_table(block_table: torch.Tensor | np.ndarray | Sequence[Sequence[int]]) -> torch.Tensor:
+    """[S, M] int32: the tensor itself, or one made of an array or of lists of any lengths."""
+    if isinstance(block_table, torch.Tensor):
+        if block_table.dtype != torch.int32:
+            raise ValueError(f"block_table must have dtype torch.int32, got {block_table.dtype}")
+        return block_table
+    if not isinstance(block_table, np.ndarray):
+        width = max(map(len, block_table), default=0)
+        block_table = np.array(
+            [[*row, *[0] * (width - len(row))] for row in block_table], dtype=object
+        ).reshape(len(block_table), width)
+    flat = _as_int32("block_table", block_table.reshape(-1).tolist())
+    return torch.from_numpy(flat.reshape(block_table.shape).copy())
 
 
 def _as_int32(name: str, values: Sequence[int]) -> np.ndarray:

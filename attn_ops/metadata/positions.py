@@ -6,6 +6,8 @@ S requests, T rows, M blocks a request may own, B block size.
 import numpy as np
 import torch
 
+from attn_ops.metadata.checks import check_apart, check_int, check_tensor
+
 PAD_SLOT_ID = -1
 """Slot of a padding row. The KV write sends it to the null block (block 0)."""
 
@@ -31,15 +33,15 @@ def positions_and_slots(
         seq_lens: [S] int32, this step's tokens included.
         block_table: [S, M] int32.
         block_size: tokens a block holds.
-        num_tokens: T, padding rows included.
+        num_tokens: T, padding rows included; rows of the batch behind it are left out.
         positions, slot_mapping: [T] int64, written in place and returned; None allocates.
 
     Raises:
         ValueError: dtypes, shapes or devices do not fit; nothing is written.
     """
     device, num_reqs = seq_lens.device, seq_lens.shape[0]
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    check_int("block_size", block_size, 1)
+    check_int("num_tokens", num_tokens, 0)
     check_tensor("query_start_loc", query_start_loc, (torch.int32,), (num_reqs + 1,), device)
     check_tensor("seq_lens", seq_lens, (torch.int32,), (num_reqs,), device)
     check_tensor("block_table", block_table, (torch.int32,), (num_reqs, None), device)
@@ -49,13 +51,14 @@ def positions_and_slots(
         slot_mapping = torch.empty(num_tokens, dtype=torch.int64, device=device)
     check_tensor("positions", positions, (torch.int64,), (num_tokens,), device)
     check_tensor("slot_mapping", slot_mapping, (torch.int64,), (num_tokens,), device)
-    fill_positions_and_slots(
+    check_apart(positions=positions, slot_mapping=slot_mapping)
+    compute_positions_and_slots(
         query_start_loc, seq_lens, block_table, block_size, positions, slot_mapping
     )
     return positions, slot_mapping
 
 
-def fill_positions_and_slots(
+def compute_positions_and_slots(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
@@ -98,34 +101,6 @@ def reference_positions_and_slots(
     block_T = block_table[request_T, index_T.clamp(0, max_blocks - 1)].long()
     slot_T = block_T * block_size + position_T % block_size
     slot_mapping.copy_(torch.where(owned_T, slot_T, PAD_SLOT_ID))
-
-
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int | None, ...],
-    device: torch.device,
-) -> None:
-    """Raise a ValueError that names the argument unless dtype, shape (None: any), device fit.
-
-    Kernels walk these tensors with a stride of one in the last dimension.
-    """
-    if tensor.dtype not in dtypes:
-        raise ValueError(
-            f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}"
-        )
-    if len(tensor.shape) != len(shape) or any(
-        want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)
-    ):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} must have shape [{wanted}], got {list(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name} must have contiguous entries, got a stride of {tensor.stride(-1)}"
-        )
 
 
 def positions_of_step(

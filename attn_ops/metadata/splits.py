@@ -38,8 +38,8 @@ def split_decodes_and_prefills(
         common_attn_metadata: the batch; its query_start_loc_cpu is read.
         decode_threshold: the longest query that counts as a decode.
         require_uniform: decodes must have one query length; the first request of another length and
-            all behind it count as prefills, however short. Requests without query tokens behind
-            decodes of one length are padding and count as decodes.
+            all behind it count as prefills, however short. A batch whose num_actual_tokens is
+            padded to one query length for every request is all decodes, those of 0 tokens too.
 
     Returns:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens. Padding rows that
@@ -62,7 +62,7 @@ def split_decodes_and_prefills(
         return 0, num_reqs, 0, num_tokens
     if not require_uniform:
         is_prefill = query > decode_threshold
-    elif ((query == query[0]) | (query == 0)).all():
+    elif num_tokens == num_reqs * query[0] and ((query == query[0]) | (query == 0)).all():
         return all_decodes
     else:
         is_prefill = query != query[0]

@@ -29,7 +29,12 @@ class UBatchSlice:
 
 
 def slice_query_start_locs(query_start_loc: torch.Tensor, request_slice: slice) -> torch.Tensor:
-    """[requests of the slice + 1]: query_start_loc of some requests, from 0. A new tensor."""
+    """[requests of the slice + 1]: query_start_loc of some requests, from 0. A new tensor.
+
+    Raises:
+        ValueError: the slice has no int start and stop, a step, or leaves the batch.
+    """
+    _check_part("request_slice", request_slice, query_start_loc.shape[0] - 1, least=0)
     start, stop = request_slice.start, request_slice.stop
     return query_start_loc[start : stop + 1] - query_start_loc[start]
 
@@ -71,6 +76,8 @@ def _make_metadata_with_slice(
     if computed is not None:
         computed = computed[requests].clone()
         computed[0] += begin - int(start_cpu[requests.start])
+    if computed is not None and seq_cpu is not None:
+        computed = torch.minimum(computed, seq_cpu)  # 0 for padding, whose rows hold no tokens
     changes = _logits_of_slice(attn_metadata, begin, end)
     return attn_metadata.replace(
         query_start_loc=attn_metadata.query_start_loc[starts].clamp(begin, end) - begin,
@@ -103,11 +110,7 @@ def _check_slices(
         ("request_slice", ubatch_slice.request_slice, attn_metadata.num_reqs),
         ("token_slice", ubatch_slice.token_slice, rows),
     ):
-        ends = (part.start, part.stop)
-        if part.step is not None or not all(isinstance(end, (int, np.integer)) for end in ends):
-            raise ValueError(f"{name} must have an int start and stop and no step, got {part}")
-        if not 0 <= part.start < part.stop <= size:
-            raise ValueError(f"{name} must be a part of 0 to {size} and not empty, got {part}")
+        _check_part(name, part, size, least=1)
     first, last = ubatch_slice.request_slice.start, ubatch_slice.request_slice.stop - 1
     begin, end = ubatch_slice.token_slice.start, ubatch_slice.token_slice.stop
     # A request without query tokens owns the empty range at its start.
@@ -127,6 +130,16 @@ def _check_slices(
         )
 
 
+def _check_part(name: str, part: slice, size: int, least: int) -> None:
+    """Raise a ValueError unless `part` is a slice of `least` entries or more within 0 to `size`."""
+    ends = (part.start, part.stop)
+    if part.step is not None or not all(isinstance(end, (int, np.integer)) for end in ends):
+        raise ValueError(f"{name} must have an int start and stop and no step, got {part}")
+    if part.start < 0 or not (part.start + least <= part.stop <= size):
+        what = "and not empty, " if least else ""
+        raise ValueError(f"{name} must be a part of 0 to {size} {what}got {part}")
+
+
 def _part(field: Any, entries: slice) -> Any:
     return None if field is None else field[entries]
 
@@ -136,7 +149,7 @@ def _shortened(lengths: Any, requests: slice, cut: int) -> Any:
     if lengths is None or cut == 0:
         return _part(lengths, requests)
     lengths = lengths[requests].clone()
-    lengths[-1:] -= cut
+    lengths[-1:].sub_(cut).clamp_(min=0)  # a padding request has no tokens to leave out
     return lengths
 
 
@@ -146,16 +159,19 @@ def _logits_of_slice(
     """Fields about logits, counted from the slice's first row; None where the host cannot know."""
     rows_cpu = attn_metadata.logits_indices_cpu
     padded = attn_metadata.logits_indices_padded
-    if rows_cpu is None and padded is not None and padded.device.type == "cpu":
-        rows_cpu = padded[: attn_metadata.num_logits_indices]
-    if rows_cpu is None:
+    count = attn_metadata.num_logits_indices
+    if rows_cpu is None and count is not None and padded is not None and padded.is_cpu:
+        rows_cpu = padded[:count]
+    if rows_cpu is None or attn_metadata.num_logits is not None:
         names = ("logits_indices", "logits_indices_cpu", "logits_indices_padded")
         return dict.fromkeys((*names, "num_logits_indices"))
     kept = rows_cpu[(rows_cpu >= begin) & (rows_cpu < end)] - begin
-    on_device = kept.to(attn_metadata.device, non_blocking=True)
+    on_device = kept.to(attn_metadata.device, non_blocking=True, copy=True)
     return {
         "logits_indices_cpu": kept,
-        "logits_indices": None if attn_metadata.logits_indices is None else on_device.long(),
+        "logits_indices": None
+        if attn_metadata.logits_indices is None
+        else on_device.to(torch.int64, copy=True),
         "logits_indices_padded": None if padded is None else on_device.to(padded.dtype),
         "num_logits_indices": None if padded is None else kept.shape[0],
     }

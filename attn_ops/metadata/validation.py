@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from attn_ops.metadata.checks import check_int
+
 if TYPE_CHECKING:
     from attn_ops.metadata.common import CommonAttentionMetadata
 
@@ -38,7 +40,9 @@ _RANK = {"block_table_tensor": 2}
 
 def check_form(common: "CommonAttentionMetadata") -> None:
     """Raise a ValueError that names the first field of a wrong dtype, device or shape."""
-    device = common.seq_lens.device.type
+    for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
+        check_int(name, getattr(common, name), 0)
+    device = common.seq_lens.device
     lengths = {"S": common.num_reqs, "S+1": common.num_reqs + 1, "1": 1, "any": None}
     for name, dtypes, length, place in _FORMS:
         tensor = getattr(common, name)
@@ -47,14 +51,18 @@ def check_form(common: "CommonAttentionMetadata") -> None:
         if tensor.dtype not in dtypes:
             wanted = " or ".join(map(str, dtypes))
             raise ValueError(f"{name} must have dtype {wanted}, got {tensor.dtype}")
-        if place != "any":
-            wanted = "cpu" if place == "cpu" else device
-            if tensor.device.type != wanted:
-                raise ValueError(f"{name} must be on {wanted}, got {tensor.device}")
+        if place == "cpu" and not tensor.is_cpu:
+            raise ValueError(f"{name} must be on cpu, got {tensor.device}")
+        if place == "device" and tensor.device != device:
+            raise ValueError(f"{name} must be on {device}, got {tensor.device}")
         shape, rank, size = tensor.shape, _RANK.get(name, 1), lengths[length]
         if len(shape) != rank or (size is not None and shape[0] != size):
             wanted = ", ".join(["any" if size is None else str(size), *["any"] * (rank - 1)])
             raise ValueError(f"{name} must have shape [{wanted}], got {list(shape)}")
+        if shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name} must have contiguous entries, got a stride of {tensor.stride(-1)}"
+            )
 
 
 def check_values(
@@ -65,6 +73,7 @@ def check_values(
 ) -> None:
     """Raise a ValueError that names the first value of the batch which is not possible."""
     readable = read_device or common.device.type == "cpu"
+    _check_counts(common)
     if readable:
         _check_mirrors(common)
     starts = _host(common.query_start_loc_cpu, common.query_start_loc, readable)
@@ -76,6 +85,8 @@ def check_values(
     if readable and seq is not None:
         _check_blocks(common, seq, num_blocks, block_size)
         _check_slots(common, num_blocks, block_size)
+        if starts is not None:
+            _check_padding(common, starts, seq)
     _check_logits(common, readable)
 
 
@@ -105,16 +116,37 @@ def _check_mirrors(common: "CommonAttentionMetadata") -> None:
     padded, rows_cpu = common.logits_indices_padded, common.logits_indices_cpu
     if padded is not None and rows_cpu is not None:
         rows = padded[: rows_cpu.shape[0]].cpu().numpy()
-        if rows_cpu.shape[0] != common.num_logits_indices:
-            raise ValueError(
-                f"logits_indices_cpu must have {common.num_logits_indices} entries, "
-                f"got {rows_cpu.shape[0]}"
-            )
         _refuse(
             rows_cpu.numpy() != rows,
             "logits_indices_cpu",
             rows_cpu.numpy(),
             "equal logits_indices_padded",
+        )
+
+
+def _check_counts(common: "CommonAttentionMetadata") -> None:
+    """Sizes that have to agree with each other, whatever the values are."""
+    padded, rows_cpu = common.logits_indices_padded, common.logits_indices_cpu
+    count = common.num_logits_indices
+    if padded is not None and count is not None and not 0 <= count <= padded.shape[0]:
+        raise ValueError(
+            f"num_logits_indices must be from 0 to {padded.shape[0]}, the length of "
+            f"logits_indices_padded, got {count}"
+        )
+    if padded is not None and rows_cpu is not None and rows_cpu.shape[0] != count:
+        raise ValueError(
+            f"logits_indices_cpu must have num_logits_indices={count} entries, "
+            f"got {rows_cpu.shape[0]}"
+        )
+    rows = common.slot_mapping.shape[0]
+    if common.positions is not None and common.positions.shape[0] != rows:
+        raise ValueError(
+            f"positions must have {rows} entries like slot_mapping, got {common.positions.shape[0]}"
+        )
+    encoder = common.encoder_seq_lens
+    if encoder is not None and len(encoder) != common.num_reqs:
+        raise ValueError(
+            f"encoder_seq_lens must have {common.num_reqs} entries, got {len(encoder)}"
         )
 
 
@@ -134,8 +166,9 @@ def _check_starts(common: "CommonAttentionMetadata", starts: np.ndarray) -> None
 def _check_lengths(
     common: "CommonAttentionMetadata", query_lens: np.ndarray, seq_lens: np.ndarray
 ) -> None:
-    if (seq_lens < query_lens).any():
-        at = int(np.argmax(seq_lens < query_lens))
+    impossible = (seq_lens < query_lens) & (seq_lens != 0)  # 0: padding, its slots are checked
+    if impossible.any():
+        at = int(np.argmax(impossible))
         raise ValueError(
             f"seq_lens must be at least the query lengths, got seq_lens[{at}]={seq_lens[at]} "
             f"with {query_lens[at]} query tokens"
@@ -147,7 +180,7 @@ def _check_lengths(
     if common.num_computed_tokens_cpu is not None:
         computed = common.num_computed_tokens_cpu.numpy()
         _refuse(
-            computed != seq_lens - query_lens,
+            computed != np.maximum(seq_lens - query_lens, 0),
             "num_computed_tokens_cpu",
             computed,
             "be seq_lens minus the query lengths",
@@ -186,13 +219,18 @@ def _check_slots(
     _refuse(outside_T, "slot_mapping", slots_T, f"hold -1 or slots from 0 to {limit - 1}")
 
 
+def _check_padding(
+    common: "CommonAttentionMetadata", start: np.ndarray, seq_lens: np.ndarray
+) -> None:
+    """A request with rows and without tokens is padding: nothing of it may be written."""
+    request_T = np.repeat(np.arange(seq_lens.size), np.diff(start))
+    slots_T = common.slot_mapping[: request_T.size].cpu().numpy()
+    written_T = (seq_lens[request_T] == 0) & (slots_T != -1)
+    _refuse(written_T, "slot_mapping", slots_T, "be -1 for requests whose seq_lens are 0")
+
+
 def _check_logits(common: "CommonAttentionMetadata", readable: bool) -> None:
     padded, count = common.logits_indices_padded, common.num_logits_indices
-    if padded is not None and count is not None and not 0 <= count <= padded.shape[0]:
-        raise ValueError(
-            f"num_logits_indices must be from 0 to {padded.shape[0]}, the length of "
-            f"logits_indices_padded, got {count}"
-        )
     wanted = padded[:count] if padded is not None and count is not None else None
     for name, mirror, tensor in (
         ("logits_indices_cpu", common.logits_indices_cpu, None),

@@ -102,7 +102,9 @@ def virtual_batches_kernel(
         total = count_before(query_start_loc_ptr, seq_lens_ptr, num_reqs, CHUNK, REQUESTS)
         end = tl.load(query_start_loc_ptr + num_reqs)
         begin = (request - num_reqs) * SURPLUS
-        # Entry V of local_start is written as well: the end of the last virtual batch.
+        # Entry V of local_start is written as well, whatever the batch: where the rows end.
+        if request == tl.num_programs(0) - 1:
+            tl.store(local_start_ptr + num_batches, end)
         for done in range(tl.maximum(begin, total), min(begin + SURPLUS, num_batches + 1), BATCHES):
             target_V = done + b_V
             own_V = target_V < begin + SURPLUS

@@ -100,7 +100,8 @@ def split_decodes(
     """Decodes are the leading requests of at most `threshold` tokens, of one length if uniform.
 
     The whole batch is decodes, padding rows included, where `max_query_len` already says so, where
-    no request ends the leading run, and for a uniform batch with empty requests among it.
+    no request ends the leading run, and for a uniform batch whose empty requests are padding: its
+    rows are padded to the same length for every request.
     """
     num_reqs = len(query_lens)
     everything = (num_reqs, 0, num_tokens, 0)
@@ -109,7 +110,8 @@ def split_decodes(
     if max_query_len <= threshold and (not require_uniform or threshold <= 1):
         return everything
     first = query_lens[0]
-    if require_uniform and 0 < first <= threshold and set(query_lens) <= {0, first}:
+    padded = num_tokens == num_reqs * first
+    if require_uniform and first <= threshold and padded and set(query_lens) <= {0, first}:
         return everything
     for num_decodes, query in enumerate(query_lens):
         if query > threshold or (require_uniform and query != first):

@@ -299,6 +299,15 @@ def test_buffers_that_are_too_small(size, on_device):
         assert (tensor == 77).all()
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_table_without_columns_gives_null_blocks(on_device):
+    table = torch.empty(2, 0, dtype=torch.int32)
+    common = CommonAttentionMetadata.from_lengths([0, 0], [0, 0], table, 2)
+    got = make_local_attention_virtual_batches(4, common, on_device=on_device)
+    assert got.block_table_tensor.tolist() == [[0, 0], [0, 0]]
+    assert (got.seq_lens.tolist(), got.query_start_loc.tolist()) == ([0, 0], [0, 0, 0])
+
+
 def test_a_chunk_as_long_as_everything_changes_nothing():
     common = worked_example()
     got = make_local_attention_virtual_batches(20, common)

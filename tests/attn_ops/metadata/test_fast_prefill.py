@@ -90,7 +90,7 @@ def test_rows_known_on_the_device(batch):
         "query_start_loc_cpu": None,
         "num_computed_tokens_cpu": None,
         "num_actual_tokens": len(rows),
-        "max_query_len": most_logits or min(most_tokens, len(rows)),
+        "max_query_len": min(most_logits or most_tokens, most_tokens, len(rows)),
     }
     assert_fields(got, **expected)
 
@@ -246,6 +246,15 @@ def test_backend_class():
     assert meta.logits_indices_padded is common.logits_indices_padded
     assert meta.num_logits_indices == 4
     assert not isinstance(OwnMetadata([], 0, False), KVSharingFastPrefillMetadata)
+
+
+def test_backend_leaves_a_decode_step_as_it_is():
+    common = CommonAttentionMetadata.from_lengths([1, 1], [4, 2], int32([[1], [2]]), 4)
+    common.logits_indices_padded, common.num_logits_indices = int64([1, 0]), 1
+    builder = create_fast_prefill_custom_backend("Fast", OwnBackend).get_builder_cls()()
+    meta = builder.build(0, common)
+    assert meta.query_start_loc == [0, 1, 2]
+    assert (meta.logits_indices_padded.tolist(), meta.num_logits_indices) == ([1, 0], 1)
 
 
 def test_backend_needs_logits_rows():

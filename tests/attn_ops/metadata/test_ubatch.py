@@ -158,8 +158,8 @@ def test_optional_fields_are_cut_alike(batch):
         assert got.seq_lens_cpu_upper_bound.tolist() == upper
     elif got.seq_lens.tolist() != batch.seq_lens[requests]:
         assert got.dcp_local_seq_lens is None, "it follows from a seq_len that is another now"
-    if got.seq_lens_cpu_upper_bound is not None:
-        assert (got.seq_lens_cpu_upper_bound >= got.seq_lens_cpu).all()
+    assert got.seq_lens_cpu_upper_bound is not None
+    assert (got.seq_lens_cpu_upper_bound >= got.seq_lens_cpu).all()
     rows = [row - cut.rows.start for row in batch.logits_rows if row in cut.rows]
     assert got.logits_indices_cpu.tolist() == rows
     assert got.num_logits_indices == len(rows)
@@ -233,6 +233,7 @@ def outside(tape: Tape) -> tuple[slice, slice]:
     return tape.pick(
         [
             (slice(0, 1), slice(2, 3)),  # starts behind its first request
+            (slice(0, 3), slice(2, 4)),  # starts behind its first request, ends in its last
             (slice(2, 3), slice(1, 4)),  # starts before its first request
             (slice(0, 1), slice(0, 3)),  # ends behind its last request
             (slice(0, 3), slice(0, 2)),  # ends before its last request
@@ -253,7 +254,7 @@ def outside(tape: Tape) -> tuple[slice, slice]:
     )
 
 
-@pytest.mark.parametrize("number", range(17))
+@pytest.mark.parametrize("number", range(18))
 def test_slices_that_do_not_fit(number):
     common = CommonAttentionMetadata.from_lengths(
         [2, 0, 5, 3], [2, 0, 5, 3], int32([[1], [0], [3], [4]]), 8, num_padded_tokens=12

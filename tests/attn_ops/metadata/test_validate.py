@@ -1,7 +1,5 @@
 """`validate` passes every batch that is right and names the one value that is wrong."""
 
-import re
-
 import pytest
 import torch
 
@@ -16,12 +14,13 @@ MIRRORS = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu")
 def test_a_right_batch_passes(batch):
     """Also with bounds above the lengths, garbage behind what is in use and unknown mirrors."""
     tape = batch.tape
-    common = batch.common(**batch.logits_fields())
+    common = batch.common(**batch.logits_fields(on_host=bool(tape.below(2))))
     common.max_query_len += tape.below(3)
     common.max_seq_len += tape.below(3)
     common.num_actual_tokens += tape.below(batch.num_rows - batch.num_tokens + 1)
     for request, length in enumerate(batch.seq_lens):
         common.block_table_tensor[request, -(-length // batch.block_size) :] = NUM_BLOCKS + 5
+    common.block_table_tensor[:, 0] *= tape.below(2)  # the null block is a block
     if batch.num_reqs and tape.below(2):
         common.seq_lens_cpu_upper_bound = common.seq_lens_cpu + tape.below(2)
     for name in MIRRORS:
@@ -46,7 +45,8 @@ def short_seq_len(common: CommonAttentionMetadata, batch: Ragged) -> str | None:
     value = batch.query_lens[at] - 1
     for lens in (common.seq_lens, common.seq_lens_cpu):
         lens[at] = value
-    return rf"seq_lens.*\[{at}\]"
+    # A length of 0 is that of a padding request, but padding has no slots.
+    return "slot_mapping.*be -1|num_computed_tokens_cpu" if value == 0 else rf"seq_lens.*\[{at}\]"
 
 
 def long_query(common: CommonAttentionMetadata, batch: Ragged) -> str | None:
@@ -162,8 +162,20 @@ def test_the_device_is_not_read_when_forbidden():
         [1, 2], [5, 2], torch.ones(2, 2, dtype=torch.int32), 4, device="meta"
     )
     on_meta.validate(num_blocks=9, read_device=False)
-    with pytest.raises(ValueError, match=re.escape("max_query_len")):
+    with pytest.raises(ValueError, match="max_query_len"):
         on_meta.replace(max_query_len=1).validate(read_device=False)
+
+
+@pytest.mark.parametrize("unknown", [MIRRORS[:1], MIRRORS[1:2], MIRRORS[2:], MIRRORS])
+def test_what_the_host_does_not_know_is_not_checked(unknown):
+    on_meta = CommonAttentionMetadata.from_lengths(
+        [1, 2], [5, 2], torch.ones(2, 2, dtype=torch.int32), 4, device="meta"
+    ).replace(**dict.fromkeys(unknown))
+    on_meta.validate(num_blocks=9, read_device=False)
+    with pytest.raises(ValueError, match="num_logits_indices"):
+        on_meta.replace(logits_indices_padded=int64([0]).to("meta"), num_logits_indices=2).validate(
+            read_device=False
+        )
 
 
 def test_padding_rows_may_count_as_tokens(common):

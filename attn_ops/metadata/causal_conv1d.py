@@ -46,14 +46,7 @@ def compute_causal_conv1d_metadata(
             f"query_start_loc_cpu must be given with query_start_loc_p on {device}, got None: "
             "the device is not read"
         )
-    if query_start_loc_cpu.shape != query_start_loc_p.shape:
-        raise ValueError(
-            f"query_start_loc_cpu must have shape {list(query_start_loc_p.shape)}, "
-            f"got {list(query_start_loc_cpu.shape)}"
-        )
-    query = query_start_loc_cpu.diff()
-    if (query < 0).any():
-        raise ValueError(f"query_start_loc_p must never fall, got {query_start_loc_cpu.tolist()}")
+    query = _query_lens(query_start_loc_cpu, query_start_loc_p)
     nums = -(-query // BLOCK_M)
     count = nums.numpy()
     mlist = np.repeat(np.arange(count.size), count)
@@ -83,3 +76,15 @@ def compute_causal_conv1d_metadata(
         "token_chunk_offset_ptr": out[1],
     }
     return {BLOCK_M: programs}, *out
+
+
+def _query_lens(start_cpu: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """[S] int32, CPU."""
+    if start_cpu.shape != start.shape:
+        raise ValueError(
+            f"query_start_loc_cpu must have shape {list(start.shape)}, got {list(start_cpu.shape)}"
+        )
+    query = start_cpu.diff()
+    if (query < 0).any():
+        raise ValueError(f"query_start_loc_p must never fall, got {start_cpu.tolist()}")
+    return query

@@ -94,31 +94,18 @@ def make_local_attention_virtual_batches(
         )
     else:
         mirrors, count = _on_host(chunk, common)
-    if out is None:
-        out = MetadataBuffers.allocate(count, 0, chunk // block_size, common.device)
-    out.check_room(count, 0, chunk // block_size, common.device)
-    batch = (common.query_start_loc, common.seq_lens, common.block_table_tensor)
-    out.check_apart(*batch)
-    local = (
-        out.query_start_loc[: count + 1],
-        out.seq_lens[:count],
-        out.block_table[:count, : chunk // block_size],
-    )
-    fill = reference_virtual_batches
-    if common.device.type == "cuda":
-        from attn_ops.metadata.triton.virtual_batches import launch_virtual_batches as fill
-    fill(chunk, block_size, *batch, *local)
+    start, seq_lens, table = _filled(chunk, block_size, count, common, out)
     return CommonAttentionMetadata(
-        query_start_loc=local[0],
+        query_start_loc=start,
         query_start_loc_cpu=mirrors.query_start_loc,
-        seq_lens=local[1],
+        seq_lens=seq_lens,
         seq_lens_cpu=mirrors.seq_lens,
         num_computed_tokens_cpu=mirrors.num_computed_tokens,
         num_reqs=count,
         num_actual_tokens=common.num_actual_tokens,
         max_query_len=min(mirrors.longest[0], chunk),
         max_seq_len=min(mirrors.longest[1], chunk),
-        block_table_tensor=local[2],
+        block_table_tensor=table,
         slot_mapping=common.slot_mapping,
         causal=True,
         positions=common.positions,
@@ -154,6 +141,29 @@ def _bound(chunk: int, common: CommonAttentionMetadata, wanted: int | None) -> i
         return least
     check_int("max_virtual_batches", wanted, least)
     return wanted
+
+
+def _filled(
+    chunk: int,
+    block_size: int,
+    count: int,
+    common: CommonAttentionMetadata,
+    out: MetadataBuffers | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query_start_loc, seq_lens and block table of `count` virtual batches, on the device."""
+    pages = chunk // block_size
+    if out is None:
+        out = MetadataBuffers.allocate(count, 0, pages, common.device)
+    out.check_room(count, 0, pages, common.device)
+    batch = (common.query_start_loc, common.seq_lens, common.block_table_tensor)
+    out.check_apart(*batch)
+    start, seq_lens = out.query_start_loc[: count + 1], out.seq_lens[:count]
+    local = (start, seq_lens, out.block_table[:count, :pages])
+    fill = reference_virtual_batches
+    if common.device.type == "cuda":
+        from attn_ops.metadata.triton.virtual_batches import launch_virtual_batches as fill
+    fill(chunk, block_size, *batch, *local)
+    return local
 
 
 def _on_host(chunk: int, common: CommonAttentionMetadata) -> tuple[_Mirrors, int]:

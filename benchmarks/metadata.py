@@ -142,8 +142,9 @@ def host_times(step: Step, repeats: int) -> dict[str, float]:
 def device_times(step: Step) -> dict[str, float]:
     """Microseconds on the device, each captured 20 times in one graph."""
     common = step.build(step.out)
-    tokens = torch.zeros(step.num_reqs, dtype=torch.int64, device="cuda")
-    slots, seq_lens = torch.zeros_like(tokens), torch.full_like(tokens, 2, dtype=torch.int32)
+    sampled = torch.zeros(step.num_reqs, dtype=torch.int64, device="cuda")
+    tokens, places, slots = (torch.zeros_like(sampled) for _ in range(3))
+    seq_lens = torch.full_like(sampled, 2, dtype=torch.int32)
     table = common.block_table_tensor
 
     def positions() -> None:
@@ -160,7 +161,7 @@ def device_times(step: Step) -> dict[str, float]:
     runs = {
         "positions and slots": positions,
         "advance_step": lambda: advance_step(
-            tokens, tokens, tokens, seq_lens, slots, table, BLOCK_SIZE
+            sampled, tokens, places, seq_lens, slots, table, BLOCK_SIZE
         ),
         "virtual batches": lambda: make_local_attention_virtual_batches(
             256, common, on_device=True

@@ -104,7 +104,8 @@ def test_from_lengths(table_on_gpu, with_buffers):
         )
         got.validate(NUM_BLOCKS)
         if out is not None:
-            assert got.slot_mapping.data_ptr() == out.slot_mapping.data_ptr()
+            if b.num_rows:
+                assert got.slot_mapping.data_ptr() == out.slot_mapping.data_ptr()
             assert got.query_start_loc.data_ptr() == out.query_start_loc.data_ptr()
 
 

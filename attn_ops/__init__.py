@@ -4,6 +4,7 @@ Importing this package defines the operators `torch.ops.attn_ops.*` and does not
 """
 
 from attn_ops.backends import (
+    AttentionOptions,
     Backend,
     Selection,
     Support,
@@ -21,7 +22,7 @@ from attn_ops.metadata import (
     AttentionSpec,
     CommonAttentionMetadata,
 )
-from attn_ops.ops import attention, write_kv
+from attn_ops.ops import attention, attention_with_lse, write_kv
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionCGSupport",
     "AttentionMetadata",
     "AttentionMetadataBuilder",
+    "AttentionOptions",
     "AttentionSpec",
     "Backend",
     "CommonAttentionMetadata",
@@ -37,6 +39,7 @@ __all__ = [
     "Selection",
     "Support",
     "attention",
+    "attention_with_lse",
     "backend_names",
     "get_backend",
     "register_backend",

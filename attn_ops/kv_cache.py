@@ -66,7 +66,7 @@ class PagedKVCache:
         self.block_size = block_size
         self.specs = tuple(specs)
         self.bytes_per_block = sum(
-            2 * block_size * s.num_kv_heads * s.head_size * s.dtype.itemsize for s in specs
+            2 * block_size * s.num_kv_heads * s.head_size * s.cache_dtype.itemsize for s in specs
         )
         if num_tokens is not None:
             num_blocks = -(-num_tokens // block_size) + 1
@@ -81,7 +81,13 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.tensors = [
             torch.zeros(
-                num_blocks, 2, block_size, s.num_kv_heads, s.head_size, dtype=s.dtype, device=device
+                num_blocks,
+                2,
+                block_size,
+                s.num_kv_heads,
+                s.head_size,
+                dtype=s.cache_dtype,
+                device=device,
             )
             for s in self.specs
         ]

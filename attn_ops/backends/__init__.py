@@ -1,6 +1,6 @@
 """Attention backends and their selection. A backend's kernels are imported when it is selected."""
 
-from attn_ops.backends.base import Backend, Support
+from attn_ops.backends.base import AttentionOptions, Backend, Support
 from attn_ops.backends.registry import (
     Selection,
     backend_names,
@@ -10,6 +10,7 @@ from attn_ops.backends.registry import (
 )
 
 __all__ = [
+    "AttentionOptions",
     "Backend",
     "Selection",
     "Support",

@@ -12,10 +12,43 @@ from attn_ops.metadata import (
     AttentionSpec,
 )
 
-Forward = Callable[
-    [torch.Tensor, torch.Tensor, AttentionMetadata, float, int | None, float | None], torch.Tensor
-]
-"""forward(q [T, N, H], kv_cache [P, 2, B, K, H], meta, scale, window, soft_cap) -> [T, N, H]."""
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AttentionOptions:
+    """What a layer asks for beyond q, the cache and the batch.
+
+    Scores are scale * q.k, capped, lowered by ALiBi, masked; the softmax runs over them and the
+    head's sink. T tokens, N query heads.
+    """
+
+    scale: float  # factor on q.k
+    sliding_window: int | None = None  # keys a query sees, its own included; None: all
+    soft_cap: float | None = None  # c in c * tanh(s / c); None: none
+    alibi_slopes: torch.Tensor | None = None  # [N] float32: score -= slope * |query - key|
+    sinks: torch.Tensor | None = None  # [N] float32: a logit more in each softmax, of value 0
+    kv_cache_dtype: str = "auto"  # of KV_CACHE_DTYPES
+    k_scale: torch.Tensor | None = None  # [1] float32: FP8 keys are stored / k_scale; None: 1
+    v_scale: torch.Tensor | None = None  # [1] float32: the same for values
+    lse: torch.Tensor | None = None  # [T, N] float32, written: log of the softmax's denominator
+
+    def spec(self, q: torch.Tensor, kv_cache: torch.Tensor, causal: bool) -> AttentionSpec:
+        """Geometry of the layer, as the builder was given it."""
+        return AttentionSpec(
+            num_heads=q.shape[1],
+            num_kv_heads=kv_cache.shape[3],
+            head_size=q.shape[2],
+            dtype=q.dtype,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            kv_cache_dtype=self.kv_cache_dtype,
+            alibi=self.alibi_slopes is not None,
+            sinks=self.sinks is not None,
+            causal=causal,
+        )
+
+
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, AttentionOptions], torch.Tensor]
+"""forward(q [T, N, H], kv_cache [P, 2, B, K, H], meta, options) -> [T, N, H]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +62,11 @@ class Support:
     sliding_window: bool
     soft_cap: bool
     cudagraph: AttentionCGSupport
+    kv_cache_dtypes: tuple[str, ...] = ("auto",)
+    alibi: bool = False
+    sinks: bool = False
+    non_causal: bool = False
+    lse: bool = False  # can write the log-sum-exp
 
     def reasons_against(
         self, spec: AttentionSpec, block_size: int, device: torch.device
@@ -63,6 +101,19 @@ class Support:
             )
         if spec.soft_cap is not None and not self.soft_cap:
             reasons.append(f"soft_cap must be None, got {spec.soft_cap}; supported: None")
+        if spec.kv_cache_dtype not in self.kv_cache_dtypes:
+            reasons.append(
+                f"kv_cache_dtype must be supported, got {spec.kv_cache_dtype}; "
+                f"supported: {', '.join(self.kv_cache_dtypes)}"
+            )
+        for name, asked, able in (
+            ("alibi_slopes", spec.alibi, self.alibi),
+            ("sinks", spec.sinks, self.sinks),
+        ):
+            if asked and not able:
+                reasons.append(f"{name} must be None, got a tensor; supported: None")
+        if not spec.causal and not self.non_causal:
+            reasons.append("causal must be True, got False; supported: True")
         return reasons
 
 

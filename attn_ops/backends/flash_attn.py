@@ -20,7 +20,7 @@ from types import ModuleType
 
 import torch
 
-from attn_ops.backends.base import Backend, Support
+from attn_ops.backends.base import AttentionOptions, Backend, Support
 from attn_ops.metadata import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -112,9 +112,7 @@ def forward(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     common = meta.common
     out_TNH = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -123,16 +121,14 @@ def forward(
     if common.num_actual_tokens == 0:
         return out_TNH
     arguments = {
-        "softmax_scale": scale,
+        "softmax_scale": options.scale,
         "causal": common.causal,
-        "window_size": _window(sliding_window),
-        "softcap": soft_cap or 0.0,
+        "window_size": _window(options.sliding_window),
+        "softcap": options.soft_cap or 0.0,
     }
     if fa_version() is None:
         return _upstream(q, kv_cache, common, out_TNH, arguments)
-    spec = AttentionSpec(
-        q.shape[1], kv_cache.shape[3], q.shape[2], q.dtype, sliding_window, soft_cap
-    )
+    spec = options.spec(q, kv_cache, common.causal)
     _library()[1].flash_attn_varlen_func(
         q=q,
         k=kv_cache[:, 0],

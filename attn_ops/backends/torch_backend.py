@@ -8,10 +8,13 @@ T tokens, S requests, N query heads, K kv heads, G = N // K, H head size, P bloc
 Q query rows of one request, C cached tokens of one request.
 """
 
+from typing import Any
+
 import torch
 
-from attn_ops.backends.base import Backend, Support
+from attn_ops.backends.base import AttentionOptions, Backend, Support
 from attn_ops.metadata import (
+    KV_CACHE_DTYPES,
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -33,26 +36,61 @@ def reference_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     compute_dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> torch.Tensor:
-    """Causal paged attention computed in `compute_dtype`: [T, N, H] in that dtype, padding zero.
+    """Paged attention computed in `compute_dtype`: [T, N, H] in that dtype, padding zero.
 
-    Scores are scale * q.k, capped to soft_cap * tanh(s / soft_cap) (Gemma 2,
-    arXiv:2408.00118), masked, then softmax.
+    Scores are scale * q.k, capped to soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv:2408.00118),
+    lowered by ALiBi (arXiv:2108.12409), masked, then softmax with the head's sink as one more logit
+    without a value (GPT-OSS). `options` are the other fields of `AttentionOptions`.
     """
+    asked = AttentionOptions(scale, sliding_window, soft_cap, **options)
+    return attend_batch(q, kv_cache, common, asked, compute_dtype)
+
+
+def attend_batch(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    common: CommonAttentionMetadata,
+    options: AttentionOptions,
+    compute_dtype: torch.dtype,
+) -> torch.Tensor:
+    """`reference_attention`, request by request; writes `options.lse`."""
     out_TNH = torch.zeros(q.shape, dtype=compute_dtype, device=q.device)
+    if options.lse is not None:
+        options.lse.fill_(float("-inf"))
     starts = _first_known(common.query_start_loc_cpu, common.query_start_loc)
-    block_size = kv_cache.shape[2]
     for request, num_cached in enumerate(_first_known(common.seq_lens_cpu, common.seq_lens)):
         begin, end = starts[request], starts[request + 1]
         if begin == end or num_cached == 0:
             continue
-        blocks = common.block_table_tensor[request, : -(-num_cached // block_size)].long()
-        kv_2CKH = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :num_cached].to(compute_dtype)
+        k_CKH, v_CKH = cached(kv_cache, common, request, num_cached, options, compute_dtype)
         q_QNH = q[begin:end].to(compute_dtype)
-        out_TNH[begin:end] = _attend(
-            q_QNH, kv_2CKH[0], kv_2CKH[1], scale, sliding_window, soft_cap, common.causal
-        )
+        out_QNH, lse_QN = _attend(q_QNH, k_CKH, v_CKH, options, common.causal)
+        out_TNH[begin:end] = out_QNH
+        if options.lse is not None:
+            options.lse[begin:end] = lse_QN
     return out_TNH
+
+
+def cached(
+    kv_cache: torch.Tensor,
+    common: CommonAttentionMetadata,
+    request: int,
+    num_cached: int,
+    options: AttentionOptions,
+    compute_dtype: torch.dtype,
+) -> torch.Tensor:
+    """[2, C, K, H]: keys and values of one request, as they are meant."""
+    block_size = kv_cache.shape[2]
+    blocks = common.block_table_tensor[request, : -(-num_cached // block_size)].long()
+    kv_2CKH = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :num_cached]
+    fp8 = KV_CACHE_DTYPES[options.kv_cache_dtype]
+    if fp8 is None:
+        return kv_2CKH.to(compute_dtype)
+    kv_2CKH = kv_2CKH.contiguous().view(fp8).to(compute_dtype)
+    scales = (options.k_scale, options.v_scale)
+    return torch.stack([x if s is None else x * s for x, s in zip(kv_2CKH, scales, strict=True)])
 
 
 def _first_known(mirror: torch.Tensor | None, tensor: torch.Tensor) -> list[int]:
@@ -64,43 +102,43 @@ def _attend(
     q_QNH: torch.Tensor,
     k_CKH: torch.Tensor,
     v_CKH: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    options: AttentionOptions,
     causal: bool,
-) -> torch.Tensor:
-    """One request: its Q queries are the last Q of its C cached tokens."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request, its Q queries the last of its C tokens: [Q, N, H] and log-sum-exp [Q, N]."""
     (num_queries, num_heads, head_size), (num_cached, num_kv_heads, _) = q_QNH.shape, k_CKH.shape
     q_KGQH = q_QNH.view(num_queries, num_kv_heads, -1, head_size).permute(1, 2, 0, 3)
-    scores_KGQC = scale * torch.matmul(q_KGQH, k_CKH.permute(1, 2, 0).unsqueeze(1))
-    if soft_cap is not None:
-        scores_KGQC = soft_cap * torch.tanh(scores_KGQC / soft_cap)
-    position_Q1 = torch.arange(num_cached - num_queries, num_cached, device=q_QNH.device).unsqueeze(
-        1
-    )
+    scores_KGQC = options.scale * torch.matmul(q_KGQH, k_CKH.permute(1, 2, 0).unsqueeze(1))
+    if options.soft_cap is not None:
+        scores_KGQC = options.soft_cap * torch.tanh(scores_KGQC / options.soft_cap)
+    first = num_cached - num_queries
+    position_Q1 = torch.arange(first, num_cached, device=q_QNH.device).unsqueeze(1)
     key_1C = torch.arange(num_cached, device=q_QNH.device).unsqueeze(0)
+    if options.alibi_slopes is not None:
+        slope_KG11 = options.alibi_slopes.to(q_QNH.dtype).view(num_kv_heads, -1, 1, 1)
+        scores_KGQC = scores_KGQC - slope_KG11 * (position_Q1 - key_1C).abs()
     hidden_QC = key_1C > position_Q1 if causal else torch.zeros_like(key_1C > position_Q1)
-    if sliding_window is not None:
-        hidden_QC = hidden_QC | (key_1C <= position_Q1 - sliding_window)
-    weights_KGQC = scores_KGQC.masked_fill(hidden_QC, float("-inf")).softmax(dim=-1)
+    if options.sliding_window is not None:
+        hidden_QC = hidden_QC | (key_1C <= position_Q1 - options.sliding_window)
+        if not causal:
+            hidden_QC = hidden_QC | (key_1C >= position_Q1 + options.sliding_window)
+    scores_KGQC = scores_KGQC.masked_fill(hidden_QC, float("-inf"))
+    logits_KGQC = scores_KGQC
+    if options.sinks is not None:
+        sink_KG11 = options.sinks.to(q_QNH.dtype).view(num_kv_heads, -1, 1, 1)
+        logits_KGQC = torch.cat([scores_KGQC, sink_KG11.expand(-1, -1, num_queries, 1)], dim=-1)
+    weights_KGQC = logits_KGQC.softmax(dim=-1)[..., :num_cached]
     out_KGQH = torch.matmul(weights_KGQC, v_CKH.transpose(0, 1).unsqueeze(1))
-    return out_KGQH.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
+    lse_QN = logits_KGQC.logsumexp(dim=-1).permute(2, 0, 1).reshape(num_queries, num_heads)
+    return out_KGQH.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size), lse_QN
 
 
 def forward(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
 ) -> torch.Tensor:
     """The reference in float32, or in float64 for float64 inputs."""
     compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = reference_attention(
-        q, kv_cache, meta.common, scale, sliding_window, soft_cap, compute_dtype
-    )
-    return out.to(q.dtype)
+    return attend_batch(q, kv_cache, meta.common, options, compute_dtype).to(q.dtype)
 
 
 def unavailable() -> None:
@@ -118,6 +156,11 @@ BACKEND = Backend(
         sliding_window=True,
         soft_cap=True,
         cudagraph=AttentionCGSupport.NEVER,
+        kv_cache_dtypes=tuple(KV_CACHE_DTYPES),
+        alibi=True,
+        sinks=True,
+        non_causal=True,
+        lse=True,
     ),
     builder=TorchMetadataBuilder,
     forward=forward,

@@ -7,6 +7,7 @@ step on the device. Nothing here reads device memory, except `validate` when ask
 
 from attn_ops.metadata.advance import advance_step
 from attn_ops.metadata.attention import (
+    KV_CACHE_DTYPES,
     METADATA_TYPE,
     AttentionCGSupport,
     AttentionMetadata,
@@ -63,6 +64,7 @@ from attn_ops.metadata.ubatch import (
 )
 
 __all__ = [
+    "KV_CACHE_DTYPES",
     "KV_SHARING_FAST_PREFILL_METADATA_FIELDS",
     "METADATA_TYPE",
     "PAD_SLOT_ID",

@@ -36,12 +36,21 @@ class AttentionCGSupport(Enum):
     """None."""
 
 
+KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""What a KV cache may hold: the model's dtype, or FP8 in uint8 storage."""
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Geometry of one attention layer. Layers with equal specs share a plan.
 
     Lengths are in tokens; `sliding_window` counts the query's own token, as in Transformers and
-    FlashAttention's `window - 1` to the left.
+    FlashAttention's `window - 1` to the left. `dtype` is that of q; the cache holds it too unless
+    `kv_cache_dtype` says otherwise.
     """
 
     num_heads: int
@@ -50,8 +59,17 @@ class AttentionSpec:
     dtype: torch.dtype
     sliding_window: int | None = None
     soft_cap: float | None = None
+    kv_cache_dtype: str = "auto"  # or fp8_e4m3, fp8_e5m2: stored as uint8
+    alibi: bool = False  # scores are lowered with the distance of query and key
+    sinks: bool = False  # the softmax has one more, learned, logit a head
+    causal: bool = True
 
     def __post_init__(self) -> None:
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype must be known, got {self.kv_cache_dtype!r}; "
+                f"supported: {', '.join(KV_CACHE_DTYPES)}"
+            )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 "num_heads must be a multiple of num_kv_heads, "
@@ -63,6 +81,11 @@ class AttentionSpec:
             )
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ValueError(f"soft_cap must be None or above 0, got {self.soft_cap}")
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """dtype of the cache tensor; FP8 is stored as uint8 (ARCHITECTURE 2.4)."""
+        return self.dtype if self.kv_cache_dtype == "auto" else torch.uint8
 
 
 class AttentionMetadata(OpaqueBase):

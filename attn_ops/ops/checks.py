@@ -2,13 +2,75 @@
 
 import torch
 
-from attn_ops.metadata import AttentionMetadata, AttentionSpec
+from attn_ops.backends.base import AttentionOptions
+from attn_ops.metadata import KV_CACHE_DTYPES, AttentionMetadata, AttentionSpec
 
 
-def check_cache(kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
+def check_attention_inputs(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+) -> None:
+    """Raise a ValueError unless the tensors fit each other and the backend supports them."""
+    if q.dim() != 3:
+        raise ValueError(
+            f"q must have shape [num_tokens, num_heads, head_size], got {list(q.shape)}"
+        )
+    plain = options.kv_cache_dtype == "auto"
+    check_cache(kv_cache, meta, kv_cache.dtype if plain else q.dtype, options.kv_cache_dtype)
+    if q.shape[2] != kv_cache.shape[4]:
+        raise ValueError(f"q must have the cache's head size {kv_cache.shape[4]}, got {q.shape[2]}")
+    if q.shape[1] % kv_cache.shape[3]:
+        raise ValueError(f"q must have a multiple of {kv_cache.shape[3]} heads, got {q.shape[1]}")
+    if q.shape[0] < meta.common.num_actual_tokens:
+        raise ValueError(
+            f"q must have at least {meta.common.num_actual_tokens} rows, got {q.shape[0]}"
+        )
+    if q.device != kv_cache.device or q.device != meta.common.device:
+        raise ValueError(
+            "q, kv_cache and attn_metadata must be on one device, "
+            f"got {q.device}, {kv_cache.device} and {meta.common.device}"
+        )
+    if plain and q.dtype != kv_cache.dtype:
+        raise ValueError(f"q must have the cache's dtype {kv_cache.dtype}, got {q.dtype}")
+    check_vector("alibi_slopes", options.alibi_slopes, q.shape[1], q.device)
+    check_vector("sinks", options.sinks, q.shape[1], q.device)
+    check_scales(options.k_scale, options.v_scale, q.device)
+    check_supported(options.spec(q, kv_cache, meta.common.causal), kv_cache, meta)
+    if options.lse is not None and not meta.backend.support.lse:
+        raise ValueError(
+            f"backend {meta.backend.name} cannot return the log-sum-exp; call attention()"
+        )
+
+
+def check_vector(name: str, vector: torch.Tensor | None, length: int, device: torch.device) -> None:
+    """Raise a ValueError unless `vector` is None or [length] float32 on `device`, contiguous."""
+    if vector is None:
+        return
+    if vector.dtype != torch.float32 or vector.shape != (length,) or not vector.is_contiguous():
+        raise ValueError(
+            f"{name} must be float32 of shape [{length}], got {vector.dtype} {list(vector.shape)}"
+        )
+    if vector.device != device:
+        raise ValueError(f"{name} must be on {device}, got {vector.device}")
+
+
+def check_scales(
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, device: torch.device
+) -> None:
+    """Raise a ValueError unless the scales of an FP8 cache are None or [1] float32 on `device`."""
+    check_vector("k_scale", k_scale, 1, device)
+    check_vector("v_scale", v_scale, 1, device)
+
+
+def check_cache(
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    dtype: torch.dtype,
+    kv_cache_dtype: str = "auto",
+) -> None:
     """Raise a ValueError unless `kv_cache` is one that `meta` was made for.
 
-    Called before the cache is written, so that a backend that cannot read it refuses the write.
+    `dtype` is that of q, k and v. Called before the cache is written, so that a backend that cannot
+    read it refuses the write.
     """
     if not isinstance(meta, AttentionMetadata):
         raise ValueError(f"meta must be an AttentionMetadata, got {type(meta).__name__}")
@@ -22,8 +84,19 @@ def check_cache(kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
             f"kv_cache must have the metadata's block_size {meta.block_size}, "
             f"got {kv_cache.shape[2]}"
         )
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(
+            f"kv_cache_dtype must be known, got {kv_cache_dtype!r}; "
+            f"supported: {', '.join(KV_CACHE_DTYPES)}"
+        )
     heads, head_size = kv_cache.shape[3:]
-    check_supported(AttentionSpec(heads, heads, head_size, kv_cache.dtype), kv_cache, meta)
+    spec = AttentionSpec(heads, heads, head_size, dtype, kv_cache_dtype=kv_cache_dtype)
+    if kv_cache.dtype != spec.cache_dtype:
+        raise ValueError(
+            f"kv_cache must have dtype {spec.cache_dtype} for {dtype} and kv_cache_dtype "
+            f"{kv_cache_dtype}, got {kv_cache.dtype}"
+        )
+    check_supported(spec, kv_cache, meta)
 
 
 def check_supported(spec: AttentionSpec, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:

@@ -10,13 +10,14 @@ ARCHITECTURE 2.4 and docs/decisions.md.
 
 import torch
 
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
-from attn_ops.ops.checks import check_cache
+from attn_ops.metadata import KV_CACHE_DTYPES, METADATA_TYPE, AttentionMetadata
+from attn_ops.ops.checks import check_cache, check_scales
 from attn_ops.ops.library import LIBRARY
 
 LIBRARY.define(
     f"write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, {METADATA_TYPE} meta, *, "
-    "Tensor? slot_mapping=None) -> ()"
+    "Tensor? slot_mapping=None, str kv_cache_dtype='auto', Tensor? k_scale=None, "
+    "Tensor? v_scale=None) -> ()"
 )
 LIBRARY.define(f"slot_mapping({METADATA_TYPE} meta, SymInt num_tokens, Device device) -> Tensor")
 
@@ -29,13 +30,19 @@ def _write_kv(
     meta: AttentionMetadata,
     *,
     slot_mapping: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
-    check_cache(kv_cache, meta)
+    plain = kv_cache_dtype == "auto"
+    check_cache(kv_cache, meta, kv_cache.dtype if plain else k.dtype, kv_cache_dtype)
     slots_T = meta.common.slot_mapping if slot_mapping is None else slot_mapping
-    check_write_inputs(k, v, kv_cache, slots_T)
+    check_write_inputs(k, v, kv_cache, slots_T, plain)
+    check_scales(k_scale, v_scale, kv_cache.device)
     # Read before written: Inductor may hand in a view of the cache where the caller
     # cloned it (pytorch#198031).
     k, v = (x.clone() if _share_storage(x, kv_cache) else x for x in (k, v))
+    k, v = (stored(x, kv_cache_dtype, s) for x, s in ((k, k_scale), (v, v_scale)))
     index_put_kv(k, v, kv_cache, slots_T)
 
 
@@ -51,6 +58,9 @@ def _write_kv_fake(
     meta: AttentionMetadata,
     *,
     slot_mapping: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     return None
 
@@ -73,9 +83,16 @@ def _slot_mapping_fake(
 
 
 def check_write_inputs(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    plain: bool = True,
 ) -> None:
-    """Raise a ValueError, before anything is written, unless the write is well formed."""
+    """Raise a ValueError, before anything is written, unless the write is well formed.
+
+    `plain`: the cache holds k and v as they are, not as FP8.
+    """
     if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
         raise ValueError(
             "kv_cache must have shape [num_blocks, 2, block_size, num_kv_heads, head_size], "
@@ -87,8 +104,10 @@ def check_write_inputs(
             raise ValueError(
                 f"{name} must have shape [num_tokens, {row[0]}, {row[1]}], got {list(x.shape)}"
             )
-        if x.dtype != kv_cache.dtype:
+        if plain and x.dtype != kv_cache.dtype:
             raise ValueError(f"{name} must have the cache's dtype {kv_cache.dtype}, got {x.dtype}")
+        if x.dtype != k.dtype:
+            raise ValueError(f"{name} must have the dtype of k {k.dtype}, got {x.dtype}")
     if v.shape != k.shape:
         raise ValueError(f"v must have the shape of k {list(k.shape)}, got {list(v.shape)}")
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1]:
@@ -115,6 +134,16 @@ def index_put_kv(
     kv_cache.index_put_((block_T, key_T + 1, offset_T), v)
 
 
+def stored(x: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K, H] as the cache stores it: itself, or x / scale in FP8, saturated, as uint8."""
+    fp8 = KV_CACHE_DTYPES[kv_cache_dtype]
+    if fp8 is None:
+        return x
+    limit = torch.finfo(fp8).max
+    x = x.float() if scale is None else x.float() / scale
+    return x.clamp(-limit, limit).to(fp8).view(torch.uint8)
+
+
 def write_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -122,15 +151,20 @@ def write_kv(
     meta: AttentionMetadata,
     *,
     slot_mapping: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Write this step's keys and values at the batch's slots.
 
     Args:
-        k, v: [T, K, H], the cache's dtype.
-        kv_cache: [P, 2, B, K, H]; mutated. Block 0 is the null block.
+        k, v: [T, K, H], the cache's dtype, or any with an FP8 cache.
+        kv_cache: [P, 2, B, K, H]; mutated. Block 0 is the null block. uint8 for FP8.
         meta: the batch.
         slot_mapping: [T] int64, block * B + offset; None reads it from `meta`. A compiled model is
             given it as an input of the graph, which saves a copy of it.
+        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
+        k_scale, v_scale: [1] float32; FP8 stores k / k_scale, saturated. None is 1.
 
     Rows with PAD_SLOT_ID land in the null block.
 
@@ -138,10 +172,21 @@ def write_kv(
         ValueError: shapes, dtypes or devices do not fit; nothing is written.
     """
     if not torch.compiler.is_compiling():
-        torch.ops.attn_ops.write_kv(k, v, kv_cache, meta, slot_mapping=slot_mapping)
+        torch.ops.attn_ops.write_kv(
+            k,
+            v,
+            kv_cache,
+            meta,
+            slot_mapping=slot_mapping,
+            kv_cache_dtype=kv_cache_dtype,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
         return
     slots_T = slot_mapping
     if slots_T is None:
         slots_T = torch.ops.attn_ops.slot_mapping(meta, k.shape[0], k.device)
-    check_write_inputs(k, v, kv_cache, slots_T)
+    check_write_inputs(k, v, kv_cache, slots_T, kv_cache_dtype == "auto")
+    check_scales(k_scale, v_scale, kv_cache.device)
+    k, v = (stored(x, kv_cache_dtype, s) for x, s in ((k, k_scale), (v, v_scale)))
     index_put_kv(k, v, kv_cache, slots_T)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_ops import PAD_SLOT_ID, attention, write_kv
+from attn_ops import PAD_SLOT_ID, AttentionOptions, attention, write_kv
 from attn_ops.backends.torch_backend import reference_attention
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -272,4 +272,4 @@ def test_attention_across_devices_is_refused(make_batch):
         with pytest.raises(
             ValueError, match=r"^q, kv_cache and attn_metadata must be on one device"
         ):
-            check_attention_inputs(q, kv_cache, b.meta)
+            check_attention_inputs(q, kv_cache, b.meta, AttentionOptions(1.0))

@@ -9,19 +9,25 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attn_ops import attention
+from attn_ops import AttentionSpec, attention, attention_with_lse, write_kv
 from attn_ops.backends.torch_backend import reference_attention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def brute_force(
-    b, scale: float, sliding_window: int | None, soft_cap: float | None
-) -> torch.Tensor:
-    """[T, N, H] float64: one query row and one head at a time, one key at a time."""
+    b,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: list[float] | None = None,
+    sinks: list[float] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, N, H] and log-sum-exp [T, N], float64: a row, a head and a key at a time."""
     common, block_size = b.common, b.kv_cache.shape[2]
     num_heads, num_kv_heads = b.q.shape[1], b.kv_cache.shape[3]
     out_TNH = torch.zeros(b.q.shape, dtype=torch.float64)
+    lse_TN = torch.full(b.q.shape[:2], -math.inf, dtype=torch.float64)
     row = 0
     for request, num_cached in enumerate(common.seq_lens.tolist()):
         num_queries = int(common.query_start_loc[request + 1]) - row
@@ -30,8 +36,9 @@ def brute_force(
             for head in range(num_heads):
                 scores, values = [], []
                 for key in range(num_cached):
-                    if (common.causal and key > position) or (
-                        sliding_window and position - key >= sliding_window
+                    distance = position - key
+                    if (common.causal and distance < 0) or (
+                        sliding_window and abs(distance) >= sliding_window
                     ):
                         continue
                     block = int(common.block_table_tensor[request, key // block_size])
@@ -39,22 +46,25 @@ def brute_force(
                         block, :, key % block_size, head // (num_heads // num_kv_heads)
                     ].double()
                     score = scale * float(b.q[row, head].double() @ k_H)
-                    scores.append(
-                        score if soft_cap is None else soft_cap * math.tanh(score / soft_cap)
-                    )
+                    if soft_cap is not None:
+                        score = soft_cap * math.tanh(score / soft_cap)
+                    if alibi_slopes is not None:
+                        score -= alibi_slopes[head] * abs(distance)
+                    scores.append(score)
                     values.append(v_H)
-                weights = [math.exp(s - max(scores)) for s in scores]
-                out_TNH[row, head] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(
-                    weights
-                )
+                logits = scores if sinks is None else [*scores, sinks[head]]
+                weights = [math.exp(s - max(logits)) for s in logits]
+                mixed = sum(w * v for w, v in zip(weights, values, strict=False))
+                out_TNH[row, head] = mixed / sum(weights)
+                lse_TN[row, head] = max(logits) + math.log(sum(weights))
             row += 1
-    return out_TNH
+    return out_TNH, lse_TN
 
 
 @functools.cache
 def compiled_attention():
     """One compiled function for all examples. dynamic=True: a new batch is a new shape only."""
-    return torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    return torch.compile(attention_with_lse, backend="aot_eager", fullgraph=True, dynamic=True)
 
 
 CASES = {
@@ -65,6 +75,8 @@ CASES = {
     "sliding_window": st.sampled_from([None, None, 1, 2, 5, 100]),
     "soft_cap": st.sampled_from([None, 0.5, 30.0]),
     "causal": st.sampled_from([True, True, False]),
+    "alibi": st.booleans(),
+    "with_sinks": st.booleans(),
     "dtype": st.sampled_from(list(TOLERANCE)),
     "num_padding_rows": st.integers(0, 3),
     "seed": st.integers(0, 1000),
@@ -87,6 +99,8 @@ def test_against_brute_force(make_batch, compiled):
         sliding_window,
         soft_cap,
         causal,
+        alibi,
+        with_sinks,
         dtype,
         num_padding_rows,
         seed,
@@ -104,19 +118,27 @@ def test_against_brute_force(make_batch, compiled):
             seed=seed,
         )
         scale = head_size**-0.5
-        wanted = brute_force(b, scale, sliding_window, soft_cap)
-        oracle = reference_attention(b.q, b.kv_cache, b.common, scale, sliding_window, soft_cap)
+        options = {"sliding_window": sliding_window, "soft_cap": soft_cap}
+        vectors = {
+            "alibi_slopes": torch.rand(heads[0]) if alibi else None,
+            "sinks": torch.randn(heads[0]) * 3 if with_sinks else None,
+        }
+        lists = {name: None if v is None else v.tolist() for name, v in vectors.items()}
+        wanted, wanted_lse = brute_force(b, scale, **options, **lists)
+        lse = torch.empty(b.q.shape[:2])
+        oracle = reference_attention(
+            b.q, b.kv_cache, b.common, scale, **options, **vectors, lse=lse
+        )
         torch.testing.assert_close(oracle, wanted, atol=1e-12, rtol=1e-12)
-        attend = compiled_attention() if compiled else attention
+        torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
+        attend = compiled_attention() if compiled else attention_with_lse
         if compiled:
             torch._dynamo.reset()  # each geometry is a new graph; Dynamo gives up after eight
-        out = attend(
-            b.q, b.kv_cache, b.meta, scale, sliding_window=sliding_window, soft_cap=soft_cap
-        )
+        out, lse = attend(b.q, b.kv_cache, b.meta, scale, **options, **vectors)
         assert out.dtype == dtype
-        torch.testing.assert_close(
-            out.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-        )
+        close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+        torch.testing.assert_close(out.double(), wanted, **close)
+        torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
 
     check()
 
@@ -124,7 +146,7 @@ def test_against_brute_force(make_batch, compiled):
 def test_large_scores_do_not_overflow(make_batch):
     b = make_batch([2, 1], [9, 4])
     b.q *= 1e4
-    wanted = brute_force(b, 1.0, None, None)
+    wanted, _ = brute_force(b, 1.0)
     out = attention(b.q, b.kv_cache, b.meta, 1.0)
     torch.testing.assert_close(out.double(), wanted, atol=1e-4, rtol=1e-4)
 
@@ -139,3 +161,34 @@ def test_padding_requests_of_a_captured_batch_are_zero(make_batch):
     assert (out[1] == 0).all()
     assert wanted.shape == (1, 4, 8)
     assert out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("scales", [None, (0.5, 2.0)])
+def test_fp8_cache(make_batch, kv_cache_dtype, scales):
+    """What is written comes back rounded to FP8, in units of the scale; large values saturate."""
+    b = make_batch([3, 1], [5, 4], written=False)
+    fp8 = getattr(torch, {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}[kv_cache_dtype])
+    cache = torch.zeros(b.kv_cache.shape, dtype=torch.uint8)
+    options = {"kv_cache_dtype": kv_cache_dtype}
+    factors = scales or (1.0, 1.0)
+    if scales:
+        options |= {"k_scale": torch.tensor(scales[:1]), "v_scale": torch.tensor(scales[1:])}
+    spec = AttentionSpec(4, 2, 8, torch.float32, kv_cache_dtype=kv_cache_dtype)
+    backend = b.meta.backend
+    meta = backend.builder(backend, [spec], 4, "cpu").build(0, b.common)
+    b.k[0] = 1e6
+    write_kv(b.k, b.v, cache, meta, **options)
+    meant = torch.zeros(cache.shape)
+    limit = torch.finfo(fp8).max
+    for row, slot in enumerate(b.common.slot_mapping.tolist()):
+        for index, (x, factor) in enumerate(zip((b.k, b.v), factors, strict=True)):
+            rounded = (x[row] / factor).clamp(-limit, limit).to(fp8).float() * factor
+            meant[slot // 4, index, slot % 4] = rounded
+    assert torch.isfinite(meant).all()
+    read = cache.view(fp8).float() * torch.tensor(factors).view(1, 2, 1, 1, 1)
+    torch.testing.assert_close(read[1:], meant[1:], atol=0, rtol=0)
+    got = attention(b.q, cache, meta, 0.3, **options)
+    b.kv_cache = meant
+    wanted, _ = brute_force(b, 0.3)
+    torch.testing.assert_close(got.double(), wanted, atol=1e-4, rtol=1e-4)

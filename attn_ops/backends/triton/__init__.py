@@ -16,7 +16,7 @@ import os
 
 import torch
 
-from attn_ops.backends.base import Backend, Support
+from attn_ops.backends.base import AttentionOptions, Backend, Support
 from attn_ops.metadata import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -35,19 +35,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
 
 
 def forward(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H]; strides free but for contiguous heads.
 
     Raises:
         ValueError: the backend does not support the tensors, the window or the cap.
     """
-    _check(q, kv_cache, sliding_window, soft_cap)
+    _check(q, kv_cache, options.sliding_window, options.soft_cap)
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if meta.common.max_query_len <= 1:
@@ -55,7 +50,9 @@ def forward(
     else:
         from attn_ops.backends.triton.prefill import prefill_attention as attend
     with torch.cuda.device_of(q):  # Triton launches on the current device, not on its arguments'
-        return attend(q, kv_cache, meta.common, scale, sliding_window, soft_cap)
+        return attend(
+            q, kv_cache, meta.common, options.scale, options.sliding_window, options.soft_cap
+        )
 
 
 def _check(
@@ -113,6 +110,7 @@ BACKEND = Backend(
         sliding_window=True,
         soft_cap=True,
         cudagraph=AttentionCGSupport.ALWAYS,
+        non_causal=True,
     ),
     builder=TritonMetadataBuilder,
     forward=forward,

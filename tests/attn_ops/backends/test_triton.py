@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 from attn_ops import (
     AttentionCGSupport,
+    AttentionOptions,
     AttentionSpec,
     CommonAttentionMetadata,
     attention,
@@ -267,7 +268,7 @@ def test_cpu_is_refused_without_the_interpreter(monkeypatch):
     from attn_ops.backends.triton import forward
 
     with pytest.raises(ValueError, match="device must be cuda unless TRITON_INTERPRET=1"):
-        forward(q, kv_cache, build(common, q, kv_cache), 1.0, None, None)
+        forward(q, kv_cache, build(common, q, kv_cache), AttentionOptions(1.0))
 
 
 def test_cpu_gets_torch_unless_triton_is_asked_for(monkeypatch):

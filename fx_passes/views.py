@@ -1,5 +1,7 @@
 """Let q, k and v reach attention as plain views of the projection that computed them."""
 
+import operator
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -8,7 +10,7 @@ from torch.fx import Graph, Node
 from fx_passes.base import Pass
 from fx_passes.graph_ops import PRODUCTS, VIEWS, aten
 
-_WRITTEN_WHOLE = PRODUCTS | {torch.ops.attn_ops.attention.default}
+_WRITTEN_WHOLE = PRODUCTS | {torch.ops.attn_ops.attention.default, aten.cat.default}
 """Producers of contiguous tensors in their own memory; chains that start elsewhere stay."""
 
 _RESHAPES = {
@@ -21,7 +23,9 @@ _RESHAPES = {
 
 
 class CollapseViews(Pass):
-    """Replace a chain of views of a product, or of attention's output, by one view; drop copies.
+    """Replace a chain of views of a product, an attention or a concatenation by one view.
+
+    Copies that change nothing are dropped.
 
     Model code takes a projection through slice, view and transpose before attention. Inductor
     follows such a chain step by step, and a step that reshapes a strided tensor makes it guard on
@@ -38,7 +42,7 @@ class CollapseViews(Pass):
         as_strided = aten.as_strided(mm, [1, 2, T, 16], [1, 16, 128, 1], 64)
 
     Skipped when:
-        - the chain's shape or stride is neither a number nor the row count of the product;
+        - the chain's shape or stride is neither a number nor a multiple of the row count;
         - the chain is one step that Inductor takes without a guard;
         - the copy leaves the graph: the caller asked for a tensor of its own.
     """
@@ -95,7 +99,7 @@ class CollapseViews(Pass):
                 rows.forget()
                 self.skip(
                     f"{node.name}: its shape {list(value.shape)} is no number "
-                    f"and not {root.name}'s row count"
+                    f"and no multiple of {root.name}'s row count"
                 )
                 return False
             if value.is_contiguous() and _plain(value.numel()) == _plain(base.numel()):
@@ -110,23 +114,39 @@ class CollapseViews(Pass):
 
 
 class _RowCount:
-    """Graph arguments for sizes: numbers as they are, the root's row count as a node on demand."""
+    """Graph arguments for sizes: numbers as they are, multiples of the row count as nodes.
+
+    The row count is the root's first symbolic size.
+    """
 
     def __init__(self, graph: Graph, root: Node) -> None:
         self.graph, self.root, self.node = graph, root, None
-        self.rows = root.meta["val"].shape[0]
+        self.made: list[Node] = []
+        shape = root.meta["val"].shape
+        self.dim = next((d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)), 0)
+        self.rows = shape[self.dim]
 
     def argument(self, size: int | torch.SymInt) -> int | Node | None:
         if not isinstance(size, torch.SymInt):
             return int(size)
-        if not (isinstance(self.rows, torch.SymInt) and size.node.expr == self.rows.node.expr):
+        if not isinstance(self.rows, torch.SymInt):
+            return None
+        factor = size.node.expr / self.rows.node.expr
+        if not factor.is_Integer:
             return None
         if self.node is None:
-            self.node = self._existing() or self.graph.call_function(
-                aten.sym_size.int, (self.root, 0)
+            self.node = self._existing() or self._make(
+                aten.sym_size.int, (self.root, self.dim), self.rows
             )
-            self.node.meta.setdefault("val", self.rows)
-        return self.node
+        if factor == 1:
+            return self.node
+        return self._make(operator.mul, (self.node, int(factor)), size)
+
+    def _make(self, target: Callable, args: tuple, value: torch.SymInt) -> Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = value
+        self.made.append(node)
+        return node
 
     def _existing(self) -> Node | None:
         for node in self.graph.find_nodes(op="placeholder"):
@@ -136,8 +156,9 @@ class _RowCount:
         return None
 
     def forget(self) -> None:
-        if self.node is not None and not self.node.users and self.node.op != "placeholder":
-            self.graph.erase_node(self.node)
+        for node in reversed(self.made):
+            if not node.users:
+                self.graph.erase_node(node)
 
 
 def _source(node: Node) -> Node:

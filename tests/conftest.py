@@ -137,6 +137,26 @@ CONFIGS = {
     "mistral": ("MistralConfig", {"sliding_window": 6}),
     "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 10}),
     "phi3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": 7}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 10,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
 }
 
 
@@ -163,9 +183,9 @@ def build_model(
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attn_implementation
     ).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.2)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or name.endswith("sinks"):
+            parameter.data.normal_(0, 0.2 if parameter.dim() > 1 else 1.0)
     return model.requires_grad_(False)
 
 

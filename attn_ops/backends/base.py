@@ -25,9 +25,9 @@ class AttentionOptions:
     sliding_window: int | None = None  # keys a query sees, its own included; None: all
     soft_cap: float | None = None  # c in c * tanh(s / c); None: none
     alibi_slopes: torch.Tensor | None = None  # [N] float32: score -= slope * |query - key|
-    sinks: torch.Tensor | None = None  # [N] float32: a logit more in each softmax, of value 0
+    sinks: torch.Tensor | None = None  # [N] float32 or q's dtype: a logit more, of value 0
     kv_cache_dtype: str = "auto"  # of KV_CACHE_DTYPES
-    k_scale: torch.Tensor | None = None  # [1] float32: FP8 keys are stored / k_scale; None: 1
+    k_scale: torch.Tensor | None = None  # [1] float32: FP8 keys mean stored * k_scale; None: 1
     v_scale: torch.Tensor | None = None  # [1] float32: the same for values
     lse: torch.Tensor | None = None  # [T, N] float32, written: log of the softmax's denominator
 

@@ -75,9 +75,11 @@ def _library() -> tuple[str, ModuleType]:
     return found
 
 
-def _window(spec_window: int | None) -> tuple[int, int]:
+def _window(window: int | None, causal: bool) -> tuple[int, int]:
     """FlashAttention counts the keys to the left and right of the query's own; -1 is no limit."""
-    return (-1, -1) if spec_window is None else (spec_window - 1, 0)
+    if window is None:
+        return -1, -1
+    return window - 1, 0 if causal else window - 1
 
 
 class FlashAttentionMetadataBuilder(AttentionMetadataBuilder):
@@ -103,7 +105,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder):
             cu_seqlens_q=common.query_start_loc,
             page_size=self.block_size,
             causal=common.causal,
-            window_size=_window(spec.sliding_window),
+            window_size=_window(spec.sliding_window, common.causal),
             has_softcap=spec.soft_cap is not None,
         )
 
@@ -116,6 +118,8 @@ def forward(
 ) -> torch.Tensor:
     common = meta.common
     out_TNH = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if options.lse is not None:
+        options.lse.fill_(float("-inf"))
     if common.num_actual_tokens < q.shape[0]:
         out_TNH[common.num_actual_tokens :].zero_()
     if common.num_actual_tokens == 0:
@@ -123,13 +127,14 @@ def forward(
     arguments = {
         "softmax_scale": options.scale,
         "causal": common.causal,
-        "window_size": _window(options.sliding_window),
+        "window_size": _window(options.sliding_window, common.causal),
         "softcap": options.soft_cap or 0.0,
     }
     if fa_version() is None:
+        _refuse_upstream(options)
         return _upstream(q, kv_cache, common, out_TNH, arguments)
     spec = options.spec(q, kv_cache, common.causal)
-    _library()[1].flash_attn_varlen_func(
+    result = _library()[1].flash_attn_varlen_func(
         q=q,
         k=kv_cache[:, 0],
         v=kv_cache[:, 1],
@@ -141,9 +146,25 @@ def forward(
         block_table=common.block_table_tensor,
         scheduler_metadata=meta.plans.get(spec),
         fa_version=fa_version(),
+        return_softmax_lse=options.lse is not None,
+        # The kernel reads sinks as bfloat16 whatever q is.
+        s_aux=None if options.sinks is None else options.sinks.to(torch.bfloat16),
         **arguments,
     )
+    if options.lse is not None:
+        rows = common.num_actual_tokens
+        options.lse[:rows] = result[1][:, :rows].transpose(0, 1)
     return out_TNH
+
+
+def _refuse_upstream(options: AttentionOptions) -> None:
+    """Options that are written for the vLLM builds alone."""
+    for name in ("sinks", "lse"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"{name} must be None with {_library()[0]}, got a tensor; supported with: "
+                f"{', '.join(LIBRARIES[:2])}"
+            )
 
 
 def _upstream(
@@ -187,6 +208,9 @@ BACKEND = Backend(
         sliding_window=True,
         soft_cap=True,
         cudagraph=AttentionCGSupport.ALWAYS,
+        sinks=True,
+        non_causal=True,
+        lse=True,
     ),
     builder=FlashAttentionMetadataBuilder,
     forward=forward,

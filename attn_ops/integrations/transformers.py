@@ -59,11 +59,12 @@ def attention_forward(
     attn_metadata: AttentionMetadata | None = None,
     kv_caches: Sequence[torch.Tensor] | None = None,
     slot_mapping: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of one layer, as Transformers calls it.
 
-    query [1, N, T, H], key and value [1, K, T, H].
+    query [1, N, T, H], key and value [1, K, T, H], s_aux the sinks [N] (GPT-OSS).
 
     Returns:
         [1, T, N, H] and None (no attention weights).
@@ -90,7 +91,13 @@ def attention_forward(
     write_kv(k_TKH, v_TKH, kv_cache, attn_metadata, slot_mapping=slot_mapping)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out_TNH = attention(
-        q_TNH, kv_cache, attn_metadata, scale, sliding_window=sliding_window, soft_cap=softcap
+        q_TNH,
+        kv_cache,
+        attn_metadata,
+        scale,
+        sliding_window=sliding_window,
+        soft_cap=softcap,
+        sinks=s_aux,
     )
     return out_TNH.unsqueeze(0), None
 
@@ -107,12 +114,8 @@ def _refuse_ignored(
         raise ValueError(f"dropout must be 0 (inference), got {dropout}; call model.eval()")
     if extras.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError("is_causal must be True, got False; supported: causal attention")
-    for name in ("s_aux", "position_bias"):
-        if extras.get(name) is not None:
-            raise ValueError(
-                f"{name} must be None, got a tensor; "
-                "supported: no attention sinks, no position bias"
-            )
+    if extras.get("position_bias") is not None:
+        raise ValueError("position_bias must be None, got a tensor; supported: no position bias")
 
 
 def attention_specs(model: Any) -> list[AttentionSpec]:
@@ -206,6 +209,7 @@ def _spec(layer: Any, config: Any, dtype: torch.dtype) -> AttentionSpec:
         dtype=dtype,
         sliding_window=window,
         soft_cap=getattr(layer, "attn_logit_softcapping", None),
+        sinks=getattr(layer, "sinks", None) is not None,
     )
 
 

@@ -93,7 +93,7 @@ def attention(
         sliding_window: keys a query sees, its own included; None sees all.
         soft_cap: c in c * tanh(s / c) on the scaled scores (Gemma 2); None for none.
         alibi_slopes: [N] float32; scores are lowered by slope * |query - key| (arXiv:2108.12409).
-        sinks: [N] float32; a logit more in the softmax of each head, without a value (GPT-OSS).
+        sinks: [N] float32 or q's dtype; a logit more in each head's softmax, of value 0 (GPT-OSS).
         kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
         k_scale, v_scale: [1] float32; what the cache holds stands for stored * scale. None is 1.
 

@@ -32,7 +32,7 @@ def check_attention_inputs(
     if plain and q.dtype != kv_cache.dtype:
         raise ValueError(f"q must have the cache's dtype {kv_cache.dtype}, got {q.dtype}")
     check_vector("alibi_slopes", options.alibi_slopes, q.shape[1], q.device)
-    check_vector("sinks", options.sinks, q.shape[1], q.device)
+    check_vector("sinks", options.sinks, q.shape[1], q.device, q.dtype)
     check_scales(options.k_scale, options.v_scale, q.device)
     check_supported(options.spec(q, kv_cache, meta.common.causal), kv_cache, meta)
     if options.lse is not None and not meta.backend.support.lse:
@@ -41,13 +41,21 @@ def check_attention_inputs(
         )
 
 
-def check_vector(name: str, vector: torch.Tensor | None, length: int, device: torch.device) -> None:
-    """Raise a ValueError unless `vector` is None or [length] float32 on `device`, contiguous."""
+def check_vector(
+    name: str,
+    vector: torch.Tensor | None,
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Raise unless `vector` is None or [length] float32 or `dtype` on `device`, contiguous."""
     if vector is None:
         return
-    if vector.dtype != torch.float32 or vector.shape != (length,) or not vector.is_contiguous():
+    dtypes = dict.fromkeys((torch.float32, dtype))
+    if vector.dtype not in dtypes or vector.shape != (length,) or not vector.is_contiguous():
         raise ValueError(
-            f"{name} must be float32 of shape [{length}], got {vector.dtype} {list(vector.shape)}"
+            f"{name} must be {' or '.join(map(str, dtypes))} of shape [{length}], "
+            f"got {vector.dtype} {list(vector.shape)}"
         )
     if vector.device != device:
         raise ValueError(f"{name} must be on {device}, got {vector.device}")

@@ -136,7 +136,7 @@ def test_attention_mask(make_model, make_prompts, rank, name):
         model(**keywords)
 
 
-@pytest.mark.parametrize("keyword", ["s_aux", "position_bias"])
+@pytest.mark.parametrize("keyword", ["position_bias"])
 def test_features_that_would_be_ignored(make_model, make_prompts, keyword):
     """Sinks (gpt-oss) and a bias (T5) change the result; the operator has neither."""
     model = make_model()

@@ -65,9 +65,9 @@ def test_copies_of_a_product_are_dropped(aten_graph, contract, x_w):
 
 
 SKIPPED = {
-    # the chain's shape or stride is neither a number nor the row count of the product
+    # the chain's shape or stride is neither a number nor a multiple of the row count
     "another size": lambda x, w: aten.permute(
-        aten.view(aten.mm(x, w), [x.shape[0] * 2, 2, 3]), [1, 0, 2]
+        aten.view(aten.slice(aten.mm(x, w), 0, 1, 2**62), [x.shape[0] - 1, 3, 4]), [1, 0, 2]
     ).sin(),
     # the chain is one step that Inductor takes without a guard
     "one slice": lambda x, w: aten.slice(aten.mm(x, w), 1, 4, 8).sin(),
@@ -93,6 +93,26 @@ def test_skipped(aten_graph, contract, x_w, case):
     assert bool(one.skipped) == (case == "another size")
     if one.skipped:
         assert "row count" in one.skipped[0]
+
+
+def test_multiples_of_the_row_count(aten_graph, contract, x_w):
+    def function(x, w):
+        return aten.permute(aten.view(aten.mm(x, w), [x.shape[0] * 2, 2, 3]), [1, 0, 2]).sin()
+
+    _, after = contract(CollapseViews(), aten_graph(function, *x_w), *x_w, matches=1)
+    assert "permute" not in after
+
+
+def test_a_concatenation_is_a_producer(aten_graph, contract, x_w):
+    """GPT-OSS rotates q and k by concatenating halves; its rows are not the first dimension."""
+
+    def function(x, w):
+        heads = aten.permute(aten.view(x + 1, [1, x.shape[0], 2, 4]), [0, 2, 1, 3])
+        turned = aten.cat([aten.slice(heads, 3, 2, 4), aten.slice(heads, 3, 0, 2)], 3)
+        return aten.squeeze(aten.permute(turned, [0, 2, 1, 3]), 0).sin()
+
+    _, after = contract(CollapseViews(), aten_graph(function, *x_w), *x_w, matches=1)
+    assert "squeeze" not in after
 
 
 def test_attention_is_a_producer(aten_graph, contract, make_batch):

@@ -1,4 +1,4 @@
-"""Five families, compiled: 50 random batches each give what Transformers' own `generate` gives."""
+"""Seven families, compiled: 50 random batches each give what Transformers' own `generate` gives."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 import fx_passes
 from graphs.parity import LogitsSession, Reference, compare
 
-FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "phi3"]
+FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "phi3", "gpt_oss", "gemma3"]
 NUM_BATCHES = 50
 
 

@@ -1,0 +1,1 @@
+"""One suite for every backend: its cases come from the support declarations."""

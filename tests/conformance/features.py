@@ -1,0 +1,179 @@
+"""What a layer can ask for, and how a backend declares that it can do it.
+
+T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attn_ops import AttentionMetadata, AttentionSpec, Backend, CommonAttentionMetadata, Support
+from attn_ops.backends.torch_backend import reference_attention
+from attn_ops.metadata import KV_CACHE_DTYPES
+
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.5e-2,
+}
+"""Relative error norm against the float64 oracle, by the dtype of q."""
+
+LENGTHS = {
+    "decode": ([1, 1, 1, 1], [1, 2, 17, 70]),
+    "mixed": ([1, 1, 0, 7, 40], [5, 33, 0, 7, 61]),
+    "prefill": ([1, 18, 35], [1, 18, 35]),
+    "uniform": ([4, 4, 4], [4, 50, 35]),
+}
+"""Query lengths and seq_lens: ragged, with 0 and 1."""
+
+Options = Callable[[int, torch.device], dict[str, Any]]
+
+
+def _slopes(num_heads: int, device: torch.device) -> torch.Tensor:
+    return torch.linspace(0.02, 0.5, num_heads, device=device)
+
+
+def _sinks(num_heads: int, device: torch.device) -> torch.Tensor:
+    """bfloat16 numbers, as models store them and FlashAttention reads them."""
+    return torch.linspace(-2, 3, num_heads, device=device).bfloat16().float()
+
+
+def _scales(dtype: str, device: torch.device) -> dict[str, Any]:
+    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([1.7])}
+    return {"kv_cache_dtype": dtype, **{name: s.to(device) for name, s in scales.items()}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One thing that a layer asks for."""
+
+    declared: Callable[[Support], bool]
+    options: Options  # of `attention`, for a number of heads on a device
+    spec: dict[str, Any] = dataclasses.field(default_factory=dict)  # what of it is geometry
+    refusal: str = ""  # the argument that the error names where it is not declared
+
+
+FEATURES = {
+    "plain": Feature(lambda s: True, lambda n, d: {}),
+    "window": Feature(
+        lambda s: s.sliding_window,
+        lambda n, d: {"sliding_window": 9},
+        {"sliding_window": 9},
+        "sliding_window",
+    ),
+    "soft_cap": Feature(
+        lambda s: s.soft_cap, lambda n, d: {"soft_cap": 5.0}, {"soft_cap": 5.0}, "soft_cap"
+    ),
+    "alibi": Feature(
+        lambda s: s.alibi, lambda n, d: {"alibi_slopes": _slopes(n, d)}, {"alibi": True}, "alibi"
+    ),
+    "sinks": Feature(
+        lambda s: s.sinks, lambda n, d: {"sinks": _sinks(n, d)}, {"sinks": True}, "sinks"
+    ),
+    "sinks, window": Feature(
+        lambda s: s.sinks and s.sliding_window,
+        lambda n, d: {"sinks": _sinks(n, d), "sliding_window": 9},
+        {"sinks": True, "sliding_window": 9},
+        "sinks|sliding_window",
+    ),
+    "non-causal": Feature(lambda s: s.non_causal, lambda n, d: {}, {"causal": False}, "causal"),
+    "non-causal, window": Feature(
+        lambda s: s.non_causal and s.sliding_window,
+        lambda n, d: {"sliding_window": 9},
+        {"causal": False, "sliding_window": 9},
+        "causal|sliding_window",
+    ),
+    **{
+        dtype: Feature(
+            lambda s, dtype=dtype: dtype in s.kv_cache_dtypes,
+            lambda n, d, dtype=dtype: _scales(dtype, d),
+            {"kv_cache_dtype": dtype},
+            "kv_cache_dtype",
+        )
+        for dtype in KV_CACHE_DTYPES
+        if dtype != "auto"
+    },
+}
+
+
+@dataclasses.dataclass
+class Case:
+    """One call: inputs on their device, cache poisoned wherever no request has written."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    meta: AttentionMetadata
+    options: dict[str, Any]
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[2] ** -0.5
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+        """Raise unless `out` and `lse` are what the float64 oracle gives, padding defined."""
+        common = self.meta.common
+        want_lse = torch.empty(self.q.shape[:2], device=self.q.device)
+        want = reference_attention(
+            self.q, self.kv_cache, common, self.scale, lse=want_lse, **self.options
+        )
+        assert out.shape == self.q.shape
+        assert out.dtype == self.q.dtype
+        assert out.isfinite().all()
+        error = float((out.double() - want).norm() / want.norm().clamp(min=1e-30))
+        assert error <= TOLERANCE[self.q.dtype], f"relative error {error:.2e}"
+        assert (out[common.num_actual_tokens :] == 0).all(), "padding rows are zero"
+        if lse is not None:
+            assert lse.dtype == torch.float32
+            assert torch.equal(lse.isinf(), want_lse.isinf())
+            seen = ~want_lse.isinf()
+            limit = max(TOLERANCE[self.q.dtype], 1e-5) * 3
+            assert (lse - want_lse)[seen].abs().max() <= limit
+
+
+def make_case(
+    backend: Backend,
+    spec: AttentionSpec,
+    lengths: tuple[list[int], list[int]],
+    feature: Feature,
+    block_size: int = 16,
+    num_padding_rows: int = 2,
+    device: str = "cpu",
+) -> Case:
+    """A case of `feature` for layers of geometry `spec`, blocks shuffled.
+
+    Raises:
+        ValueError: the backend does not take the geometry.
+    """
+    generator = torch.Generator().manual_seed(sum(lengths[1]))
+    query, seq = lengths
+    width = max([1, *(-(-n // block_size) for n in seq)])
+    num_blocks = len(seq) * width + 2
+    owned = torch.randperm(num_blocks - 1, generator=generator)[: len(seq) * width] + 1
+    table = owned.int().view(len(seq), width)
+    shape = (num_blocks, 2, block_size, spec.num_kv_heads, spec.head_size)
+    values = torch.randn(shape, generator=generator)
+    written = torch.zeros(num_blocks, block_size, dtype=torch.bool)
+    for blocks, length in zip(table.long(), seq, strict=True):
+        for first in range(0, length, block_size):
+            written[blocks[first // block_size], : length - first] = True
+    values = values.masked_fill(~written[:, None, :, None, None], float("nan"))
+    fp8 = KV_CACHE_DTYPES[spec.kv_cache_dtype]
+    cache = values.to(spec.dtype) if fp8 is None else values.to(fp8).view(torch.uint8)
+    common = CommonAttentionMetadata.from_lengths(
+        query, seq, table, block_size, device, num_padded_tokens=sum(query) + num_padding_rows
+    )
+    common.causal = spec.causal
+    q = torch.randn(
+        sum(query) + num_padding_rows, spec.num_heads, spec.head_size, generator=generator
+    )
+    q[sum(query) :] = float("nan")
+    builder = backend.builder(backend, [spec], block_size, device)
+    return Case(
+        q.to(spec.dtype).to(device),
+        cache.to(device),
+        builder.build(0, common),
+        feature.options(spec.num_heads, torch.device(device)),
+    )

@@ -22,7 +22,16 @@ from attn_ops.metadata import (
     AttentionSpec,
     CommonAttentionMetadata,
 )
-from attn_ops.ops import attention, attention_with_lse, write_kv
+from attn_ops.ops import (
+    advance_step,
+    attention,
+    attention_with_lse,
+    copy_blocks,
+    gather_kv,
+    merge_attn_states,
+    swap_blocks,
+    write_kv,
+)
 
 __version__ = "0.1.0"
 
@@ -38,11 +47,16 @@ __all__ = [
     "PagedKVCache",
     "Selection",
     "Support",
+    "advance_step",
     "attention",
     "attention_with_lse",
     "backend_names",
+    "copy_blocks",
+    "gather_kv",
     "get_backend",
+    "merge_attn_states",
     "register_backend",
     "select_backend",
+    "swap_blocks",
     "write_kv",
 ]

@@ -19,8 +19,13 @@ COLUMNS = (
     "dtypes",
     "head sizes",
     "block sizes",
+    "KV cache",
     "sliding window",
     "soft cap",
+    "ALiBi",
+    "sinks",
+    "non-causal",
+    "log-sum-exp",
     "CUDA graphs",
 )
 
@@ -66,14 +71,22 @@ def update(text: str) -> str:
 
 def _cells(backend: Backend) -> tuple[str, ...]:
     support = backend.support
+    able_to = (
+        support.sliding_window,
+        support.soft_cap,
+        support.alibi,
+        support.sinks,
+        support.non_causal,
+        support.lse,
+    )
     return (
         backend.name,
         ", ".join(support.devices),
         ", ".join(_SHORT.get(dtype, str(dtype).removeprefix("torch.")) for dtype in support.dtypes),
         ", ".join(map(str, support.head_sizes)) or "any",
         ", ".join(map(str, support.block_sizes)) or "any",
-        "yes" if support.sliding_window else "no",
-        "yes" if support.soft_cap else "no",
+        ", ".join(support.kv_cache_dtypes),
+        *("yes" if able else "no" for able in able_to),
         support.cudagraph.name.lower(),
     )
 

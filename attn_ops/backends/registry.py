@@ -13,6 +13,7 @@ from attn_ops.metadata import AttentionSpec
 _BUILT_IN = {
     "FLASH_ATTN": "attn_ops.backends.flash_attn",
     "TRITON": "attn_ops.backends.triton",
+    "FLASHINFER": "attn_ops.backends.flashinfer",
     "TORCH": "attn_ops.backends.torch_backend",
 }
 """Name to the module that holds `BACKEND`, in order of preference; imported on first use."""

@@ -1,6 +1,18 @@
 """The operators. Importing this package defines their schemas and nothing else."""
 
+from attn_ops.ops.advance import advance_step
 from attn_ops.ops.attention import attention, attention_with_lse
+from attn_ops.ops.cache_blocks import copy_blocks, gather_kv, swap_blocks
+from attn_ops.ops.merge import merge_attn_states
 from attn_ops.ops.write_kv import write_kv
 
-__all__ = ["attention", "attention_with_lse", "write_kv"]
+__all__ = [
+    "advance_step",
+    "attention",
+    "attention_with_lse",
+    "copy_blocks",
+    "gather_kv",
+    "merge_attn_states",
+    "swap_blocks",
+    "write_kv",
+]

@@ -4,6 +4,10 @@
 |---|---|---|---|---|---|---|
 | cuda, cpu | fp16, bf16, fp32 | 16, 32, 64-128 by 16, 192, 256 | 16-256 | yes | yes | always |
 
+| FP8 cache | ALiBi | sinks | non-causal | log-sum-exp |
+|---|---|---|---|---|
+| e4m3 (from compute capability 8.9), e5m2 | yes | yes | yes | yes |
+
 Block sizes are powers of two. On a cpu the kernels run interpreted, for tests, and only with
 TRITON_INTERPRET=1. `prefill` takes any batch; `decode` takes batches whose queries are single
 tokens and splits their keys. This file imports no Triton: the first forward imports the kernels.
@@ -11,6 +15,7 @@ tokens and splits their keys. This file imports no Triton: the first forward imp
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
 
+import functools
 import importlib
 import os
 
@@ -18,6 +23,7 @@ import torch
 
 from attn_ops.backends.base import AttentionOptions, Backend, Support
 from attn_ops.metadata import (
+    KV_CACHE_DTYPES,
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -42,7 +48,7 @@ def forward(
     Raises:
         ValueError: the backend does not support the tensors, the window or the cap.
     """
-    _check(q, kv_cache, options.sliding_window, options.soft_cap)
+    _check(q, kv_cache, options)
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if meta.common.max_query_len <= 1:
@@ -50,23 +56,19 @@ def forward(
     else:
         from attn_ops.backends.triton.prefill import prefill_attention as attend
     with torch.cuda.device_of(q):  # Triton launches on the current device, not on its arguments'
-        return attend(
-            q, kv_cache, meta.common, options.scale, options.sliding_window, options.soft_cap
-        )
+        return attend(q, kv_cache, meta.common, options)
 
 
-def _check(
-    q: torch.Tensor, kv_cache: torch.Tensor, sliding_window: int | None, soft_cap: float | None
-) -> None:
+def _check(q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions) -> None:
     """What this backend asks for beyond the shapes and devices that the operator has checked."""
-    support = BACKEND.support
+    support, fp8 = BACKEND.support, options.kv_cache_dtype != "auto"
     if q.device.type == "cpu" and not _interpreted():
         raise ValueError(
             "device must be cuda unless TRITON_INTERPRET=1 is set, got cpu; supported: cuda"
         )
     for name, value, supported in (
         ("dtype of q", q.dtype, support.dtypes),
-        ("dtype of kv_cache", kv_cache.dtype, (q.dtype,)),
+        ("dtype of kv_cache", kv_cache.dtype, (torch.uint8 if fp8 else q.dtype,)),
         ("head_size", q.shape[2], support.head_sizes),
         ("block_size", kv_cache.shape[2], support.block_sizes),
         ("stride of q's last dimension", q.stride(2), (1,)),
@@ -75,10 +77,21 @@ def _check(
         if value not in supported:
             names = ", ".join(map(str, supported))
             raise ValueError(f"{name} must be supported, got {value}; supported: {names}")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window must be None or at least 1, got {sliding_window}")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap must be None or positive, got {soft_cap}")
+    if options.sliding_window is not None and options.sliding_window < 1:
+        raise ValueError(f"sliding_window must be None or at least 1, got {options.sliding_window}")
+    if options.soft_cap is not None and options.soft_cap <= 0:
+        raise ValueError(f"soft_cap must be None or positive, got {options.soft_cap}")
+    if options.kv_cache_dtype == "fp8_e4m3" and not _converts_e4m3(q.device):
+        raise ValueError(
+            "kv_cache_dtype must be supported by the GPU, got fp8_e4m3 below compute capability "
+            "8.9; supported: auto, fp8_e5m2"
+        )
+
+
+@functools.cache
+def _converts_e4m3(device: torch.device) -> bool:
+    """Whether Triton compiles conversions from E4M3 for `device`."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _interpreted() -> bool:
@@ -110,7 +123,11 @@ BACKEND = Backend(
         sliding_window=True,
         soft_cap=True,
         cudagraph=AttentionCGSupport.ALWAYS,
+        kv_cache_dtypes=tuple(KV_CACHE_DTYPES),
+        alibi=True,
+        sinks=True,
         non_causal=True,
+        lse=True,
     ),
     builder=TritonMetadataBuilder,
     forward=forward,

@@ -15,7 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.backends.triton.prefill import Tiles, attend_tiles, score_constants, widened
+from attn_ops.backends.base import AttentionOptions
+from attn_ops.backends.triton.tiles import (
+    LN_2,
+    LOG2_E,
+    Tiles,
+    attend_tiles,
+    first_logits,
+    option_arguments,
+    readable,
+    widened,
+)
 from attn_ops.metadata import CommonAttentionMetadata
 
 PROGRAMS_PER_SM = 8
@@ -33,14 +43,17 @@ MAX_HEADS = 32
 
 @triton.jit(
     do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "window"],
-    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "table_ptr"],
-)
+    do_not_specialize_on_alignment=[
+        "query_start_loc_ptr", "seq_lens_ptr", "table_ptr",
+        "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "lse_ptr",
+    ],
+)  # fmt: skip
 def decode_kernel(
     out_ptr,  # [T, N, HEAD_SIZE] contiguous
     part_ptr,  # [S, N, R, HEAD_SIZE] float32 contiguous, if SPLIT
-    lse_ptr,  # [S, N, R] float32 contiguous, base 2, if SPLIT; -inf: the part is empty, not written
+    part_lse_ptr,  # [S, N, R] float32 contiguous, base 2, if SPLIT; -inf: part empty, not written
     q_ptr,  # [T, N, HEAD_SIZE]
-    kv_ptr,  # [P, 2, B, K, HEAD_SIZE]
+    kv_ptr,  # [P, 2, B, K, HEAD_SIZE], in q's dtype or FP8
     query_start_loc_ptr,  # [S + 1] int32
     seq_lens_ptr,  # [S] int32
     table_ptr,  # [S, max blocks] int32
@@ -57,6 +70,11 @@ def decode_kernel(
     score_scale,
     soft_cap,
     window,
+    alibi_ptr,  # [N] float32: slopes, if HAS_ALIBI
+    sinks_ptr,  # [N] float32, if HAS_SINKS
+    k_scale_ptr,  # [1] float32, if HAS_K_SCALE
+    v_scale_ptr,  # [1] float32, if HAS_V_SCALE
+    lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # G
     HEADS: tl.constexpr,  # query heads per program, at most G
@@ -67,6 +85,11 @@ def decode_kernel(
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,  # q in float32
     SPLIT: tl.constexpr,
 ):
@@ -91,6 +114,12 @@ def decode_kernel(
         zero_MH,
         mask=mask_MH & (pad_row < num_rows) & (split == 0),
     )
+    if HAS_LSE:
+        tl.store(
+            lse_ptr + pad_row * NUM_HEADS + head_M,
+            tl.full([BLOCK_M], float("-inf"), tl.float32),
+            mask=owned_M & (pad_row < num_rows) & (split == 0),
+        )
     if request >= num_reqs:
         return
     row = tl.load(query_start_loc_ptr + request).to(tl.int64)
@@ -112,42 +141,57 @@ def decode_kernel(
     )
     if WIDEN:
         q_MH = q_MH.to(tl.float32)
+    if HAS_K_SCALE:
+        score_scale *= tl.load(k_scale_ptr)
+    slope_M = 0.0
+    if HAS_ALIBI:
+        slope_M = tl.load(alibi_ptr + head_M, mask=owned_M, other=0.0) * LOG2_E
+    # The first range counts the sink. It holds a key, if the request does.
+    counted_M = owned_M & (split == 0) & (seq_len > 0)
+    max_M, sum_M = first_logits(sinks_ptr, head_M, counted_M, BLOCK_M, HAS_SINKS)
     position_M = seq_len - 1 + tl.zeros([BLOCK_M], tl.int32)
     k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
     table_ptr += request.to(tl.int64) * stride_table
     acc_MH, max_M, sum_M = attend_tiles(
-        tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32),
-        tl.full([BLOCK_M], float("-inf"), tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-        q_MH, position_M, k_ptr, k_ptr + stride_kv, table_ptr, seq_len, begin, end,
+        tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32), max_M, sum_M, q_MH, position_M, slope_M,
+        k_ptr, k_ptr + stride_kv, table_ptr, seq_len, begin, end,
         stride_block, stride_token, score_scale, soft_cap, window,
-        HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, False, HAS_WINDOW, HAS_SOFT_CAP, MASKED=True,
+        HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
+        False, HAS_WINDOW, False, HAS_SOFT_CAP, HAS_ALIBI, MASKED=True,
     )  # fmt: skip
     total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
     result_MH = acc_MH / total_M[:, None]
+    if HAS_V_SCALE:
+        result_MH *= tl.load(v_scale_ptr)
     if SPLIT:
         part_M = (request.to(tl.int64) * NUM_HEADS + head_M) * num_splits + split
         part_ptr_MH = part_ptr + (part_M * HEAD_SIZE)[:, None] + h_H[None, :]
         tl.store(part_ptr_MH, result_MH, mask=mask_MH & (begin < end))
-        tl.store(lse_ptr + part_M, max_M + tl.log2(total_M), mask=owned_M)
+        tl.store(part_lse_ptr + part_M, max_M + tl.log2(total_M), mask=owned_M)
     else:
         out_ptr_MH = out_ptr + row * NUM_HEADS * HEAD_SIZE + offset_MH
         tl.store(out_ptr_MH, result_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
+        if HAS_LSE:
+            lse_M = (max_M + tl.log2(total_M)) * LN_2
+            tl.store(lse_ptr + row * NUM_HEADS + head_M, lse_M, mask=owned_M)
 
 
 @triton.jit(
-    do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["query_start_loc_ptr"]
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "lse_ptr"],
 )
 def combine_kernel(
     out_ptr,  # [T, N, HEAD_SIZE] contiguous
     part_ptr,  # [S, N, R, HEAD_SIZE] float32 contiguous
-    lse_ptr,  # [S, N, R] float32 contiguous, base 2
+    part_lse_ptr,  # [S, N, R] float32 contiguous, base 2
     query_start_loc_ptr,  # [S + 1] int32
     num_splits,  # R
+    lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD_SIZE: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     """Grid (S, N): weights the parts of one row and head by their log-sum-exp."""
     request = tl.program_id(0)
@@ -157,7 +201,7 @@ def combine_kernel(
     r_R = tl.arange(0, PADDED_SPLITS)
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     part = (request.to(tl.int64) * NUM_HEADS + tl.program_id(1)) * num_splits
-    lse_R = tl.load(lse_ptr + part + r_R, mask=r_R < num_splits, other=float("-inf"))
+    lse_R = tl.load(part_lse_ptr + part + r_R, mask=r_R < num_splits, other=float("-inf"))
     written_R = lse_R != float("-inf")
     top = tl.max(lse_R, 0)
     weight_R = tl.where(written_R, tl.exp2(lse_R - tl.where(top == float("-inf"), 0.0, top)), 0.0)
@@ -170,6 +214,9 @@ def combine_kernel(
     out_H = tl.sum(part_RH * weight_R[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     out_ptr_H = out_ptr + (row * NUM_HEADS + tl.program_id(1)) * HEAD_SIZE + h_H
     tl.store(out_ptr_H, out_H.to(out_ptr.dtype.element_ty), mask=h_H < HEAD_SIZE)
+    if HAS_LSE:  # of a row without keys top is -inf already
+        lse = (top + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN_2
+        tl.store(lse_ptr + row * NUM_HEADS + tl.program_id(1), lse)
 
 
 def decode_tiles(padded_head_size: int, dtype: torch.dtype) -> Tiles:
@@ -203,15 +250,13 @@ def decode_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     common: CommonAttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    options: AttentionOptions,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous.
+    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
 
-    No query of the batch is longer than one token. `num_splits` overrides
-    the choice, 1 to MAX_SPLITS.
+    No query of the batch is longer than one token: it is its request's last, so that
+    `common.causal` makes no difference. `num_splits` overrides the choice, 1 to MAX_SPLITS.
     """
     (num_rows, num_heads, head_size), (_, _, block_size, num_kv_heads, _) = q.shape, kv_cache.shape
     num_reqs, group = common.num_reqs, num_heads // num_kv_heads
@@ -220,23 +265,17 @@ def decode_attention(
     heads = min(group, tiles.rows)
     head_tiles = num_kv_heads * triton.cdiv(group, heads)
     if num_splits is None:
-        max_keys = min(common.max_seq_len, sliding_window or common.max_seq_len)
+        max_keys = min(common.max_seq_len, options.sliding_window or common.max_seq_len)
         num_splits = choose_num_splits(num_reqs * head_tiles, max_keys, num_sms(q.device))
-    score_scale, cap = score_constants(scale, soft_cap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    split = num_splits > 1
-    part = lse = out  # not read unless split
-    if split:
-        part = torch.empty(
-            num_reqs, num_heads, num_splits, head_size, dtype=torch.float32, device=q.device
-        )
-        lse = torch.empty(num_reqs, num_heads, num_splits, dtype=torch.float32, device=q.device)
+    part, part_lse = _parts(out, num_reqs, num_splits)
+    arguments, flags = option_arguments(options, unused=out)
     decode_kernel[(max(num_reqs, num_rows), head_tiles, num_splits)](
         out,
         part,
-        lse,
+        part_lse,
         q,
-        kv_cache,
+        readable(kv_cache, options),
         common.query_start_loc,
         common.seq_lens,
         common.block_table_tensor,
@@ -246,9 +285,7 @@ def decode_attention(
         num_reqs,
         num_rows,
         num_splits,
-        score_scale,
-        cap,
-        sliding_window or 0,
+        *arguments,
         NUM_HEADS=num_heads,
         GROUP=group,
         HEADS=heads,
@@ -257,32 +294,46 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(heads)),
         TILE=tiles.keys,
-        HAS_WINDOW=sliding_window is not None,
-        HAS_SOFT_CAP=soft_cap is not None,
         WIDEN=widened(q.dtype),
-        SPLIT=split,
+        SPLIT=num_splits > 1,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **flags,
     )
-    if split and num_reqs:
-        _combine(out, part, lse, common)
+    if num_splits > 1 and num_reqs:
+        _combine(out, part, part_lse, common, options.lse)
     return out
 
 
+def _parts(out: torch.Tensor, num_reqs: int, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """part [S, N, R, H] and part_lse [S, N, R], float32; stand-ins if there is but one range."""
+    if num_splits == 1:
+        return out, out
+    shape = (num_reqs, out.shape[1], num_splits)
+    part = torch.empty(*shape, out.shape[2], dtype=torch.float32, device=out.device)
+    return part, torch.empty(shape, dtype=torch.float32, device=out.device)
+
+
 def _combine(
-    out: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, common: CommonAttentionMetadata
+    out: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    common: CommonAttentionMetadata,
+    lse: torch.Tensor | None,
 ) -> None:
-    """part [S, N, R, H] and lse [S, N, R], float32, into the requests' rows of out [T, N, H]."""
+    """part [S, N, R, H] and part_lse [S, N, R] into the requests' rows of out [T, N, H] and lse."""
     num_reqs, num_heads, num_splits, head_size = part.shape
     combine_kernel[(num_reqs, num_heads)](
         out,
         part,
-        lse,
+        part_lse,
         common.query_start_loc,
         num_splits,
+        out if lse is None else lse,
         NUM_HEADS=num_heads,
         HEAD_SIZE=head_size,
         PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
         PADDED_SPLITS=triton.next_power_of_2(num_splits),
+        HAS_LSE=lse is not None,
         num_warps=4,
     )

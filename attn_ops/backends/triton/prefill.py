@@ -9,93 +9,23 @@ B block size, C keys of a tile, M rows of a program (BLOCK_Q x HEADS, padded to 
 """
 
 import functools
-import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
+from attn_ops.backends.base import AttentionOptions
+from attn_ops.backends.triton.tiles import (
+    LN_2,
+    LOG2_E,
+    Tiles,
+    attend_tiles,
+    first_logits,
+    option_arguments,
+    readable,
+    widened,
+)
 from attn_ops.metadata import CommonAttentionMetadata
-
-
-@triton.jit
-def attend_tiles(
-    acc_MH,
-    max_M,
-    sum_M,
-    q_MH,  # its dtype is that of the products
-    position_M,  # of each row in its sequence
-    k_ptr,  # of this kv head, at physical block 0
-    v_ptr,
-    table_ptr,  # the request's row of the block table
-    seq_len,
-    begin,  # keys begin..end are visited; begin is a multiple of TILE
-    end,
-    stride_block,
-    stride_token,
-    score_scale,
-    soft_cap,
-    window,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    MASKED: tl.constexpr,  # False: the caller knows that every row sees every key of begin..end
-):
-    """Streaming softmax over key tiles, base 2, float32: acc_MH (not normalized), max_M, sum_M."""
-    h_H = tl.arange(0, PADDED_HEAD_SIZE)
-    if HEAD_SIZE == PADDED_HEAD_SIZE:  # a constant mask: the load is then unpredicated
-        stored_H = tl.full([PADDED_HEAD_SIZE], 1, tl.int1)
-    else:
-        stored_H = h_H < HEAD_SIZE
-    for start in range(begin, end, TILE):
-        key_C = start + tl.arange(0, TILE)
-        # Slots past seq_len may hold NaN, which a zero weight would not
-        # silence: they are never loaded.
-        if MASKED:
-            valid_C = key_C < seq_len
-        else:
-            valid_C = tl.full([TILE], 1, tl.int1)
-        block_C = tl.load(table_ptr + key_C // BLOCK_SIZE, mask=valid_C, other=0)
-        offset_C = block_C.to(tl.int64) * stride_block + (key_C % BLOCK_SIZE) * stride_token
-        k_HC = tl.load(
-            k_ptr + offset_C[None, :] + h_H[:, None],
-            mask=valid_C[None, :] & stored_H[:, None],
-            other=0.0,
-        )
-        score_MC = tl.dot(q_MH, k_HC.to(q_MH.dtype), input_precision="ieee") * score_scale
-        if HAS_SOFT_CAP:  # soft_cap * tanh(x); score_scale holds 2 * log2(e) of tanh's exponential
-            score_MC = soft_cap * (1.0 - 2.0 / (tl.exp2(score_MC) + 1.0))
-        if MASKED:
-            visible_MC = valid_C[None, :]
-            if CAUSAL:
-                visible_MC = visible_MC & (key_C[None, :] <= position_M[:, None])
-            if HAS_WINDOW:
-                visible_MC = visible_MC & (key_C[None, :] > position_M[:, None] - window)
-            score_MC = tl.where(visible_MC, score_MC, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(score_MC, 1))
-        base_M = new_max_M
-        if MASKED:  # a row that has seen no key yet: -inf - -inf would be NaN
-            base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        weight_MC = tl.exp2(score_MC - base_M[:, None])
-        rescale_M = tl.exp2(max_M - base_M)
-        sum_M = sum_M * rescale_M + tl.sum(weight_MC, 1)
-        v_CH = tl.load(
-            v_ptr + offset_C[:, None] + h_H[None, :],
-            mask=valid_C[:, None] & stored_H[None, :],
-            other=0.0,
-        )
-        weight_MC = weight_MC.to(v_CH.dtype).to(q_MH.dtype)
-        acc_MH = tl.dot(
-            weight_MC, v_CH.to(q_MH.dtype), acc_MH * rescale_M[:, None], input_precision="ieee"
-        )
-        max_M = new_max_M
-    return acc_MH, max_M, sum_M
 
 
 @triton.jit
@@ -121,12 +51,15 @@ def find_request(query_start_loc_ptr, program, num_reqs, BLOCK_Q: tl.constexpr):
 # makes loads 16 bytes wide.
 @triton.jit(
     do_not_specialize=["stride_table", "num_reqs", "num_rows", "window"],
-    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "table_ptr"],
-)
+    do_not_specialize_on_alignment=[
+        "query_start_loc_ptr", "seq_lens_ptr", "table_ptr",
+        "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "lse_ptr",
+    ],
+)  # fmt: skip
 def prefill_kernel(
     out_ptr,  # [T, N, HEAD_SIZE] contiguous
     q_ptr,  # [T, N, HEAD_SIZE]
-    kv_ptr,  # [P, 2, B, K, HEAD_SIZE]
+    kv_ptr,  # [P, 2, B, K, HEAD_SIZE], in q's dtype or FP8
     query_start_loc_ptr,  # [S + 1] int32
     seq_lens_ptr,  # [S] int32
     table_ptr,  # [S, max blocks] int32
@@ -142,6 +75,11 @@ def prefill_kernel(
     score_scale,
     soft_cap,
     window,
+    alibi_ptr,  # [N] float32: slopes, if HAS_ALIBI
+    sinks_ptr,  # [N] float32, if HAS_SINKS
+    k_scale_ptr,  # [1] float32, if HAS_K_SCALE
+    v_scale_ptr,  # [1] float32, if HAS_V_SCALE
+    lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # G
     HEADS: tl.constexpr,  # query heads per program, at most G
@@ -153,9 +91,15 @@ def prefill_kernel(
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,  # q in float32
 ):
     """Grid (T // BLOCK_Q + S + 1, K * ceil(G / HEADS))."""
+    RIGHT: tl.constexpr = HAS_WINDOW and not CAUSAL
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most keys: they start first
@@ -188,6 +132,11 @@ def prefill_kernel(
     )
     if WIDEN:
         q_MH = q_MH.to(tl.float32)
+    if HAS_K_SCALE:
+        score_scale *= tl.load(k_scale_ptr)
+    slope_M = 0.0
+    if HAS_ALIBI:
+        slope_M = tl.load(alibi_ptr + head_M, mask=owned_M, other=0.0) * LOG2_E
 
     # Positions of the program's first and last row bound the keys that any row sees (begin..end)
     # and those that all rows see (all_begin..all_end), which need no mask.
@@ -205,42 +154,45 @@ def prefill_kernel(
     if HAS_WINDOW:
         begin = tl.maximum(first_position - window + 1, 0) // TILE * TILE
         all_begin = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE) * TILE
+        if RIGHT:  # sums past a window of nearly 2 ** 31 would overflow
+            end = last_position + tl.minimum(window, seq_len - last_position)
+            all_end = first_position + tl.minimum(window, seq_len - first_position)
+            all_end = tl.maximum(all_end, 0) // TILE * TILE
         all_begin = tl.minimum(all_begin, all_end)
 
     k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
     v_ptr = k_ptr + stride_kv
     table_ptr += request.to(tl.int64) * stride_table
     acc_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
-    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    max_M, sum_M = first_logits(sinks_ptr, head_M, owned_M & (seq_len > 0), BLOCK_M, HAS_SINKS)
     if HAS_WINDOW:
         acc_MH, max_M, sum_M = attend_tiles(
-            acc_MH, max_M, sum_M, q_MH, position_M, k_ptr, v_ptr, table_ptr, seq_len,
-            begin, all_begin, stride_block, stride_token, score_scale, soft_cap, window, HEAD_SIZE,
-            PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, MASKED=True,
+            acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_ptr, v_ptr, table_ptr, seq_len,
+            begin, all_begin, stride_block, stride_token, score_scale, soft_cap, window,
+            HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
+            CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, MASKED=True,
         )  # fmt: skip
     acc_MH, max_M, sum_M = attend_tiles(
-        acc_MH, max_M, sum_M, q_MH, position_M, k_ptr, v_ptr, table_ptr, seq_len,
-        all_begin, all_end, stride_block, stride_token, score_scale, soft_cap, window, HEAD_SIZE,
-        PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, MASKED=False,
+        acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_ptr, v_ptr, table_ptr, seq_len,
+        all_begin, all_end, stride_block, stride_token, score_scale, soft_cap, window,
+        HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
+        CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, MASKED=False,
     )  # fmt: skip
     acc_MH, max_M, sum_M = attend_tiles(
-        acc_MH, max_M, sum_M, q_MH, position_M, k_ptr, v_ptr, table_ptr, seq_len,
-        all_end, end, stride_block, stride_token, score_scale, soft_cap, window, HEAD_SIZE,
-        PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, MASKED=True,
+        acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_ptr, v_ptr, table_ptr, seq_len,
+        all_end, end, stride_block, stride_token, score_scale, soft_cap, window,
+        HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
+        CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, MASKED=True,
     )  # fmt: skip
-    out_MH = acc_MH / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
+    total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
+    out_MH = acc_MH / total_M[:, None]
+    if HAS_V_SCALE:
+        out_MH *= tl.load(v_scale_ptr)
+    if HAS_LSE:
+        lse_M = (max_M + tl.log2(total_M)) * LN_2
+        tl.store(lse_ptr + row_M * NUM_HEADS + head_M, lse_M, mask=owned_M)
     out_ptr_MH = out_ptr + ((row_M * NUM_HEADS + head_M) * HEAD_SIZE)[:, None] + h_H[None, :]
     tl.store(out_ptr_MH, out_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
-
-
-class Tiles(NamedTuple):
-    """Constants of a launch."""
-
-    rows: int  # most rows of a program
-    keys: int  # keys of a tile
-    num_warps: int
-    num_stages: int
 
 
 def prefill_tiles(padded_head_size: int, dtype: torch.dtype, shared_bytes: int) -> Tiles:
@@ -260,31 +212,13 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def score_constants(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """(score_scale, soft_cap) as `attend_tiles` reads them.
-
-    Exponentials are base 2, and tanh(x) is 1 - 2 / (exp2(2 x log2 e) + 1).
-    """
-    log2_e = math.log2(math.e)
-    if soft_cap is None:
-        return scale * log2_e, 0.0
-    return 2.0 * log2_e * scale / soft_cap, soft_cap * log2_e
-
-
-def widened(dtype: torch.dtype) -> bool:
-    """Whether products must be float32: the interpreter multiplies bfloat16 as stored integers."""
-    return dtype == torch.bfloat16 and knobs.runtime.interpret
-
-
 def prefill_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     common: CommonAttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous.
+    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
 
     Of the batch's ints only max_query_len is read.
     """
@@ -293,14 +227,14 @@ def prefill_attention(
     tiles = prefill_tiles(padded_head_size, q.dtype, shared_memory(q.device))
     block_m = min(tiles.rows, max(16, triton.next_power_of_2(common.max_query_len * group)))
     heads = min(group, block_m)
-    score_scale, cap = score_constants(scale, soft_cap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    arguments, flags = option_arguments(options, unused=out)
     num_row_tiles = num_rows // (block_m // heads) + common.num_reqs + 1
     grid = (num_row_tiles, num_kv_heads * triton.cdiv(group, heads))
     prefill_kernel[grid](
         out,
         q,
-        kv_cache,
+        readable(kv_cache, options),
         common.query_start_loc,
         common.seq_lens,
         common.block_table_tensor,
@@ -309,9 +243,7 @@ def prefill_attention(
         common.block_table_tensor.stride(0),
         common.num_reqs,
         num_rows,
-        score_scale,
-        cap,
-        sliding_window or 0,
+        *arguments,
         NUM_HEADS=num_heads,
         GROUP=group,
         HEADS=heads,
@@ -321,10 +253,9 @@ def prefill_attention(
         BLOCK_M=block_m,
         TILE=tiles.keys,
         CAUSAL=common.causal,
-        HAS_WINDOW=sliding_window is not None,
-        HAS_SOFT_CAP=soft_cap is not None,
         WIDEN=widened(q.dtype),
         num_warps=tiles.num_warps if block_m == tiles.rows else 4,
         num_stages=tiles.num_stages,
+        **flags,
     )
     return out

@@ -158,9 +158,8 @@ def test_splits_of_decode(num_splits, sliding_window, dtype):
     from attn_ops.backends.triton.decode import decode_attention
 
     q, kv_cache, common = make_case(DECODE, 8, 2, 80, dtype=dtype)
-    out = decode_attention(
-        q, kv_cache, common, 80**-0.5, sliding_window, None, num_splits=num_splits
-    )
+    options = AttentionOptions(80**-0.5, sliding_window)
+    out = decode_attention(q, kv_cache, common, options, num_splits)
     assert_right(out, q, kv_cache, common, sliding_window=sliding_window)
 
 

@@ -1,0 +1,1 @@
+"""Kernels of the operators; imported by the first call on CUDA."""

@@ -32,8 +32,8 @@ def compute_causal_conv1d_metadata(
         nums_dict: for BLOCK_M, on the CPU: nums [S] (programs a prefill), tot (all), mlist [tot]
             int64 (prefill of each program), mlist_len, offsetlist [tot] int32 (which chunk of it),
             and the two tensors below.
-        batch_ptr: int32 on the device: mlist, PAD_SLOT_ID behind it.
-        token_chunk_offset_ptr: int32 on the device: offsetlist, PAD_SLOT_ID behind it.
+        batch_ptr, token_chunk_offset_ptr: int32 on the device: mlist and offsetlist, PAD_SLOT_ID
+            behind them.
 
     Raises:
         ValueError: the mirror is needed and not there, it falls, or `out` does not fit.
@@ -42,10 +42,7 @@ def compute_causal_conv1d_metadata(
     if query_start_loc_cpu is None and device.type == "cpu":
         query_start_loc_cpu = query_start_loc_p
     if query_start_loc_cpu is None:
-        raise ValueError(
-            f"query_start_loc_cpu must be given with query_start_loc_p on {device}, got None: "
-            "the device is not read"
-        )
+        raise ValueError(f"query_start_loc_cpu must be given for a batch on {device}, got None")
     query = _query_lens(query_start_loc_cpu, query_start_loc_p)
     nums = -(-query // BLOCK_M)
     count = nums.numpy()

@@ -89,8 +89,7 @@ def make_local_attention_virtual_batches(
         mirrors = _Mirrors(longest=(common.max_query_len, common.max_seq_len))
     elif max_virtual_batches is not None:
         raise ValueError(
-            f"max_virtual_batches must be None, got {max_virtual_batches}; supported "
-            "with on_device=True"
+            f"max_virtual_batches must be None unless on_device, got {max_virtual_batches}"
         )
     else:
         mirrors, count = _on_host(chunk, common)

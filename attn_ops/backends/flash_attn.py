@@ -4,6 +4,8 @@
 |---|---|---|---|---|---|---|
 | cuda, sm_80+ | float16, bfloat16 | 64, 96, 128, 192, 256 | 16, 32, 64 | yes | yes | always |
 
+Also sinks, which FA3 reads as bfloat16, non-causal batches and the log-sum-exp, with vLLM's builds.
+
 Blocks of 128 and 256 tokens are left out: FA3 loads them whole, and a NaN behind a request's last
 token comes out (vllm 0.24's FA3 on an H200, 2026-11-20, tests/gpu/test_backends.py).
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import fx_passes
-from attn_ops import AttentionSpec, attention, get_backend
+from attn_ops import AttentionOptions, AttentionSpec, attention, get_backend
 from attn_ops.backends.torch_backend import reference_attention
-from attn_ops.ops.attention import attention_with_lse
 from graphs import DecodeSession
 
 from .test_backends import RAGGED, check, make
@@ -21,10 +20,7 @@ from .test_session import VOCAB, tiny_llama
 BACKEND = get_backend("FLASHINFER")
 BF16 = torch.bfloat16
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(BACKEND.unavailable() is not None, reason=str(BACKEND.unavailable())),
-]
+pytestmark = pytest.mark.gpu
 
 BATCHES = {
     **RAGGED,
@@ -45,6 +41,13 @@ OPTIONS = [
     {"sliding_window": 16, "soft_cap": 5.0},
     {"sliding_window": 1},
 ]
+
+
+def with_lse(q, kv_cache, meta, scale, **options):
+    """Not through the operator, which refuses it as long as the backend does not declare it."""
+    lse = torch.empty(q.shape[:2], device="cuda")
+    asked = AttentionOptions(scale, **options, lse=lse)
+    return BACKEND.forward(q, kv_cache, meta, asked), lse
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -106,7 +109,7 @@ def padded(batch, **options):
 def test_padding_requests(batch):
     q, cache, meta, _ = padded(batch)
     q[meta.common.query_start_loc_cpu[-1] :] = float("nan")
-    out, lse = attention_with_lse(q, cache, meta, 128**-0.5)
+    out, lse = with_lse(q, cache, meta, 128**-0.5)
     empty = torch.ones(q.shape[0], dtype=torch.bool)
     starts = meta.common.query_start_loc_cpu.tolist()
     for begin, end, n in zip(starts, starts[1:], meta.common.seq_lens_cpu, strict=False):
@@ -122,7 +125,7 @@ def test_padding_requests(batch):
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=["tensor cores", "CUDA cores"])
 def test_log_sum_exp(batch, options, heads):
     q, cache, meta, _ = make("FLASHINFER", *BATCHES[batch], *heads, 128, BF16, pad=5, **options)
-    out, lse = attention_with_lse(q, cache, meta, 128**-0.5, **options)
+    out, lse = with_lse(q, cache, meta, 128**-0.5, **options)
     want_lse = torch.empty(q.shape[:2], dtype=torch.float64, device="cuda")
     reference_attention(q, cache, meta.common, 128**-0.5, **options, lse=want_lse)
     torch.testing.assert_close(lse.double(), want_lse, rtol=2e-3, atol=2e-3)
@@ -151,7 +154,7 @@ def test_an_empty_batch():
     spec = AttentionSpec(8, 2, 128, BF16)
     _, cache, meta, _ = make("FLASHINFER", [1], [1], 8, 2, 128, BF16)
     meta = BACKEND.builder(BACKEND, [spec], 16, "cuda").build(0, meta.common.unpadded(0, 0))
-    out, lse = attention_with_lse(torch.zeros(0, 8, 128, device="cuda", dtype=BF16), cache, meta, 1)
+    out, lse = with_lse(torch.zeros(0, 8, 128, device="cuda", dtype=BF16), cache, meta, 1)
     assert out.shape == (0, 8, 128)
     assert lse.shape == (0, 8)
 

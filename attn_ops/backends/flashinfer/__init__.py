@@ -4,9 +4,10 @@
 |---|---|---|---|---|---|---|
 | cuda, sm_80+ | fp16, bf16 | 64, 128 | 16 | yes | yes | never |
 
-Other head and block sizes are not declared until their tests have run on a GPU (docs/gpu_runs.md).
+Other head and block sizes and the log-sum-exp, which `forward` writes, are not declared until their
+tests have run on a GPU (docs/gpu_runs.md).
 
-No CUDA graph, because `plan()` is host code that a replay would not run. Log-sum-exp: yes.
+No CUDA graph, because `plan()` is host code that a replay would not run.
 
 Single-token queries in front of the batch go to the decode wrapper, the rest to the prefill
 wrapper: FA3 kernels on sm_90, FA2 elsewhere. `parts` finds which request goes where, `wrappers`
@@ -229,7 +230,6 @@ BACKEND = Backend(
         sliding_window=True,
         soft_cap=True,
         cudagraph=AttentionCGSupport.NEVER,
-        lse=True,
     ),
     builder=FlashInferMetadataBuilder,
     forward=forward,

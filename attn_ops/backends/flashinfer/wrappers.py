@@ -32,8 +32,11 @@ class Kind(enum.Enum):
 
     @classmethod
     def of_decodes(cls, spec: AttentionSpec) -> "Kind":
-        """Tensor cores from 4 heads a group on: 4.37 against 2.82 TB/s at group 4, 64 x 8192 tokens
-        (one H200, 2026-11-20). The CUDA cores have no kernels for most groups above that."""
+        """Tensor cores from 4 heads a group on.
+
+        FlashInfer's documentation calls them faster for large groups; where they begin to pay is
+        not measured here. The CUDA cores have no kernels for most groups above 4.
+        """
         group = spec.num_heads // spec.num_kv_heads
         return cls.DECODE_TENSOR_CORES if group >= 4 else cls.DECODE
 

@@ -15,17 +15,22 @@ import numpy as np
 import pytest
 import torch
 
-from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, get_backend
+from attn_ops import (
+    AttentionSpec,
+    CommonAttentionMetadata,
+    attention,
+    attention_with_lse,
+    get_backend,
+)
 from attn_ops.backends import flashinfer as backend_module
 from attn_ops.backends.flashinfer.parts import divide
 from attn_ops.backends.flashinfer.wrappers import split_bytes
 from attn_ops.backends.torch_backend import reference_attention
-from attn_ops.ops.attention import attention_with_lse
 
 REAL = get_backend("FLASHINFER")
 BACKEND = dataclasses.replace(
     REAL,
-    support=dataclasses.replace(REAL.support, devices=("cpu",), dtypes=(torch.float32,)),
+    support=dataclasses.replace(REAL.support, devices=("cpu",), dtypes=(torch.float32,), lse=True),
     unavailable=lambda: None,
 )
 BLOCK = 16

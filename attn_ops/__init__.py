@@ -30,6 +30,8 @@ from attn_ops.ops import (
     gather_kv,
     merge_attn_states,
     swap_blocks,
+    varlen_attention,
+    varlen_metadata,
     write_kv,
 )
 
@@ -58,5 +60,7 @@ __all__ = [
     "register_backend",
     "select_backend",
     "swap_blocks",
+    "varlen_attention",
+    "varlen_metadata",
     "write_kv",
 ]

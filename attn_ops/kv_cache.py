@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from attn_ops.metadata import AttentionSpec
+from attn_ops.metadata import AttentionSpec, KVCacheLayoutType, get_kv_cache_layout
 
 NULL_BLOCK = 0
 """Padding rows are written here; no request ever owns it."""
@@ -36,6 +36,8 @@ class PagedKVCache:
         memory_bytes: instead of `num_tokens`, a budget: as many blocks as fit in it.
         block_size: tokens a block holds.
         device: where the tensors live.
+        cache_layout: NHD, tokens before heads in memory, or HND, heads before tokens; None takes
+            what `set_kv_cache_layout` set, else NHD. Shapes are the same, strides differ.
 
     Attributes:
         tensors: per layer [P, 2, B, K, H], index 0 keys and 1 values; zero at first.
@@ -53,7 +55,9 @@ class PagedKVCache:
         memory_bytes: int | None = None,
         block_size: int = 16,
         device: torch.device | str = "cpu",
+        cache_layout: KVCacheLayoutType | None = None,
     ) -> None:
+        self.cache_layout = get_kv_cache_layout(cache_layout)
         if (num_tokens is None) == (memory_bytes is None):
             raise ValueError(
                 "exactly one of num_tokens and memory_bytes must be given, "
@@ -79,21 +83,17 @@ class PagedKVCache:
                 f"block, got room for {num_blocks}; a block takes {self.bytes_per_block} bytes"
             )
         self.num_blocks = num_blocks
-        self.tensors = [
-            torch.zeros(
-                num_blocks,
-                2,
-                block_size,
-                s.num_kv_heads,
-                s.head_size,
-                dtype=s.cache_dtype,
-                device=device,
-            )
-            for s in self.specs
-        ]
+        self.tensors = [self._allocate(spec, device) for spec in self.specs]
         # A stack: block 1 is handed out first.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._tables: dict[Hashable, BlockTable] = {}
+
+    def _allocate(self, spec: AttentionSpec, device: torch.device | str) -> torch.Tensor:
+        rows, heads = self.block_size, spec.num_kv_heads
+        order = (heads, rows) if self.cache_layout == "HND" else (rows, heads)
+        shape = (self.num_blocks, 2, *order, spec.head_size)
+        cache = torch.zeros(shape, dtype=spec.cache_dtype, device=device)
+        return cache.transpose(2, 3) if self.cache_layout == "HND" else cache
 
     @property
     def num_free_blocks(self) -> int:

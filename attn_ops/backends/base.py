@@ -50,6 +50,11 @@ class AttentionOptions:
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, AttentionOptions], torch.Tensor]
 """forward(q [T, N, H], kv_cache [P, 2, B, K, H], meta, options) -> [T, N, H]."""
 
+VarlenForward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, AttentionOptions], torch.Tensor
+]
+"""varlen(q [T, N, H], k [T, K, H], v [T, K, V], meta, options) -> [T, N, V]: no cache."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Support:
@@ -66,7 +71,10 @@ class Support:
     alibi: bool = False
     sinks: bool = False
     non_causal: bool = False
+    non_causal_window: bool = True  # with `non_causal` and `sliding_window`: both at once
     lse: bool = False  # can write the log-sum-exp
+    varlen_v_head_size: bool = False  # without a cache, values may have a head size of their own
+    quantizes_query: bool = False  # with an FP8 cache q is rounded to FP8 too
 
     def reasons_against(
         self, spec: AttentionSpec, block_size: int, device: torch.device
@@ -114,6 +122,11 @@ class Support:
                 reasons.append(f"{name} must be None, got a tensor; supported: None")
         if not spec.causal and not self.non_causal:
             reasons.append("causal must be True, got False; supported: True")
+        elif not spec.causal and spec.sliding_window is not None and not self.non_causal_window:
+            reasons.append(
+                f"sliding_window must be None without causal, got {spec.sliding_window}; "
+                "supported: None"
+            )
         return reasons
 
 
@@ -136,6 +149,7 @@ class Backend:
         forward: launches its kernels; reads the batch from the metadata.
         unavailable: why it cannot run on this machine at all (a missing library), or None. Imports
             nothing heavy until it is asked.
+        varlen: attention over this step's own keys, without a cache; None: not supported.
     """
 
     name: str
@@ -143,6 +157,7 @@ class Backend:
     builder: type[AttentionMetadataBuilder]
     forward: Forward
     unavailable: Callable[[], str | None]
+    varlen: VarlenForward | None = None
 
     def get_builder_cls(self) -> type[AttentionMetadataBuilder]:
         """The builder, as code written for classes of backends asks for it."""

@@ -8,6 +8,7 @@ T tokens, S requests, N query heads, K kv heads, G = N // K, H head size, P bloc
 Q query rows of one request, C cached tokens of one request.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
     """Nothing to plan: the reference reads the batch itself."""
 
     cudagraph_support = AttentionCGSupport.NEVER
+    plans_on_host = True
 
 
 def reference_attention(
@@ -130,7 +132,7 @@ def _attend(
     weights_KGQC = logits_KGQC.softmax(dim=-1)[..., :num_cached]
     out_KGQH = torch.matmul(weights_KGQC, v_CKH.transpose(0, 1).unsqueeze(1))
     lse_QN = logits_KGQC.logsumexp(dim=-1).permute(2, 0, 1).reshape(num_queries, num_heads)
-    return out_KGQH.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size), lse_QN
+    return out_KGQH.permute(2, 0, 1, 3).reshape(num_queries, num_heads, -1), lse_QN
 
 
 def forward(
@@ -139,6 +141,25 @@ def forward(
     """The reference in float32, or in float64 for float64 inputs."""
     compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return attend_batch(q, kv_cache, meta.common, options, compute_dtype).to(q.dtype)
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """The reference over this step's own keys, in float32, or in float64 for float64 inputs."""
+    compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out_TNV = q.new_zeros(*q.shape[:2], v.shape[2])
+    starts = _first_known(meta.common.query_start_loc_cpu, meta.common.query_start_loc)
+    for begin, end in itertools.pairwise(starts):
+        if begin < end:
+            q_QNH, k_CKH, v_CKV = (x[begin:end].to(compute_dtype) for x in (q, k, v))
+            out_QNV, _ = _attend(q_QNH, k_CKH, v_CKV, options, meta.common.causal)
+            out_TNV[begin:end] = out_QNV.to(q.dtype)
+    return out_TNV
 
 
 def unavailable() -> None:
@@ -161,8 +182,10 @@ BACKEND = Backend(
         sinks=True,
         non_causal=True,
         lse=True,
+        varlen_v_head_size=True,
     ),
     builder=TorchMetadataBuilder,
     forward=forward,
     unavailable=unavailable,
+    varlen=varlen,
 )

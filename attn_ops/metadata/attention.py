@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from attn_ops._compat import OpaqueBase, register_opaque_reference
+from attn_ops.metadata.chunked_local import make_local_attention_virtual_batches
 from attn_ops.metadata.common import CommonAttentionMetadata
+from attn_ops.metadata.shared_prefix import split_shared_prefix
 from attn_ops.metadata.splits import (
     InputBatch,
     SchedulerOutput,
@@ -63,6 +65,7 @@ class AttentionSpec:
     alibi: bool = False  # scores are lowered with the distance of query and key
     sinks: bool = False  # the softmax has one more, learned, logit a head
     causal: bool = True
+    attention_chunk_size: int | None = None  # a query sees its own chunk of keys only (Llama 4)
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -81,6 +84,22 @@ class AttentionSpec:
             )
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ValueError(f"soft_cap must be None or above 0, got {self.soft_cap}")
+        if self.attention_chunk_size is not None:
+            self._check_chunk()
+
+    def _check_chunk(self) -> None:
+        chunk = self.attention_chunk_size
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"attention_chunk_size must be None or at least 1, got {chunk}")
+        for name, value, plain in (
+            ("sliding_window", self.sliding_window, None),
+            ("alibi", self.alibi, False),
+            ("causal", self.causal, True),
+        ):
+            if value != plain:
+                raise ValueError(
+                    f"{name} must be {plain} with attention_chunk_size {chunk}, got {value}"
+                )
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -96,6 +115,9 @@ class AttentionMetadata(OpaqueBase):
         backend: the backend whose kernels run; `attn_ops::attention` calls its `forward`.
         block_size: tokens a block holds, where known; the operators refuse a cache of another.
         plans: what the backend computed once for the step, by layer geometry.
+        chunked: the step's virtual batches for layers of chunked local attention, by chunk size.
+        cascade: the same step as attention over the prefix that all requests share and over what
+            is behind it; None: no prefix is shared.
     """
 
     def __init__(
@@ -109,6 +131,8 @@ class AttentionMetadata(OpaqueBase):
         self.backend = backend
         self.plans = plans or {}
         self.block_size = block_size
+        self.chunked: dict[int, AttentionMetadata] = {}
+        self.cascade: tuple[AttentionMetadata, AttentionMetadata] | None = None
         self.supported: set[tuple] = set()  # configurations that the backend was found to support
 
     def __repr__(self) -> str:
@@ -139,6 +163,7 @@ class AttentionMetadataBuilder(Generic[M]):
         cudagraph_support: which batches may be captured.
         reorder_batch_threshold: queries up to this length must stand in front of the batch
             (`reorder_batch`); None: any order will do.
+        plans_on_host: plans read the CPU mirrors; else they may be missing, as under capture.
 
     Raises:
         ValueError: the backend does not support a geometry; the reasons are in the message.
@@ -146,6 +171,7 @@ class AttentionMetadataBuilder(Generic[M]):
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     reorder_batch_threshold: int | None = None
+    plans_on_host: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -217,12 +243,72 @@ class AttentionMetadataBuilder(Generic[M]):
             raise ValueError(
                 f"common must have block_size {self.block_size}, got {common.block_size}"
             )
-        plans = {s: self.plan(s, common) for s in self.specs}
-        return AttentionMetadata(common, self.backend, plans, self.block_size)  # type: ignore
+        if common_prefix_len:
+            return self._build_cascade(common_prefix_len, common)  # type: ignore
+        metadata = self._planned([s for s in self.specs if not s.attention_chunk_size], common)
+        self._add_chunked(metadata)
+        return metadata  # type: ignore
+
+    def _planned(
+        self, specs: Sequence[AttentionSpec], common: CommonAttentionMetadata
+    ) -> AttentionMetadata:
+        plans = {s: self.plan(s, common) for s in specs}
+        return AttentionMetadata(common, self.backend, plans, self.block_size)
+
+    def _add_chunked(self, metadata: AttentionMetadata) -> None:
+        """The virtual batches of each chunk size that a layer has."""
+        for chunk in {s.attention_chunk_size for s in self.specs if s.attention_chunk_size}:
+            virtual = make_local_attention_virtual_batches(
+                chunk, metadata.common, self.block_size, on_device=not self.plans_on_host
+            )
+            plain = [
+                dataclasses.replace(s, attention_chunk_size=None)
+                for s in self.specs
+                if s.attention_chunk_size == chunk
+            ]
+            metadata.chunked[chunk] = self._planned(plain, virtual)
+
+    def _build_cascade(self, length: int, common: CommonAttentionMetadata) -> AttentionMetadata:
+        """Layers that see all keys get prefix and rest; the others the batch as it is.
+
+        Sinks count once, with the rest.
+        """
+        support = self.backend.support
+        if not (support.non_causal and support.lse):
+            raise ValueError(
+                f"common_prefix_len must be 0 with backend {self.backend.name}, got {length}; "
+                "cascade attention needs non-causal attention and the log-sum-exp"
+            )
+        whole = [s for s in self.specs if cascades(s)]
+        plain = [s for s in self.specs if not s.attention_chunk_size and not cascades(s)]
+        prefix, rest = split_shared_prefix(length, common, self.block_size)
+        metadata = self._planned(plain, common)
+        self._add_chunked(metadata)
+        if prefix.max_seq_len:
+            shared = [dataclasses.replace(s, causal=False, sinks=False) for s in whole]
+            metadata.cascade = (self._planned(shared, prefix), self._planned(whole, rest))
+        else:
+            metadata.plans |= {s: self.plan(s, common) for s in whole}
+        return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
         """Metadata for a captured step; its `max_seq_len` must bound that of every replay."""
         return self.build(0, common_attn_metadata)
+
+    def prepare_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M | None:
+        """Metadata for a step that is about to be captured, made before the capture begins.
+
+        None, unless the backend plans on the host: then the graph builds its metadata itself.
+        """
+        return None
+
+    def prepare_replay(self, metadata: M, common_attn_metadata: CommonAttentionMetadata) -> None:
+        """Bring what `prepare_capture` gave up to date, on the host, before a replay.
+
+        Args:
+            metadata: of the captured step.
+            common_attn_metadata: its batch; the CPU mirrors hold this replay's lengths.
+        """
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
@@ -257,5 +343,22 @@ class AttentionMetadataBuilder(Generic[M]):
         use_local_attention: bool,
         num_sms: int,
     ) -> bool:
-        """Whether cascade attention over the shared prefix pays; no, unless a backend knows."""
-        return False
+        """Whether cascade attention over the shared prefix pays.
+
+        From 256 shared tokens and 8 requests on, as vLLM decides; not measured here. The layers
+        must see all keys, and the backend be able to cascade.
+        """
+        support = self.backend.support
+        whole = not (use_alibi or use_sliding_window or use_local_attention)
+        able = support.non_causal and support.lse
+        return whole and able and common_prefix_len >= 256 and len(query_lens) >= 8
+
+
+def cascades(spec: AttentionSpec) -> bool:
+    """Whether layers of this geometry can take a shared prefix apart: their rows see all of it."""
+    return (
+        spec.causal
+        and not spec.alibi
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+    )

@@ -1,6 +1,7 @@
 """The order of heads and tokens within a block of the KV cache, as a name.
 
-NHD: tokens before heads, as `PagedKVCache` stores it. HND: heads before tokens.
+NHD: tokens before heads. HND: heads before tokens. A cache's shape is [P, 2, B, K, H] in both:
+`PagedKVCache` gives HND caches as permuted tensors, and kernels read their strides.
 """
 
 from typing import Literal, get_args

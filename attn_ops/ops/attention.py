@@ -3,6 +3,8 @@
 T tokens, N query heads, K kv heads, H head size, P physical blocks, B block size.
 """
 
+import dataclasses
+
 import torch
 
 from attn_ops.backends.base import AttentionOptions
@@ -13,7 +15,8 @@ from attn_ops.ops.library import LIBRARY
 _ARGUMENTS = (
     f"Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
     "int? sliding_window=None, float? soft_cap=None, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None, str kv_cache_dtype='auto', Tensor? k_scale=None, Tensor? v_scale=None"
+    "Tensor? sinks=None, str kv_cache_dtype='auto', Tensor? k_scale=None, Tensor? v_scale=None, "
+    "int? attention_chunk_size=None"
 )
 LIBRARY.define(f"attention({_ARGUMENTS}) -> Tensor")
 LIBRARY.define(f"attention_with_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
@@ -25,11 +28,14 @@ def _attention(
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,
     scale: float,
+    *,
+    attention_chunk_size: int | None = None,
     **options: object,
 ) -> torch.Tensor:
     asked = AttentionOptions(scale, **options)  # pyright: ignore[reportArgumentType]
+    meta = batch_of(meta, attention_chunk_size, asked)
     check_attention_inputs(q, kv_cache, meta, asked)
-    return meta.backend.forward(q, kv_cache, meta, asked)
+    return attend(q, kv_cache, meta, asked)
 
 
 @torch.library.register_fake("attn_ops::attention", lib=LIBRARY)
@@ -49,12 +55,15 @@ def _attention_with_lse(
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,
     scale: float,
+    *,
+    attention_chunk_size: int | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     asked = AttentionOptions(scale, **options, lse=lse)  # pyright: ignore[reportArgumentType]
+    meta = batch_of(meta, attention_chunk_size, asked)
     check_attention_inputs(q, kv_cache, meta, asked)
-    return meta.backend.forward(q, kv_cache, meta, asked), lse
+    return attend(q, kv_cache, meta, asked), lse
 
 
 @torch.library.register_fake("attn_ops::attention_with_lse", lib=LIBRARY)
@@ -66,6 +75,47 @@ def _attention_with_lse_fake(
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def batch_of(
+    meta: AttentionMetadata, attention_chunk_size: int | None, options: AttentionOptions
+) -> AttentionMetadata:
+    """The batch as the layer sees it: with chunked local attention, its virtual batches.
+
+    Raises:
+        ValueError: the builder was given no layer of that chunk size, or the layer has a window
+            or ALiBi besides.
+    """
+    if attention_chunk_size is None or not isinstance(meta, AttentionMetadata):
+        return meta
+    for name in ("sliding_window", "alibi_slopes"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"{name} must be None with attention_chunk_size, got a value")
+    if attention_chunk_size not in meta.chunked:
+        known = ", ".join(map(str, sorted(meta.chunked))) or "none"
+        raise ValueError(
+            "attention_chunk_size must be that of a spec which the metadata's builder was given, "
+            f"got {attention_chunk_size}; supported: {known}"
+        )
+    return meta.chunked[attention_chunk_size]
+
+
+def attend(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+) -> torch.Tensor:
+    """The backend's forward; over a shared prefix and the rest apart, if the batch was built so."""
+    whole = options.sliding_window is None and options.alibi_slopes is None
+    if meta.cascade is None or not whole:
+        return meta.backend.forward(q, kv_cache, meta, options)
+    parts = []
+    for part, sinks in zip(meta.cascade, (None, options.sinks), strict=True):
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        asked = dataclasses.replace(options, sinks=sinks, lse=lse)
+        parts += [part.backend.forward(q, kv_cache, part, asked), lse]
+    out, lse = torch.ops.attn_ops.merge_attn_states(*parts)
+    if options.lse is not None:
+        options.lse.copy_(lse)
+    return out
 
 
 def attention(
@@ -81,6 +131,8 @@ def attention(
     kv_cache_dtype: str = "auto",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    attention_chunk_size: int | None = None,
+    v_head_size: int | None = None,
 ) -> torch.Tensor:
     """Attention of the batch's query rows over the paged cache, by the backend that `meta` names.
 
@@ -96,14 +148,23 @@ def attention(
         sinks: [N] float32 or q's dtype; a logit more in each head's softmax, of value 0 (GPT-OSS).
         kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
         k_scale, v_scale: [1] float32; what the cache holds stands for stored * scale. None is 1.
+        attention_chunk_size: a query sees the keys of its own chunk of so many tokens (Llama 4);
+            the builder must have had a spec with it. None sees all.
+        v_head_size: V, where values are narrower than H: `write_kv` stored them padded with
+            zeros. None is H.
 
     Returns:
-        [T, N, H], contiguous, in q's dtype. Padding rows are zero.
+        [T, N, H], contiguous, in q's dtype; with `v_head_size` a view of its first V columns.
+        Padding rows are zero.
 
     Raises:
         ValueError: shapes or devices do not fit, or the backend does not support the configuration.
     """
-    return torch.ops.attn_ops.attention(
+    if v_head_size is not None and not 1 <= v_head_size <= q.shape[-1]:
+        raise ValueError(
+            f"v_head_size must be from 1 to q's head size {q.shape[-1]}, got {v_head_size}"
+        )
+    out = torch.ops.attn_ops.attention(
         q,
         kv_cache,
         meta,
@@ -115,7 +176,9 @@ def attention(
         kv_cache_dtype=kv_cache_dtype,
         k_scale=k_scale,
         v_scale=v_scale,
+        attention_chunk_size=attention_chunk_size,
     )
+    return out if v_head_size is None else out[..., :v_head_size]
 
 
 def attention_with_lse(

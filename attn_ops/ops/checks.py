@@ -9,7 +9,39 @@ from attn_ops.metadata import KV_CACHE_DTYPES, AttentionMetadata, AttentionSpec
 def check_attention_inputs(
     q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
 ) -> None:
-    """Raise a ValueError unless the tensors fit each other and the backend supports them."""
+    """Raise a ValueError unless the tensors fit each other and the backend supports them.
+
+    Asked in full once a step and geometry: the answer costs as much as a small kernel.
+    """
+    if not isinstance(meta, AttentionMetadata):
+        raise ValueError(f"meta must be an AttentionMetadata, got {type(meta).__name__}")
+    key = (
+        q.shape,
+        q.dtype,
+        q.device,
+        kv_cache.shape,
+        kv_cache.dtype,
+        kv_cache.device,
+        meta.common.num_actual_tokens,
+        meta.common.causal,
+        options.sliding_window,
+        options.soft_cap,
+        options.kv_cache_dtype,
+        options.lse is None,
+        options.alibi_slopes is None,
+        options.sinks is None,
+    )
+    if key not in meta.supported:
+        _check_shapes(q, kv_cache, meta, options)
+        meta.supported.add(key)
+    check_vector("alibi_slopes", options.alibi_slopes, q.shape[1], q.device)
+    check_vector("sinks", options.sinks, q.shape[1], q.device, q.dtype)
+    check_scales(options.k_scale, options.v_scale, q.device)
+
+
+def _check_shapes(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+) -> None:
     if q.dim() != 3:
         raise ValueError(
             f"q must have shape [num_tokens, num_heads, head_size], got {list(q.shape)}"
@@ -31,9 +63,6 @@ def check_attention_inputs(
         )
     if plain and q.dtype != kv_cache.dtype:
         raise ValueError(f"q must have the cache's dtype {kv_cache.dtype}, got {q.dtype}")
-    check_vector("alibi_slopes", options.alibi_slopes, q.shape[1], q.device)
-    check_vector("sinks", options.sinks, q.shape[1], q.device, q.dtype)
-    check_scales(options.k_scale, options.v_scale, q.device)
     check_supported(options.spec(q, kv_cache, meta.common.causal), kv_cache, meta)
     if options.lse is not None and not meta.backend.support.lse:
         raise ValueError(

@@ -158,7 +158,8 @@ def write_kv(
     """Write this step's keys and values at the batch's slots.
 
     Args:
-        k, v: [T, K, H], the cache's dtype, or any with an FP8 cache.
+        k, v: [T, K, H], the cache's dtype, or any with an FP8 cache. Narrower values, [T, K, V],
+            are stored padded with zeros: `attention` takes `v_head_size` then.
         kv_cache: [P, 2, B, K, H]; mutated. Block 0 is the null block. uint8 for FP8.
         meta: the batch.
         slot_mapping: [T] int64, block * B + offset; None reads it from `meta`. A compiled model is
@@ -171,6 +172,8 @@ def write_kv(
     Raises:
         ValueError: shapes, dtypes or devices do not fit; nothing is written.
     """
+    if v.dim() == 3 and 0 < v.shape[2] < kv_cache.shape[-1]:
+        v = torch.nn.functional.pad(v, (0, kv_cache.shape[-1] - v.shape[2]))
     if not torch.compiler.is_compiling():
         torch.ops.attn_ops.write_kv(
             k,

@@ -29,6 +29,15 @@ LENGTHS = {
 }
 """Query lengths and seq_lens: ragged, with 0 and 1."""
 
+UNIFORM = {n: ([n] * 4, [n, n + 1, 33, 70]) for n in range(2, 9)}
+"""Drafts to verify: 1 + k query tokens each."""
+
+CROSS = {
+    "decoding": ([1, 1, 1], [1, 40, 17]),
+    "prompts": ([5, 20, 1], [3, 1, 50]),
+}
+"""Queries over an encoder's keys: rows have no positions among them, and may be more."""
+
 Options = Callable[[int, torch.device], dict[str, Any]]
 
 
@@ -81,7 +90,7 @@ FEATURES = {
     ),
     "non-causal": Feature(lambda s: s.non_causal, lambda n, d: {}, {"causal": False}, "causal"),
     "non-causal, window": Feature(
-        lambda s: s.non_causal and s.sliding_window,
+        lambda s: s.non_causal and s.sliding_window and s.non_causal_window,
         lambda n, d: {"sliding_window": 9},
         {"causal": False, "sliding_window": 9},
         "causal|sliding_window",
@@ -112,8 +121,11 @@ class Case:
     def scale(self) -> float:
         return self.q.shape[2] ** -0.5
 
-    def check(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-        """Raise unless `out` and `lse` are what the float64 oracle gives, padding defined."""
+    def check(self, out: torch.Tensor, lse: torch.Tensor | None = None, least: float = 0.0) -> None:
+        """Raise unless `out` and `lse` are what the float64 oracle gives, padding defined.
+
+        `least`: an error that is right for any dtype.
+        """
         common = self.meta.common
         want_lse = torch.empty(self.q.shape[:2], device=self.q.device)
         want = reference_attention(
@@ -123,7 +135,7 @@ class Case:
         assert out.dtype == self.q.dtype
         assert out.isfinite().all()
         error = float((out.double() - want).norm() / want.norm().clamp(min=1e-30))
-        assert error <= TOLERANCE[self.q.dtype], f"relative error {error:.2e}"
+        assert error <= max(TOLERANCE[self.q.dtype], least), f"relative error {error:.2e}"
         assert (out[common.num_actual_tokens :] == 0).all(), "padding rows are zero"
         if lse is not None:
             assert lse.dtype == torch.float32
@@ -141,8 +153,13 @@ def make_case(
     block_size: int = 16,
     num_padding_rows: int = 2,
     device: str = "cpu",
+    cache_layout: str = "NHD",
+    shared_prefix: int = 0,
 ) -> Case:
     """A case of `feature` for layers of geometry `spec`, blocks shuffled.
+
+    The first `shared_prefix` blocks of every request are those of the first one. Queries longer
+    than their sequence are cross-attention.
 
     Raises:
         ValueError: the backend does not take the geometry.
@@ -153,6 +170,7 @@ def make_case(
     num_blocks = len(seq) * width + 2
     owned = torch.randperm(num_blocks - 1, generator=generator)[: len(seq) * width] + 1
     table = owned.int().view(len(seq), width)
+    table[:, :shared_prefix] = table[:1, :shared_prefix]
     shape = (num_blocks, 2, block_size, spec.num_kv_heads, spec.head_size)
     values = torch.randn(shape, generator=generator)
     written = torch.zeros(num_blocks, block_size, dtype=torch.bool)
@@ -162,9 +180,9 @@ def make_case(
     values = values.masked_fill(~written[:, None, :, None, None], float("nan"))
     fp8 = KV_CACHE_DTYPES[spec.kv_cache_dtype]
     cache = values.to(spec.dtype) if fp8 is None else values.to(fp8).view(torch.uint8)
-    common = CommonAttentionMetadata.from_lengths(
-        query, seq, table, block_size, device, num_padded_tokens=sum(query) + num_padding_rows
-    )
+    if cache_layout == "HND":
+        cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
+    common = _common(query, seq, table, block_size, device, sum(query) + num_padding_rows)
     common.causal = spec.causal
     q = torch.randn(
         sum(query) + num_padding_rows, spec.num_heads, spec.head_size, generator=generator
@@ -174,6 +192,45 @@ def make_case(
     return Case(
         q.to(spec.dtype).to(device),
         cache.to(device),
-        builder.build(0, common),
+        builder.build(shared_prefix * block_size, common),
         feature.options(spec.num_heads, torch.device(device)),
     )
+
+
+def _common(query, seq, table, block_size, device, num_rows) -> CommonAttentionMetadata:
+    """The batch; `from_lengths` refuses queries longer than their sequence, so they come later."""
+    longest = [max(pair) for pair in zip(query, seq, strict=True)]
+    width = max([1, *(-(-n // block_size) for n in longest)])
+    room = torch.zeros(len(seq), width, dtype=torch.int32)
+    room[:, : table.shape[1]] = table
+    common = CommonAttentionMetadata.from_lengths(
+        query, longest, room, block_size, device, num_padded_tokens=num_rows
+    )
+    if longest == list(seq):
+        return common
+    lengths = torch.tensor(seq, dtype=torch.int32)
+    return common.replace(
+        seq_lens=lengths.to(device),
+        seq_lens_cpu=lengths,
+        num_computed_tokens_cpu=None,
+        max_seq_len=max(seq),
+        causal=False,
+    )
+
+
+def chunked_oracle(case: Case, chunk: int) -> torch.Tensor:
+    """Chunked local attention in float64, token by token: keys of the query's own chunk."""
+    common, want = case.meta.common, torch.zeros(case.q.shape, dtype=torch.float64)
+    cache, q = case.kv_cache.double().cpu(), case.q.double().cpu()
+    table, block_size = common.block_table_tensor.cpu(), cache.shape[2]
+    group = q.shape[1] // cache.shape[3]
+    starts, lengths = common.query_start_loc.tolist(), common.seq_lens.tolist()
+    for request, length in enumerate(lengths):
+        for row in range(starts[request], starts[request + 1]):
+            position = length - (starts[request + 1] - row)
+            keys = torch.arange(position // chunk * chunk, position + 1)
+            blocks, offsets = table[request][keys // block_size].long(), keys % block_size
+            k, v = (cache[blocks, i, offsets].repeat_interleave(group, 1) for i in (0, 1))
+            scores = torch.einsum("nh,cnh->nc", q[row], k) * case.scale
+            want[row] = torch.einsum("nc,cnh->nh", scores.softmax(-1), v)
+    return want

@@ -8,9 +8,26 @@ import functools
 import pytest
 import torch
 
-from attn_ops import AttentionSpec, attention, attention_with_lse, backend_names, get_backend
+from attn_ops import (
+    AttentionSpec,
+    attention,
+    attention_with_lse,
+    backend_names,
+    get_backend,
+    varlen_attention,
+    varlen_metadata,
+    write_kv,
+)
 
-from .features import FEATURES, LENGTHS, make_case
+from .features import (
+    CROSS,
+    FEATURES,
+    LENGTHS,
+    TOLERANCE,
+    UNIFORM,
+    chunked_oracle,
+    make_case,
+)
 
 HEADS = {"mha": (2, 2), "gqa": (8, 2), "mqa": (4, 1)}
 
@@ -147,3 +164,164 @@ def test_no_tokens(name, device):
             backend, spec, lengths, FEATURES["plain"], block_size_of(support), device=device
         )
         case.check(attention(case.q, case.kv_cache, case.meta, case.scale))
+
+
+def plain_spec(support, **geometry) -> AttentionSpec:
+    return AttentionSpec(4, 2, head_size_of(support), support.dtypes[0], **geometry)
+
+
+@on_every_place
+@pytest.mark.parametrize("length", UNIFORM)
+def test_uniform_queries(name, device, length):
+    """Drafts to verify, 2 to 8 rows a request."""
+    backend = usable(name)
+    support = backend.support
+    block_size = block_size_of(support)
+    case = make_case(
+        backend, plain_spec(support), UNIFORM[length], FEATURES["plain"], block_size, device=device
+    )
+    case.check(attention(case.q, case.kv_cache, case.meta, case.scale))
+
+
+@on_every_place
+@pytest.mark.parametrize("batch", CROSS)
+def test_cross_attention(name, device, batch):
+    """Non-causal over cached keys of an encoder, more or fewer than the rows."""
+    backend = usable(name)
+    support = backend.support
+    if not support.non_causal:
+        with pytest.raises(ValueError, match=r"causal must be True.*supported"):
+            make_case(
+                backend, plain_spec(support, causal=False), CROSS[batch], FEATURES["plain"],
+                block_size_of(support), device=device,
+            )  # fmt: skip
+        return
+    case = make_case(
+        backend, plain_spec(support, causal=False), CROSS[batch], FEATURES["plain"],
+        block_size_of(support), device=device,
+    )  # fmt: skip
+    case.check(attention(case.q, case.kv_cache, case.meta, case.scale))
+
+
+@on_every_place
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_heads_before_tokens(name, device, batch, kv_cache_dtype):
+    """A cache in HND order: the same shape, other strides."""
+    backend = usable(name)
+    support = backend.support
+    feature = "plain" if kv_cache_dtype == "auto" else kv_cache_dtype
+    if kv_cache_dtype not in support.kv_cache_dtypes:
+        feature = "plain"
+    spec = plain_spec(support, **FEATURES[feature].spec)
+    case = make_case(
+        backend, spec, LENGTHS[batch], FEATURES[feature], block_size_of(support), device=device,
+        cache_layout="HND",
+    )  # fmt: skip
+    assert case.kv_cache.stride(3) > case.kv_cache.stride(2)
+    case.check(attention(case.q, case.kv_cache, case.meta, case.scale, **case.options))
+
+
+@on_every_place
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
+def test_chunked_local_attention(name, device, batch):
+    backend = usable(name)
+    support = backend.support
+    block_size = block_size_of(support)
+    chunk = 2 * block_size
+    spec = plain_spec(support, attention_chunk_size=chunk)
+    case = make_case(backend, spec, LENGTHS[batch], FEATURES["plain"], block_size, device=device)
+    out = attention(
+        case.q, case.kv_cache, case.meta, case.scale, attention_chunk_size=chunk
+    ).cpu().double()  # fmt: skip
+    want = chunked_oracle(case, chunk)
+    assert (out - want).norm() <= TOLERANCE[spec.dtype] * want.norm()
+    with pytest.raises(ValueError, match="attention_chunk_size must be that of a spec"):
+        attention(case.q, case.kv_cache, case.meta, case.scale, attention_chunk_size=chunk + 1)
+
+
+@on_every_place
+@pytest.mark.parametrize("feature", ["plain", "sinks"])
+def test_cascade(name, device, feature):
+    """Two blocks that every request begins with are attended to once, then merged."""
+    backend, asked = usable(name), FEATURES[feature]
+    support = backend.support
+    block_size = block_size_of(support)
+    first = 2 * block_size
+    lengths = ([1, 1, 9, 4], [first + 1, first + 33, first + 9, first + 40])
+    if not asked.declared(support):
+        asked = FEATURES["plain"]
+    arguments = (backend, plain_spec(support, **asked.spec), lengths, asked, block_size)
+    if not (support.non_causal and support.lse):
+        with pytest.raises(ValueError, match="common_prefix_len must be 0"):
+            make_case(*arguments, device=device, shared_prefix=2)
+        return
+    case = make_case(*arguments, device=device, shared_prefix=2)
+    assert case.meta.cascade is not None
+    out, lse = attention_with_lse(case.q, case.kv_cache, case.meta, case.scale, **case.options)
+    case.check(out, lse, least=1e-6)  # merged by float32 weights, float64 too
+    out = attention(case.q, case.kv_cache, case.meta, case.scale, **case.options)
+    case.check(out, least=1e-6)
+
+
+@on_every_place
+def test_narrow_values(name, device):
+    """Values narrower than keys: stored padded, read back as their own columns."""
+    backend = usable(name)
+    support = backend.support
+    spec = plain_spec(support)
+    case = make_case(
+        backend, spec, LENGTHS["prefill"], FEATURES["plain"], block_size_of(support), device=device
+    )
+    rows, narrow = case.meta.common.slot_mapping.shape[0], spec.head_size // 2
+    k = torch.randn(rows, 2, spec.head_size, dtype=torch.float32).to(spec.dtype).to(device)
+    v = torch.randn(rows, 2, narrow, dtype=torch.float32).to(spec.dtype).to(device)
+    write_kv(k, v, case.kv_cache, case.meta)
+    full = attention(case.q, case.kv_cache, case.meta, case.scale)
+    case.check(full)
+    out = attention(case.q, case.kv_cache, case.meta, case.scale, v_head_size=narrow)
+    assert out.shape[-1] == narrow
+    assert torch.equal(out, full[..., :narrow])
+    assert (full[..., narrow:] == 0).all()
+    with pytest.raises(ValueError, match="v_head_size must be from 1"):
+        attention(case.q, case.kv_cache, case.meta, case.scale, v_head_size=spec.head_size + 1)
+
+
+@on_every_place
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("v_head_size", [None, 32])
+def test_without_a_cache(name, device, feature, v_head_size):
+    """Encoders: every request over its own rows, causal or not."""
+    backend, asked = usable(name), FEATURES[feature]
+    support = backend.support
+    if "kv_cache_dtype" in asked.spec:
+        asked = FEATURES["plain"]
+    spec = plain_spec(support, **asked.spec)
+    lengths = [3, 0, 1, 40]
+    if backend.varlen is None or not asked.declared(support):
+        with pytest.raises(ValueError, match="without a KV cache"):
+            varlen_metadata(lengths, spec, device, backend=name)
+        return
+    meta = varlen_metadata(lengths, spec, device, num_padded_tokens=46, backend=name)
+    generator = torch.Generator().manual_seed(5)
+    sizes = (spec.head_size, spec.head_size, v_head_size or spec.head_size)
+    q, k, v = (
+        torch.randn(46, heads, size, generator=generator).to(spec.dtype)
+        for heads, size in zip((4, 2, 2), sizes, strict=True)
+    )
+    for x in (q, k, v):
+        x[44:] = float("nan")
+    options = asked.options(4, torch.device(device))
+    arguments = (q.to(device), k.to(device), v.to(device), meta, spec.head_size**-0.5)
+    if v_head_size is not None and not support.varlen_v_head_size:
+        with pytest.raises(ValueError, match=r"v must have the head size of q.*supported"):
+            varlen_attention(*arguments, **options)
+        return
+    out = varlen_attention(*arguments, **options).cpu()
+    reference = varlen_metadata(lengths, spec, num_padded_tokens=46, backend="TORCH")
+    on_cpu = asked.options(4, torch.device("cpu"))
+    want = varlen_attention(
+        q.double(), k.double(), v.double(), reference, arguments[-1], **on_cpu
+    )  # fmt: skip
+    assert (out.double() - want).norm() <= TOLERANCE[spec.dtype] * want.norm()
+    assert (out[44:] == 0).all()

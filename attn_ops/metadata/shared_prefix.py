@@ -1,0 +1,86 @@
+"""A batch whose requests begin alike, as two: the prefix read once, and what stands behind it.
+
+S requests, T rows, B block size, M blocks a request may own.
+"""
+
+import torch
+
+from attn_ops.metadata.checks import check_int
+from attn_ops.metadata.common import CommonAttentionMetadata
+
+
+def split_shared_prefix(
+    common_prefix_len: int, common: CommonAttentionMetadata, block_size: int
+) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata]:
+    """Two batches over disjoint keys; merging their results by log-sum-exp gives the batch's.
+
+    The first has all rows as one request, without causality, over the prefix; its blocks are
+    those of request 0. The second has the batch's requests over the rest of their keys.
+
+    Args:
+        common_prefix_len: tokens that all requests share; whole blocks of them are used. It must
+            not reach into any request's query tokens.
+        common: the batch; its CPU mirrors are read. Causal, without padding requests.
+        block_size: B.
+
+    Raises:
+        ValueError: mirrors are missing, the batch is not causal, or a request is shorter than the
+            prefix and its own query tokens.
+    """
+    check_int("common_prefix_len", common_prefix_len, 1)
+    computed = common.num_computed_tokens_cpu
+    if computed is None:
+        raise ValueError(
+            "num_computed_tokens_cpu must be given with common_prefix_len "
+            f"{common_prefix_len}, got None"
+        )
+    if not common.causal:
+        raise ValueError(
+            f"causal must be True with common_prefix_len {common_prefix_len}, got False"
+        )
+    shortest = int(computed.min()) if common.num_reqs else 0
+    if common_prefix_len > shortest:
+        raise ValueError(
+            "common_prefix_len must be at most the fewest computed tokens of a request "
+            f"({shortest}), got {common_prefix_len}"
+        )
+    num_blocks = common_prefix_len // block_size
+    length = num_blocks * block_size
+    return _prefix(common, num_blocks, length), _suffix(common, num_blocks, length)
+
+
+def _prefix(
+    common: CommonAttentionMetadata, num_blocks: int, length: int
+) -> CommonAttentionMetadata:
+    rows = common.num_actual_tokens
+    starts_cpu = torch.tensor([0, rows], dtype=torch.int32)
+    seq_cpu = torch.tensor([length], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts_cpu.to(common.device, non_blocking=True),
+        query_start_loc_cpu=starts_cpu,
+        seq_lens=seq_cpu.to(common.device, non_blocking=True),
+        seq_lens_cpu=seq_cpu,
+        num_reqs=1,
+        num_actual_tokens=rows,
+        max_query_len=rows,
+        max_seq_len=length,
+        block_table_tensor=common.block_table_tensor[:1, : max(num_blocks, 1)],
+        slot_mapping=common.slot_mapping,
+        causal=False,
+        block_size=common.block_size,
+    )
+
+
+def _suffix(
+    common: CommonAttentionMetadata, num_blocks: int, length: int
+) -> CommonAttentionMetadata:
+    seq_cpu, computed = common.seq_lens_cpu, common.num_computed_tokens_cpu
+    return common.replace(
+        seq_lens=common.seq_lens - length,
+        seq_lens_cpu=None if seq_cpu is None else seq_cpu - length,
+        num_computed_tokens_cpu=None if computed is None else computed - length,
+        seq_lens_cpu_upper_bound=None,
+        max_seq_len=common.max_seq_len - length,
+        block_table_tensor=common.block_table_tensor[:, num_blocks:],
+        positions=None if common.positions is None else common.positions - length,
+    )

@@ -1,0 +1,222 @@
+"""`attn_ops::varlen_attention`: attention over this step's own keys, without a KV cache.
+
+For encoders and for embedding models: nothing is kept between calls.
+
+T tokens, N query heads, K kv heads, H head size, V head size of values.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from attn_ops.backends.base import AttentionOptions, Backend
+from attn_ops.backends.registry import backend_names, get_backend
+from attn_ops.metadata import (
+    METADATA_TYPE,
+    PAD_SLOT_ID,
+    AttentionMetadata,
+    AttentionSpec,
+    CommonAttentionMetadata,
+)
+from attn_ops.ops.checks import check_vector
+from attn_ops.ops.library import LIBRARY
+
+LIBRARY.define(
+    f"varlen_attention(Tensor q, Tensor k, Tensor v, {METADATA_TYPE} meta, float scale, *, "
+    "int? sliding_window=None, float? soft_cap=None, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None) -> Tensor"
+)
+
+
+@torch.library.impl(LIBRARY, "varlen_attention", "CompositeExplicitAutograd")
+def _varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    **options: object,
+) -> torch.Tensor:
+    asked = AttentionOptions(scale, **options)  # pyright: ignore[reportArgumentType]
+    _check(q, k, v, meta, asked)
+    assert meta.backend.varlen is not None, "refused by _check"
+    return meta.backend.varlen(q, k, v, meta, asked)
+
+
+@torch.library.register_fake("attn_ops::varlen_attention", lib=LIBRARY)
+def _varlen_attention_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    **options: object,
+) -> torch.Tensor:
+    return q.new_empty((*q.shape[:2], v.shape[2]))
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+) -> None:
+    """Raise a ValueError unless the tensors fit each other and the backend supports them."""
+    if not isinstance(meta, AttentionMetadata):
+        raise ValueError(f"meta must be an AttentionMetadata, got {type(meta).__name__}")
+    if q.dim() != 3:
+        raise ValueError(
+            f"q must have shape [num_tokens, num_heads, head_size], got {list(q.shape)}"
+        )
+    num_tokens, num_heads, head_size = q.shape
+    for name, x, size in (("k", k, head_size), ("v", v, None)):
+        if x.dim() != 3 or x.shape[0] != num_tokens or size not in (None, x.shape[2]):
+            wanted = f"[{num_tokens}, num_kv_heads, {size or 'v_head_size'}]"
+            raise ValueError(f"{name} must have shape {wanted}, got {list(x.shape)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} must be {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}"
+            )
+    if v.shape[1] != k.shape[1] or num_heads % k.shape[1]:
+        raise ValueError(
+            f"k and v must have one number of heads that divides q's {num_heads}, "
+            f"got {k.shape[1]} and {v.shape[1]}"
+        )
+    if num_tokens < meta.common.num_actual_tokens or q.device != meta.common.device:
+        raise ValueError(
+            f"q must have at least {meta.common.num_actual_tokens} rows on {meta.common.device}, "
+            f"got {num_tokens} on {q.device}"
+        )
+    check_vector("alibi_slopes", options.alibi_slopes, num_heads, q.device)
+    check_vector("sinks", options.sinks, num_heads, q.device, q.dtype)
+    _check_supported(q, k, v, meta, options)
+
+
+def _check_supported(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+) -> None:
+    """Asked once a step and geometry, as in `attention`."""
+    spec = AttentionSpec(
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_size=q.shape[2],
+        dtype=q.dtype,
+        sliding_window=options.sliding_window,
+        soft_cap=options.soft_cap,
+        alibi=options.alibi_slopes is not None,
+        sinks=options.sinks is not None,
+        causal=meta.common.causal,
+    )
+    key = ("varlen", spec, v.shape[2])
+    if key in meta.supported:
+        return
+    backend = meta.backend
+    if backend.varlen is None:
+        raise ValueError(f"backend {backend.name} cannot attend without a KV cache")
+    blocks = backend.support.block_sizes
+    reasons = backend.support.reasons_against(spec, blocks[0] if blocks else 16, q.device)
+    if v.shape[2] != q.shape[2] and not backend.support.varlen_v_head_size:
+        reasons.append(f"v must have the head size of q, got {v.shape[2]}; supported: {q.shape[2]}")
+    if reasons:
+        raise ValueError(f"backend {backend.name} cannot run this layer: {'; '.join(reasons)}")
+    meta.supported.add(key)
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of each request's rows over its own rows of k and v; nothing is cached.
+
+    Args:
+        q: [T, N, H].
+        k: [T, K, H].
+        v: [T, K, V]; V is H unless the backend supports another.
+        meta: the batch, from `varlen_metadata`; `meta.common.causal` says whether rows see later
+            ones. Rows from `meta.common.num_actual_tokens` on are padding.
+        scale, sliding_window, soft_cap, alibi_slopes, sinks: as of `attention`. Without causality a
+            window is symmetric.
+
+    Returns:
+        [T, N, V], contiguous, in q's dtype. Padding rows are zero.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or the backend does not support the configuration.
+    """
+    return torch.ops.attn_ops.varlen_attention(
+        q,
+        k,
+        v,
+        meta,
+        scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+
+
+def varlen_metadata(
+    lengths: Sequence[int],
+    spec: AttentionSpec,
+    device: torch.device | str = "cpu",
+    *,
+    num_padded_tokens: int | None = None,
+    backend: str | None = None,
+) -> AttentionMetadata:
+    """The batch of sequences of `lengths` tokens, without a KV cache, for `varlen_attention`.
+
+    Args:
+        lengths: tokens of each request; its rows stand one request behind another.
+        spec: geometry of a layer; `spec.causal` is the batch's.
+        device: where the batch lives.
+        num_padded_tokens: rows of the batch, at least `sum(lengths)`.
+        backend: by name; None takes the first that applies and has attention without a cache.
+
+    Raises:
+        ValueError: a length is negative, or no backend supports the layers; reasons are listed.
+    """
+    chosen = _backend_for(spec, torch.device(device), backend)
+    common = CommonAttentionMetadata.from_lengths(
+        lengths,
+        lengths,
+        torch.zeros(len(lengths), -(-max([1, *lengths]) // 16), dtype=torch.int32),
+        16,
+        device,
+        num_padded_tokens=num_padded_tokens,
+    )
+    common.slot_mapping.fill_(PAD_SLOT_ID)  # nothing is written
+    common.causal = spec.causal
+    return AttentionMetadata(common, chosen)
+
+
+def _backend_for(spec: AttentionSpec, device: torch.device, name: str | None) -> Backend:
+    """The backend called `name`, or the first that can; TORCH first on a CPU."""
+    names = backend_names() if name is None else [name]
+    if device.type == "cpu":
+        names.sort(key=lambda n: n != "TORCH")
+    against = []
+    for candidate in map(get_backend, names):
+        blocks = candidate.support.block_sizes
+        reasons = candidate.reasons_against(spec, blocks[0] if blocks else 16, device)
+        if candidate.varlen is None:
+            reasons.append("it cannot attend without a KV cache")
+        if not reasons:
+            return candidate
+        against.append(f"{candidate.name}: {', '.join(reasons)}")
+    raise ValueError(
+        f"backend must support these layers without a KV cache, got none: {'; '.join(against)}"
+    )

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from attn_ops import AttentionSpec, PagedKVCache
 from attn_ops.kv_cache import NULL_BLOCK, OutOfBlocksError
+from attn_ops.metadata import set_kv_cache_layout
 
 SPEC = AttentionSpec(4, 2, 8, torch.float32)
 
@@ -169,3 +170,26 @@ def test_width_of_the_block_table():
     assert cache.block_table([]).shape == (0, 1)
     with pytest.raises(ValueError, match="width must be at least 3, got 2"):
         cache.block_table(["a"], width=2)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_layouts_differ_in_strides_alone(layout):
+    cache = PagedKVCache([SPEC], num_tokens=35, block_size=4, cache_layout=layout)
+    (tensor,) = cache.tensors
+    assert tensor.shape == (10, 2, 4, 2, 8)
+    assert cache.cache_layout == layout
+    heads_first = tensor.stride(3) > tensor.stride(2)
+    assert heads_first is (layout == "HND")
+    contiguous = tensor.transpose(2, 3) if heads_first else tensor
+    assert contiguous.is_contiguous()
+
+
+def test_layout_follows_the_setting():
+    set_kv_cache_layout("HND")
+    try:
+        assert PagedKVCache([SPEC], num_tokens=4).cache_layout == "HND"
+    finally:
+        set_kv_cache_layout(None)
+    assert PagedKVCache([SPEC], num_tokens=4).cache_layout == "NHD"
+    with pytest.raises(ValueError, match="cache_layout must be a known name, got 'DNH'"):
+        PagedKVCache([SPEC], num_tokens=4, cache_layout="DNH")

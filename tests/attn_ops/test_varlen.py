@@ -1,0 +1,104 @@
+"""`varlen_attention` and chunked local attention: schemas, refusals, compiled use.
+
+What they compute is tested by tests/conformance, for every backend.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from attn_ops import AttentionSpec, attention, get_backend, varlen_attention, varlen_metadata
+from attn_ops.metadata import AttentionMetadata
+
+OPCHECKS = (
+    "test_schema",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+    "test_aot_dispatch_dynamic",
+)
+opcheck = partial(torch.library.opcheck, test_utils=OPCHECKS)
+ops = torch.ops.attn_ops
+SPEC = AttentionSpec(4, 2, 8, torch.float32, causal=False)
+
+
+def inputs(meta, rows=7, v_head_size=8):
+    generator = torch.Generator().manual_seed(3)
+    sizes = ((4, 8), (2, 8), (2, v_head_size))
+    q, k, v = (torch.randn(rows, *size, generator=generator) for size in sizes)
+    return q, k, v, meta, 0.3
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 1, 2], [1], []], ids=["ragged", "one", "none"])
+@pytest.mark.parametrize("v_head_size", [8, 4])
+def test_opcheck(lengths, v_head_size):
+    meta = varlen_metadata(lengths, SPEC, num_padded_tokens=7)
+    opcheck(ops.varlen_attention.default, inputs(meta, v_head_size=v_head_size))
+
+
+def test_opcheck_of_chunks(make_batch):
+    b = make_batch([3, 1], [7, 5], num_padding_rows=1)
+    chunk = 2 * b.kv_cache.shape[2]
+    spec = AttentionSpec(
+        b.q.shape[1], b.kv_cache.shape[3], b.q.shape[2], b.q.dtype, attention_chunk_size=chunk
+    )
+    backend = get_backend("TORCH")
+    meta = backend.builder(backend, [spec], b.kv_cache.shape[2], "cpu").build(0, b.common)
+    opcheck(ops.attention.default, (b.q, b.kv_cache, meta, 0.3), {"attention_chunk_size": chunk})
+    with pytest.raises(ValueError, match="sliding_window must be None with attention_chunk_size"):
+        attention(b.q, b.kv_cache, meta, 0.3, attention_chunk_size=chunk, sliding_window=3)
+
+
+def test_one_graph_for_all_batches(as_dynamic, num_graphs):
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def encode(q, k, v, meta):
+        return varlen_attention(q, k, v, meta, 0.3) * 2
+
+    before = num_graphs()
+    for index, lengths in enumerate(([3, 4], [1], [2, 2, 3], [7])):
+        meta = varlen_metadata(lengths, SPEC)
+        q, k, v, _, scale = inputs(meta, rows=sum(lengths))
+        if index == 0:
+            for tensor in (q, k, v):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            with as_dynamic():
+                out = encode(q, k, v, meta)
+        else:
+            out = encode(q, k, v, meta)
+        torch.testing.assert_close(out, varlen_attention(q, k, v, meta, scale) * 2)
+    assert num_graphs() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(7, 4)}, "q must have shape"),
+        ({"k": torch.zeros(6, 2, 8)}, r"k must have shape \[7, num_kv_heads, 8\]"),
+        ({"v": torch.zeros(7, 2, 8).double()}, "v must be torch.float32 on cpu as q"),
+        ({"k": torch.zeros(7, 3, 8)}, "k and v must have one number of heads"),
+    ],
+)
+def test_refusals(change, message):
+    meta = varlen_metadata([3, 4], SPEC)
+    values = dict(zip(("q", "k", "v", "meta", "scale"), inputs(meta), strict=True)) | change
+    with pytest.raises(ValueError, match=message):
+        varlen_attention(*values.values())
+
+
+def test_too_few_rows():
+    meta = varlen_metadata([3, 5], SPEC)
+    with pytest.raises(ValueError, match="q must have at least 8 rows on cpu, got 7"):
+        varlen_attention(*inputs(meta))
+
+
+def test_a_backend_without_it_is_refused():
+    paged = get_backend("TORCH")
+    common = varlen_metadata([3, 4], SPEC).common
+    only_paged = type(paged)("PAGED", paged.support, paged.builder, paged.forward, lambda: None)
+    with pytest.raises(ValueError, match="PAGED cannot attend without a KV cache"):
+        varlen_attention(*inputs(AttentionMetadata(common, only_paged)))
+
+
+def test_no_backend_applies():
+    with pytest.raises(ValueError, match=r"TORCH.*device must be supported, got meta"):
+        varlen_metadata([3], SPEC, "meta")

@@ -2,13 +2,18 @@
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Sequence
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attn_ops.backends.base import Backend
 from attn_ops.metadata import AttentionSpec
+
+if TYPE_CHECKING:
+    from attn_ops.backends.measure import Shape
 
 _BUILT_IN = {
     "FLASH_ATTN": "attn_ops.backends.flash_attn",
@@ -71,44 +76,77 @@ def select_backend(
     block_size: int,
     device: torch.device | str,
     backend: str | None = None,
+    measure: bool = False,
+    shapes: "Sequence[Shape] | None" = None,
+    measurements: str | os.PathLike[str] | None = None,
 ) -> Selection:
     """Choose the backend for a model's layers.
+
+    With `measure` every backend that applies is timed on `shapes`; the least sum of its times, each
+    by the shape's best, wins. `Selection.why` gives the times, microseconds a layer: of the GPU,
+    captured where the backend allows it, or of a CPU's clock. A backend that quantizes q
+    (`Support.quantizes_query`, with an FP8 cache) computes something else and is no candidate.
 
     Args:
         specs: geometry of the layers; one backend must take them all.
         block_size: tokens a block of the KV cache holds.
         device: where the model runs.
         backend: an explicit request; it is honoured or refused, never replaced.
+        measure: choose by time instead of by the order of preference.
+        shapes: batches to time, each a `MeasuredShape` or a pair (query_lens, seq_lens); None: a
+            decode and a prefill (`attn_ops.backends.measure.DEFAULT_SHAPES`). Each needs GPU memory
+            for at least two caches of its size.
+        measurements: JSON file that remembers times, made if there is none; a later call with the
+            same device, versions, layers, block size, shapes and candidates runs nothing. None
+            remembers nothing.
 
     Raises:
         ValueError: no backend, or not the requested one, supports the layers; the
-            reasons are in the message.
+            reasons are in the message. `measure` together with `backend`; `shapes` or
+            `measurements` without `measure`, or unusable.
     """
     device = torch.device(device)
     layers = [specs] if isinstance(specs, AttentionSpec) else list(specs)
+    _check_request(backend, measure, shapes, measurements)
+    against = {name: _reasons(name, layers, block_size, device) for name in backend_names()}
+    if backend is not None and against[backend]:
+        raise ValueError(f"backend {backend} cannot be used: {'; '.join(against[backend])}")
+    usable = [name for name, reasons in against.items() if not reasons]
+    if not usable:
+        listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in against.items())
+        raise ValueError(f"no backend supports these layers: {listed}")
+    if measure:
+        chosen, why, lost = _fastest(usable, layers, block_size, device, shapes, measurements)
+    elif backend is not None:
+        chosen, why = backend, "requested"
+        lost = dict.fromkeys(usable, f"applies, but {backend} was requested")
+    else:
+        chosen = _preferred(usable, layers, device)
+        why = f"first of the order of preference on {device.type} that applies"
+        lost = dict.fromkeys(usable, f"applies, but {chosen} was preferred")
+    against |= {name: [lost[name]] for name in usable if name != chosen}
+    del against[chosen]
+    return Selection(get_backend(chosen), why, against)
+
+
+def _fastest(usable: list[str], *arguments: Any) -> tuple[str, str, dict[str, str]]:
+    """The backend that `measurements.choose` finds, why, and the reasons against the others."""
+    from attn_ops.backends.measurements import choose
+
+    choice = choose([get_backend(name) for name in usable], *arguments)
+    return choice.name, choice.why, choice.reasons_against
+
+
+def _check_request(
+    backend: str | None, measure: bool, shapes: object | None, measurements: object | None
+) -> None:
     if backend is not None:
         _check_known(backend)
-    against = {name: _reasons(name, layers, block_size, device) for name in backend_names()}
-    if backend is not None:
-        if against[backend]:
-            raise ValueError(f"backend {backend} cannot be used: {'; '.join(against[backend])}")
-        why = "requested"
-    else:
-        usable = [name for name, reasons in against.items() if not reasons]
-        if not usable:
-            listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in against.items())
-            raise ValueError(f"no backend supports these layers: {listed}")
-        backend, why = (
-            _preferred(usable, device),
-            f"first of the order of preference on {device.type} that applies",
-        )
-    for name, reasons in against.items():
-        if name != backend and not reasons:
-            reasons.append(
-                f"applies, but {backend} was {'requested' if why == 'requested' else 'preferred'}"
-            )
-    del against[backend]
-    return Selection(get_backend(backend), why, against)
+        if measure:
+            raise ValueError(f"backend must be None with measure=True, got {backend!r}")
+    for name, value in (("shapes", shapes), ("measurements", measurements)):
+        if value is not None and not measure:
+            raise ValueError(f"{name} must be None without measure=True, got {value!r}")
 
 
 def _check_known(name: str) -> None:
@@ -118,10 +156,17 @@ def _check_known(name: str) -> None:
         )
 
 
-def _preferred(usable: list[str], device: torch.device) -> str:
-    """TORCH first on a CPU, where TRITON only runs interpreted; else the order of preference."""
+def _preferred(usable: list[str], layers: list[AttentionSpec], device: torch.device) -> str:
+    """The first of the order of preference, with two exceptions.
+
+    TORCH is first on a CPU, where TRITON only runs interpreted. A backend that rounds q to FP8
+    computes something else than the layer asks for, so it is taken only if no other applies.
+    """
     if device.type == "cpu" and "TORCH" in usable:
         return "TORCH"
+    if any(spec.kv_cache_dtype != "auto" for spec in layers):
+        exact = [name for name in usable if not get_backend(name).support.quantizes_query]
+        return (exact or usable)[0]
     return usable[0]
 
 

@@ -1,0 +1,284 @@
+"""Attention backends through the operator and by hand: `python -m benchmarks.attention`.
+
+    ours      torch.ops.attn_ops.attention, in a CUDA graph where the backend allows it
+    direct    the backend's library called by hand in the same kind of graph (benchmarks/direct.py)
+    planned   ours, with the plan's own kernels in the graph, once for all its layers
+
+Microseconds a layer, medians. A graph holds as many layers, each with its own queries and cache, as
+outgrow the L2 cache three times; ours, direct and the other backends take turns. Decodes are also
+given in percent of the measured copy bandwidth (keys and values read once), prefills in percent of
+a measured matrix product's rate (both products over the visible pairs). `*` is the backend that
+`select_backend` chooses; `q8` quantizes the query too and is no candidate for it.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from attn_ops import AttentionSpec, backend_names, select_backend
+from attn_ops.backends.measure import interval_us
+from attn_ops.backends.measurements import library_versions
+from benchmarks.attention_bars import Bar, all_bars
+from benchmarks.attention_cases import (
+    Case,
+    Interval,
+    Row,
+    Setting,
+    measure_case,
+    measure_overhead,
+    release,
+)
+from benchmarks.timing import copy_bandwidth
+
+CASES = {
+    "cuda": ["64x8192", "256x2048", "8x4096", "1x32768", "1x1024", "2048", "8192", "16384"],
+    "cpu": ["2x64", "1x16", "32"],
+}
+KV_CACHE_DTYPES = {"bf16": "auto", "fp8": "fp8_e4m3"}
+HEADS = {"cuda": (32, 8, 128), "cpu": (4, 2, 16)}  # query heads, kv heads, head size
+ROUNDS = {"cuda": (21, 7), "cpu": (5, 2)}  # full, quick
+CALLS = {"cuda": (2000, 500), "cpu": (200, 50)}
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written."""
+    if device.type == "cuda":
+        return copy_bandwidth()
+    source = torch.empty(2**24, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    best = min(interval_us(lambda: target.copy_(source), device) for _ in range(5))
+    return 2 * source.numel() / best * 1e6
+
+
+def matmul_rate(device: torch.device) -> float:
+    """Operations per second of a product of bf16 matrices, 8192 on a side."""
+    size = 8192 if device.type == "cuda" else 256
+    a, b, out = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(3))
+
+    def run() -> None:
+        torch.mm(a, b, out=out)
+
+    for _ in range(3):
+        run()
+    times = sorted(interval_us(run, device) for _ in range(11))
+    return 2 * size**3 / times[len(times) // 2] * 1e6
+
+
+def make_setting(
+    args: argparse.Namespace, names: list[str], interval: Interval | None = None
+) -> Setting:
+    device = torch.device(args.device)
+    setting = Setting(
+        names=names,
+        block_size=args.block_size,
+        device=device,
+        rounds=ROUNDS[device.type][args.quick],
+        interval=interval or (lambda run: interval_us(run, device)),
+        bytes_per_second=copy_rate(device),
+        flops_per_second=matmul_rate(device),
+        prepare_seconds=args.prepare_seconds,
+    )
+    release(device)
+    return setting
+
+
+def chosen_backends(wanted: Sequence[str], device: torch.device) -> list[str]:
+    """All backends; on a GPU without TORCH, the oracle, unless it is asked for.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    known = backend_names()
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"backend must be known, got {name!r}; supported: {', '.join(known)}")
+    return list(wanted) or [n for n in known if n != "TORCH" or device.type == "cpu"]
+
+
+def make_spec(dtype: str, device: torch.device) -> AttentionSpec:
+    return AttentionSpec(*HEADS[device.type], torch.bfloat16, kv_cache_dtype=KV_CACHE_DTYPES[dtype])
+
+
+def selected(spec: AttentionSpec, setting: Setting) -> str | None:
+    """The backend that a user gets who asks for none."""
+    try:
+        selection = select_backend(spec, block_size=setting.block_size, device=setting.device)
+    except ValueError:
+        return None
+    return selection.backend.name
+
+
+def commit() -> str | None:
+    """The checkout's commit; None outside of one."""
+    root = Path(__file__).parents[1]
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(
+            command, cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def measure(args: argparse.Namespace, interval: Interval | None = None) -> dict[str, Any]:
+    """All figures; `interval` times one run in microseconds, None: the device's clock."""
+    began = time.perf_counter()
+    torch.manual_seed(0)
+    device = torch.device(args.device)
+    cases = [Case.parse(text) for text in args.shapes or CASES[device.type]]
+    setting = make_setting(args, chosen_backends(args.backends, device), interval)
+    rows: list[Row] = []
+    overhead: list[dict[str, Any]] = []
+    for dtype in args.dtypes:
+        spec = make_spec(dtype, device)
+        default = selected(spec, setting)
+        for case in cases:
+            rows += measure_case(case, dtype, spec, default, setting)
+            release(device)
+    calls = CALLS[device.type][args.quick]
+    spec = make_spec(args.dtypes[0], device)
+    for name in setting.names:
+        overhead.append(measure_overhead(name, args.dtypes[0], spec, calls, setting))
+    bars = all_bars(rows, overhead)
+    return {
+        "commit": args.commit or commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "cuda": torch.version.cuda,
+        "versions": library_versions(),
+        "heads, kv heads, head size": HEADS[device.type],
+        "block_size": args.block_size,
+        "copy_bytes_per_second": setting.bytes_per_second,
+        "matmul_flops_per_second": setting.flops_per_second,
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "overhead": overhead,
+        "bars": [bar.as_dict() for bar in bars],
+        "prepare_seconds": setting.spent,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def refusals(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Backends that have one and the same reason against every shape."""
+    reasons: dict[str, set[str | None]] = {}
+    for row in rows:
+        reasons.setdefault(row["backend"], set()).add(row["reason"])
+    alike = {name: next(iter(found)) for name, found in reasons.items() if len(found) == 1}
+    return {name: reason for name, reason in alike.items() if reason is not None}
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def row_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """One cache dtype: a line for each shape and backend."""
+    table = Table(title=title)
+    right = ("ours", "direct", "direct / ours", "% of limit", "planned")
+    for column in ("shape", "backend", *right, "layers", "note"):
+        table.add_column(column, justify="right" if column in right else "left")
+    last = None
+    for row in rows:
+        marks = " *" * row["default"] + " q8" * row["quantizes_query"]
+        eager = row["ours_us"] is not None and not row["captured"]
+        notes = [row["reason"], row["direct_reason"] and f"direct: {row['direct_reason']}"]
+        table.add_row(
+            row["shape"] if row["shape"] != last else "",
+            row["backend"] + marks,
+            number(row["ours_us"]),
+            number(row["direct_us"]),
+            number(row["ratio"], 3),
+            number(row["percent"]),
+            number(row["planned_us"]),
+            f"{row['layers']}{' eager' * eager}" if row["layers"] else "",
+            "; ".join(note for note in notes if note),
+        )
+        last = row["shape"]
+    return table
+
+
+def overhead_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="host time of an eager call, one decode of 128 tokens, microseconds")
+    for column in ("backend", "ours", "direct", "ours - direct", "note"):
+        table.add_column(column, justify="left" if column in ("backend", "note") else "right")
+    for row in rows:
+        figures = (number(row.get(k)) for k in ("ours_us", "direct_us", "difference_us"))
+        table.add_row(row["backend"], *figures, row.get("reason") or row.get("direct_reason") or "")
+    return table
+
+
+def bar_table(bars: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="bars")
+    for column in ("bar", "asked", "measured", "verdict"):
+        table.add_column(column)
+    for fields in bars:
+        bar = Bar(*(fields[name] for name in ("what", "relation", "asked", "measured")))
+        asked = f"{bar.relation} {bar.asked:g}"
+        table.add_row(bar.what, asked, number(bar.measured, 3), bar.verdict)
+    return table
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """All tables, and the count of bars."""
+    for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
+        title = f"{dtype} KV cache, microseconds a layer; {result['device']}"
+        rows = [row for row in result["rows"] if row["dtype"] == dtype]
+        refused = refusals(rows)
+        console.print(row_table(title, [r for r in rows if r["backend"] not in refused]))
+        for name, reason in refused.items():
+            console.print(f"{name}, {dtype}: {reason}", markup=False, highlight=False)
+    console.print(overhead_table(result["overhead"]))
+    console.print(bar_table(result["bars"]))
+    verdicts = [bar["verdict"] for bar in result["bars"]]
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("met", "missed", "not measured"))
+    console.print(
+        f"bars: {counts}; copy {result['copy_bytes_per_second'] / 1e12:.3f} TB/s, "
+        f"matmul {result['matmul_flops_per_second'] / 1e12:.1f} TFLOP/s, "
+        f"{result['seconds']:.0f} s, commit {result['commit']}"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    found.add_argument("--device", default=default, choices=sorted(CASES))
+    found.add_argument("--backends", nargs="*", default=[], help="names; default: all that apply")
+    found.add_argument("--shapes", nargs="*", default=[], help="REQUESTSxCONTEXT, or TOKENS")
+    found.add_argument("--dtypes", nargs="+", default=["bf16", "fp8"], choices=KV_CACHE_DTYPES)
+    found.add_argument("--block-size", type=int, default=16)
+    found.add_argument("--quick", action="store_true", help="fewer repeats")
+    found.add_argument(
+        "--prepare-seconds", type=float, default=75,
+        help="a backend whose shapes took longer to compile is skipped at the rest of them",
+    )  # fmt: skip
+    found.add_argument("--commit", default=None, help="where the checkout has no .git")
+    found.add_argument("--json", default=None, help="write the figures here")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
+    # Every shape compiles FlexAttention anew, in the backend and by hand; past Dynamo's limit of 8
+    # it would silently run uncompiled.
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+        result = measure(args)
+    show(result, Console(width=200))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

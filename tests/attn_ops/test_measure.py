@@ -1,0 +1,330 @@
+"""Choosing a backend by time: who is timed, who wins, what the file remembers."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+import torch
+
+from attn_ops import AttentionCGSupport, AttentionSpec, get_backend, register_backend
+from attn_ops import select_backend as select
+from attn_ops.backends import measure, measurements, registry
+from attn_ops.backends.measure import MeasuredShape, Measurement
+
+TORCH = get_backend("TORCH")
+PLAIN = AttentionSpec(4, 2, 16, torch.float32)
+TINY: list = [MeasuredShape(2, 1, 8), ([3, 1], [5, 9])]
+OPTIONS: dict = {"block_size": 16, "device": "cpu", "measure": True}
+
+
+def sleeping(name, seconds, **support):
+    """TORCH, later."""
+
+    def forward(*arguments):
+        time.sleep(seconds)
+        return TORCH.forward(*arguments)
+
+    changed = dataclasses.replace(TORCH.support, **support)
+    return dataclasses.replace(TORCH, name=name, forward=forward, support=changed)
+
+
+@pytest.fixture(autouse=True)
+def only_torch(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_BUILT_IN", {"TORCH": "attn_ops.backends.torch_backend"})
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often backends were timed."""
+    calls = []
+
+    def counting(*arguments):
+        calls.append(arguments)
+        return real(*arguments)
+
+    real = measurements.measure
+    monkeypatch.setattr(measurements, "measure", counting)
+    return calls
+
+
+def test_the_fastest_wins_and_why_gives_the_times():
+    register_backend(sleeping("SLOW", 0.02))
+    selection = select(PLAIN, shapes=TINY, **OPTIONS)
+    assert selection.backend is TORCH
+    assert selection.why.startswith("fastest of 2 measured: TORCH ")
+    assert " us, SLOW " in selection.why
+    assert " us at 2 x 1 of 8; TORCH " in selection.why
+    assert selection.why.endswith(" us at 2 x 3 of 9 at most")
+    assert selection.reasons_against == {"SLOW": ["applies, but TORCH was faster"]}
+
+
+def test_a_faster_backend_than_the_preferred_one_is_chosen(monkeypatch):
+    monkeypatch.setattr(registry, "_BUILT_IN", {})
+    register_backend(sleeping("SLOW", 0.02))
+    register_backend(sleeping("FAST", 0.0))
+    assert select(PLAIN, block_size=16, device="cpu").backend.name == "SLOW"
+    assert select(PLAIN, shapes=TINY, **OPTIONS).backend.name == "FAST"
+
+
+def test_times_are_normalized_by_shape():
+    """A shape of long times does not outvote the others: B loses by 2 ms and wins by a factor."""
+    times = {"A": [10_000.0, 30.0], "B": [12_000.0, 10.0]}
+    assert Measurement(times, {}).fastest() == "B"
+    assert Measurement({"A": times["A"], "B": [31_000.0, 10.0]}, {}).fastest() == "A"
+
+
+def test_layers_count_by_their_number(monkeypatch):
+    """Three layers with a window, one without: the mean over the layers."""
+    taken = {None: 8.0, 4: 2.0}
+    monkeypatch.setattr(
+        measure,
+        "_time_layers",
+        lambda backends, spec, *rest: {b.name: taken[spec.sliding_window] for b in backends},
+    )
+    windowed = dataclasses.replace(PLAIN, sliding_window=4)
+    found = measure.measure(
+        [TORCH], [windowed, PLAIN, windowed, windowed], 16, torch.device("cpu"), [((1,), (1,))]
+    )
+    assert found.times == {"TORCH": [3.5]}
+
+
+def test_all_declared_features_can_be_timed():
+    for change in (
+        {"alibi": True, "sinks": True, "soft_cap": 5.0, "sliding_window": 3},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"causal": False},
+    ):
+        spec = dataclasses.replace(PLAIN, **change)
+        assert select([PLAIN, spec], shapes=TINY, **OPTIONS).backend is TORCH
+
+
+def test_who_fails_is_out_with_the_reason():
+    def forward(*arguments):
+        raise RuntimeError("no such kernel")
+
+    register_backend(dataclasses.replace(TORCH, name="BROKEN", forward=forward))
+    selection = select(PLAIN, shapes=TINY, **OPTIONS)
+    assert selection.backend is TORCH
+    assert selection.reasons_against["BROKEN"] == [
+        "failed when it was timed: RuntimeError: no such kernel"
+    ]
+
+
+def test_nobody_runs(monkeypatch, tmp_path):
+    def forward(*arguments):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(registry, "_BUILT_IN", {})
+    register_backend(dataclasses.replace(TORCH, name="BROKEN", forward=forward))
+    path = tmp_path / "times.json"
+    with pytest.raises(ValueError, match=r"got none: BROKEN: failed .* no such kernel"):
+        select(PLAIN, shapes=TINY, measurements=path, **OPTIONS)
+    assert not path.exists()
+
+
+def test_who_quantizes_the_query_is_no_candidate(monkeypatch):
+    monkeypatch.setattr(registry, "_BUILT_IN", {})
+    register_backend(sleeping("ROUNDS", 0.0, quantizes_query=True))
+    register_backend(sleeping("SLOW", 0.02))
+    fp8 = dataclasses.replace(PLAIN, kv_cache_dtype="fp8_e4m3")
+    selection = select(fp8, shapes=TINY, **OPTIONS)
+    assert selection.backend.name == "SLOW"
+    assert "quantizes q to FP8" in selection.reasons_against["ROUNDS"][0]
+    assert select(PLAIN, shapes=TINY, **OPTIONS).backend.name == "ROUNDS"
+
+
+def test_only_an_fp8_cache_quantizes_the_query():
+    rounds = dataclasses.replace(TORCH.support, quantizes_query=True)
+    fp8 = dataclasses.replace(PLAIN, kv_cache_dtype="fp8_e4m3")
+    assert measure.quantizes_query(rounds, fp8)
+    assert not measure.quantizes_query(rounds, PLAIN)
+    assert not measure.quantizes_query(TORCH.support, fp8)
+
+
+def test_a_hit_runs_nothing(tmp_path, counted):
+    register_backend(sleeping("SLOW", 0.02))
+    path = tmp_path / "times.json"
+    first = select(PLAIN, shapes=TINY, measurements=path, **OPTIONS)
+    again = select(PLAIN, shapes=TINY, measurements=str(path), **OPTIONS)
+    assert (again.backend, again.why) == (first.backend, first.why)
+    assert again.reasons_against == first.reasons_against
+    assert len(counted) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["times.json"]
+
+
+@pytest.mark.parametrize(
+    "change", ["spec", "layers", "block_size", "shapes", "candidates", "torch"]
+)
+def test_what_a_measurement_depends_on(tmp_path, counted, monkeypatch, change):
+    path = tmp_path / "times.json"
+    specs, shapes, options = [PLAIN], TINY, dict(OPTIONS)
+    select(specs, shapes=shapes, measurements=path, **options)
+    if change == "spec":
+        specs = [dataclasses.replace(PLAIN, soft_cap=2.0)]
+    elif change == "layers":
+        specs = [PLAIN, PLAIN]
+    elif change == "block_size":
+        options["block_size"] = 4
+    elif change == "shapes":
+        shapes = TINY[:1]
+    elif change == "candidates":
+        register_backend(sleeping("NEW", 0.0))
+    else:
+        monkeypatch.setattr(measurements, "library_versions", lambda: {"torch": "another"})
+    select(specs, shapes=shapes, measurements=path, **options)
+    assert len(counted) == 2
+    assert len(json.loads(path.read_text())["entries"]) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"format": "another", "entries": {}}',
+        '{"format": "attn_ops measurements 1", "entries": {"k": {"times": {}, "failed": {}}}}',
+        '{"format": "attn_ops measurements 1", "entries": {"k": {"times": {"A": [-1]}}}}',
+    ],
+)
+def test_a_corrupt_file_is_refused_and_stays(tmp_path, counted, text):
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"measurements must be a file that select_backend wrote"):
+        select(PLAIN, shapes=TINY, measurements=path, **OPTIONS)
+    assert path.read_text() == text
+    assert not counted
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    with pytest.raises(ValueError, match="measurements must be a file that can be written"):
+        select(PLAIN, shapes=TINY, measurements=tmp_path / "none" / "times.json", **OPTIONS)
+    with pytest.raises(ValueError, match="measurements must be a file that select_backend wrote"):
+        select(PLAIN, shapes=TINY, measurements=tmp_path, **OPTIONS)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "times.json"
+    select(PLAIN, shapes=TINY, measurements=path, **OPTIONS)
+    before = path.read_text()
+
+    def replace(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(measurements.os, "replace", replace)
+    with pytest.raises(ValueError, match=r"can be written.*disk full"):
+        select(PLAIN, shapes=TINY[:1], measurements=path, **OPTIONS)
+    assert path.read_text() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["times.json"]
+
+
+def test_arguments_that_contradict_each_other(tmp_path):
+    with pytest.raises(ValueError, match="backend must be None with measure=True, got 'TORCH'"):
+        select(PLAIN, backend="TORCH", **OPTIONS)
+    with pytest.raises(ValueError, match="shapes must be None without measure=True"):
+        select(PLAIN, block_size=16, device="cpu", shapes=TINY)
+    with pytest.raises(ValueError, match="measurements must be None without measure=True"):
+        select(PLAIN, block_size=16, device="cpu", measurements=tmp_path / "times.json")
+
+
+@pytest.mark.parametrize(
+    "shape", [([], []), ([1], [1, 2]), ([2], [1]), ([0], [1]), 3, MeasuredShape(0, 1, 1)]
+)
+def test_shapes_that_are_no_batches(shape):
+    with pytest.raises(ValueError, match="shapes must be batches"):
+        select(PLAIN, shapes=[TINY[0], shape], **OPTIONS)
+
+
+def test_no_shapes():
+    with pytest.raises(ValueError, match="shapes must hold at least one batch"):
+        select(PLAIN, shapes=[], **OPTIONS)
+
+
+def test_default_shapes_are_a_decode_and_a_prefill():
+    why = select(PLAIN, **OPTIONS).why
+    assert "at 2 x 1 of 64; " in why
+    assert why.endswith("at 1 x 32 of 32")
+
+
+def test_interpreted_triton_is_timed(monkeypatch):
+    from attn_ops.backends.triton import BACKEND
+
+    if missing := BACKEND.unavailable():
+        pytest.skip(missing)
+    monkeypatch.setattr(
+        registry, "_BUILT_IN", registry._BUILT_IN | {"TRITON": "attn_ops.backends.triton"}
+    )
+    selection = select(PLAIN, shapes=[([1, 2], [3, 5])], **OPTIONS)
+    assert "TRITON " in selection.why
+    assert "TORCH " in selection.why
+
+
+def test_interleaving_takes_turns_and_medians():
+    order = []
+    fake = {"a": iter([1.0, 9.0, 2.0]), "b": iter([5.0, 5.0, 4.0])}
+
+    def interval(run):
+        return next(fake[run()])
+
+    def named(name):
+        return lambda: (order.append(name), name)[1]
+
+    taken = measure.interleaved_us({"a": named("a"), "b": named("b")}, 3, interval)
+    assert taken == {"a": 2.0, "b": 5.0}
+    assert order == ["a", "b"] * 3
+
+
+@pytest.mark.parametrize(
+    ("level", "query_lens", "wanted"),
+    [
+        ("ALWAYS", [1, 7], True),
+        ("UNIFORM_BATCH", [7, 7], True),
+        ("UNIFORM_BATCH", [1, 7], False),
+        ("UNIFORM_SINGLE_TOKEN_DECODE", [1, 1], True),
+        ("UNIFORM_SINGLE_TOKEN_DECODE", [2, 2], False),
+        ("NEVER", [1], False),
+    ],
+)
+def test_what_can_be_captured(level, query_lens, wanted):
+    assert measure.can_capture(AttentionCGSupport[level], query_lens) is wanted
+
+
+def test_metadata_for_a_capture_comes_from_prepare_capture_where_there_is_one(make_batch):
+    meta = make_batch([1], [3]).meta
+    builder = TORCH.builder(TORCH, [AttentionSpec(4, 2, 8, torch.float32)], 4, "cpu")
+    builder.prepare_capture = lambda common: meta
+    assert measure.capture_metadata(builder, meta.common) is meta
+    builder.prepare_capture = lambda common: None
+    assert measure.capture_metadata(builder, meta.common).common is meta.common
+
+
+def test_layers_outgrow_the_cache():
+    layers = measure.make_layers(PLAIN, ((1,), (40,)), 16, torch.device("cpu"), 0)
+    assert len(layers.caches) == 2
+    one = layers.caches[0].nbytes
+    layers = measure.make_layers(PLAIN, ((1,), (40,)), 16, torch.device("cpu"), 5 * one)
+    assert len(layers.caches) == len(layers.queries) == 6
+    assert sum(cache.nbytes for cache in layers.caches) > 5 * one
+
+
+def test_the_callers_random_numbers_stay(tmp_path):
+    state = torch.get_rng_state()
+    select(PLAIN, shapes=TINY, **OPTIONS)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, counted, monkeypatch):
+    built_in = {"FLASH_ATTN": "attn_ops.backends.flash_attn", "TRITON": "attn_ops.backends.triton"}
+    monkeypatch.setattr(registry, "_BUILT_IN", built_in)
+    spec = AttentionSpec(32, 8, 128, torch.bfloat16)
+    path = tmp_path / "times.json"
+    options: dict = {"block_size": 16, "device": "cuda", "measure": True, "measurements": path}
+    first = select(spec, **options)
+    assert "TRITON " in first.why
+    assert " us at 32 x 1 of 2048; " in first.why
+    assert select(spec, **options).why == first.why
+    assert len(counted) == 1

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ COLUMNS = (
     "sinks",
     "non-causal",
     "log-sum-exp",
+    "no cache",
     "CUDA graphs",
 )
 
@@ -78,17 +80,26 @@ def _cells(backend: Backend) -> tuple[str, ...]:
         support.sinks,
         support.non_causal,
         support.lse,
+        backend.varlen is not None,
     )
     return (
         backend.name,
         ", ".join(support.devices),
         ", ".join(_SHORT.get(dtype, str(dtype).removeprefix("torch.")) for dtype in support.dtypes),
-        ", ".join(map(str, support.head_sizes)) or "any",
-        ", ".join(map(str, support.block_sizes)) or "any",
+        sizes(support.head_sizes),
+        sizes(support.block_sizes),
         ", ".join(support.kv_cache_dtypes),
         *("yes" if able else "no" for able in able_to),
         support.cudagraph.name.lower(),
     )
+
+
+def sizes(values: tuple[int, ...]) -> str:
+    """'any', a list, or a range with its step where that is what a long list is."""
+    steps = {b - a for a, b in itertools.pairwise(values)}
+    if len(values) > 8 and len(steps) == 1:
+        return f"{values[0]}-{values[-1]} by {steps.pop()}"
+    return ", ".join(map(str, values)) or "any"
 
 
 if __name__ == "__main__":

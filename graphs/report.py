@@ -176,12 +176,14 @@ def _bytes(n: float) -> str:
 def print_backends(rows: list[SupportRow], console: Console) -> None:
     """The support table, with what keeps a backend from this machine."""
     table = Table(title="attn-ops backends, in the order of preference", title_justify="left")
-    table.add_column(COLUMNS[0], style="bold")
+    for name, style in (("backend", "bold"), ("", ""), ("", "")):
+        table.add_column(name, style=style)
     for row in rows:
-        table.add_column(row.cells[0])
-    for i, name in enumerate(COLUMNS[1:], 1):
-        table.add_row(name, *(row.cells[i] for row in rows))
-    table.add_row("on this machine", *(row.unavailable or "available" for row in rows))
+        lines = [*zip(COLUMNS[1:], row.cells[1:], strict=True)]
+        lines.append(("on this machine", row.unavailable or "available"))
+        for i, (name, cell) in enumerate(lines):
+            table.add_row(row.cells[0] if i == 0 else "", name, cell)
+        table.add_section()
     console.print(table)
 
 

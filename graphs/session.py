@@ -4,7 +4,6 @@ add -> Scheduler.next_step -> StepTensors.fill, upload -> model, sampling -> Req
 """
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -13,21 +12,26 @@ from typing import Any, cast
 import torch
 from tqdm import tqdm
 
-from attn_ops import AttentionCGSupport, PagedKVCache, select_backend
+from attn_ops import (
+    AttentionMetadata,
+    CommonAttentionMetadata,
+    PagedKVCache,
+    select_backend,
+)
 from attn_ops.integrations.merged import check_merged
 from attn_ops.integrations.transformers import attention_specs, check_lengths, dynamic_batch
+from attn_ops.metadata import KVCacheLayoutType
 from fx_passes.backend import start_compile_workers
 from fx_passes.observe import Recorder, recorders, recording
 from graphs.admission import check_positive, checked_request, stop_list
 from graphs.batch import StepTensors
-from graphs.capture import DecodeGraphs
+from graphs.capture import CUDARecorder, DecodeGraphs, GraphRecorder
 from graphs.collector import paused_collector
 from graphs.counters import CompileCounters
 from graphs.modes import BatchDescriptor, CUDAGraphMode, checked_capture_sizes
 from graphs.sampling import sample
 from graphs.scheduler import Generation, Request, Scheduled, Scheduler, StepOutput
-
-logger = logging.getLogger(__name__)
+from graphs.step import ModelInputs, resolve_mode
 
 
 class DecodeSession:
@@ -45,6 +49,9 @@ class DecodeSession:
         max_tokens_per_step: token budget of a step; longer prompts are computed in chunks.
         capture_sizes: captured batch sizes; default `default_capture_sizes(max_batch_size)`.
         seed: of the random numbers that sampling draws.
+        kv_cache_dtype: auto, the model's; or fp8_e4m3, fp8_e5m2, scaled by the [1] float32 tensors
+            `k_scale` and `v_scale` that attention modules may have.
+        cache_layout: of `PagedKVCache`.
 
     Attributes:
         backend_selection: the backend, why, and the reasons against the others.
@@ -68,10 +75,12 @@ class DecodeSession:
         max_tokens_per_step: int = 2048,
         capture_sizes: Sequence[int] | None = None,
         seed: int = 0,
+        kv_cache_dtype: str = "auto",
+        cache_layout: KVCacheLayoutType | None = None,
     ) -> None:
         check_positive(max_batch_size=max_batch_size, max_tokens=max_tokens)
         check_positive(max_tokens_per_step=max_tokens_per_step, block_size=block_size)
-        mode = CUDAGraphMode.parse(cudagraph_mode)
+        self.graph_mode_asked = mode = CUDAGraphMode.parse(cudagraph_mode)
         self.model = model
         self.original: Any = getattr(model, "_orig_mod", model)
         self.vocab_size = self.original.config.get_text_config().vocab_size
@@ -79,7 +88,8 @@ class DecodeSession:
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         check_lengths(self.original, max_tokens)
         check_merged(self.original)
-        self.specs = attention_specs(self.original)
+        self.specs = attention_specs(self.original, kv_cache_dtype)
+        self.model_inputs = ModelInputs(self.original, kv_cache_dtype)
         self.backend_selection = select_backend(
             self.specs, block_size=block_size, device=self.device, backend=backend
         )
@@ -93,13 +103,13 @@ class DecodeSession:
             num_tokens=cache_tokens,
             block_size=block_size,
             device=self.device,
+            cache_layout=cache_layout,
         )
         self.max_blocks = tokens_per_request // block_size
         self.scheduler = Scheduler(self.cache, max_batch_size, max_tokens_per_step)
         self.capture_sizes = checked_capture_sizes(capture_sizes, max_batch_size)
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.graph_mode_asked = mode
-        self.graph_mode, self.graph_mode_why = self._resolve(mode)
+        self.graph_mode, self.graph_mode_why = resolve_mode(mode, chosen, self.device)
         self.graphs = self._decode_graphs() if self.graph_mode is not CUDAGraphMode.NONE else None
         self.compile_record = Recorder()
         self.counters = CompileCounters()
@@ -273,65 +283,43 @@ class DecodeSession:
             cache_tokens=self.cache.num_usable_tokens,
         )
 
-    def _resolve(self, mode: CUDAGraphMode) -> tuple[CUDAGraphMode, str]:
-        """The mode that can be had, and why; a lowered mode is logged with what would change it."""
-        if mode is CUDAGraphMode.NONE:
-            return mode, "asked for"
-        backend = self.backend_selection.backend
-        if self.device.type != "cuda":
-            why = f"the model is on {self.device.type}; CUDA graphs need a model on cuda"
-        elif backend.support.cudagraph is AttentionCGSupport.NEVER:
-            why = f"backend {backend.name} cannot be captured; choose another backend"
-        else:
-            return mode, "asked for"
-        logger.warning("cudagraph_mode %s asked for, NONE used: %s", mode.name, why)
-        return CUDAGraphMode.NONE, why
-
-    def _decode_graphs(self) -> DecodeGraphs:
+    def _decode_graphs(self, recorder: GraphRecorder | None = None) -> DecodeGraphs:
         return DecodeGraphs(
-            run_step=lambda tensors, key: self._run(
-                tensors,
-                max_query_len=1,
-                max_seq_len=self.max_tokens,
-                greedy=not key.sampling,
-                capture=True,
-            ),
+            run_step=self._run_captured,
             allocate=lambda num_reqs: StepTensors.allocate(
                 num_reqs, num_reqs, self.max_blocks, self.device
             ),
+            batch_of=lambda tensors: tensors.common(1, self.max_tokens, tensors.num_tokens),
+            builder=self.builder,
             inputs=lambda: self.cache.tensors,
-            generator=self.generator,
+            recorder=recorder or CUDARecorder(self.generator),
         )
 
-    def _run(
+    def _run_captured(
         self,
         tensors: StepTensors,
-        *,
-        max_query_len: int,
-        max_seq_len: int,
-        greedy: bool,
-        capture: bool = False,
+        key: BatchDescriptor,
+        common: CommonAttentionMetadata,
+        metadata: AttentionMetadata | None,
+    ) -> torch.Tensor:
+        if metadata is None:
+            metadata = self.builder.build_for_cudagraph_capture(common)
+        return self._forward(tensors, metadata, not key.sampling)
+
+    def _run(
+        self, tensors: StepTensors, *, max_query_len: int, max_seq_len: int, greedy: bool
     ) -> torch.Tensor:
         """One step on the device, metadata to sampling: next tokens [S] int64."""
         common = tensors.common(max_query_len, max_seq_len, tensors.num_tokens)
-        if capture:
-            metadata = self.builder.build_for_cudagraph_capture(common)
-        else:
-            metadata = self.builder.build(0, common)
+        return self._forward(tensors, self.builder.build(0, common), greedy)
+
+    def _forward(self, tensors: StepTensors, metadata: Any, greedy: bool) -> torch.Tensor:
         logits_SV = self._logits(tensors, metadata)
         return sample(logits_SV, tensors.device["temperature"], self.generator, greedy)
 
     def _logits(self, tensors: StepTensors, metadata: Any) -> torch.Tensor:
-        output = self.model(
-            input_ids=tensors.device["input_ids"],
-            position_ids=tensors.device["position_ids"],
-            use_cache=False,
-            attn_metadata=metadata,
-            kv_caches=self.cache.tensors,
-            slot_mapping=tensors.device["slot_mapping"],
-            logits_to_keep=tensors.device["logits_indices"],
-        )
-        return output.logits[0]
+        inputs = self.model_inputs(tensors.device, metadata, self.cache.tensors)
+        return self.model(**inputs).logits[0]
 
     def _replay(self, step: list[Scheduled], num_reqs: int) -> torch.Tensor:
         assert self.graphs is not None, "a step is replayed only while there are graphs"

@@ -199,7 +199,13 @@ def capture(run: Callable[[], object]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         run()
-    return graph.replay
+
+    def replay() -> None:
+        """Holds `run` too: what it refers to is memory that the graph reads."""
+        assert run is not None
+        graph.replay()
+
+    return replay
 
 
 def runner(backend: Backend, layers: Layers) -> Callable[[], object]:

@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from attn_ops.backends.measure import Shape
 
 _BUILT_IN = {
+    "AUTO": "attn_ops.backends.auto",
     "FLASH_ATTN": "attn_ops.backends.flash_attn",
     "TRITON": "attn_ops.backends.triton",
     "FLASHINFER": "attn_ops.backends.flashinfer",
+    "XFORMERS": "attn_ops.backends.xformers_backend",
+    "VARLEN": "attn_ops.backends.varlen",
+    "FLEX": "attn_ops.backends.flex",
     "TORCH": "attn_ops.backends.torch_backend",
 }
 """Name to the module that holds `BACKEND`, in order of preference; imported on first use."""

@@ -1,8 +1,12 @@
-"""TORCH: attention in plain PyTorch, on any device; the oracle for every other backend.
+"""TORCH: attention in plain PyTorch, on any device; its reference is every backend's oracle.
 
 | devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
 |---|---|---|---|---|---|---|
 | any | float64, float32, float16, bfloat16 | any | any | yes | yes | never: reads CPU mirrors |
+
+On a CPU `forward` and `varlen` go through `torch_sdpa`: `scaled_dot_product_attention` over buckets
+of requests. `attend_batch`, a loop over requests, computes float64, soft cap, sinks, the
+log-sum-exp and other devices. `reference_attention` never takes the fast path.
 
 T tokens, S requests, N query heads, K kv heads, G = N // K, H head size, P blocks, B block size,
 Q query rows of one request, C cached tokens of one request.
@@ -13,6 +17,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.backends import torch_sdpa
 from attn_ops.backends.base import AttentionOptions, Backend, Support
 from attn_ops.metadata import (
     KV_CACHE_DTYPES,
@@ -61,8 +66,8 @@ def attend_batch(
     out_TNH = torch.zeros(q.shape, dtype=compute_dtype, device=q.device)
     if options.lse is not None:
         options.lse.fill_(float("-inf"))
-    starts = _first_known(common.query_start_loc_cpu, common.query_start_loc)
-    for request, num_cached in enumerate(_first_known(common.seq_lens_cpu, common.seq_lens)):
+    starts, seq_lens = _lengths(common)
+    for request, num_cached in enumerate(seq_lens):
         begin, end = starts[request], starts[request + 1]
         if begin == end or num_cached == 0:
             continue
@@ -93,6 +98,14 @@ def cached(
     kv_2CKH = kv_2CKH.contiguous().view(fp8).to(compute_dtype)
     scales = (options.k_scale, options.v_scale)
     return torch.stack([x if s is None else x * s for x, s in zip(kv_2CKH, scales, strict=True)])
+
+
+def _lengths(common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
+    """query_start_loc and seq_lens, on the host."""
+    return (
+        _first_known(common.query_start_loc_cpu, common.query_start_loc),
+        _first_known(common.seq_lens_cpu, common.seq_lens),
+    )
 
 
 def _first_known(mirror: torch.Tensor | None, tensor: torch.Tensor) -> list[int]:
@@ -138,7 +151,10 @@ def _attend(
 def forward(
     q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
 ) -> torch.Tensor:
-    """The reference in float32, or in float64 for float64 inputs."""
+    """By `torch_sdpa` where it can; else the reference, in float64 for float64, else float32."""
+    if torch_sdpa.takes(q, options):
+        starts, seq_lens = _lengths(meta.common)
+        return torch_sdpa.forward(q, kv_cache, meta.common, options, starts, seq_lens)
     compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return attend_batch(q, kv_cache, meta.common, options, compute_dtype).to(q.dtype)
 
@@ -150,10 +166,12 @@ def varlen(
     meta: AttentionMetadata,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """The reference over this step's own keys, in float32, or in float64 for float64 inputs."""
+    """As `forward`, over this step's own keys."""
+    starts = _first_known(meta.common.query_start_loc_cpu, meta.common.query_start_loc)
+    if torch_sdpa.takes(q, options):
+        return torch_sdpa.varlen(q, k, v, meta.common.causal, options, starts)
     compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out_TNV = q.new_zeros(*q.shape[:2], v.shape[2])
-    starts = _first_known(meta.common.query_start_loc_cpu, meta.common.query_start_loc)
     for begin, end in itertools.pairwise(starts):
         if begin < end:
             q_QNH, k_CKH, v_CKV = (x[begin:end].to(compute_dtype) for x in (q, k, v))

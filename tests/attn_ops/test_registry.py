@@ -192,7 +192,7 @@ def test_unknown_names():
     ):
         with pytest.raises(
             ValueError,
-            match="backend must be a known name, got 'NONE'; supported: FLASH_ATTN, TRITON",
+            match="backend must be a known name, got 'NONE'; supported: AUTO, FLASH_ATTN, TRITON",
         ):
             call("NONE")
 
@@ -201,7 +201,7 @@ def test_taken_names():
     register_backend(NARROW)
     for backend in (NARROW, dataclasses.replace(NARROW, name="TORCH")):
         with pytest.raises(
-            ValueError, match=f"backend.name must be new, got {backend.name}; taken: FLASH_ATTN"
+            ValueError, match=f"backend.name must be new, got {backend.name}; taken: AUTO, FLASH_ATTN"
         ):
             register_backend(backend)
     assert get_backend("TORCH") is TORCH

@@ -203,7 +203,7 @@ def test_relations():
 
 
 def test_unknown_backends_are_refused():
-    with pytest.raises(ValueError, match="backend must be known, got 'NONE'; supported: FLASH"):
+    with pytest.raises(ValueError, match="backend must be known, got 'NONE'; supported: AUTO"):
         attention.chosen_backends(["NONE"], CPU)
     assert "TORCH" not in attention.chosen_backends([], torch.device("cuda"))
 

@@ -39,8 +39,8 @@ def test_more_tokens_than_positions_are_refused():
 
 def test_unknown_layer_types_are_refused():
     model = tiny()
-    model.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(ValueError, match="layer_types must be supported, got chunked_attention"):
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="layer_types must be supported, got linear_attention"):
         DecodeSession(model, max_batch_size=1, max_tokens=8)
 
 

@@ -1,7 +1,9 @@
 """Which requests of a batch each of FlashInfer's wrappers takes, and the arrays that it wants.
 
 Requests without tokens in the cache are the padding of a batch. No kernel sees them: what an empty
-request gives differs between FlashInfer's kernels, and their rows are zero whatever it is.
+request gives differs between FlashInfer's kernels, and their rows are zero whatever it is. In a
+captured batch, whose requests are a fixed number, they stand as requests without pages, whose rows
+the FA2 kernels write as zeros (`captured`).
 
 S requests, L requests with tokens, T rows, B block size.
 """
@@ -24,7 +26,7 @@ class Part:
 
     query_start_loc: torch.Tensor  # [L+1] first row of each request, from 0
     page_start_loc: torch.Tensor  # [L+1] first page of each request, from 0
-    last_page_len: torch.Tensor  # [L] tokens in the last page, 1 to B
+    last_page_len: torch.Tensor  # [L] tokens in the last page, 1 to B; of no use without pages
     seq_lens: torch.Tensor  # [L] tokens in the cache
     rows: slice  # of the rows that requests with tokens have
     pages: slice  # of `page_indices`
@@ -60,7 +62,7 @@ def divide(common: CommonAttentionMetadata, block_size: int) -> Division:
     first = int(np.searchsorted(ids, boundary))
 
     def part(begin: int, end: int) -> Part | None:
-        return _part(query[ids], seq_len[ids], row_ends, page_ends, block_size, begin, end)
+        return _part(seq_len[ids], row_ends, page_ends, block_size, begin, end)
 
     in_front = not ids.size or int(start[ids[-1] + 1]) == num_rows
     return Division(
@@ -72,11 +74,40 @@ def divide(common: CommonAttentionMetadata, block_size: int) -> Division:
     )
 
 
+def divide_captured(common: CommonAttentionMetadata, block_size: int) -> Part:
+    """A decode batch as one part of all its requests; those that are padding have no pages.
+
+    Raises:
+        ValueError: a mirror is not there, a request with tokens has another number of query rows
+            than one, or more tokens than its row of the block table has room for.
+    """
+    start, seq_len = (_mirror(common, name) for name in ("query_start_loc_cpu", "seq_lens_cpu"))
+    live, row = np.flatnonzero(seq_len > 0), np.arange(seq_len.size)
+    if (start[live] != live).any() or (start[live + 1] != live + 1).any():
+        raise ValueError(
+            "common must have one query row a request to be captured, "
+            f"got query_start_loc {start.tolist()}; supported: decode batches"
+        )
+    room = common.block_table_tensor.shape[1] * block_size
+    if seq_len.max(initial=0) > room:
+        raise ValueError(f"seq_lens must be at most {room}, got {seq_len.max()}")
+    page_ends = np.cumsum(-(-seq_len // block_size))
+    part = _part(seq_len, row + 1, page_ends, block_size, 0, row.size)
+    if part is None:
+        raise ValueError("common must have a request to be captured, got none")
+    return part
+
+
 def page_indices(common: CommonAttentionMetadata, num_pages: int, block_size: int) -> torch.Tensor:
     """[num_pages] int32, device: physical blocks of all requests, one request behind another.
 
     One kernel reads lengths and tables on the device: an index made on the host would be an upload
     of a word a page, and the driver waits for uploads of more than 64 KiB of pageable memory.
+
+    Args:
+        common: the batch.
+        num_pages: of all requests; those without tokens have none.
+        block_size: tokens a block holds.
     """
     from attn_ops.metadata.triton.pages import launch_page_indices
 
@@ -102,7 +133,6 @@ def _boundary(common: CommonAttentionMetadata, query: np.ndarray, live: np.ndarr
 
 
 def _part(
-    query: np.ndarray,
     seq_len: np.ndarray,
     row_ends: np.ndarray,
     page_ends: np.ndarray,

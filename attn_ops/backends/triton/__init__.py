@@ -18,6 +18,7 @@ T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 import functools
 import importlib
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -48,24 +49,66 @@ def forward(
     Raises:
         ValueError: the backend does not support the tensors, the window or the cap.
     """
-    _check(q, kv_cache, options)
+    asked = (
+        q.shape[1:], q.dtype, q.stride(2), kv_cache.shape, kv_cache.dtype, kv_cache.stride(4),
+        options.sliding_window, options.soft_cap, options.kv_cache_dtype,
+    )  # fmt: skip
+    if asked not in meta.supported:
+        _check(q, kv_cache, options)
+        meta.supported.add(asked)
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if meta.common.max_query_len <= 1:
-        from attn_ops.backends.triton.decode import decode_attention as attend
-    else:
-        from attn_ops.backends.triton.prefill import prefill_attention as attend
+    attend = _kernels()[meta.common.max_query_len > 1]
+    if q.device.type == "cpu" or q.get_device() == torch.cuda.current_device():
+        return attend(q, kv_cache, meta.common, options)
     with torch.cuda.device_of(q):  # Triton launches on the current device, not on its arguments'
         return attend(q, kv_cache, meta.common, options)
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """The launchers of single-token queries and of any; imports Triton."""
+    from attn_ops.backends.triton.decode import decode_attention
+    from attn_ops.backends.triton.prefill import prefill_attention
+
+    return decode_attention, prefill_attention
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """q [T, N, H], k and v [T, K, H] -> [T, N, H]: every request over its own rows.
+
+    Raises:
+        ValueError: as of `forward`.
+    """
+    _check_interpreter(q)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(2) != 1:
+            raise ValueError(f"stride of {name}'s last dimension must be 1, got {x.stride(2)}")
+    if q.shape[0] == 0:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    from attn_ops.backends.triton.prefill import varlen_attention
+
+    with torch.cuda.device_of(q):
+        return varlen_attention(q, k, v, meta.common, options)
+
+
+def _check_interpreter(q: torch.Tensor) -> None:
+    if q.device.type == "cpu" and not _interpreted():
+        raise ValueError(
+            "device must be cuda unless TRITON_INTERPRET=1 is set, got cpu; supported: cuda"
+        )
 
 
 def _check(q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions) -> None:
     """What this backend asks for beyond the shapes and devices that the operator has checked."""
     support, fp8 = BACKEND.support, options.kv_cache_dtype != "auto"
-    if q.device.type == "cpu" and not _interpreted():
-        raise ValueError(
-            "device must be cuda unless TRITON_INTERPRET=1 is set, got cpu; supported: cuda"
-        )
+    _check_interpreter(q)
     for name, value, supported in (
         ("dtype of q", q.dtype, support.dtypes),
         ("dtype of kv_cache", kv_cache.dtype, (torch.uint8 if fp8 else q.dtype,)),
@@ -132,4 +175,5 @@ BACKEND = Backend(
     builder=TritonMetadataBuilder,
     forward=forward,
     unavailable=_unavailable,
+    varlen=varlen,
 )

@@ -1,31 +1,35 @@
-"""Paged attention for any number of query rows per request: one kernel for a whole mixed batch.
+"""Attention for any number of query rows per request: one kernel for a whole mixed batch.
 
 A program owns BLOCK_Q query rows of one request and the query heads that share a kv head, stacked
 as the rows of its products, so that a key tile is read once for all of them. The grid comes from
-shapes alone; which request a program serves it finds in query_start_loc.
+shapes alone; which request a program serves it finds in query_start_loc. Batches of few rows cut
+the keys into ranges besides, one program each, as single-token decoding does.
 
-T tokens, S requests, N query heads, K kv heads, G = N // K, H head size padded to a power of two,
-B block size, C keys of a tile, M rows of a program (BLOCK_Q x HEADS, padded to a power of two).
+T rows, S requests, N query heads, K kv heads, G = N // K, H head size padded to a power of two,
+P blocks, B block size, C keys of a tile, M rows of a program (BLOCK_Q x HEADS, padded to a power
+of two), R ranges of keys.
 """
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 
 from attn_ops.backends.base import AttentionOptions
-from attn_ops.backends.triton.tiles import (
-    LN_2,
-    LOG2_E,
-    Tiles,
-    attend_tiles,
-    first_logits,
-    option_arguments,
-    readable,
-    widened,
+from attn_ops.backends.triton.prefill_keys import DENSE, PAGED, TMA, attend_keys
+from attn_ops.backends.triton.prefill_launch import (
+    Keys,
+    Launch,
+    choose_launch,
+    dense_keys,
+    gathered_keys,
+    paged_keys,
 )
+from attn_ops.backends.triton.prefill_parts import combine_rows
+from attn_ops.backends.triton.tiles import LN_2, LOG2_E, first_logits, option_arguments, widened
 from attn_ops.metadata import CommonAttentionMetadata
+
+CHANGES_SCORES = ("HAS_SOFT_CAP", "HAS_ALIBI", "HAS_K_SCALE")
+"""Flags of what stands between a product and its maximum, or may have any sign."""
 
 
 @triton.jit
@@ -50,28 +54,32 @@ def find_request(query_start_loc_ptr, program, num_reqs, BLOCK_Q: tl.constexpr):
 # would recompile. Strides of q and the cache are geometry, and their divisibility by 16 is what
 # makes loads 16 bytes wide.
 @triton.jit(
-    do_not_specialize=["stride_table", "num_reqs", "num_rows", "window"],
+    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "window"],
     do_not_specialize_on_alignment=[
-        "query_start_loc_ptr", "seq_lens_ptr", "table_ptr",
+        "query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "part_lse_ptr",
         "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "lse_ptr",
     ],
 )  # fmt: skip
 def prefill_kernel(
-    out_ptr,  # [T, N, HEAD_SIZE] contiguous
+    out_ptr,  # [T, N, HEAD_SIZE] contiguous; if SPLIT [T, N, R, HEAD_SIZE] float32
+    part_lse_ptr,  # [T, N, R] float32 contiguous, base 2, if SPLIT
     q_ptr,  # [T, N, HEAD_SIZE]
-    kv_ptr,  # [P, 2, B, K, HEAD_SIZE], in q's dtype or FP8
+    k_source,  # PAGED [P, B, K, HEAD_SIZE] in q's dtype or FP8, DENSE [T, K, HEAD_SIZE]; or TMA
+    v_source,
     query_start_loc_ptr,  # [S + 1] int32
     seq_lens_ptr,  # [S] int32
-    table_ptr,  # [S, max blocks] int32
+    table_ptr,  # [S, max blocks] int32, if PAGED
     stride_q_row,
     stride_q_head,
     stride_block,
-    stride_kv,
-    stride_token,
-    stride_kv_head,
-    stride_table,
+    stride_k_token,
+    stride_v_token,
+    stride_k_head,  # TMA: rows of a kv head
+    stride_v_head,
+    stride_table,  # TMA: rows of a request
     num_reqs,
     num_rows,  # T
+    num_splits,  # R
     score_scale,
     soft_cap,
     window,
@@ -97,14 +105,27 @@ def prefill_kernel(
     HAS_V_SCALE: tl.constexpr,
     HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,  # q in float32
+    KEYS: tl.constexpr,  # PAGED, DENSE or TMA
+    AHEAD: tl.constexpr,
+    FUSED: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,  # order of programs: all heads of some rows before other rows
+    SPLIT: tl.constexpr,
 ):
-    """Grid (T // BLOCK_Q + S + 1, K * ceil(G / HEADS))."""
+    """Grid ((T // BLOCK_Q + S + 1) * K * ceil(G / HEADS), R)."""
     RIGHT: tl.constexpr = HAS_WINDOW and not CAUSAL
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most keys: they start first
-    kv_head = tl.program_id(1) // HEAD_TILES
-    head_tile = tl.program_id(1) % HEAD_TILES
+    NUM_HEAD_TILES: tl.constexpr = NUM_HEADS // GROUP * HEAD_TILES
+    num_row_tiles = tl.num_programs(0) // NUM_HEAD_TILES
+    if HEADS_FIRST:
+        head_program = tl.program_id(0) % NUM_HEAD_TILES
+        row_program = tl.program_id(0) // NUM_HEAD_TILES
+    else:
+        head_program = tl.program_id(0) // num_row_tiles
+        row_program = tl.program_id(0) % num_row_tiles
+    program = num_row_tiles - 1 - row_program  # late rows see most keys: they start first
+    kv_head = head_program // HEAD_TILES
+    head_tile = head_program % HEAD_TILES
 
     # Rows behind the last request are request S, whose sequence is empty: they come out
     # zero like any empty one.
@@ -113,6 +134,8 @@ def prefill_kernel(
     row_end = tl.load(query_start_loc_ptr + request + 1, mask=request < num_reqs, other=num_rows)
     seq_len = tl.load(seq_lens_ptr + request, mask=request < num_reqs, other=0)
     query_len = row_end - row_begin
+    if KEYS == DENSE:
+        seq_len = tl.minimum(seq_len, query_len)
     first = (program - row_begin // BLOCK_Q - request) * BLOCK_Q
     if first >= query_len:
         return
@@ -160,56 +183,60 @@ def prefill_kernel(
             all_end = tl.maximum(all_end, 0) // TILE * TILE
         all_begin = tl.minimum(all_begin, all_end)
 
-    k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
-    v_ptr = k_ptr + stride_kv
-    table_ptr += request.to(tl.int64) * stride_table
+    split = tl.program_id(1)
+    if SPLIT:  # this program's range of keys cuts off what lies outside of it
+        split_len = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), num_splits), TILE) * TILE
+        begin += split * split_len
+        end = tl.minimum(begin + split_len, end)
+        all_begin = tl.minimum(tl.maximum(all_begin, begin), tl.maximum(end, begin))
+        all_end = tl.maximum(tl.minimum(all_end, end), all_begin)
+
+    first_row = 0
+    if KEYS == TMA:
+        first_row = kv_head * stride_k_head + request * stride_table
+    else:
+        k_source += kv_head.to(tl.int64) * stride_k_head
+        v_source += kv_head.to(tl.int64) * stride_v_head
+    if KEYS == DENSE:
+        k_source += row_begin.to(tl.int64) * stride_k_token
+        v_source += row_begin.to(tl.int64) * stride_v_token
+    if KEYS == PAGED:
+        table_ptr += request.to(tl.int64) * stride_table
     acc_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
-    max_M, sum_M = first_logits(sinks_ptr, head_M, owned_M & (seq_len > 0), BLOCK_M, HAS_SINKS)
+    # The first range counts the sink. It holds a key, if the request does.
+    counted_M = owned_M & (split == 0) & (seq_len > 0)
+    max_M, sum_M = first_logits(sinks_ptr, head_M, counted_M, BLOCK_M, HAS_SINKS)
     if HAS_WINDOW:
-        acc_MH, max_M, sum_M = attend_tiles(
-            acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_ptr, v_ptr, table_ptr, seq_len,
-            begin, all_begin, stride_block, stride_token, score_scale, soft_cap, window,
-            HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
-            CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, MASKED=True,
+        acc_MH, max_M, sum_M = attend_keys(
+            acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_source, v_source, table_ptr,
+            first_row, seq_len, begin, all_begin, stride_block, stride_k_token, stride_v_token,
+            score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
+            AHEAD, CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, FUSED, MASKED=True,
         )  # fmt: skip
-    acc_MH, max_M, sum_M = attend_tiles(
-        acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_ptr, v_ptr, table_ptr, seq_len,
-        all_begin, all_end, stride_block, stride_token, score_scale, soft_cap, window,
-        HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
-        CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, MASKED=False,
+    acc_MH, max_M, sum_M = attend_keys(
+        acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_source, v_source, table_ptr,
+        first_row, seq_len, all_begin, all_end, stride_block, stride_k_token, stride_v_token,
+        score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
+        AHEAD, CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, FUSED, MASKED=False,
     )  # fmt: skip
-    acc_MH, max_M, sum_M = attend_tiles(
-        acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_ptr, v_ptr, table_ptr, seq_len,
-        all_end, end, stride_block, stride_token, score_scale, soft_cap, window,
-        HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE,
-        CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, MASKED=True,
+    acc_MH, max_M, sum_M = attend_keys(
+        acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_source, v_source, table_ptr,
+        first_row, seq_len, all_end, end, stride_block, stride_k_token, stride_v_token,
+        score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
+        AHEAD, CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, FUSED, MASKED=True,
     )  # fmt: skip
     total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
     out_MH = acc_MH / total_M[:, None]
     if HAS_V_SCALE:
         out_MH *= tl.load(v_scale_ptr)
-    if HAS_LSE:
-        lse_M = (max_M + tl.log2(total_M)) * LN_2
-        tl.store(lse_ptr + row_M * NUM_HEADS + head_M, lse_M, mask=owned_M)
-    out_ptr_MH = out_ptr + ((row_M * NUM_HEADS + head_M) * HEAD_SIZE)[:, None] + h_H[None, :]
+    out_row_M = row_M * NUM_HEADS + head_M
+    if SPLIT:
+        out_row_M = out_row_M * num_splits + split
+        tl.store(part_lse_ptr + out_row_M, max_M + tl.log2(total_M), mask=owned_M)
+    elif HAS_LSE:
+        tl.store(lse_ptr + out_row_M, (max_M + tl.log2(total_M)) * LN_2, mask=owned_M)
+    out_ptr_MH = out_ptr + (out_row_M * HEAD_SIZE)[:, None] + h_H[None, :]
     tl.store(out_ptr_MH, out_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
-
-
-def prefill_tiles(padded_head_size: int, dtype: torch.dtype, shared_bytes: int) -> Tiles:
-    """Largest that the compiler keeps in registers on Hopper; the fastest is not measured."""
-    if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
-        return Tiles(32, 32, 4, 1) if padded_head_size <= 64 else Tiles(32, 16, 8, 1)
-    if padded_head_size <= 128:
-        return Tiles(128, 64, 8, 3)
-    return Tiles(128 if shared_bytes >= 132 * 1024 else 64, 32, 8, 3)
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take on `device`; 0 for the interpreter."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def prefill_attention(
@@ -217,45 +244,95 @@ def prefill_attention(
     kv_cache: torch.Tensor,
     common: CommonAttentionMetadata,
     options: AttentionOptions,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
 
-    Of the batch's ints only max_query_len is read.
+    Of the batch's ints max_query_len and max_seq_len are read; both are upper bounds, on which
+    speed depends, and the result does not. `launch` overrides the choice.
     """
-    (num_rows, num_heads, head_size), (_, _, block_size, num_kv_heads, _) = q.shape, kv_cache.shape
-    group, padded_head_size = num_heads // num_kv_heads, triton.next_power_of_2(head_size)
-    tiles = prefill_tiles(padded_head_size, q.dtype, shared_memory(q.device))
-    block_m = min(tiles.rows, max(16, triton.next_power_of_2(common.max_query_len * group)))
-    heads = min(group, block_m)
+    launch = launch or choose_launch(q, kv_cache, common)
+    if launch.gather:
+        keys = gathered_keys(kv_cache, common, options, q.dtype, launch.keys)
+    else:
+        keys = paged_keys(kv_cache, common, options)
+    return _attend(q, keys, common, options, launch)
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    common: CommonAttentionMetadata,
+    options: AttentionOptions,
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """Without a cache: q [T, N, H], k and v [T, K, H] -> [T, N, H] contiguous.
+
+    A request's keys are its rows of k, as query_start_loc says; rows behind the last request are
+    not read. Strides are free but for contiguous heads. Writes `options.lse`.
+    """
+    launch = launch or choose_launch(q, k, common)._replace(gather=False)
+    return _attend(q, dense_keys(k, v), common, options, launch)
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: Keys,
+    common: CommonAttentionMetadata,
+    options: AttentionOptions,
+    launch: Launch,
+) -> torch.Tensor:
+    """Launch the kernel, and the one that combines if keys are split."""
+    num_rows, num_heads, head_size = q.shape
+    group = num_heads // keys.num_kv_heads
+    block_m, heads = launch.fitted(group, common.max_query_len)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    part, part_lse = _parts(out, launch.num_splits)
     arguments, flags = option_arguments(options, unused=out)
+    num_head_tiles = keys.num_kv_heads * triton.cdiv(group, heads)
     num_row_tiles = num_rows // (block_m // heads) + common.num_reqs + 1
-    grid = (num_row_tiles, num_kv_heads * triton.cdiv(group, heads))
-    prefill_kernel[grid](
-        out,
+    prefill_kernel[(num_row_tiles * num_head_tiles, launch.num_splits)](
+        part,
+        part_lse,
         q,
-        readable(kv_cache, options),
+        keys.k,
+        keys.v,
         common.query_start_loc,
         common.seq_lens,
-        common.block_table_tensor,
+        keys.table,
         *q.stride()[:2],
-        *kv_cache.stride()[:4],
-        common.block_table_tensor.stride(0),
+        *keys.strides,
         common.num_reqs,
         num_rows,
+        launch.num_splits,
         *arguments,
         NUM_HEADS=num_heads,
         GROUP=group,
         HEADS=heads,
         HEAD_SIZE=head_size,
-        PADDED_HEAD_SIZE=padded_head_size,
-        BLOCK_SIZE=block_size,
+        PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
+        BLOCK_SIZE=keys.block_size,
         BLOCK_M=block_m,
-        TILE=tiles.keys,
+        TILE=launch.keys,
         CAUSAL=common.causal,
         WIDEN=widened(q.dtype),
-        num_warps=tiles.num_warps if block_m == tiles.rows else 4,
-        num_stages=tiles.num_stages,
+        KEYS=keys.kind,
+        FUSED=options.scale > 0 and not any(flags[name] for name in CHANGES_SCORES),
+        SPLIT=launch.num_splits > 1,
+        **launch.constants(block_m),
         **flags,
     )
+    if launch.num_splits > 1:
+        combine_rows(out, part, part_lse, options.lse)
     return out
+
+
+def _parts(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """part [T, N, R, H] and part_lse [T, N, R], float32; stand-ins if there is but one range."""
+    if num_splits == 1:
+        return out, out
+    num_rows, num_heads, head_size = out.shape
+    shape = (num_rows, num_heads, num_splits)
+    part = torch.empty(*shape, head_size, dtype=torch.float32, device=out.device)
+    return part, torch.empty(shape, dtype=torch.float32, device=out.device)

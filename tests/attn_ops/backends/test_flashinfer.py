@@ -1,164 +1,41 @@
 """FLASHINFER's own part on a CPU: who goes to which wrapper, page arrays, padding, who owns a plan.
 
-FlashInfer is replaced by `Paged`, which computes attention in float64 from nothing but what it was
-planned with, by FlashInfer's documented meaning of it. tests/gpu/test_flashinfer.py runs kernels.
+FlashInfer is replaced by `flashinfer_fake`. tests/gpu/test_flashinfer.py runs kernels.
 """
 
 import dataclasses
 import gc
 import importlib.metadata
-import math
-import sys
-import types
 
 import numpy as np
 import pytest
 import torch
+from flashinfer_fake import BLOCK, Event, Paged, builder_of, install, make
 
-from attn_ops import (
-    AttentionSpec,
-    CommonAttentionMetadata,
-    attention,
-    attention_with_lse,
-    get_backend,
-)
+from attn_ops import AttentionSpec, attention, attention_with_lse
 from attn_ops.backends import flashinfer as backend_module
 from attn_ops.backends.flashinfer.parts import divide
 from attn_ops.backends.flashinfer.wrappers import split_bytes
 from attn_ops.backends.torch_backend import reference_attention
-
-REAL = get_backend("FLASHINFER")
-BACKEND = dataclasses.replace(
-    REAL,
-    support=dataclasses.replace(REAL.support, devices=("cpu",), dtypes=(torch.float32,), lse=True),
-    unavailable=lambda: None,
-)
-BLOCK = 16
-
-
-class Event:
-    """A copy that is under way until `Event.done`."""
-
-    done = True
-
-    def record(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return Event.done
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Paged:
-    """Both wrappers. `made` counts them, `planned` holds the batch size of every plan."""
-
-    made: list["Paged"]
-    planned: list[tuple[str, int]]
-
-    def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool | None = None):
-        assert layout == "NHD"
-        assert workspace.dtype == torch.uint8
-        self.kind = {None: "prefill", False: "decode", True: "tensor cores"}[use_tensor_cores]
-        Paged.made.append(self)
-
-    def plan(self, **given) -> None:
-        prefix = "paged_kv_" if self.kind == "prefill" else ""
-        self.indptr, self.last = given[prefix + "indptr"], given[prefix + "last_page_len"]
-        self.indices = given[prefix + "indices"].clone()
-        self.given = given
-        size = len(self.last)
-        self.rows = given.get("qo_indptr", torch.arange(size + 1))
-        for host in (self.indptr, self.last, given["seq_lens"]):
-            assert host.dtype == torch.int32
-            assert host.device.type == "cpu"
-        lens = (self.indptr.diff() - 1) * given["page_size"] + self.last
-        assert lens.tolist() == given["seq_lens"].tolist(), "no request is empty"
-        assert self.indptr[-1] == len(self.indices)
-        assert self.last.min() >= 1
-        assert self.last.max() <= given["page_size"]
-        assert int(self.rows[-1]) > 0
-        if self.kind == "prefill":
-            assert given["max_token_per_sequence"] == self.rows.diff().max()
-        Paged.planned.append((self.kind, size))
-
-    def run(self, q, kv_cache, *, q_scale, out, lse, return_lse) -> None:
-        assert q.shape == out.shape
-        assert len(q) == self.rows[-1]
-        assert out.is_contiguous()
-        assert return_lse == (lse is not None)
-        for i in range(len(self.last)):
-            begin, end = self.rows[i], self.rows[i + 1]
-            pages = self.indices[self.indptr[i] : self.indptr[i + 1]].long()
-            kv = kv_cache[pages].transpose(0, 1).flatten(1, 2)[:, : self.given["seq_lens"][i]]
-            group = q.shape[1] // kv.shape[2]
-            k, v = kv.double().repeat_interleave(group, dim=2)
-            scores = torch.einsum("qnh,cnh->nqc", q[begin:end].double(), k)
-            scores *= self.given["sm_scale"] * q_scale
-            if cap := self.given["logits_soft_cap"]:
-                scores = cap * torch.tanh(scores / cap)
-            key, query = torch.arange(len(k)), torch.arange(len(k) - (end - begin), len(k))[:, None]
-            hidden = key > query
-            if (left := self.given["window_left"]) >= 0:
-                hidden |= key < query - left
-            scores = scores.masked_fill(hidden, -math.inf)
-            out[begin:end] = torch.einsum("nqc,cnh->qnh", scores.softmax(-1), v).to(out.dtype)
-            if lse is not None:
-                lse[begin:end] = (scores.logsumexp(-1).T / math.log(2)).float()
+from attn_ops.metadata import KV_CACHE_DTYPES
 
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch):
-    module = types.ModuleType("flashinfer")
-    module.BatchDecodeWithPagedKVCacheWrapper = Paged
-    module.BatchPrefillWithPagedKVCacheWrapper = Paged
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    properties = types.SimpleNamespace(multi_processor_count=2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(Paged, "made", [], raising=False)
-    monkeypatch.setattr(Paged, "planned", [], raising=False)
-    monkeypatch.setattr(Event, "done", True)
-
-
-def builder_of(spec):
-    return BACKEND.builder(BACKEND, [spec], BLOCK, "cpu", workspace_bytes=16)
-
-
-def make(query, seq, spec, pad=0, builder=None):
-    """q, a poisoned cache of shuffled blocks, metadata."""
-    width = max(1, -(-max(seq, default=1) // BLOCK))
-    table = (torch.randperm(len(seq) * width) + 1).view(len(seq), width).int()
-    heads, size = spec.num_kv_heads, spec.head_size
-    cache = torch.full((table.numel() + 1, 2, BLOCK, heads, size), float("nan"))
-    for blocks, n in zip(table, seq, strict=True):
-        for b in range(-(-n // BLOCK)):
-            m = min(BLOCK, n - b * BLOCK)
-            cache[blocks[b], :, :m] = torch.randn(2, m, heads, size)
-    common = CommonAttentionMetadata.from_lengths(
-        query, [max(q, n) for q, n in zip(query, seq, strict=True)], table, BLOCK,
-        num_padded_tokens=sum(query) + pad,
-    )  # fmt: skip
-    common.seq_lens.copy_(torch.tensor(seq, dtype=torch.int32))
-    common = common.replace(
-        seq_lens_cpu=torch.tensor(seq, dtype=torch.int32), num_actual_tokens=sum(query) + pad
-    )
-    q = torch.randn(sum(query) + pad, spec.num_heads, size)
-    return q, cache, (builder or builder_of(spec)).build(0, common)
+    install(monkeypatch)
 
 
 SPEC = AttentionSpec(8, 2, 64, torch.float32)
 BATCHES = {
-    "decodes": ([1, 1, 1], [1, 17, 40], [("tensor cores", 3)]),
-    "mixed": ([1, 1, 5, 40], [5, 33, 5, 64], [("tensor cores", 2), ("prefill", 2)]),
+    "decodes": ([1, 1, 1], [1, 17, 40], [("decode", 3)]),
+    "mixed": ([1, 1, 5, 40], [5, 33, 5, 64], [("decode", 2), ("prefill", 2)]),
     "prefills": ([2, 20], [2, 50], [("prefill", 2)]),
-    "a decode behind": ([1, 5, 1], [9, 5, 30], [("tensor cores", 1), ("prefill", 2)]),
+    "a decode behind": ([1, 5, 1], [9, 5, 30], [("decode", 1), ("prefill", 2)]),
     "a prefill in front": ([5, 1, 1], [9, 5, 30], [("prefill", 3)]),
-    "no query, no tokens": ([1, 0, 1, 7], [5, 0, 20, 7], [("tensor cores", 2), ("prefill", 1)]),
-    "no query among decodes": ([1, 0, 1], [5, 18, 20], [("tensor cores", 1), ("prefill", 2)]),
-    "padding requests behind": ([1, 1, 1, 1], [5, 33, 0, 0], [("tensor cores", 2)]),
-    "padding request between": ([1, 1, 1, 3], [5, 0, 33, 4], [("tensor cores", 2), ("prefill", 1)]),
+    "no query, no tokens": ([1, 0, 1, 7], [5, 0, 20, 7], [("decode", 2), ("prefill", 1)]),
+    "no query among decodes": ([1, 0, 1], [5, 18, 20], [("decode", 1), ("prefill", 2)]),
+    "padding requests behind": ([1, 1, 1, 1], [5, 33, 0, 0], [("decode", 2)]),
+    "padding request between": ([1, 1, 1, 3], [5, 0, 33, 4], [("decode", 2), ("prefill", 1)]),
     "padding prefill in front": ([3, 1, 4], [0, 9, 20], [("prefill", 2)]),
     "padding alone": ([1, 1], [0, 0], []),
     "no query at all": ([0, 0], [5, 20], []),
@@ -189,12 +66,92 @@ def test_layers_of_one_geometry_may_differ_in_scale():
         torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kind"), [((8, 8), "decode"), ((6, 2), "decode"), ((8, 2), "tensor cores")]
-)
-def test_tensor_cores_from_four_heads_a_group(heads, kind):
+@pytest.mark.parametrize(("query", "own_output"), [([1, 1], False), ([2, 6], True)])
+def test_a_batch_for_one_wrapper_is_one_call(monkeypatch, query, own_output):
+    """Of the library, with q and the cache as they are: views cost as much host time as its run."""
+    q, cache, meta = make(query, [20, 30], SPEC)
+    calls, run = [], Paged.run
+
+    def spy(self, q, kv_cache, **keywords):
+        calls.append((q, kv_cache, keywords.pop("out") is not None, keywords))
+        return run(self, q, kv_cache, **keywords)
+
+    monkeypatch.setattr(Paged, "run", spy)
+    out = attention(q, cache, meta, 0.3)
+    ((asked, stored, has_output, keywords),) = calls
+    assert asked.data_ptr() == q.data_ptr()
+    assert stored.data_ptr() == cache.data_ptr()
+    assert has_output == own_output, "a prefill wrapper would clear one of its own"
+    assert keywords == {"q_scale": 0.3}
+    want = reference_attention(q, cache, meta.common, 0.3)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_several_geometries_keep_their_plans():
+    """A plan is found anew by shapes and options only, the second time."""
+    specs = [dataclasses.replace(SPEC, soft_cap=cap) for cap in (None, 5.0, 1.0)]
+    q, cache, meta = make([1, 1], [20, 30], SPEC, builder=builder_of(*specs))
+    for _ in range(2):
+        for spec in specs:
+            out = attention(q, cache, meta, 0.3, soft_cap=spec.soft_cap)
+            want = reference_attention(q, cache, meta.common, 0.3, soft_cap=spec.soft_cap)
+            torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="layer must have been planned by the builder"):
+        attention(q, cache, meta, 0.3, soft_cap=2.0)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (6, 2), (8, 2)])
+def test_groups_of_any_size_decode_on_tensor_cores(heads):
     make([1], [20], AttentionSpec(*heads, 64, torch.float32))
-    assert Paged.planned == [(kind, 1)]
+    assert Paged.planned == [("decode", 1)]
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("scales", [{}, {"k_scale": 0.3, "v_scale": 1.7}, {"v_scale": 2.0}])
+def test_fp8_caches(dtype, scales):
+    """Scales stay on the device: one goes into q, one into the output."""
+    spec = dataclasses.replace(SPEC, kv_cache_dtype=dtype)
+    q, cache, meta = make([1, 6], [20, 30], spec, pad=2)
+    assert Paged.planned == [("decode", 1), ("fa2", 1)]
+    cache = cache.to(KV_CACHE_DTYPES[dtype]).view(torch.uint8)
+    options = {name: torch.tensor([scale]) for name, scale in scales.items()}
+    options["kv_cache_dtype"] = dtype
+    out, lse = attention_with_lse(q, cache, meta, 0.3, **options)
+    want_lse = torch.empty(q.shape[:2], dtype=torch.float64)
+    want = reference_attention(q, cache, meta.common, 0.3, lse=want_lse, **options)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_scales_are_for_fp8_caches_only():
+    q, cache, meta = make([1, 6], [20, 30], SPEC)
+    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([3.0])}
+    assert torch.equal(attention(q, cache, meta, 0.3, **scales), attention(q, cache, meta, 0.3))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_plans_are_as_causal_as_the_batch(causal):
+    """Whatever the spec says that the builder was given: cross-attention, a shared prefix."""
+    _, _, meta = make([1, 6], [20, 30], SPEC)
+    common = meta.common.replace(causal=False)
+    spec = dataclasses.replace(SPEC, causal=causal)
+    q, cache, _ = make([1, 6], [20, 30], SPEC)
+    meta = builder_of(spec).build(0, common)
+    want = reference_attention(q, cache.nan_to_num(0.5), common, 0.3)
+    out = attention(q, cache.nan_to_num(0.5), meta, 0.3)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_without_causality_is_refused():
+    with pytest.raises(ValueError, match="sliding_window must be None without causal, got 5"):
+        builder_of(dataclasses.replace(SPEC, causal=False, sliding_window=5))
+
+
+def test_a_cache_with_heads_before_tokens():
+    q, cache, meta = make([1, 6], [20, 30], SPEC)
+    other = cache.transpose(2, 3).contiguous().transpose(2, 3)
+    assert other.stride(3) > other.stride(2)
+    assert torch.equal(attention(q, other, meta, 0.3), attention(q, cache, meta, 0.3))
 
 
 @pytest.mark.parametrize("offset", [0, 1])

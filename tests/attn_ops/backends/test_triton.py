@@ -220,9 +220,13 @@ def test_number_of_splits():
     from attn_ops.backends.triton.decode import MAX_SPLITS, choose_num_splits
 
     assert choose_num_splits(num_programs=8, max_keys=100_000, multiprocessors=132) == MAX_SPLITS
-    assert choose_num_splits(num_programs=8, max_keys=100, multiprocessors=132) == 1
-    assert choose_num_splits(num_programs=8, max_keys=1024, multiprocessors=132) == 8
+    assert choose_num_splits(num_programs=8, max_keys=32, multiprocessors=132) == 1
+    assert choose_num_splits(num_programs=8, max_keys=1024, multiprocessors=132) == 32
+    assert choose_num_splits(num_programs=64, max_keys=4096, multiprocessors=132) == 8
     assert choose_num_splits(num_programs=10_000, max_keys=8192, multiprocessors=132) == 1
+    # FP8: more programs, but only of long ranges.
+    assert choose_num_splits(512, 8192, 132, long_programs_per_sm=16) == 4
+    assert choose_num_splits(64, 4096, 132, long_programs_per_sm=16) == 8
     assert choose_num_splits(num_programs=0, max_keys=0, multiprocessors=132) == 1
 
 

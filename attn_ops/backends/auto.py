@@ -1,0 +1,114 @@
+"""AUTO: the fastest of two backends for each batch, on GPUs where both were measured.
+
+| batch | backend |
+|---|---|
+| single-token queries | TRITON |
+| any other | FLASH_ATTN |
+| any, with an FP8 cache | TRITON: FA3 would round q to FP8 as well |
+
+On Hopper GPUs alone (sm_90), where FA3 runs: there TRITON's decode takes from 0.6 to 1.0 of FA3's
+time, and FA3's prefill 0.6 to 0.8 of TRITON's (docs/performance.md). AUTO supports what both do. A
+batch's metadata names the backend that was chosen for it, so `meta.backend` is never AUTO.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from attn_ops.backends.base import AttentionOptions, Backend, Support
+from attn_ops.metadata import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    CommonAttentionMetadata,
+)
+
+DECODE, OTHER = "TRITON", "FLASH_ATTN"
+
+
+def choose(specs: tuple[AttentionSpec, ...], max_query_len: int) -> str:
+    """Name of the backend for a batch, from what a captured graph may freeze."""
+    plain = all(spec.kv_cache_dtype == "auto" for spec in specs)
+    return OTHER if plain and max_query_len > 1 else DECODE
+
+
+def _part(name: str) -> Backend:
+    from attn_ops.backends.registry import get_backend
+
+    return get_backend(name)
+
+
+class AutoMetadataBuilder(AttentionMetadataBuilder):
+    """A builder of each backend; every batch goes to one of them."""
+
+    cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        _, *rest = arguments
+        used = {choose(self.specs, 1), choose(self.specs, 2)}
+        self._builders = {
+            name: _part(name).builder(_part(name), *rest, **keywords) for name in sorted(used)
+        }
+
+    def _builder(self, common: CommonAttentionMetadata) -> AttentionMetadataBuilder:
+        return self._builders[choose(self.specs, common.max_query_len)]
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> AttentionMetadata:
+        builder = self._builder(common_attn_metadata)
+        return builder.build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> AttentionMetadata:
+        return self._builder(common_attn_metadata).build_for_cudagraph_capture(common_attn_metadata)
+
+
+def forward(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+) -> torch.Tensor:
+    """Of the backend that the metadata names."""
+    assert meta.backend.name != "AUTO", "AUTO's builder makes metadata of other backends"
+    return meta.backend.forward(q, kv_cache, meta, options)
+
+
+@functools.cache
+def unavailable() -> str | None:
+    for name in (DECODE, OTHER):
+        reason = _part(name).unavailable()
+        if reason is not None:
+            return f"{name}: {reason}"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return "the GPU must be sm_90, where both backends were measured"
+    return None
+
+
+def both(a: Support, b: Support) -> Support:
+    """What two backends can do."""
+    merged: dict[str, Any] = {}
+    for field in dataclasses.fields(Support):
+        mine, other = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(mine, tuple):
+            merged[field.name] = tuple(x for x in mine if x in other)
+        elif isinstance(mine, AttentionCGSupport):
+            merged[field.name] = min(mine, other, key=lambda level: level.value)
+        else:
+            merged[field.name] = mine and other
+    return Support(**merged)
+
+
+BACKEND = Backend(
+    name="AUTO",
+    support=both(_part(OTHER).support, _part(DECODE).support),
+    builder=AutoMetadataBuilder,
+    forward=forward,
+    unavailable=unavailable,
+)

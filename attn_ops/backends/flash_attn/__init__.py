@@ -1,0 +1,282 @@
+"""FLASH_ATTN: FlashAttention over the paged cache, by the first library found of `LIBRARIES`.
+
+| devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
+|---|---|---|---|---|---|---|
+| cuda, sm_80+ | float16, bfloat16 | 64, 96, 128, 192, 256 | 16, 32, 64 | yes | yes | always |
+
+With vLLM's builds also sinks, which FA3 reads as bfloat16, non-causal batches and the log-sum-exp,
+and with their FA3 caches in E4M3; without a cache (`varlen`) the upstream libraries too.
+
+Blocks of 128 and 256 tokens are left out: FA3 loads them whole, and a NaN behind a request's last
+token comes out (vllm 0.24's FA3 on an H200, 2026-11-20, tests/gpu/test_backends.py).
+
+FA3 multiplies FP8 by FP8: over an E4M3 cache q is rounded to E4M3, with one scale for the batch
+(`triton.quantize`), and the kernel rounds the softmax's weights too. Its output is bfloat16.
+
+On sm_90 the kernels are FA3, whose tile scheduler needs a plan: it is computed once per step
+and layer geometry by `get_scheduler_metadata`, on the device, so that a captured step
+computes it anew at every replay.
+
+T tokens, S requests, N query heads, K kv heads, H head size, V head size of values, P blocks,
+B block size.
+"""
+
+import dataclasses
+import math
+from typing import Any, cast
+
+import torch
+
+from attn_ops.backends.base import AttentionOptions, Backend, Support
+from attn_ops.backends.flash_attn.library import (
+    LIBRARIES,
+    check_fp8,
+    fa_version,
+    find_library,
+    found_library,
+    reason_against_fp8,
+    unavailable,
+    upstream_forward,
+    upstream_varlen,
+    varlen_function,
+    window_sizes,
+)
+from attn_ops.metadata import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    CommonAttentionMetadata,
+)
+
+__all__ = ["BACKEND", "LIBRARIES", "fa_version", "find_library", "unavailable"]
+
+
+class FlashAttentionMetadataBuilder(AttentionMetadataBuilder):
+    """Plans FA3's tile scheduler: [num_scheduler_words] int32 per geometry.
+
+    None where the kernels plan themselves.
+    """
+
+    cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        if spec.kv_cache_dtype != "auto":
+            check_fp8()
+        if fa_version() != 3 or common.num_reqs == 0:
+            return None
+        return found_library()[1].get_scheduler_metadata(
+            batch_size=common.num_reqs,
+            max_seqlen_q=common.max_query_len,
+            max_seqlen_k=common.max_seq_len,
+            num_heads_q=spec.num_heads,
+            num_heads_kv=spec.num_kv_heads,
+            headdim=spec.head_size,
+            cache_seqlens=common.seq_lens,
+            qkv_dtype=spec.dtype if spec.kv_cache_dtype == "auto" else torch.float8_e4m3fn,
+            cu_seqlens_q=common.query_start_loc,
+            page_size=self.block_size,
+            causal=common.causal,
+            window_size=window_sizes(spec.sliding_window, common.causal),
+            has_softcap=spec.soft_cap is not None,
+        )
+
+
+def forward(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H].
+
+    Raises:
+        ValueError: the library has no kernels for the options.
+    """
+    common, fp8 = meta.common, options.kv_cache_dtype != "auto"
+    rows = common.num_actual_tokens
+    out_TNH = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if options.lse is not None:
+        options.lse.fill_(-math.inf)
+    if rows < q.shape[0]:
+        out_TNH[rows:].zero_()
+    if rows == 0:
+        return out_TNH
+    if fp8:
+        check_fp8()
+        return _forward_fp8(q, kv_cache, meta, options, out_TNH)
+    if fa_version() is None:
+        return upstream_forward(q, kv_cache, common, options, out_TNH)
+    _run(q, kv_cache, meta, options, out_TNH, _plan_of(q, kv_cache, meta, options), {})
+    return out_TNH
+
+
+def _forward_fp8(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+    out_TNH: torch.Tensor,
+) -> torch.Tensor:
+    """kv_cache [P, 2, B, K, H] uint8: E4M3 of what it stands for over the scales."""
+    from attn_ops.backends.flash_attn.triton.quantize import quantize_query
+
+    common = meta.common
+    rows, shape_SK = common.num_actual_tokens, (common.num_reqs, kv_cache.shape[3])
+    q_fp8, q_scale = quantize_query(q, rows)
+    scales = {"q_descale": q_scale, "k_descale": options.k_scale, "v_descale": options.v_scale}
+    descales = {n: s if s is None else s.expand(shape_SK) for n, s in scales.items()}
+    # FA3 gives bfloat16 for FP8 whatever the model computes in.
+    result = out_TNH if q.dtype == torch.bfloat16 else torch.empty_like(q_fp8, dtype=torch.bfloat16)
+    plan = _plan_of(q, kv_cache, meta, options)
+    _run(q_fp8, kv_cache.view(torch.float8_e4m3fn), meta, options, result, plan, descales)
+    if result is not out_TNH:
+        out_TNH[:rows] = result[:rows]
+    return out_TNH
+
+
+def _run(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+    out_TNH: torch.Tensor,
+    plan: torch.Tensor | None,
+    descales: dict[str, torch.Tensor | None],
+) -> None:
+    """Launch a kernel of the vLLM build, and bring its log-sum-exp into our order."""
+    common = meta.common
+    k_PBKH, v_PBKH = kv_cache.unbind(1)
+    result = varlen_function()(
+        q=q,
+        k=k_PBKH,
+        v=v_PBKH,
+        out=out_TNH,
+        max_seqlen_q=common.max_query_len,
+        cu_seqlens_q=common.query_start_loc,
+        max_seqlen_k=common.max_seq_len,
+        seqused_k=common.seq_lens,
+        block_table=common.block_table_tensor,
+        scheduler_metadata=plan,
+        return_softmax_lse=options.lse is not None,
+        **_arguments(common, options),
+        **descales,
+    )
+    if options.lse is not None:
+        rows = common.num_actual_tokens
+        options.lse[:rows] = result[1][:, :rows].transpose(0, 1)
+
+
+def _arguments(common: CommonAttentionMetadata, options: AttentionOptions) -> dict[str, Any]:
+    """Keywords that attention with and without a cache share."""
+    return {
+        "softmax_scale": options.scale,
+        "causal": common.causal,
+        "window_size": window_sizes(options.sliding_window, common.causal),
+        "softcap": options.soft_cap or 0.0,
+        "fa_version": fa_version(),
+        # The kernel reads sinks as bfloat16 whatever q is.
+        "s_aux": None if options.sinks is None else options.sinks.to(torch.bfloat16),
+    }
+
+
+def _plan_of(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+) -> torch.Tensor | None:
+    """The step's plan for the layer, which is as causal as the batch whatever its spec says.
+
+    Found by a key of plain values, as an `AttentionSpec` takes longer to make and to hash than all
+    else here: `forward` without the library's function took 7.3 us of a CPU host, and takes 3.7 us
+    (2026-11-21).
+    """
+    plans, causal = cast("dict[Any, Any]", meta.plans), meta.common.causal
+    key = (
+        q.shape,
+        q.dtype,
+        kv_cache.shape[3],
+        causal,
+        options.sliding_window,
+        options.soft_cap,
+        options.kv_cache_dtype,
+        options.sinks is None,
+    )
+    try:
+        return plans[key]
+    except KeyError:
+        spec = options.spec(q, kv_cache, causal)
+        plan = plans.get(spec)
+        if plan is None:
+            plan = plans.get(dataclasses.replace(spec, causal=not causal))
+        plans[key] = plan
+        return plan
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """q [T, N, H], k [T, K, H], v [T, K, H] -> [T, N, H]; each request over its own rows.
+
+    Raises:
+        ValueError: the library has no kernels for the options.
+    """
+    common = meta.common
+    rows = common.num_actual_tokens
+    out_TNH = q.new_empty((*q.shape[:2], v.shape[2]))
+    if rows < q.shape[0]:
+        out_TNH[rows:].zero_()
+    if rows == 0:
+        return out_TNH
+    if fa_version() is None:
+        return upstream_varlen(q, k, v, common, options, out_TNH)
+    varlen_function()(
+        q=q,
+        # The kernels load whole tiles of keys; a NaN of the padding rows behind would come out.
+        k=k[:rows],
+        v=v[:rows],
+        out=out_TNH,
+        max_seqlen_q=common.max_query_len,
+        cu_seqlens_q=common.query_start_loc,
+        max_seqlen_k=common.max_query_len,
+        cu_seqlens_k=common.query_start_loc,
+        **_arguments(common, options),
+    )
+    return out_TNH
+
+
+class FlashAttentionBackend(Backend):
+    """Only FA3 reads FP8 caches: whether it is there, `Support` cannot know."""
+
+    def reasons_against(
+        self, spec: AttentionSpec, block_size: int, device: torch.device
+    ) -> list[str]:
+        reasons = super().reasons_against(spec, block_size, device)
+        if not reasons and spec.kv_cache_dtype != "auto":
+            reasons = [reason for reason in (reason_against_fp8(),) if reason is not None]
+        return reasons
+
+
+BACKEND = FlashAttentionBackend(
+    name="FLASH_ATTN",
+    support=Support(
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        head_sizes=(64, 96, 128, 192, 256),
+        block_sizes=(16, 32, 64),
+        sliding_window=True,
+        soft_cap=True,
+        cudagraph=AttentionCGSupport.ALWAYS,
+        kv_cache_dtypes=("auto", "fp8_e4m3"),
+        sinks=True,
+        non_causal=True,
+        lse=True,
+        quantizes_query=True,
+    ),
+    builder=FlashAttentionMetadataBuilder,
+    forward=forward,
+    unavailable=unavailable,
+    varlen=varlen,
+)

@@ -1,0 +1,165 @@
+"""Which FlashAttention library there is, and how the upstream ones are called.
+
+T tokens, N query heads, K kv heads, H head size, V head size of values, P blocks, B block size.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from attn_ops.backends.base import AttentionOptions
+from attn_ops.metadata import CommonAttentionMetadata
+
+LIBRARIES = ("vllm.vllm_flash_attn", "vllm_flash_attn", "flash_attn_interface", "flash_attn")
+"""The vLLM builds come first: they carry FA2 and FA3 with a paged cache of small blocks."""
+
+
+@functools.cache
+def find_library() -> tuple[str, ModuleType] | None:
+    """The first of `LIBRARIES` that imports and has a varlen function, or None."""
+    for name in LIBRARIES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        if hasattr(module, "flash_attn_varlen_func"):
+            return name, module
+    return None
+
+
+@functools.cache
+def fa_version() -> int | None:
+    """3 or 2, whichever the vLLM build supports on this device; None for an upstream build."""
+    found = find_library()
+    if found is None or not hasattr(found[1], "is_fa_version_supported"):
+        return None
+    return next((version for version in (3, 2) if found[1].is_fa_version_supported(version)), None)
+
+
+@functools.cache
+def unavailable() -> str | None:
+    if not torch.cuda.is_available():
+        return "a CUDA device must be present, got none"
+    found = find_library()
+    if found is None:
+        names = ", ".join(LIBRARIES)
+        return f"a FlashAttention library must be installed, got none; supported: {names}"
+    if fa_version() is None and not hasattr(found[1], "flash_attn_with_kvcache"):
+        gpu = torch.cuda.get_device_name()
+        return f"{found[0]} must have kernels for this GPU, got none for {gpu}"
+    return None
+
+
+def found_library() -> tuple[str, ModuleType]:
+    found = find_library()
+    assert found is not None, "FLASH_ATTN is selected only where a library was found"
+    return found
+
+
+@functools.cache
+def varlen_function() -> Callable[..., Any]:
+    """`flash_attn_varlen_func` of the library: resolved once, not once a layer."""
+    return found_library()[1].flash_attn_varlen_func
+
+
+def window_sizes(window: int | None, causal: bool) -> tuple[int, int]:
+    """FlashAttention counts the keys to the left and right of the query's own; -1 is no limit."""
+    if window is None:
+        return -1, -1
+    return window - 1, 0 if causal else window - 1
+
+
+def upstream_forward(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    common: CommonAttentionMetadata,
+    options: AttentionOptions,
+    out_TNH: torch.Tensor,
+) -> torch.Tensor:
+    """Upstream FA3 (`flash_attn_interface`), whose paged entry point is the KV-cache function.
+
+    Upstream FA2 has no ragged queries over a paged cache of small blocks, so it is refused.
+    """
+    _refuse(options)
+    name, module = found_library()
+    if name != "flash_attn_interface":
+        raise ValueError(
+            f"FLASH_ATTN library must have ragged paged attention, got {name}; "
+            f"supported: {LIBRARIES[:3]}"
+        )
+    rows = common.num_actual_tokens
+    out_TNH[:rows] = module.flash_attn_with_kvcache(
+        q[:rows],
+        kv_cache[:, 0],
+        kv_cache[:, 1],
+        cache_seqlens=common.seq_lens,
+        page_table=common.block_table_tensor,
+        cu_seqlens_q=common.query_start_loc,
+        max_seqlen_q=common.max_query_len,
+        softmax_scale=options.scale,
+        causal=common.causal,
+        window_size=window_sizes(options.sliding_window, common.causal),
+        softcap=options.soft_cap or 0.0,
+    )
+    return out_TNH
+
+
+def upstream_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    common: CommonAttentionMetadata,
+    options: AttentionOptions,
+    out_TNV: torch.Tensor,
+) -> torch.Tensor:
+    """Without a cache, by keywords that upstream FA2 and FA3 share."""
+    _refuse(options)
+    rows = common.num_actual_tokens
+    result = varlen_function()(
+        q[:rows],
+        k[:rows],
+        v[:rows],
+        cu_seqlens_q=common.query_start_loc,
+        cu_seqlens_k=common.query_start_loc,
+        max_seqlen_q=common.max_query_len,
+        max_seqlen_k=common.max_query_len,
+        softmax_scale=options.scale,
+        causal=common.causal,
+        window_size=window_sizes(options.sliding_window, common.causal),
+        softcap=options.soft_cap or 0.0,
+    )
+    # The first FA3 releases return the log-sum-exp besides.
+    out_TNV[:rows] = result[0] if isinstance(result, tuple) else result
+    return out_TNV
+
+
+def _refuse(options: AttentionOptions) -> None:
+    """Options that are written for the vLLM builds alone."""
+    for name in ("sinks", "lse"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"{name} must be None with {found_library()[0]}, got a tensor; supported with: "
+                f"{', '.join(LIBRARIES[:2])}"
+            )
+
+
+def reason_against_fp8() -> str | None:
+    """Why the kernels here do not read FP8 caches, or None."""
+    if fa_version() == 3:
+        return None
+    kernels = found_library()[0] if fa_version() is None else f"FA{fa_version()}"
+    return (
+        f"kv_cache_dtype must be auto with {kernels}, got fp8_e4m3; supported with: "
+        f"FA3 of {', '.join(LIBRARIES[:2])}"
+    )
+
+
+def check_fp8() -> None:
+    """Raise a ValueError unless the kernels here are those that read FP8 caches."""
+    reason = reason_against_fp8()
+    if reason is not None:
+        raise ValueError(reason)

@@ -1,0 +1,232 @@
+"""FLEX: PyTorch's FlexAttention, for any head size and for masks of one's own.
+
+| devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
+|---|---|---|---|---|---|---|
+| cuda, cpu | float32, float16, bfloat16 | any | any | yes | yes | never: not captured |
+
+Keys are gathered from the cache into dense tensors: what stands in a page behind a request's last
+token may be NaN, and a weight of zero would not hide it. On CUDA the kernel is fused, and compiled
+once a variant of layer; on a CPU FlexAttention runs unfused, in float32, with N * T * C scores.
+
+T rows, C keys of all requests, N query heads, K kv heads, H head size, V head size of values,
+P blocks, B block size.
+"""
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from attn_ops.backends.base import AttentionOptions, Backend, Support
+from attn_ops.backends.flex.plan import (
+    CustomMaskMetadataBuilder,
+    FlexMetadataBuilder,
+    FlexPlan,
+    make_plan,
+)
+from attn_ops.metadata import KV_CACHE_DTYPES, AttentionCGSupport, AttentionMetadata, AttentionSpec
+from attn_ops.ops.cache_blocks import gather_kv
+
+if TYPE_CHECKING:
+    from attn_ops.backends.flex.attend import Mask, Mods, Score
+
+_MIN_HEAD_SIZE = 16  # of FlexAttention on CUDA; smaller heads are padded
+
+
+# -- the batch -------------------------------------------------------------------------------------
+
+
+def forward(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+    mods: "Mods | None" = None,
+) -> torch.Tensor:
+    """Attention over the cache: gathered, then dense."""
+    spec = options.spec(q, kv_cache, meta.common.causal)
+    plan = _plan_of(meta, spec)
+    if plan is None:
+        return _nothing(q, q.shape[2], options)
+    k_CKH, v_CKH = gather_kv(
+        kv_cache,
+        meta.common.block_table_tensor,
+        meta.common.seq_lens,
+        plan.num_keys,
+        kv_cache_dtype=options.kv_cache_dtype,
+        k_scale=options.k_scale,
+        v_scale=options.v_scale,
+        dtype=_compute_dtype(q),
+    )
+    return _attend(q, k_CKH, v_CKH, plan, meta.common.num_actual_tokens, options, mods)
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+    mods: "Mods | None" = None,
+) -> torch.Tensor:
+    """Attention over this step's own keys, without those of padding rows, which may be NaN."""
+    spec = AttentionSpec(
+        q.shape[1], k.shape[1], q.shape[2], q.dtype,
+        sliding_window=options.sliding_window, causal=meta.common.causal,
+    )  # fmt: skip
+    plan = _plan_of(meta, spec)
+    if plan is None:
+        return _nothing(q, v.shape[2], options)
+    num_rows = meta.common.num_actual_tokens
+    k_CKH, v_CKV = (
+        _resized(x[:num_rows], plan.num_keys).to(_compute_dtype(q)).contiguous() for x in (k, v)
+    )
+    return _attend(q, k_CKH, v_CKV, plan, num_rows, options, mods)
+
+
+def _plan_of(meta: AttentionMetadata, spec: AttentionSpec) -> FlexPlan | None:
+    """The builder's plan; made here for a batch without a cache, which has no builder."""
+    if spec not in meta.plans:
+        meta.plans[spec] = make_plan(meta.common, spec.causal, spec.sliding_window)
+    return meta.plans[spec]
+
+
+def _compute_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float32 if q.device.type == "cpu" else q.dtype
+
+
+# -- the call --------------------------------------------------------------------------------------
+
+
+def _attend(
+    q: torch.Tensor,
+    k_CKH: torch.Tensor,
+    v_CKV: torch.Tensor,
+    plan: FlexPlan,
+    num_rows: int,
+    options: AttentionOptions,
+    mods: "Mods | None",
+) -> torch.Tensor:
+    from attn_ops.backends.flex.attend import Mods, attend
+
+    v_head_size = v_CKV.shape[2]
+    q_TNH = _resized(q[:num_rows], plan.alive_T.shape[0]).to(_compute_dtype(q)).contiguous()
+    if plan.fused:
+        q_TNH, k_CKH, v_CKV = (_at_least_16_wide(x) for x in (q_TNH, k_CKH, v_CKV))
+    out_TNV, lse_TN = attend(q_TNH, k_CKH, v_CKV, plan, options, mods or Mods())
+    out_TNV, lse_TN = out_TNV[:num_rows, :, :v_head_size], lse_TN[:num_rows]
+    if options.sinks is not None:
+        sink_N = options.sinks.float()
+        out_TNV = out_TNV * torch.sigmoid(lse_TN - sink_N).unsqueeze(-1)
+        lse_TN = torch.logaddexp(lse_TN, sink_N)
+    if options.lse is not None:
+        options.lse.fill_(float("-inf"))
+        alive_T1 = plan.alive_T[:num_rows, None]
+        options.lse[:num_rows] = lse_TN.masked_fill(~alive_T1, float("-inf"))
+    out = q.new_zeros(*q.shape[:2], v_head_size)
+    out[:num_rows] = out_TNV
+    return out
+
+
+def _nothing(q: torch.Tensor, v_head_size: int, options: AttentionOptions) -> torch.Tensor:
+    if options.lse is not None:
+        options.lse.fill_(float("-inf"))
+    return q.new_zeros(*q.shape[:2], v_head_size)
+
+
+def _resized(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """x [T, N, H] with rows of zeros behind, up to `num_rows`."""
+    missing = num_rows - x.shape[0]
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+
+
+def _at_least_16_wide(x: torch.Tensor) -> torch.Tensor:
+    missing = _MIN_HEAD_SIZE - x.shape[2]
+    return torch.nn.functional.pad(x, (0, missing)) if missing > 0 else x
+
+
+# -- declarations ----------------------------------------------------------------------------------
+
+
+def unavailable() -> str | None:
+    """It needs nothing but a PyTorch that has FlexAttention."""
+    try:
+        from torch.nn.attention.flex_attention import AuxRequest  # noqa: F401
+    except ImportError as error:
+        return f"torch must have FlexAttention with return_aux, got {torch.__version__} ({error})"
+    return None
+
+
+_SUPPORT = Support(
+    devices=("cuda", "cpu"),
+    dtypes=(torch.float32, torch.float16, torch.bfloat16),
+    head_sizes=(),
+    block_sizes=(),
+    sliding_window=True,
+    soft_cap=True,
+    cudagraph=AttentionCGSupport.NEVER,
+    kv_cache_dtypes=tuple(KV_CACHE_DTYPES),
+    alibi=True,
+    sinks=True,
+    non_causal=True,
+    lse=True,
+    varlen_v_head_size=True,
+)
+
+BACKEND = Backend(
+    name="FLEX",
+    support=_SUPPORT,
+    builder=FlexMetadataBuilder,
+    forward=forward,
+    unavailable=unavailable,
+    varlen=varlen,
+)
+
+
+def flex_backend(name: str, mask: "Mask", score: "Score | None" = None) -> Backend:
+    """A backend like FLEX whose rows see a key only if `mask` says so too.
+
+    It is ANDed with what the layer asks for: the row's own request, causality, window. A mask that
+    lets rows see later keys belongs to layers with `causal=False`.
+
+    Args:
+        name: of the backend, upper case; pass the result to `register_backend`.
+        mask: mask(request, query_position, key_position), int32 tensors of any one shape or
+            scalars, to a bool tensor; traced on CUDA and run under vmap on a CPU, so no Python
+            branches on values. Requests are numbered as in the batch, positions start at 0 with
+            each sequence. A tensor that it captures is on the batch's device and is updated in
+            place between steps.
+        score: score(score, head, request, query_position, key_position), applied to the scores
+            after scale, soft cap and ALiBi, before the mask; None: none.
+
+    A row whose mask hides every key is zero, its log-sum-exp -inf (that of its sink, if it has
+    one). Tiles of keys are skipped by request, causality and window, not by `mask`. Chunked local
+    and cascade attention are refused.
+
+    Example: prefix-LM, the first `prefix[request]` tokens of a sequence see each other::
+
+        prefix = torch.zeros(max_num_seqs, dtype=torch.int32, device="cuda")
+
+        def prefix_lm(request, query_position, key_position):
+            return (key_position < prefix[request]) | (key_position <= query_position)
+
+        register_backend(flex_backend("PREFIX_LM", prefix_lm))
+        # layers: AttentionSpec(..., causal=False); each step: prefix[:n].copy_(lengths)
+
+    Raises:
+        ValueError: `mask` or `score` cannot be called.
+    """
+    for argument, value in (("mask", mask), ("score", score)):
+        if not callable(value) and not (argument == "score" and value is None):
+            raise ValueError(f"{argument} must be callable, got {type(value).__name__}")
+    from attn_ops.backends.flex.attend import Mods
+
+    mods = Mods(mask, score)
+    return Backend(
+        name=name,
+        support=_SUPPORT,
+        builder=CustomMaskMetadataBuilder,
+        forward=functools.partial(forward, mods=mods),
+        unavailable=unavailable,
+        varlen=functools.partial(varlen, mods=mods),
+    )

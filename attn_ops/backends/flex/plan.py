@@ -1,0 +1,148 @@
+"""The builder of FLEX: which keys every row may see, and which tiles of keys a tile of rows visits.
+
+The keys of all requests stand one request behind another. Whatever causality, window and lengths
+say, a row sees an interval of them; so that one mask function serves every such layer, and the
+tiles that a tile of rows visits are consecutive.
+
+T rows (padded to whole tiles on CUDA), S requests, C keys of all requests (padded likewise),
+I tiles of rows, J tiles of keys.
+"""
+
+import dataclasses
+
+import torch
+
+from attn_ops.metadata import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    CommonAttentionMetadata,
+)
+
+KEY_TILE = 64
+_MIN_ROWS = 128  # of a padded batch: below it FlexAttention would compile its decoding kernel too
+_SHORT_QUERY, _SHORT_TILE = 16, 16  # up to here, the fewest rows that a tensor core takes
+_LONG_TILE = 128
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlexPlan:
+    """The mask of one step for layers with one causality and window."""
+
+    fused: bool  # for the compiled kernel, padded to whole tiles
+    num_keys: int  # C
+    row_tile: int  # rows of a tile
+    first_key_T: torch.Tensor  # int32, first key that a row sees
+    end_key_T: torch.Tensor  # int32, behind the last one
+    request_T: torch.Tensor  # int32
+    start_T: torch.Tensor  # int32, where the keys of the row's request start
+    position_T: torch.Tensor  # int32, place of the row in its sequence
+    alive_T: torch.Tensor  # bool: not padding, and the request has keys
+    num_tiles_11I: torch.Tensor  # int32, tiles of keys that a tile of rows visits
+    tiles_11IJ: torch.Tensor  # int32, which ones, in order
+
+
+class FlexMetadataBuilder(AttentionMetadataBuilder):
+    """Computes the plan on the device; the host gives the number of keys."""
+
+    cudagraph_support = AttentionCGSupport.NEVER
+    plans_on_host = True
+
+    def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> FlexPlan | None:
+        return make_plan(common, spec.causal, spec.sliding_window)
+
+
+class CustomMaskMetadataBuilder(FlexMetadataBuilder):
+    """Without the virtual batches, in which requests and positions are not those of the mask."""
+
+    def __init__(self, backend, specs, *arguments, **options) -> None:
+        super().__init__(backend, specs, *arguments, **options)
+        for spec in specs:
+            if spec.attention_chunk_size is not None:
+                raise ValueError(
+                    f"attention_chunk_size must be None with the mask of backend {backend.name}, "
+                    f"got {spec.attention_chunk_size}; supported: None"
+                )
+
+    def _build_cascade(self, length: int, common: CommonAttentionMetadata) -> AttentionMetadata:
+        raise ValueError(
+            f"common_prefix_len must be 0 with the mask of backend {self.backend.name}, "
+            f"got {length}; supported: 0"
+        )
+
+
+def make_plan(
+    common: CommonAttentionMetadata, causal: bool, sliding_window: int | None
+) -> FlexPlan | None:
+    """The plan, or None where no row sees a key."""
+    mirror = common.seq_lens if common.seq_lens_cpu is None else common.seq_lens_cpu
+    num_rows, num_keys, row_tile = common.num_actual_tokens, int(mirror.sum()), _LONG_TILE
+    if num_rows == 0 or num_keys == 0:
+        return None
+    fused = runs_fused(common.device)
+    if fused:
+        # One tile, or few rows, would be compiled apart from more.
+        row_tile = _SHORT_TILE if common.max_query_len <= _SHORT_QUERY else _LONG_TILE
+        num_rows = max(_MIN_ROWS, 2 * row_tile, _round_up(num_rows, row_tile))
+        num_keys = max(2 * KEY_TILE, _round_up(num_keys, KEY_TILE))
+    return _plan(common, causal, sliding_window, fused, num_rows, num_keys, row_tile)
+
+
+def runs_fused(device: torch.device) -> bool:
+    """Whether the kernel is compiled; for a CPU it cannot give the log-sum-exp (torch 2.13)."""
+    return device.type != "cpu"
+
+
+def _plan(
+    common: CommonAttentionMetadata,
+    causal: bool,
+    sliding_window: int | None,
+    fused: bool,
+    num_rows: int,
+    num_keys: int,
+    row_tile: int,
+) -> FlexPlan:
+    row_T = torch.arange(num_rows, dtype=torch.int32, device=common.device)
+    ends_S = common.query_start_loc[1 : common.num_reqs + 1].contiguous()
+    request_T = torch.searchsorted(ends_S, row_T, right=True, out_int32=True)
+    owned_T = (request_T < common.num_reqs) & (row_T < common.num_actual_tokens)
+    request_T = request_T.clamp(max=common.num_reqs - 1)
+    length_T = common.seq_lens[request_T]
+    start_T = (common.seq_lens.cumsum(0, dtype=torch.int32) - common.seq_lens)[request_T]
+    position_T = length_T - (ends_S[request_T] - row_T)
+    first_T, end_T = torch.zeros_like(position_T), length_T
+    if causal:
+        end_T = torch.minimum(end_T, position_T + 1)
+    if sliding_window is not None:
+        first_T = (position_T - sliding_window + 1).clamp(min=0)
+        end_T = torch.minimum(end_T, position_T + sliding_window)
+    alive_T = owned_T & (length_T > 0)
+    first_T = start_T + first_T
+    end_T = torch.where(alive_T, start_T + end_T, 0)
+    num_tiles_I, tiles_IJ = _tiles(first_T, end_T, num_keys, row_tile)
+    return FlexPlan(
+        fused, num_keys, row_tile, first_T, end_T, request_T, start_T, position_T, alive_T,
+        num_tiles_I[None, None], tiles_IJ[None, None],
+    )  # fmt: skip
+
+
+def _tiles(
+    first_T: torch.Tensor, end_T: torch.Tensor, num_keys: int, row_tile: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tiles of keys each tile of rows visits, and which; int32 [I] and [I, J]."""
+    num_key_tiles = -(-num_keys // KEY_TILE)
+    pad = _round_up(first_T.shape[0], row_tile) - first_T.shape[0]
+    sees_T = first_T < end_T
+    first_T = torch.where(sees_T, first_T, num_keys)
+    end_T = torch.where(sees_T, end_T, 0)
+    first_I = torch.nn.functional.pad(first_T, (0, pad), value=num_keys).view(-1, row_tile).amin(1)
+    end_I = torch.nn.functional.pad(end_T, (0, pad)).view(-1, row_tile).amax(1)
+    first_I, end_I = first_I // KEY_TILE, (end_I + KEY_TILE - 1) // KEY_TILE
+    tile_J = torch.arange(num_key_tiles, dtype=torch.int32, device=first_T.device)
+    tiles_IJ = (first_I[:, None] + tile_J).clamp(max=num_key_tiles - 1)
+    return (end_I - first_I).clamp(min=0).int(), tiles_IJ.int()
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

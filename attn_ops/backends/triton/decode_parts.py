@@ -1,0 +1,217 @@
+"""Ranges of keys: how many a request is cut into, where they lie, and how their results are merged.
+
+S requests, N query heads, H head size padded to a power of two, R ranges of a request, E query
+heads of one program, I programs per range (kv heads, or several per kv head of a large group).
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_ops.backends.triton.tiles import LN_2
+from attn_ops.metadata import CommonAttentionMetadata
+
+PROGRAMS_PER_SM = 4
+"""Wanted at least: fewer leave an SM waiting for memory. One H200, 2026-11-21: of 2 to 64 ranges,
+the fastest made about 512 programs for 8x4096, 1x32768 and 256 for 1x1024 (requests x context)."""
+
+MIN_TOKENS_PER_SPLIT = 32
+"""A tile: shorter ranges are none. 1x1024 takes 6.7 us with 32 ranges, 7.3 with 16 (as above)."""
+
+LONG_RANGE = 512
+"""Tokens from which a range may be cut further, to `long_programs_per_sm`."""
+
+MAX_SPLITS = 64
+"""More parts than this take longer to merge than they save."""
+
+
+def choose_num_splits(
+    num_programs: int,
+    max_keys: int,
+    multiprocessors: int,
+    long_programs_per_sm: int = PROGRAMS_PER_SM,
+) -> int:
+    """Ranges per request, from host values that a captured graph may freeze.
+
+    Args:
+        num_programs: programs without splitting.
+        max_keys: most keys that a query sees, or an upper bound.
+        multiprocessors: of the device.
+        long_programs_per_sm: wanted, as long as ranges have LONG_RANGE tokens.
+    """
+    # Rounded down: a few programs more than fit at a time would run alone.
+    programs = max(num_programs, 1)
+    wanted = PROGRAMS_PER_SM * multiprocessors // programs
+    longer = min(long_programs_per_sm * multiprocessors // programs, max_keys // LONG_RANGE)
+    most = min(triton.cdiv(max_keys, MIN_TOKENS_PER_SPLIT), MAX_SPLITS)
+    return max(1, min(max(wanted, longer), most))
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of `device`; 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def key_ranges(seq_len, window, num_splits, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """(first key, keys of a range, ranges that hold a key): whole tiles, so that few are cut."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(seq_len - window, 0) // TILE * TILE
+    num_keys = tl.maximum(seq_len - first, 0)
+    length = tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), TILE), 1) * TILE
+    return first, length, tl.cdiv(num_keys, length)
+
+
+@triton.jit
+def merge_parts(
+    part_ptr,  # of range 0 and the first head; ranges lie STRIDE rows of HEAD_SIZE apart
+    part_lse_ptr,
+    num_parts,
+    STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,  # C: merged at a time
+):
+    """(out_EH, lse_E in base 2) of HEADS heads: the parts weighted by their log-sum-exp.
+
+    Loads bypass the first-level cache, which another multiprocessor's stores do not reach.
+    """
+    c_C = tl.arange(0, PARTS)
+    e_E = tl.arange(0, PADDED_HEADS)
+    h_H = tl.arange(0, PADDED_HEAD_SIZE)
+    top_E = tl.full([PADDED_HEADS], float("-inf"), tl.float32)
+    total_E = tl.zeros([PADDED_HEADS], tl.float32)
+    acc_EH = tl.zeros([PADDED_HEADS, PADDED_HEAD_SIZE], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        stored_CE = (first + c_C < num_parts)[:, None] & (e_E < HEADS)[None, :]
+        row_CE = ((first + c_C) * STRIDE)[:, None] + e_E[None, :]
+        lse_CE = tl.load(
+            part_lse_ptr + row_CE, mask=stored_CE, other=float("-inf"), cache_modifier=".cg"
+        )
+        part_CEH = tl.load(
+            part_ptr + (row_CE * HEAD_SIZE)[:, :, None] + h_H[None, None, :],
+            mask=stored_CE[:, :, None] & (h_H < HEAD_SIZE)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top_E = tl.maximum(top_E, tl.max(lse_CE, 0))
+        base_E = tl.where(new_top_E == float("-inf"), 0.0, new_top_E)
+        weight_CE = tl.exp2(lse_CE - base_E[None, :])
+        rescale_E = tl.exp2(top_E - base_E)
+        total_E = total_E * rescale_E + tl.sum(weight_CE, 0)
+        acc_EH = acc_EH * rescale_E[:, None] + tl.sum(weight_CE[:, :, None] * part_CEH, 0)
+        top_E = new_top_E
+    total_E = tl.where(total_E == 0.0, 1.0, total_E)
+    return acc_EH / total_E[:, None], top_E + tl.log2(total_E)
+
+
+@triton.jit(
+    do_not_specialize=["num_splits", "window"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "lse_ptr"],
+)
+def combine_kernel(
+    out_ptr,  # [T, N, HEAD_SIZE] contiguous
+    part_ptr,  # [S, I, R, HEADS, HEAD_SIZE] float32 contiguous
+    part_lse_ptr,  # [S, I, R, HEADS] float32 contiguous, base 2
+    query_start_loc_ptr,  # [S + 1] int32
+    seq_lens_ptr,  # [S] int32
+    num_splits,  # R
+    window,
+    lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,  # of the decode kernel
+    PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,  # launched before the decode kernel has ended
+):
+    """Grid (S, N): merges one row and head, where the decode kernel has left it to be merged."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.load(query_start_loc_ptr + request).to(tl.int64)
+    if tl.load(query_start_loc_ptr + request + 1) <= row:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    _, _, num_ranges = key_ranges(seq_len, window, num_splits, TILE, HAS_WINDOW)
+    if num_ranges <= 1:
+        return
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    in_group = head % GROUP
+    item = request.to(tl.int64) * (NUM_HEADS // GROUP * HEAD_TILES)
+    item += head // GROUP * HEAD_TILES + in_group // HEADS
+    first = item * num_splits * HEADS + in_group % HEADS
+    out_EH, lse_E = merge_parts(
+        part_ptr + first * HEAD_SIZE, part_lse_ptr + first, num_ranges,
+        HEADS, 1, 1, HEAD_SIZE, PADDED_HEAD_SIZE, PARTS,
+    )  # fmt: skip
+    e_E = tl.arange(0, 1)
+    h_H = tl.arange(0, PADDED_HEAD_SIZE)
+    out_ptr_EH = out_ptr + (row * NUM_HEADS + head + e_E)[:, None] * HEAD_SIZE + h_H[None, :]
+    tl.store(out_ptr_EH, out_EH.to(out_ptr.dtype.element_ty), mask=(h_H < HEAD_SIZE)[None, :])
+    if HAS_LSE:
+        tl.store(lse_ptr + row * NUM_HEADS + head + e_E, lse_E * LN_2)
+
+
+def empty_parts(
+    out: torch.Tensor, num_items: int, num_splits: int, heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """part [S * I, R, E, H] and part_lse [S * I, R, E], float32; stand-ins if one range is all."""
+    if num_splits == 1:
+        return out, out
+    shape = (num_items, num_splits, heads)
+    part = torch.empty(*shape, out.shape[2], dtype=torch.float32, device=out.device)
+    return part, torch.empty(shape, dtype=torch.float32, device=out.device)
+
+
+def combine(
+    out: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    common: CommonAttentionMetadata,
+    window: int | None,
+    lse: torch.Tensor | None,
+    *,
+    group: int,
+    tile: int,
+    pdl: bool,
+) -> None:
+    """part [S * I, R, E, H] and part_lse [S * I, R, E] into the requests' rows of out and lse."""
+    _, num_splits, heads, head_size = part.shape
+    padded_head_size = triton.next_power_of_2(head_size)
+    num_parts = min(triton.next_power_of_2(num_splits), max(8192 // padded_head_size, 1))
+    combine_kernel[(common.num_reqs, out.shape[1])](
+        out,
+        part,
+        part_lse,
+        common.query_start_loc,
+        common.seq_lens,
+        num_splits,
+        window or 0,
+        out if lse is None else lse,
+        NUM_HEADS=out.shape[1],
+        GROUP=group,
+        HEADS=heads,
+        HEAD_SIZE=head_size,
+        PADDED_HEAD_SIZE=padded_head_size,
+        TILE=tile,
+        PARTS=num_parts,
+        HAS_WINDOW=window is not None,
+        HAS_LSE=lse is not None,
+        PDL=pdl,
+        num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )

@@ -1,0 +1,43 @@
+"""Transformers models on attn_ops: `register()`, then `attn_implementation="attn_ops"`.
+
+The model takes more forward keywords, which Transformers hands down to every layer untouched:
+
+    attn_metadata        AttentionMetadata, the batch
+    kv_caches            per layer [num_blocks, 2, block_size, num_kv_heads, head_size]
+    slot_mapping         [T] int64, optional: read from attn_metadata when it is not given
+    kv_cache_dtype       auto, fp8_e4m3 or fp8_e5m2: what the caches hold
+    cross_attn_metadata, cross_kv_caches, cross_slot_mapping
+                         the same for the cross-attention of a decoder over its encoder's rows
+
+Tokens of all requests stand in one row: input_ids and position_ids are [1, T]. An encoder takes
+`attn_metadata` alone, of `varlen_metadata`.
+"""
+
+from attn_ops.integrations.transformers.batch import (
+    PackedPositions,
+    check_lengths,
+    counts_positions,
+    dynamic_batch,
+)
+from attn_ops.integrations.transformers.cross import cross_metadata
+from attn_ops.integrations.transformers.forward import (
+    NAME,
+    attention_forward,
+    no_mask,
+    register,
+)
+from attn_ops.integrations.transformers.specs import attention_specs, cross_attention_specs
+
+__all__ = [
+    "NAME",
+    "PackedPositions",
+    "attention_forward",
+    "attention_specs",
+    "check_lengths",
+    "counts_positions",
+    "cross_attention_specs",
+    "cross_metadata",
+    "dynamic_batch",
+    "no_mask",
+    "register",
+]

@@ -1,0 +1,100 @@
+"""What a packed batch needs of Transformers' models beside attention: lengths, positions, tracing.
+
+T rows of the batch.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.fx.experimental._config as symbolic_shapes_config
+
+
+def check_lengths(model: Any, max_tokens: int) -> None:
+    """Refuse requests longer than the model's positions, and RoPE that changes with the batch.
+
+    Transformers picks "dynamic" and "longrope" frequencies by the largest position of the batch.
+    Here a batch holds several requests, so one would change the result of another; as long as no
+    request is longer than the original context, the frequencies stay the same for all.
+
+    Raises:
+        ValueError: `max_tokens` is too large for the model.
+    """
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or max_tokens
+    rope = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [r for r in rope.values() if isinstance(r, dict)]
+    for parameters in per_layer_type or [rope]:
+        kind = parameters.get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            original = parameters.get("original_max_position_embeddings") or longest
+            if max_tokens > original:
+                raise ValueError(
+                    f"max_tokens must be at most {original} with rope_type {kind!r}, whose "
+                    f"frequencies depend on the batch beyond it, got {max_tokens}"
+                )
+    if max_tokens > longest:
+        raise ValueError(f"max_tokens must be at most the model's {longest}, got {max_tokens}")
+
+
+@contextlib.contextmanager
+def dynamic_batch(
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    slot_mapping: torch.Tensor | None = None,
+    logits_to_keep: torch.Tensor | None = None,
+) -> Iterator[None]:
+    """Call a compiled model for the first time inside, and no later batch recompiles it.
+
+    Marks the sizes that change between steps as dynamic, and keeps Dynamo from taking a batch of
+    one token for a special case. The tensors must not be views: Dynamo guards on their bases.
+    """
+    for tensor, dim in ((input_ids, 1), (position_ids, 1), (slot_mapping, 0), (logits_to_keep, 0)):
+        if tensor is not None:
+            torch._dynamo.mark_dynamic(tensor, dim)
+    # The meta of copy_, which torch.polar is traced through (Llama 4), asks whether its target
+    # overlaps itself, and so guards on T > 1 (torch 2.13). 2 is torch's answer if it cannot say.
+    overlap = mock.patch.object(torch, "_debug_has_internal_overlap", return_value=2)
+    with symbolic_shapes_config.patch(backed_size_oblivious=True), overlap:
+        yield
+
+
+class PackedPositions:
+    """Stands where a cache of Transformers would, and tells a module where its rows stand.
+
+    Some modules count positions themselves, from the number of tokens that the cache holds: Llama 4
+    where it tunes its temperature. In a packed batch that number is another for every row:
+    position minus row. Nothing is stored; keys and values are handed back as they came.
+
+    Args:
+        position_ids: [1, T] int64, as the model is given it.
+    """
+
+    def __init__(self, position_ids: torch.Tensor) -> None:
+        self.position_ids = position_ids
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """[T] int64: what to add to a row's number to get its position."""
+        rows_T = torch.arange(self.position_ids.shape[1], device=self.position_ids.device)
+        return self.position_ids[0] - rows_T
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The arguments: `attention_forward` writes them into the paged cache."""
+        return key_states, value_states
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """For masks, which are not built."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """For masks, which are not built."""
+        return query_length, 0
+
+
+def counts_positions(model: Any) -> bool:
+    """Whether modules of the model count positions themselves, and need `PackedPositions`."""
+    return any(getattr(m, "attn_temperature_tuning", False) for m in model.modules())

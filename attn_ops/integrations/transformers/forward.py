@@ -1,0 +1,152 @@
+"""The attention function that Transformers' layers call.
+
+T rows of the batch, E rows of an encoder, N query heads, K kv heads, H head size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attn_ops.integrations.transformers.layers import chunk_size, is_causal
+from attn_ops.metadata import AttentionMetadata
+from attn_ops.ops import attention, varlen_attention, write_kv
+
+NAME = "attn_ops"
+
+
+def register() -> None:
+    """Make `attn_implementation="attn_ops"` known to Transformers; harmless if repeated."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, no_mask)
+
+
+def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """The mask of a batch follows from its metadata; there is nothing to build.
+
+    Raises:
+        ValueError: the caller passed a mask, which would be ignored.
+    """
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask must be None with attn_implementation='attn_ops'; "
+            "pad nothing, pass attn_metadata"
+        )
+
+
+def attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attn_metadata: AttentionMetadata | None = None,
+    kv_caches: Sequence[torch.Tensor] | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    cross_attn_metadata: AttentionMetadata | None = None,
+    cross_kv_caches: Sequence[torch.Tensor] | None = None,
+    cross_slot_mapping: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function of one layer, as Transformers calls it.
+
+    query [1, N, T, H], key and value [1, K, T, H], s_aux the sinks [N] (GPT-OSS). Causal layers
+    attend over `kv_caches`. Others attend over `cross_kv_caches` if they are given, where key and
+    value are the encoder's, [1, K, E, H], and else, without any caches, over key and value.
+
+    Returns:
+        [1, T, N, H] and None (no attention weights).
+    """
+    _refuse_ignored(attention_mask, dropout, kwargs)
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"input_ids must have shape [1, num_tokens], got a batch dimension of {query.shape[0]}"
+        )
+    causal = is_causal(module) and kwargs.get("is_causal") is not False
+    if not causal and cross_kv_caches is not None:
+        name, meta, caches = "cross_attn_metadata", cross_attn_metadata, cross_kv_caches
+        slot_mapping = cross_slot_mapping
+    else:
+        name, meta, caches = "attn_metadata", attn_metadata, kv_caches
+        _refuse_missing(causal, meta, caches)
+    if meta is None:
+        raise ValueError(f"{name} must be an AttentionMetadata with its caches, got None")
+    _check_batch(name, causal, meta)
+    # Transposed before squeezed: the other order makes Inductor guard on T > 1
+    # (torch 2.13, _compute_stride).
+    q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = {"sliding_window": sliding_window, "soft_cap": softcap, "sinks": s_aux}
+    if caches is None:
+        return varlen_attention(q_TNH, k_TKH, v_TKH, meta, scale, **options).unsqueeze(0), None
+    kv_cache = _cache_of(module, caches)
+    stored = _storage(module, kv_cache_dtype)
+    write_kv(k_TKH, v_TKH, kv_cache, meta, slot_mapping=slot_mapping, **stored)
+    chunk = chunk_size(module) if causal else None
+    options |= {"attention_chunk_size": chunk, **stored}
+    return attention(q_TNH, kv_cache, meta, scale, **options).unsqueeze(0), None
+
+
+def _cache_of(module: Any, caches: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(caches) <= module.layer_idx:
+        raise ValueError(
+            f"kv_caches must hold one cache a layer, got {len(caches)} for {module.layer_idx}"
+        )
+    return caches[module.layer_idx]
+
+
+def _storage(module: Any, kv_cache_dtype: str) -> dict[str, Any]:
+    """How the layer's cache is stored: FP8 with the module's scales, or in the model's dtype."""
+    if kv_cache_dtype == "auto":
+        return {}
+    scales = {name: getattr(module, name, None) for name in ("k_scale", "v_scale")}
+    return {"kv_cache_dtype": kv_cache_dtype, **scales}
+
+
+def _refuse_missing(
+    causal: bool, meta: AttentionMetadata | None, caches: Sequence[torch.Tensor] | None
+) -> None:
+    """Raise a ValueError unless the layer got a batch, and caches if and only if it is causal."""
+    if meta is None or (causal and caches is None):
+        raise ValueError(
+            "attn_metadata and kv_caches must be forward keywords of a model with "
+            f"attn_implementation='attn_ops', got {type(meta).__name__} and "
+            f"{type(caches).__name__}; supported without kv_caches: encoders"
+        )
+    if not causal and caches is not None:
+        raise ValueError(
+            "is_causal must be True with kv_caches, got False; supported: causal attention, "
+            "encoders without kv_caches, cross-attention with cross_kv_caches"
+        )
+
+
+def _check_batch(name: str, causal: bool, meta: AttentionMetadata) -> None:
+    """Raise a ValueError unless the batch is causal as the layer is; a graph cannot look."""
+    if torch.compiler.is_compiling():
+        return
+    got = meta.common.causal if isinstance(meta, AttentionMetadata) else None
+    if got not in (None, causal):  # what is no AttentionMetadata the operators refuse
+        raise ValueError(f"{name} must have common.causal {causal} for this layer, got {got}")
+
+
+def _refuse_ignored(
+    attention_mask: torch.Tensor | None, dropout: float, extras: dict[str, Any]
+) -> None:
+    """Raise a ValueError for what the operators do not compute, instead of wrong results."""
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask must be None with attn_implementation='attn_ops', got a tensor"
+        )
+    if dropout:
+        raise ValueError(f"dropout must be 0 (inference), got {dropout}; call model.eval()")
+    if extras.get("position_bias") is not None:
+        raise ValueError("position_bias must be None, got a tensor; supported: no position bias")

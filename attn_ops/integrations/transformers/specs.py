@@ -1,0 +1,104 @@
+"""Geometry of a model's attention layers, for builders and caches."""
+
+from typing import Any
+
+from attn_ops.integrations.transformers.forward import NAME
+from attn_ops.integrations.transformers.layers import chunk_size, is_causal
+from attn_ops.metadata import AttentionSpec
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionSpec]:
+    """Geometry of each self-attention layer of a Transformers model, in the order of `layer_idx`.
+
+    Args:
+        model: a decoder, or an encoder; of a model that has both, one of the two.
+        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the layers' caches hold.
+
+    Raises:
+        ValueError: the model was not built with `attn_implementation="attn_ops"`,
+            or has no attention layers.
+    """
+    layers = _layers(model)
+    causal = [layer for layer in layers if is_causal(layer)]
+    return [_spec(layer, model, kv_cache_dtype) for layer in causal or layers]
+
+
+def cross_attention_specs(decoder: Any, kv_cache_dtype: str = "auto") -> list[AttentionSpec]:
+    """Geometry of each cross-attention layer of a decoder, in the order of `layer_idx`.
+
+    Arguments and errors as of `attention_specs`.
+    """
+    layers = _layers(decoder)
+    crossing = [layer for layer in layers if not is_causal(layer)]
+    if not crossing or len(crossing) == len(layers):
+        raise ValueError(
+            "decoder must have causal and cross-attention layers, "
+            f"got {len(layers) - len(crossing)} and {len(crossing)} in {type(decoder).__name__}"
+        )
+    return [_spec(layer, decoder, kv_cache_dtype) for layer in crossing]
+
+
+def _layers(model: Any) -> list[Any]:
+    config = model.config.get_text_config()
+    if config._attn_implementation != NAME:
+        raise ValueError(
+            f"attn_implementation must be {NAME!r}, got {config._attn_implementation!r}; call "
+            "attn_ops.integrations.transformers.register() and pass it to from_pretrained "
+            "or from_config"
+        )
+    layers = [m for m in model.modules() if _attends(m)]
+    if not layers:
+        raise ValueError(
+            "model must have attention layers with layer_idx and scaling, "
+            f"got {type(model).__name__}"
+        )
+    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ValueError(
+            f"layer_types must be supported, got {', '.join(sorted(unknown))}; "
+            f"supported: {', '.join(sorted(_LAYER_TYPES))}"
+        )
+    return sorted(layers, key=lambda m: m.layer_idx)
+
+
+def _attends(module: Any) -> bool:
+    """ModernBERT's attention has no `scaling`; decoder layers have a `layer_idx` too."""
+    if getattr(module, "layer_idx", None) is None:
+        return False
+    return hasattr(module, "scaling") or hasattr(module, "is_causal")
+
+
+def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
+    config = model.config.get_text_config()
+    head_size = _first(layer, "head_dim", "attention_head_size")
+    if head_size is None:
+        raise ValueError(
+            f"attention layers must have head_dim, got {type(layer).__name__}; "
+            "supported: families built like Llama, BERT or BART"
+        )
+    window = layer.sliding_window if hasattr(layer, "sliding_window") else _config_window(config)
+    num_heads = _first(layer, "num_heads", "num_attention_heads") or config.num_attention_heads
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_heads // getattr(layer, "num_key_value_groups", 1),
+        head_size=head_size,
+        dtype=model.dtype,
+        sliding_window=window,
+        soft_cap=getattr(layer, "attn_logit_softcapping", None),
+        kv_cache_dtype=kv_cache_dtype,
+        sinks=getattr(layer, "sinks", None) is not None,
+        causal=is_causal(layer),
+        attention_chunk_size=chunk_size(layer),
+    )
+
+
+def _first(layer: Any, *names: str) -> Any:
+    """The first of the attributes that the layer has, None without any."""
+    return next((getattr(layer, n) for n in names if getattr(layer, n, None) is not None), None)
+
+
+def _config_window(config: Any) -> int | None:
+    """Mistral and Phi-3 read the window from the config, for every layer; Llama has none."""
+    return getattr(config, "sliding_window", None)

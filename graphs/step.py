@@ -1,0 +1,63 @@
+"""What a session hands to the model in a step, and whether its steps can be captured."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attn_ops import AttentionCGSupport, AttentionMetadata, Backend
+from attn_ops.integrations.transformers import PackedPositions, counts_positions
+from graphs.modes import CUDAGraphMode
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_mode(
+    mode: CUDAGraphMode, backend: Backend, device: torch.device
+) -> tuple[CUDAGraphMode, str]:
+    """The mode that can be had, and why; a lowered mode is logged with what would change it."""
+    if mode is CUDAGraphMode.NONE:
+        return mode, "asked for"
+    if device.type != "cuda":
+        why = f"the model is on {device.type}; CUDA graphs need a model on cuda"
+    elif backend.support.cudagraph is AttentionCGSupport.NEVER:
+        why = f"backend {backend.name} cannot be captured; choose another backend"
+    else:
+        return mode, "asked for"
+    logger.warning("cudagraph_mode %s asked for, NONE used: %s", mode.name, why)
+    return CUDAGraphMode.NONE, why
+
+
+class ModelInputs:
+    """Forward keywords of a step, the same ones in every step: another one would recompile.
+
+    Args:
+        model: as Transformers made it, uncompiled.
+        kv_cache_dtype: what the caches hold.
+    """
+
+    def __init__(self, model: Any, kv_cache_dtype: str) -> None:
+        self.counts_positions = counts_positions(model)
+        self.constants: dict[str, Any] = {"use_cache": False}
+        if kv_cache_dtype != "auto":
+            self.constants["kv_cache_dtype"] = kv_cache_dtype
+
+    def __call__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        metadata: AttentionMetadata,
+        kv_caches: list[torch.Tensor],
+    ) -> dict[str, Any]:
+        """Keywords for the device side of a step's tensors."""
+        more = self.constants.copy()
+        if self.counts_positions:
+            more["past_key_values"] = PackedPositions(tensors["position_ids"])
+        return more | {
+            "input_ids": tensors["input_ids"],
+            "position_ids": tensors["position_ids"],
+            "attn_metadata": metadata,
+            "kv_caches": kv_caches,
+            "slot_mapping": tensors["slot_mapping"],
+            "logits_to_keep": tensors["logits_indices"],
+        }

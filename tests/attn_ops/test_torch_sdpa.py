@@ -1,0 +1,203 @@
+"""TORCH's fast path against the float64 reference, over random ragged batches."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_ops import (
+    AttentionSpec,
+    CommonAttentionMetadata,
+    attention,
+    get_backend,
+    varlen_attention,
+    varlen_metadata,
+)
+from attn_ops.backends import torch_backend, torch_sdpa
+from attn_ops.backends.torch_backend import reference_attention
+from attn_ops.metadata import KV_CACHE_DTYPES
+
+BACKEND = get_backend("TORCH")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+SCALE = 0.3
+
+
+@st.composite
+def batches(draw):
+    """Query lengths and seq_lens: often alike, so that buckets hold several requests."""
+    queries = st.sampled_from([0, 1, 1, 1, 2, 5, 17])
+    lengths = []
+    for query in draw(st.lists(queries, max_size=6)):
+        before = draw(st.sampled_from([0, 0, 1, 15, 16, 30, 31, 33, 70]))
+        lengths.append((query, query + before))
+    padding_requests = draw(st.integers(0, 2))
+    return lengths + [(1, 0)] * padding_requests
+
+
+def make(lengths, spec, block_size, seed, device="cpu"):
+    """(q, cache, metadata): NaN and blocks that do not exist wherever no request has written."""
+    generator = torch.Generator().manual_seed(seed)
+    query, seq = [pair[0] for pair in lengths], [pair[1] for pair in lengths]
+    width = max([1, *(-(-n // block_size) for n in seq)]) + 1
+    num_blocks = len(seq) * width + 1
+    table = torch.randperm(num_blocks - 1, generator=generator).int().view(-1, width) + 1
+    shape = (num_blocks, 2, block_size, spec.num_kv_heads, spec.head_size)
+    cache = torch.full(shape, float("nan"))
+    for row, length in zip(table, seq, strict=True):
+        for token in range(length):
+            key = (int(row[token // block_size]), slice(None), token % block_size)
+            cache[key] = torch.randn(2, *shape[3:], generator=generator)
+        row[-(-length // block_size) :] = 2**30
+    fp8 = KV_CACHE_DTYPES[spec.kv_cache_dtype]
+    cache = cache.to(spec.dtype) if fp8 is None else cache.to(fp8).view(torch.uint8)
+    longest = [max(pair) for pair in lengths]
+    common = CommonAttentionMetadata.from_lengths(
+        query, longest, torch.zeros_like(table), block_size, num_padded_tokens=sum(query) + 3
+    )
+    lens = torch.tensor(seq, dtype=torch.int32)
+    common = common.replace(
+        seq_lens=lens, seq_lens_cpu=lens, block_table_tensor=table, causal=spec.causal
+    )
+    q = torch.randn(sum(query) + 3, spec.num_heads, spec.head_size, generator=generator)
+    q[sum(query) :] = float("nan")
+    meta = BACKEND.builder(BACKEND, [spec], block_size, device).build(0, common)
+    return q.to(spec.dtype), cache, meta
+
+
+def check(out, want, dtype):
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    assert (out.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
+    rows = (out.double() - want).flatten(1).norm(dim=1)
+    assert (rows <= 3 * TOLERANCE[dtype] * want.flatten(1).norm(dim=1) + 1e-6).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=batches(),
+    heads=st.sampled_from([(2, 2), (4, 2), (6, 1)]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    block_size=st.sampled_from([1, 3, 16]),
+    window=st.sampled_from([None, None, 1, 9]),
+    alibi=st.booleans(),
+    causal=st.booleans(),
+    kv_cache_dtype=st.sampled_from(["auto", "auto", "fp8_e4m3", "fp8_e5m2"]),
+    folded_rows=st.sampled_from([0, 64]),
+    masked_rows=st.sampled_from([4, 256]),
+    seed=st.integers(0, 99),
+)
+def test_random_batches(
+    lengths, heads, dtype, block_size, window, alibi, causal, kv_cache_dtype, folded_rows,
+    masked_rows, seed,
+):  # fmt: skip
+    spec = AttentionSpec(
+        heads[0],
+        heads[1],
+        8,
+        dtype,
+        window,
+        alibi=alibi,
+        causal=causal,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    q, cache, meta = make(lengths, spec, block_size, seed)
+    options: dict[str, Any] = {"sliding_window": window, "kv_cache_dtype": kv_cache_dtype}
+    if alibi:
+        options["alibi_slopes"] = torch.linspace(0.02, 0.5, heads[0])
+    if kv_cache_dtype != "auto":
+        options |= {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([1.7])}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_sdpa, "FOLDED_ROWS", folded_rows)
+        patch.setattr(torch_sdpa, "MASKED_ROWS", masked_rows)
+        patch.setattr(torch_backend, "attend_batch", None)
+        out = attention(q, cache, meta, SCALE, **options)
+    check(out, reference_attention(q, cache, meta.common, SCALE, **options), dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 3, 3, 17, 70]), max_size=5),
+    v_head_size=st.sampled_from([8, 4]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    window=st.sampled_from([None, 5]),
+    alibi=st.booleans(),
+    causal=st.booleans(),
+)
+def test_without_a_cache(lengths, v_head_size, dtype, window, alibi, causal):
+    """float64 goes through the reference, which is the oracle here."""
+    rows = sum(lengths) + 2
+    q, k, v = (
+        torch.randn(rows, heads, size, dtype=dtype)
+        for heads, size in ((4, 8), (2, 8), (2, v_head_size))
+    )
+    for x in (q, k, v):
+        x[rows - 2 :] = float("nan")
+    options: dict[str, Any] = {"sliding_window": window}
+    if alibi:
+        options["alibi_slopes"] = torch.linspace(0.02, 0.5, 4)
+
+    def run(q, k, v):
+        spec = AttentionSpec(4, 2, 8, q.dtype, window, alibi=alibi, causal=causal)
+        meta = varlen_metadata(lengths, spec, num_padded_tokens=rows, backend="TORCH")
+        return varlen_attention(q, k, v, meta, SCALE, **options)
+
+    check(run(q, k, v), run(q.double(), k.double(), v.double()), dtype)
+
+
+@pytest.mark.parametrize("lengths", [([5, 20, 1, 1], [3, 1, 50, 17]), ([1] * 3, [1, 40, 17])])
+def test_cross_attention(lengths):
+    """More rows than keys: rows have no positions among an encoder's keys."""
+    spec = AttentionSpec(4, 2, 16, torch.float32, causal=False)
+    q, cache, meta = make(list(zip(*lengths, strict=True)), spec, 16, 0)
+    check(
+        attention(q, cache, meta, SCALE),
+        reference_attention(q, cache, meta.common, SCALE),
+        torch.float32,
+    )
+
+
+def test_prompt_of_many_rows():
+    """Rows in several parts under a mask, and the triangle without one."""
+    for lengths in ([(600, 600)], [(300, 700), (300, 650)], [(1, 5000), (1, 4999), (1, 1)]):
+        spec = AttentionSpec(4, 2, 16, torch.bfloat16)
+        q, cache, meta = make(lengths, spec, 16, 1)
+        want = reference_attention(q, cache, meta.common, SCALE)
+        check(attention(q, cache, meta, SCALE), want, torch.bfloat16)
+
+
+def test_what_stays_with_the_reference(monkeypatch):
+    """Soft cap, sinks, the log-sum-exp and float64; and the oracle in every case."""
+    monkeypatch.setattr(torch_sdpa, "forward", None)
+    kept: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.float64, {}),
+        (torch.float32, {"soft_cap": 5.0}),
+        (torch.float32, {"sinks": torch.linspace(-2, 3, 4)}),
+    ]
+    for dtype, options in kept:
+        spec = AttentionSpec(
+            4, 2, 16, dtype, soft_cap=options.get("soft_cap"), sinks="sinks" in options
+        )
+        q, cache, meta = make([(1, 9), (3, 20)], spec, 16, 2)
+        out = attention(q, cache, meta, SCALE, **options).double()
+        want = reference_attention(q, cache, meta.common, SCALE, **options)
+        assert (out - want).norm() <= 1e-5 * want.norm()
+    lse = torch.empty(q.shape[:2])
+    reference_attention(q, cache, meta.common, SCALE, lse=lse)
+    assert lse[:4].isfinite().all()
+
+
+def test_buckets():
+    """One query length, keys alike within a quarter, and no more of them than fit the cache."""
+    starts = [0, 1, 2, 3, 3, 4, 14, 15]
+    found = list(torch_sdpa.buckets(starts, [512, 505, 300, 40, 0, 10, 450]))
+    assert [(b.requests, b.num_queries, b.width) for b in found] == [
+        ([0, 1, 6], 1, 512),
+        ([2], 1, 300),
+        ([5], 10, 10),
+    ]
+    many = torch_sdpa.buckets(list(range(101)), [1000] * 100)
+    assert max(len(b.requests) for b in many) == torch_sdpa.BUCKET_TOKENS // 1024
+    long = torch_sdpa.buckets(list(range(4)), [9999] * 3)
+    assert [b.requests for b in long] == [[0], [1], [2]]

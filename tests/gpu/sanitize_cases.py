@@ -1,0 +1,185 @@
+"""Small calls of every Triton kernel of ours, to be run under compute-sanitizer.
+
+`python -m tests.gpu.sanitize_cases [group ...]`, groups as in `GROUPS`; .gpu_scripts/sanitize.sh
+runs them under its tools. Results are only checked to be finite: right or wrong is the conformance
+suite's and the fuzzer's business. All memory that may be read has been written, NaN where no token
+is, so that initcheck reports what is read by mistake.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from attn_ops import (
+    AttentionSpec,
+    CommonAttentionMetadata,
+    attention,
+    attention_with_lse,
+    get_backend,
+    merge_attn_states,
+)
+from attn_ops.backends.base import AttentionOptions
+from attn_ops.metadata import (
+    advance_step,
+    make_kv_sharing_fast_prefill_common_attn_metadata,
+    make_local_attention_virtual_batches,
+)
+from tests.conformance.features import FEATURES, make_case
+
+DECODE = ([1, 1, 0, 1, 1], [1, 17, 9, 70, 300])
+PREFILL = ([1, 18, 0, 35, 4], [1, 18, 7, 61, 130])
+LONG = ([40, 8], [900, 700])
+FEW = ("plain", "window", "alibi", "sinks, window", "soft_cap", "fp8_e4m3")
+
+
+def attend(batches: tuple, features: tuple[str, ...], dtype: torch.dtype) -> None:
+    backend = get_backend("TRITON")
+    for name in features:
+        feature = FEATURES[name]
+        for batch in batches:
+            spec = AttentionSpec(4, 2, 64, dtype, **feature.spec)
+            case = make_case(backend, spec, batch, feature, device="cuda")
+            inputs = (case.q, case.kv_cache, case.meta, case.scale)
+            finite(attention(*inputs, **case.options))
+            finite(attention_with_lse(*inputs, **case.options)[0])
+
+
+def decode() -> None:
+    attend((DECODE,), FEW, torch.bfloat16)
+    attend((DECODE,), ("plain",), torch.float32)
+    splits()
+
+
+def splits() -> None:
+    """Keys in two and three parts, merged by the second kernel."""
+    from attn_ops.backends.triton.decode import decode_attention
+
+    backend = get_backend("TRITON")
+    spec = AttentionSpec(4, 2, 64, torch.bfloat16)
+    case = make_case(backend, spec, DECODE, FEATURES["plain"], device="cuda")
+    common = case.meta.common
+    for num_splits in (2, 3):
+        lse = torch.empty(case.q.shape[:2], device="cuda")
+        options = AttentionOptions(case.scale, lse=lse)
+        finite(decode_attention(case.q, case.kv_cache, common, options, num_splits))
+
+
+def prefill() -> None:
+    attend((PREFILL, LONG), FEW, torch.bfloat16)
+    attend((PREFILL,), ("non-causal",), torch.float32)
+    launches()
+
+
+def launches() -> None:
+    """Keys read in place, split, gathered first, and without a cache."""
+    from attn_ops.backends.triton.prefill import prefill_attention, varlen_attention
+    from attn_ops.backends.triton.prefill_launch import choose_launch
+
+    backend = get_backend("TRITON")
+    spec = AttentionSpec(4, 2, 64, torch.bfloat16)
+    for lengths in (PREFILL, LONG):
+        case = make_case(backend, spec, lengths, FEATURES["plain"], device="cuda")
+        common, options = case.meta.common, AttentionOptions(case.scale)
+        launch = choose_launch(case.q, case.kv_cache, common)
+        for change in ({"gather": False}, {"gather": False, "num_splits": 3}, {"gather": True}):
+            asked = launch._replace(**{"num_splits": 1, **change})
+            finite(prefill_attention(case.q, case.kv_cache, common, options, asked))
+    k, v = torch.randn(2, len(case.q), 2, 64, dtype=torch.bfloat16, device="cuda")
+    alone = common.replace(seq_lens=common.query_lens)
+    finite(varlen_attention(case.q, k, v, alone, options))
+
+
+def quantize() -> None:
+    """Rows behind the batch's are neither read nor written."""
+    from attn_ops.backends.flash_attn.triton.quantize import quantize_query
+
+    for num_rows in (1, 37, 600):
+        q = torch.randn(num_rows + 2, 6, 80, dtype=torch.bfloat16, device="cuda")
+        out, scale = quantize_query(q[:, :4], num_rows)
+        finite(out[:num_rows].float(), scale)
+
+
+def merge() -> None:
+    out = torch.randn(2, 37, 4, 80, dtype=torch.bfloat16, device="cuda")
+    lse = torch.randn(2, 37, 4, device="cuda")
+    lse[:, 3] = float("-inf")
+    finite(merge_attn_states(out[0], lse[0], out[1], lse[1])[0])
+
+
+def batch(query: list[int], seq: list[int]) -> CommonAttentionMetadata:
+    """Padded by three rows and two requests."""
+    width = -(-max(seq) // 16) + 1
+    table = torch.arange(1, len(seq) * width + 1, dtype=torch.int32).view(len(seq), width)
+    return CommonAttentionMetadata.from_lengths(
+        query, seq, table, 16, "cuda", num_padded_tokens=sum(query) + 3,
+        num_padded_reqs=len(seq) + 2,
+    )  # fmt: skip
+
+
+def metadata() -> None:
+    from attn_ops.metadata.triton.pages import launch_page_indices
+
+    for query, seq in (DECODE, PREFILL):
+        common = batch(query, seq)
+        assert common.positions is not None
+        finite(common.slot_mapping, common.positions)
+        local = make_local_attention_virtual_batches(32, common, on_device=True)
+        finite(local.query_start_loc, local.seq_lens, local.block_table_tensor)
+        pages = sum(-(-n // 16) for n in seq)
+        finite(launch_page_indices(common.seq_lens, common.block_table_tensor, pages, 16))
+    rows = common.query_start_loc[1:4].long() - 1
+    reduced = make_kv_sharing_fast_prefill_common_attn_metadata(
+        common.replace(logits_indices_padded=rows, num_logits_indices=len(rows))
+    )
+    finite(reduced.query_start_loc)
+    advance()
+
+
+def advance() -> None:
+    common = batch(*DECODE)
+    size = common.num_reqs
+    tokens = torch.zeros(2, size, dtype=torch.int64, device="cuda")
+    positions = torch.zeros(size, dtype=torch.int64, device="cuda")
+    slots = torch.zeros(size, dtype=torch.int64, device="cuda")
+    lists = {
+        "paged_kv_indptr": torch.zeros(size + 1, dtype=torch.int32, device="cuda"),
+        "paged_kv_indices": torch.zeros(
+            common.block_table_tensor.numel(), dtype=torch.int32, device="cuda"
+        ),
+        "paged_kv_last_page_len": torch.zeros(size, dtype=torch.int32, device="cuda"),
+    }
+    for more in ({}, lists):
+        advance_step(
+            tokens[0], tokens[1], positions, common.seq_lens, slots, common.block_table_tensor, 16,
+            **more,
+        )  # fmt: skip
+    finite(tokens, positions, common.seq_lens, slots, *lists.values())
+
+
+def finite(*tensors: torch.Tensor) -> None:
+    """Read every element on the device: initcheck then knows whether it was written."""
+    for x in tensors:
+        assert bool(x.isfinite().all())
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "quantize": quantize,
+    "merge": merge,
+    "metadata": metadata,
+}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or GROUPS:
+        if name not in GROUPS:
+            raise ValueError(f"group must be known, got {name!r}; supported: {', '.join(GROUPS)}")
+        GROUPS[name]()
+        torch.cuda.synchronize()
+        print(f"{name}: ran", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What a backend that plans on the host is asked, and when: a graph that runs again, on a CPU."""
+
+import pytest
+import torch
+
+from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
+from graphs.capture import DecodeGraphs
+
+PROMPTS = [[3], [5, 9], list(range(17)), [1, 2, 3, 4]]
+
+
+class Rerun:
+    """Stands for a captured graph: what it reads by address, it reads again."""
+
+    def __init__(self, run, events) -> None:
+        self.run, self.events = run, events
+        self.tokens = run()
+
+    def replay(self) -> None:
+        self.events.append("replay")
+        self.tokens.copy_(self.run())
+
+
+class FakeRecorder:
+    def __init__(self, events) -> None:
+        self.events = events
+
+    def warm_up(self, run) -> None:
+        self.events.append("warm_up")
+        run()
+
+    def record(self, run, sampling):
+        self.events.append("record")
+        graph = Rerun(run, self.events)
+        return graph, graph.tokens, 10
+
+
+def record_hooks(builder, events, prepares: bool) -> None:
+    """Make `builder` one that plans on the host, or one that does not, and write down its calls."""
+    build = builder.build_for_cudagraph_capture
+
+    def prepare_capture(common):
+        events.append("prepare_capture")
+        return builder.build(0, common) if prepares else None
+
+    def prepare_replay(metadata, common):
+        events.append(("prepare_replay", common.seq_lens_cpu.tolist()))
+        assert metadata.common.seq_lens is common.seq_lens, "the batch of the captured step"
+        assert torch.equal(common.seq_lens_cpu, common.seq_lens), "uploaded before it is planned"
+        queries = common.query_start_loc_cpu.diff()
+        computed = (common.seq_lens_cpu - queries).clamp(min=0)
+        assert torch.equal(common.num_computed_tokens_cpu, computed)
+
+    def build_inside(common):
+        events.append("build")
+        return build(common)
+
+    builder.prepare_capture, builder.prepare_replay = prepare_capture, prepare_replay
+    builder.build_for_cudagraph_capture = build_inside
+
+
+@pytest.fixture
+def make_session(make_model):
+    def make(prepares: bool) -> tuple[DecodeSession, list]:
+        session = DecodeSession(make_model(), max_batch_size=4, max_tokens=64, block_size=4)
+        events: list = []
+        record_hooks(session.builder, events, prepares)
+        session.graphs = session._decode_graphs(FakeRecorder(events))
+        session.capture_sizes = [2, 4]
+        return session, events
+
+    return make
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_hooks_are_called_in_order(make_session, make_model, prepares):
+    session, events = make_session(prepares)
+    session.warm_up()
+    inside = [] if prepares else ["build"]
+    step = ["prepare_capture", "warm_up", *inside, "record", *inside]
+    assert events == step * 2, "one graph a size, largest first"
+    assert isinstance(session.graphs, DecodeGraphs)
+    captured = session.graphs.get(BatchDescriptor(4, sampling=False))
+    assert (captured.metadata is not None) == prepares
+    assert session.graphs.num_bytes == 20
+    events.clear()
+    results = session.generate(PROMPTS, 4)
+    plain = DecodeSession(
+        make_model(),
+        max_batch_size=4,
+        max_tokens=64,
+        block_size=4,
+        cudagraph_mode=CUDAGraphMode.NONE,
+    )
+    assert results == plain.generate(PROMPTS, 4)
+    assert session.num_steps["captured"] == events.count("replay") == 3
+    lengths = [[len(p) + n for p in PROMPTS] for n in (1, 2, 3)]
+    each = [[("prepare_replay", n), "replay"] if prepares else ["replay", "build"] for n in lengths]
+    assert events == [event for events_of_step in each for event in events_of_step]
+
+
+def test_padding_requests_have_no_tokens(make_session):
+    """Three requests in a graph of four: the host plans a request without tokens."""
+    session, events = make_session(True)
+    session.generate(PROMPTS[:3], 2)
+    assert ("prepare_replay", [2, 3, 18, 0]) in events
+
+
+def test_moved_caches_are_refused_before_anything_is_planned(make_session):
+    session, events = make_session(True)
+    session.warm_up()
+    captured = session.graphs.get(BatchDescriptor(2, sampling=False))
+    events.clear()
+    session.cache.tensors[0] = session.cache.tensors[0].clone()
+    with pytest.raises(ValueError, match="tensors of a captured step must stay where they were"):
+        session.graphs.replay(captured)
+    assert events == []

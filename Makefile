@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test lint gpu-test bench docs
+.PHONY: setup demo test lint gpu-test sanitize bench docs
 
 setup: $(READY)
 
@@ -29,8 +29,12 @@ lint: setup
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
 
+sanitize: setup
+	PYTHON=$(BIN)/python bash tests/gpu/sanitize.sh
+
 bench: setup
 	$(BIN)/python -m benchmarks.decode_step
+	$(BIN)/python -m benchmarks.attention
 
 docs:
 	@echo "docs/ is Markdown; the README's support table: $(BIN)/python -m attn_ops.support_table README.md"

@@ -5,10 +5,12 @@
     planned   ours, with the plan's own kernels in the graph, once for all its layers
 
 Microseconds a layer, medians. A graph holds as many layers, each with its own queries and cache, as
-outgrow the L2 cache three times; ours, direct and the other backends take turns. Decodes are also
+outgrow the L2 cache three times, and of a decode as many as read 4 GiB, or 64; ours, direct and the
+other backends take turns, and each timed run has one more of itself before it. Decodes are also
 given in percent of the measured copy bandwidth (keys and values read once), prefills in percent of
 a measured matrix product's rate (both products over the visible pairs). `*` is the backend that
-`select_backend` chooses; `q8` quantizes the query too and is no candidate for it.
+`select_backend` chooses; `q8` quantizes the query too and is no candidate for it. Rows that run
+eagerly, operator by operator, are shown but have no bar: the host's time is part of them.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import datetime
 import json
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,16 @@ def matmul_rate(device: torch.device) -> float:
     return 2 * size**3 / times[len(times) // 2] * 1e6
 
 
+def after_itself_us(run: Callable[[], object], device: torch.device) -> float:
+    """Microseconds of a run right behind another of the same.
+
+    Who came behind another backend's run would pay for what that left in the caches: of a graph of
+    1 ms, 10 to 20 us (FA3 behind FLEX, one H200, 2026-11-21).
+    """
+    run()
+    return interval_us(run, device)
+
+
 def make_setting(
     args: argparse.Namespace, names: list[str], interval: Interval | None = None
 ) -> Setting:
@@ -83,7 +95,7 @@ def make_setting(
         block_size=args.block_size,
         device=device,
         rounds=ROUNDS[device.type][args.quick],
-        interval=interval or (lambda run: interval_us(run, device)),
+        interval=interval or (lambda run: after_itself_us(run, device)),
         bytes_per_second=copy_rate(device),
         flops_per_second=matmul_rate(device),
         prepare_seconds=args.prepare_seconds,
@@ -191,7 +203,11 @@ def row_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         marks = " *" * row["default"] + " q8" * row["quantizes_query"]
         eager = row["ours_us"] is not None and not row["captured"]
-        notes = [row["reason"], row["direct_reason"] and f"direct: {row['direct_reason']}"]
+        notes = [
+            row["runs"] and f"runs {row['runs']}",
+            row["reason"],
+            row["direct_reason"] and f"by hand: {row['direct_reason']}",
+        ]
         table.add_row(
             row["shape"] if row["shape"] != last else "",
             row["backend"] + marks,
@@ -235,6 +251,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         rows = [row for row in result["rows"] if row["dtype"] == dtype]
         refused = refusals(rows)
         console.print(row_table(title, [r for r in rows if r["backend"] not in refused]))
+        if any(row["ours_us"] is not None and not row["captured"] for row in rows):
+            console.print('eager: not in a graph, so without a bar "direct / operator"')
         for name, reason in refused.items():
             console.print(f"{name}, {dtype}: {reason}", markup=False, highlight=False)
     console.print(overhead_table(result["overhead"]))

@@ -58,9 +58,9 @@ def all_bars(rows: Sequence[Row], overhead: Sequence[dict]) -> list[Bar]:
 
 
 def operator_bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """The operator costs next to nothing over its library."""
+    """The operator costs next to nothing over its library, in a graph; eager rows have no bar."""
     for row in rows:
-        if row.ours_us is not None and row.backend in DIRECT:
+        if row.ours_us is not None and row.captured and row.backend in DIRECT:
             what = f"direct / operator: {row.backend} {row.dtype} {row.shape}"
             yield Bar(what, ">=", OPERATOR, row.ratio)
 

@@ -1,7 +1,8 @@
 """What `benchmarks.attention` measures at one shape: every backend, and its library by hand.
 
 All runs of a shape are prepared first and then take turns, so that a drifting clock meets the
-operator, the library and the other backends alike.
+operator, the library and the other backends alike. A decode's graph holds so many layers that its
+launch weighs nothing.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ from attn_ops.backends.measure import (
 from benchmarks.direct import DIRECT, Attend
 
 L2_BYTES = 50 << 20  # of an H200
-UNLIMITED = ("FLASH_ATTN", "TRITON", "FLASHINFER")
-"""Never skipped for compiling long: the bars need the first two, and FlashInfer without its
+UNLIMITED = ("AUTO", "FLASH_ATTN", "TRITON", "FLASHINFER")
+"""Never skipped for compiling long: the bars need the first three, and FlashInfer without its
 jit-cache compiles CUDA for minutes, but once."""
 
 Interval = Callable[[Callable[[], object]], float]
@@ -84,6 +85,7 @@ class Row:
     quantizes_query: bool = False
     layers: int = 0
     captured: bool = False
+    runs: str | None = None  # the backend that was chosen for this batch, where it is another
     ours_us: float | None = None
     direct_us: float | None = None
     planned_us: float | None = None  # ours, the plan's kernels in the graph, once for all layers
@@ -111,6 +113,20 @@ class Setting:
     spent: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+def bytes_of_layers(case: Case, spec: AttentionSpec, device: torch.device) -> int:
+    """Bytes of caches that outgrow the L2 cache three times, at most half of the free memory.
+
+    Decodes read 4 GiB, which takes more than a millisecond, or 64 layers: in a shorter graph what a
+    replay costs once would weigh in. Prefills take that long anyway.
+    """
+    if device.type != "cuda":
+        return 0
+    wanted = 3 * max(L2_BYTES, l2_bytes(device))
+    if case.kind == "decode":
+        wanted = max(wanted, min(4 << 30, 64 * case.kv_bytes(spec)))
+    return min(wanted, torch.cuda.mem_get_info(device)[0] // 2)
+
+
 def brief(error: BaseException) -> str:
     """An exception as one line of a table."""
     lines = str(error).strip().splitlines() or [""]
@@ -122,10 +138,10 @@ def measure_case(
 ) -> list[Row]:
     """All backends at one shape."""
     device = setting.device
-    outgrow = 3 * max(L2_BYTES, l2_bytes(device)) if device.type == "cuda" else 0
+    num_bytes = bytes_of_layers(case, spec, device)
     rows = [Row(dtype, case.name, case.kind, n, default=n == default) for n in setting.names]
     try:
-        layers = make_layers(spec, case.shape.lengths(), setting.block_size, device, outgrow)
+        layers = make_layers(spec, case.shape.lengths(), setting.block_size, device, num_bytes)
     except Exception as error:  # out of memory, most likely
         for row in rows:
             row.reason = brief(error)
@@ -161,8 +177,10 @@ def prepare(row: Row, layers: Layers, setting: Setting) -> dict[str, Callable[[]
         if reasons:
             row.reason = "; ".join(reasons)
             return {}
-        row.quantizes_query = quantizes_query(backend.support, layers.spec)
         step = make_step(backend, layers)
+        chosen = step.meta.backend
+        row.runs = chosen.name if chosen.name != row.backend else None
+        row.quantizes_query = quantizes_query(chosen.support, layers.spec)
         out = layers.attend(step.meta, 0).clone()
         row.layers, row.captured = len(layers.caches), step.captured
         ours = lambda layer: layers.attend(step.meta, layer)  # noqa: E731
@@ -207,8 +225,12 @@ def warmed(
 
 
 def plans_on_device(step: Step) -> bool:
-    """Whether the metadata holds a plan that a captured step would compute anew."""
-    planned = any(plan is not None for plan in step.meta.plans.values())
+    """Whether the metadata holds a plan that a captured step would compute anew.
+
+    Of a geometry, that is: backends keep other things there besides.
+    """
+    plans = step.meta.plans.items()
+    planned = any(isinstance(k, AttentionSpec) and plan is not None for k, plan in plans)
     return planned and not step.builder.plans_on_host
 
 

@@ -17,6 +17,7 @@ import torch
 
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.measure import Layers
+from attn_ops.backends.xformers_backend import operator
 from attn_ops.metadata import KV_CACHE_DTYPES
 
 Attend = Callable[[int], torch.Tensor]
@@ -49,7 +50,8 @@ def gathered(
 
 
 def flash_attn(layers: Layers, captured: bool) -> Attend:
-    """vLLM's FlashAttention, FA3 where it runs; with an FP8 cache it wants q in FP8 too."""
+    """vLLM's FlashAttention, FA3 where it runs; with an FP8 cache it wants q in FP8
+    too, which is one more kernel in the call: a cast, and scales of 1."""
     try:
         library = importlib.import_module("vllm.vllm_flash_attn")
     except ImportError:
@@ -137,7 +139,7 @@ def flashinfer(layers: Layers, captured: bool) -> Attend:
 
 def xformers(layers: Layers, captured: bool) -> Attend:
     """xFormers: split keys over the pages for decodes; for a prefill, whose queries that kernel
-    refuses, the operator of its choice over gathered keys."""
+    refuses, the operator of its choice over gathered keys, where its C++ extension loads."""
     fmha = importlib.import_module("xformers.ops.fmha")
     if layers.spec.kv_cache_dtype != "auto":
         raise ValueError(
@@ -156,7 +158,13 @@ def xformers(layers: Layers, captured: bool) -> Attend:
         k, v = (
             x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in gathered(layers, layer, blocks_SM)
         )
-        return fmha.memory_efficient_attention_forward(q, k, v, bias, scale=layers.scale)
+        try:
+            return fmha.memory_efficient_attention_forward(q, k, v, bias, scale=layers.scale)
+        except NotImplementedError as error:
+            raise ValueError(
+                "not available for a prefill: xFormers has no operator for it here; those it has "
+                "are in its C++ extension, which loads with the torch it was built for"
+            ) from error
 
     return attend
 
@@ -164,9 +172,8 @@ def xformers(layers: Layers, captured: bool) -> Attend:
 def _xformers_decode(fmha: Any, layers: Layers) -> Attend:
     """The whole cache as pages of B rows: keys in the even ones, values one page further on."""
     spec, common, size = layers.spec, layers.common, layers.block_size
-    splitk = importlib.import_module("xformers.ops.fmha.triton_splitk").FwOp
-    # The kernel's tile must divide a page; its default is 64 keys.
-    op = type("FwOpOfOnePage", (splitk,), {"BLOCK_N": min(64, size)})
+    # Its tile must divide a page, and it must not be refused for a C++ extension it does not use.
+    op = operator(size)
     bias = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
         [1] * common.num_reqs, [common.max_seq_len] * common.num_reqs,
         pages(layers) * 2, size, device=common.device,

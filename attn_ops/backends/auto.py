@@ -13,6 +13,7 @@ batch's metadata names the backend that was chosen for it, so `meta.backend` is 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,12 +47,19 @@ class AutoMetadataBuilder(AttentionMetadataBuilder):
 
     cudagraph_support = AttentionCGSupport.ALWAYS
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        _, *rest = arguments
+    def __init__(
+        self,
+        backend: Backend,
+        specs: Sequence[AttentionSpec],
+        block_size: int,
+        device: torch.device | str,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(backend, specs, block_size, device, **keywords)
         used = {choose(self.specs, 1), choose(self.specs, 2)}
         self._builders = {
-            name: _part(name).builder(_part(name), *rest, **keywords) for name in sorted(used)
+            name: _part(name).builder(_part(name), specs, block_size, device, **keywords)
+            for name in sorted(used)
         }
 
     def _builder(self, common: CommonAttentionMetadata) -> AttentionMetadataBuilder:
@@ -105,7 +113,22 @@ def both(a: Support, b: Support) -> Support:
     return Support(**merged)
 
 
-BACKEND = Backend(
+class AutoBackend(Backend):
+    """Its parts may know more reasons than their declarations."""
+
+    def reasons_against(
+        self, spec: AttentionSpec, block_size: int, device: torch.device
+    ) -> list[str]:
+        reasons = super().reasons_against(spec, block_size, device)
+        used = dict.fromkeys(choose((spec,), length) for length in (1, 2))
+        return reasons or [
+            f"{name}: {reason}"
+            for name in used
+            for reason in _part(name).reasons_against(spec, block_size, device)
+        ]
+
+
+BACKEND = AutoBackend(
     name="AUTO",
     support=both(_part(OTHER).support, _part(DECODE).support),
     builder=AutoMetadataBuilder,

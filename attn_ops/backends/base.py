@@ -30,6 +30,7 @@ class AttentionOptions:
     k_scale: torch.Tensor | None = None  # [1] float32: FP8 keys mean stored * k_scale; None: 1
     v_scale: torch.Tensor | None = None  # [1] float32: the same for values
     lse: torch.Tensor | None = None  # [T, N] float32, written: log of the softmax's denominator
+    checked: bool = False  # the operator has checked shapes, dtypes and support
 
     def spec(self, q: torch.Tensor, kv_cache: torch.Tensor, causal: bool) -> AttentionSpec:
         """Geometry of the layer, as the builder was given it."""
@@ -75,6 +76,7 @@ class Support:
     lse: bool = False  # can write the log-sum-exp
     varlen_v_head_size: bool = False  # without a cache, values may have a head size of their own
     quantizes_query: bool = False  # with an FP8 cache q is rounded to FP8 too
+    own_mask: bool = False  # rows see what the backend's own mask says; only taken by name
 
     def reasons_against(
         self, spec: AttentionSpec, block_size: int, device: torch.device
@@ -120,6 +122,11 @@ class Support:
         ):
             if asked and not able:
                 reasons.append(f"{name} must be None, got a tensor; supported: None")
+        chunk = spec.attention_chunk_size
+        if chunk is not None and chunk % block_size:
+            reasons.append(
+                f"attention_chunk_size must be a multiple of block_size {block_size}, got {chunk}"
+            )
         if not spec.causal and not self.non_causal:
             reasons.append("causal must be True, got False; supported: True")
         elif not spec.causal and spec.sliding_window is not None and not self.non_causal_window:

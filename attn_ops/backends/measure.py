@@ -8,6 +8,7 @@ turns, round by round, and a drifting clock meets them all.
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size, S requests.
 """
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -217,13 +218,21 @@ def runner(backend: Backend, layers: Layers) -> Callable[[], object]:
 def repeat_layers(
     layers: Layers, attend: Callable[[int], object], captured: bool
 ) -> Callable[[], object]:
-    """`attend` on every layer in turn, as a CUDA graph or as it is."""
+    """`attend` on every layer in turn, as a CUDA graph of the layers' device or as it is."""
 
     def run() -> None:
         for layer in range(len(layers.caches)):
             attend(layer)
 
-    return capture(run) if captured else run
+    if not captured:
+        return run
+    with on(layers.common.device):
+        return capture(run)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Make a GPU the current one: streams, captures and kernels of Triton go there."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def interval_us(run: Callable[[], object], device: torch.device) -> float:
@@ -232,7 +241,7 @@ def interval_us(run: Callable[[], object], device: torch.device) -> float:
         begin = time.perf_counter()
         run()
         return 1e6 * (time.perf_counter() - begin)
-    with torch.cuda.device(device):
+    with on(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
@@ -306,7 +315,8 @@ def measure(
     for place, lengths in enumerate(shapes):
         for spec, count in counts.items():
             alive = [b for b in backends if b.name not in failed]
-            taken = _time_layers(alive, spec, lengths, block_size, device, failed)
+            with on(device):
+                taken = _time_layers(alive, spec, lengths, block_size, device, failed)
             for name, microseconds in taken.items():
                 times[name][place] += microseconds * count / len(specs)
             if device.type == "cuda":

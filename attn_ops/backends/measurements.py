@@ -28,6 +28,7 @@ from attn_ops.backends.measure import (
     measure,
     quantizes_query,
 )
+from attn_ops.backends.registry import OWN_MASK
 from attn_ops.metadata import AttentionSpec
 
 LIBRARIES = (
@@ -67,6 +68,7 @@ def choose(
         for b in backends
         if any(quantizes_query(b.support, spec) for spec in specs)
     }
+    against |= {b.name: OWN_MASK for b in backends if b.support.own_mask}
     candidates = [b for b in backends if b.name not in against]
     key = measurement_key([b.name for b in candidates], specs, block_size, device, lengths)
     found = None if path is None else load(path).get(key)

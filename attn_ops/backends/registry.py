@@ -31,6 +31,8 @@ _registered: dict[str, Backend] = {}
 
 ENTRY_POINT_GROUP = "attn_ops.backends"
 
+OWN_MASK = "its mask is its own; ask for it by name"
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
@@ -89,7 +91,8 @@ def select_backend(
     With `measure` every backend that applies is timed on `shapes`; the least sum of its times, each
     by the shape's best, wins. `Selection.why` gives the times, microseconds a layer: of the GPU,
     captured where the backend allows it, or of a CPU's clock. A backend that quantizes q
-    (`Support.quantizes_query`, with an FP8 cache) computes something else and is no candidate.
+    (`Support.quantizes_query`, with an FP8 cache) computes something else and is no candidate. One
+    with a mask of its own (`Support.own_mask`) is taken by name alone, with or without `measure`.
 
     Args:
         specs: geometry of the layers; one backend must take them all.
@@ -113,6 +116,8 @@ def select_backend(
     layers = [specs] if isinstance(specs, AttentionSpec) else list(specs)
     _check_request(backend, measure, shapes, measurements)
     against = {name: _reasons(name, layers, block_size, device) for name in backend_names()}
+    if backend is None:
+        against = {name: reasons or _only_by_name(name) for name, reasons in against.items()}
     if backend is not None and against[backend]:
         raise ValueError(f"backend {backend} cannot be used: {'; '.join(against[backend])}")
     usable = [name for name, reasons in against.items() if not reasons]
@@ -172,6 +177,11 @@ def _preferred(usable: list[str], layers: list[AttentionSpec], device: torch.dev
         exact = [name for name in usable if not get_backend(name).support.quantizes_query]
         return (exact or usable)[0]
     return usable[0]
+
+
+def _only_by_name(name: str) -> list[str]:
+    """Why a backend that applies is not chosen unasked."""
+    return [OWN_MASK] if get_backend(name).support.own_mask else []
 
 
 def _reasons(

@@ -142,9 +142,12 @@ def _attend(
     if options.sinks is not None:
         sink_KG11 = options.sinks.to(q_QNH.dtype).view(num_kv_heads, -1, 1, 1)
         logits_KGQC = torch.cat([scores_KGQC, sink_KG11.expand(-1, -1, num_queries, 1)], dim=-1)
+    lse_KGQ1 = logits_KGQC.logsumexp(dim=-1, keepdim=True)
     weights_KGQC = logits_KGQC.softmax(dim=-1)[..., :num_cached]
+    # A row that sees no key has no softmax: -inf - -inf is NaN.
+    weights_KGQC = weights_KGQC.masked_fill(lse_KGQ1 == float("-inf"), 0.0)
     out_KGQH = torch.matmul(weights_KGQC, v_CKH.transpose(0, 1).unsqueeze(1))
-    lse_QN = logits_KGQC.logsumexp(dim=-1).permute(2, 0, 1).reshape(num_queries, num_heads)
+    lse_QN = lse_KGQ1.squeeze(-1).permute(2, 0, 1).reshape(num_queries, num_heads)
     return out_KGQH.permute(2, 0, 1, 3).reshape(num_queries, num_heads, -1), lse_QN
 
 

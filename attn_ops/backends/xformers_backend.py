@@ -167,6 +167,9 @@ def forward(
     Raises:
         ValueError: blocks of the cache are no whole number of pages apart, or heads not contiguous.
     """
+    for name, x in (("q", q), ("kv_cache", kv_cache)):
+        if x.stride(-1) != 1:
+            raise ValueError(f"stride of {name}'s last dimension must be 1, got {x.stride(-1)}")
     common = meta.common
     plan = _plan_of(meta, options.spec(q, kv_cache, common.causal), kv_cache.shape[2])
     rows = plan.num_rows

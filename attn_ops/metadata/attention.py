@@ -1,6 +1,7 @@
 """The batch as one backend reads it: an opaque graph input, and its builder, called once a step."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -73,6 +74,9 @@ class AttentionSpec:
                 f"kv_cache_dtype must be known, got {self.kv_cache_dtype!r}; "
                 f"supported: {', '.join(KV_CACHE_DTYPES)}"
             )
+        for name in ("num_heads", "head_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 "num_heads must be a multiple of num_kv_heads, "
@@ -82,8 +86,10 @@ class AttentionSpec:
             raise ValueError(
                 f"sliding_window must be None or at least 1, got {self.sliding_window}"
             )
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise ValueError(f"soft_cap must be None or above 0, got {self.soft_cap}")
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
+            raise ValueError(
+                f"soft_cap must be None or above 0, got {self.soft_cap}; supported: finite numbers"
+            )
         if self.attention_chunk_size is not None:
             self._check_chunk()
 
@@ -114,6 +120,7 @@ class AttentionMetadata(OpaqueBase):
         common: the batch.
         backend: the backend whose kernels run; `attn_ops::attention` calls its `forward`.
         block_size: tokens a block holds, where known; the operators refuse a cache of another.
+        paged: False: a batch without a KV cache, whose block table says nothing.
         plans: what the backend computed once for the step, by layer geometry.
         chunked: the step's virtual batches for layers of chunked local attention, by chunk size.
         cascade: the same step as attention over the prefix that all requests share and over what
@@ -126,11 +133,13 @@ class AttentionMetadata(OpaqueBase):
         backend: "Backend",
         plans: dict[AttentionSpec, Any] | None = None,
         block_size: int | None = None,
+        paged: bool = True,
     ) -> None:
         self.common = common
         self.backend = backend
         self.plans = plans or {}
         self.block_size = block_size
+        self.paged = paged
         self.chunked: dict[int, AttentionMetadata] = {}
         self.cascade: tuple[AttentionMetadata, AttentionMetadata] | None = None
         self.supported: set[tuple] = set()  # configurations that the backend was found to support

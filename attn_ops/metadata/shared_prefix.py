@@ -14,8 +14,9 @@ def split_shared_prefix(
 ) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata]:
     """Two batches over disjoint keys; merging their results by log-sum-exp gives the batch's.
 
-    The first has all rows as one request, without causality, over the prefix; its blocks are
-    those of request 0. The second has the batch's requests over the rest of their keys.
+    The first has the requests' rows as one request, without causality, over the prefix; its blocks
+    are those of request 0. The second has the batch's requests over the rest of their keys. Rows
+    behind the last request belong to neither: both leave them zero.
 
     Args:
         common_prefix_len: tokens that all requests share; whole blocks of them are used. It must
@@ -28,11 +29,11 @@ def split_shared_prefix(
             prefix and its own query tokens.
     """
     check_int("common_prefix_len", common_prefix_len, 1)
-    computed = common.num_computed_tokens_cpu
-    if computed is None:
+    computed, starts = common.num_computed_tokens_cpu, common.query_start_loc_cpu
+    if computed is None or starts is None:
+        name = "num_computed_tokens_cpu" if computed is None else "query_start_loc_cpu"
         raise ValueError(
-            "num_computed_tokens_cpu must be given with common_prefix_len "
-            f"{common_prefix_len}, got None"
+            f"{name} must be given with common_prefix_len {common_prefix_len}, got None"
         )
     if not common.causal:
         raise ValueError(
@@ -46,13 +47,13 @@ def split_shared_prefix(
         )
     num_blocks = common_prefix_len // block_size
     length = num_blocks * block_size
-    return _prefix(common, num_blocks, length), _suffix(common, num_blocks, length)
+    prefix = _prefix(common, int(starts[-1]), num_blocks, length)
+    return prefix, _suffix(common, num_blocks, length)
 
 
 def _prefix(
-    common: CommonAttentionMetadata, num_blocks: int, length: int
+    common: CommonAttentionMetadata, rows: int, num_blocks: int, length: int
 ) -> CommonAttentionMetadata:
-    rows = common.num_actual_tokens
     starts_cpu = torch.tensor([0, rows], dtype=torch.int32)
     seq_cpu = torch.tensor([length], dtype=torch.int32)
     return CommonAttentionMetadata(

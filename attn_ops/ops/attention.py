@@ -9,14 +9,19 @@ import torch
 
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
-from attn_ops.ops.checks import check_attention_inputs
+from attn_ops.ops.checks import (
+    check_attention_inputs,
+    check_causal,
+    check_query,
+    check_v_head_size,
+)
 from attn_ops.ops.library import LIBRARY
 
 _ARGUMENTS = (
     f"Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
     "int? sliding_window=None, float? soft_cap=None, Tensor? alibi_slopes=None, "
     "Tensor? sinks=None, str kv_cache_dtype='auto', Tensor? k_scale=None, Tensor? v_scale=None, "
-    "int? attention_chunk_size=None"
+    "int? attention_chunk_size=None, bool? causal=None"
 )
 LIBRARY.define(f"attention({_ARGUMENTS}) -> Tensor")
 LIBRARY.define(f"attention_with_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
@@ -30,9 +35,12 @@ def _attention(
     scale: float,
     *,
     attention_chunk_size: int | None = None,
+    causal: bool | None = None,
     **options: object,
 ) -> torch.Tensor:
-    asked = AttentionOptions(scale, **options)  # pyright: ignore[reportArgumentType]
+    asked = AttentionOptions(scale, **options, checked=True)  # pyright: ignore[reportArgumentType]
+    if causal is not None:
+        check_causal(meta, causal)
     meta = batch_of(meta, attention_chunk_size, asked)
     check_attention_inputs(q, kv_cache, meta, asked)
     return attend(q, kv_cache, meta, asked)
@@ -57,10 +65,13 @@ def _attention_with_lse(
     scale: float,
     *,
     attention_chunk_size: int | None = None,
+    causal: bool | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    asked = AttentionOptions(scale, **options, lse=lse)  # pyright: ignore[reportArgumentType]
+    asked = AttentionOptions(scale, **options, lse=lse, checked=True)  # pyright: ignore[reportArgumentType]
+    if causal is not None:
+        check_causal(meta, causal)
     meta = batch_of(meta, attention_chunk_size, asked)
     check_attention_inputs(q, kv_cache, meta, asked)
     return attend(q, kv_cache, meta, asked), lse
@@ -132,6 +143,7 @@ def attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     attention_chunk_size: int | None = None,
+    causal: bool | None = None,
     v_head_size: int | None = None,
 ) -> torch.Tensor:
     """Attention of the batch's query rows over the paged cache, by the backend that `meta` names.
@@ -143,15 +155,15 @@ def attention(
         meta: the batch, from a backend's `AttentionMetadataBuilder`.
         scale: factor on q.k, usually H ** -0.5.
         sliding_window: keys a query sees, its own included; None sees all.
-        soft_cap: c in c * tanh(s / c) on the scaled scores (Gemma 2); None for none.
+        soft_cap: c in c * tanh(s / c) on the scaled scores (Gemma 2), finite; None for none.
         alibi_slopes: [N] float32; scores are lowered by slope * |query - key| (arXiv:2108.12409).
         sinks: [N] float32 or q's dtype; a logit more in each head's softmax, of value 0 (GPT-OSS).
         kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
-        k_scale, v_scale: [1] float32; what the cache holds stands for stored * scale. None is 1.
+        k_scale, v_scale: [1] float32, positive; the cache holds value / scale. None is 1.
         attention_chunk_size: a query sees the keys of its own chunk of so many tokens (Llama 4);
             the builder must have had a spec with it. None sees all.
-        v_head_size: V, where values are narrower than H: `write_kv` stored them padded with
-            zeros. None is H.
+        causal: what `meta.common.causal` must be, which a compiled layer cannot look at; None: any.
+        v_head_size: V of values that `write_kv` stored padded to H. None is H.
 
     Returns:
         [T, N, H], contiguous, in q's dtype; with `v_head_size` a view of its first V columns.
@@ -160,25 +172,17 @@ def attention(
     Raises:
         ValueError: shapes or devices do not fit, or the backend does not support the configuration.
     """
-    if v_head_size is not None and not 1 <= v_head_size <= q.shape[-1]:
-        raise ValueError(
-            f"v_head_size must be from 1 to q's head size {q.shape[-1]}, got {v_head_size}"
-        )
-    out = torch.ops.attn_ops.attention(
-        q,
-        kv_cache,
-        meta,
-        scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        kv_cache_dtype=kv_cache_dtype,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        attention_chunk_size=attention_chunk_size,
-    )
-    return out if v_head_size is None else out[..., :v_head_size]
+    asked = (sliding_window, soft_cap, alibi_slopes, sinks, k_scale, v_scale, attention_chunk_size)
+    if kv_cache_dtype == "auto" and causal is None and not any(x is not None for x in asked):
+        # Half of what the call costs is the dispatcher's reading of keywords.
+        out = torch.ops.attn_ops.attention.default(q, kv_cache, meta, scale)
+    else:
+        out = torch.ops.attn_ops.attention.default(
+            q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
+            v_scale=v_scale, attention_chunk_size=attention_chunk_size, causal=causal,
+        )  # fmt: skip
+    return out if v_head_size is None else _narrowed(out, v_head_size)
 
 
 def attention_with_lse(
@@ -186,14 +190,37 @@ def attention_with_lse(
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,
     scale: float,
-    **options: object,
+    *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    attention_chunk_size: int | None = None,
+    causal: bool | None = None,
+    v_head_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention`, and the log of every softmax's denominator, for merging partial results.
 
     Arguments and errors as of `attention`.
 
     Returns:
-        [T, N, H] and [T, N] float32: log(sum(exp(score))), the sink included; -inf where a row sees
-        no key and has no sink. Of padding rows it is -inf.
+        [T, N, H], with `v_head_size` its first V columns, and [T, N] float32: log(sum(exp(score))),
+        the sink included; -inf where a row sees no key and has no sink. Of padding rows, and of
+        requests without any key (seq_len 0), it is -inf, with a sink too.
     """
-    return torch.ops.attn_ops.attention_with_lse(q, kv_cache, meta, scale, **options)
+    out, lse = torch.ops.attn_ops.attention_with_lse.default(
+        q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
+        v_scale=v_scale, attention_chunk_size=attention_chunk_size, causal=causal,
+    )  # fmt: skip
+    return out if v_head_size is None else _narrowed(out, v_head_size), lse
+
+
+def _narrowed(out: torch.Tensor, v_head_size: int) -> torch.Tensor:
+    """The columns of [T, N, H] that values have."""
+    check_query(out)  # of q's shape; traced, the operator has not looked
+    check_v_head_size(v_head_size, out.shape[2], "q")
+    return out[..., :v_head_size]

@@ -15,15 +15,16 @@ def check_attention_inputs(
     """
     if not isinstance(meta, AttentionMetadata):
         raise ValueError(f"meta must be an AttentionMetadata, got {type(meta).__name__}")
+    common = meta.common
     key = (
         q.shape,
         q.dtype,
-        q.device,
+        q.get_device(),
         kv_cache.shape,
         kv_cache.dtype,
-        kv_cache.device,
-        meta.common.num_actual_tokens,
-        meta.common.causal,
+        kv_cache.get_device(),
+        common.num_actual_tokens,
+        common.causal,
         options.sliding_window,
         options.soft_cap,
         options.kv_cache_dtype,
@@ -34,23 +35,23 @@ def check_attention_inputs(
     if key not in meta.supported:
         _check_shapes(q, kv_cache, meta, options)
         meta.supported.add(key)
-    check_vector("alibi_slopes", options.alibi_slopes, q.shape[1], q.device)
-    check_vector("sinks", options.sinks, q.shape[1], q.device, q.dtype)
-    check_scales(options.k_scale, options.v_scale, q.device)
+    if options.alibi_slopes is not None:
+        check_vector("alibi_slopes", options.alibi_slopes, q.shape[1], q.device)
+    if options.sinks is not None:
+        check_vector("sinks", options.sinks, q.shape[1], q.device, q.dtype)
+    if options.k_scale is not None or options.v_scale is not None:
+        check_scales(options.k_scale, options.v_scale, q.device)
 
 
 def _check_shapes(
     q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
 ) -> None:
-    if q.dim() != 3:
-        raise ValueError(
-            f"q must have shape [num_tokens, num_heads, head_size], got {list(q.shape)}"
-        )
+    check_query(q)
     plain = options.kv_cache_dtype == "auto"
     check_cache(kv_cache, meta, kv_cache.dtype if plain else q.dtype, options.kv_cache_dtype)
     if q.shape[2] != kv_cache.shape[4]:
         raise ValueError(f"q must have the cache's head size {kv_cache.shape[4]}, got {q.shape[2]}")
-    if q.shape[1] % kv_cache.shape[3]:
+    if q.shape[1] == 0 or q.shape[1] % kv_cache.shape[3]:
         raise ValueError(f"q must have a multiple of {kv_cache.shape[3]} heads, got {q.shape[1]}")
     if q.shape[0] < meta.common.num_actual_tokens:
         raise ValueError(
@@ -70,6 +71,32 @@ def _check_shapes(
         )
 
 
+def check_query(q: torch.Tensor) -> None:
+    """Raise a ValueError unless q has three dimensions."""
+    if q.dim() != 3:
+        raise ValueError(
+            f"q must have shape [num_tokens, num_heads, head_size], got {list(q.shape)}"
+        )
+
+
+def check_v_head_size(v_head_size: int, head_size: int, of: str) -> None:
+    """Raise a ValueError unless values may have `v_head_size` columns of `of`'s `head_size`."""
+    if not 1 <= v_head_size <= head_size:
+        raise ValueError(
+            f"v_head_size must be from 1 to {of}'s head size {head_size}, got {v_head_size}"
+        )
+
+
+def check_causal(meta: AttentionMetadata, causal: bool) -> None:
+    """Raise a ValueError unless the batch is causal as the layer is."""
+    if isinstance(meta, AttentionMetadata) and meta.common.causal != causal:
+        names = {True: "causal", False: "non-causal"}
+        raise ValueError(
+            f"attn_metadata must be {names[causal]} for this layer, "
+            f"got {names[bool(meta.common.causal)]} metadata"
+        )
+
+
 def check_vector(
     name: str,
     vector: torch.Tensor | None,
@@ -81,11 +108,13 @@ def check_vector(
     if vector is None:
         return
     dtypes = dict.fromkeys((torch.float32, dtype))
-    if vector.dtype not in dtypes or vector.shape != (length,) or not vector.is_contiguous():
+    if vector.dtype not in dtypes or vector.shape != (length,):
         raise ValueError(
             f"{name} must be {' or '.join(map(str, dtypes))} of shape [{length}], "
             f"got {vector.dtype} {list(vector.shape)}"
         )
+    if not vector.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {vector.stride(0)}")
     if vector.device != device:
         raise ValueError(f"{name} must be on {device}, got {vector.device}")
 
@@ -96,6 +125,15 @@ def check_scales(
     """Raise a ValueError unless the scales of an FP8 cache are None or [1] float32 on `device`."""
     check_vector("k_scale", k_scale, 1, device)
     check_vector("v_scale", v_scale, 1, device)
+
+
+def check_cache_shape(kv_cache: torch.Tensor) -> None:
+    """Raise a ValueError unless kv_cache is [P, 2, B, K, H]."""
+    if kv_cache.dim() != 5 or kv_cache.shape[1] != 2 or 0 in kv_cache.shape[2:]:
+        raise ValueError(
+            "kv_cache must have shape [num_blocks, 2, block_size, num_kv_heads, head_size], "
+            f"got {list(kv_cache.shape)}"
+        )
 
 
 def check_cache(
@@ -111,11 +149,12 @@ def check_cache(
     """
     if not isinstance(meta, AttentionMetadata):
         raise ValueError(f"meta must be an AttentionMetadata, got {type(meta).__name__}")
-    if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
+    if not meta.paged:
         raise ValueError(
-            "kv_cache must have shape [num_blocks, 2, block_size, num_kv_heads, head_size], "
-            f"got {list(kv_cache.shape)}"
+            "meta must be that of a paged batch with a KV cache, got varlen_metadata's; "
+            "supported with it: varlen_attention"
         )
+    check_cache_shape(kv_cache)
     if meta.block_size is not None and kv_cache.shape[2] != meta.block_size:
         raise ValueError(
             f"kv_cache must have the metadata's block_size {meta.block_size}, "

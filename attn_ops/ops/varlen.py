@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from attn_ops.backends.base import AttentionOptions, Backend
-from attn_ops.backends.registry import backend_names, get_backend
+from attn_ops.backends.registry import OWN_MASK, backend_names, get_backend
 from attn_ops.metadata import (
     METADATA_TYPE,
     PAD_SLOT_ID,
@@ -18,13 +18,13 @@ from attn_ops.metadata import (
     AttentionSpec,
     CommonAttentionMetadata,
 )
-from attn_ops.ops.checks import check_vector
+from attn_ops.ops.checks import check_causal, check_query, check_vector
 from attn_ops.ops.library import LIBRARY
 
 LIBRARY.define(
     f"varlen_attention(Tensor q, Tensor k, Tensor v, {METADATA_TYPE} meta, float scale, *, "
     "int? sliding_window=None, float? soft_cap=None, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None) -> Tensor"
+    "Tensor? sinks=None, bool? causal=None) -> Tensor"
 )
 
 
@@ -35,9 +35,13 @@ def _varlen_attention(
     v: torch.Tensor,
     meta: AttentionMetadata,
     scale: float,
+    *,
+    causal: bool | None = None,
     **options: object,
 ) -> torch.Tensor:
     asked = AttentionOptions(scale, **options)  # pyright: ignore[reportArgumentType]
+    if causal is not None:
+        check_causal(meta, causal)
     _check(q, k, v, meta, asked)
     assert meta.backend.varlen is not None, "refused by _check"
     return meta.backend.varlen(q, k, v, meta, asked)
@@ -65,10 +69,7 @@ def _check(
     """Raise a ValueError unless the tensors fit each other and the backend supports them."""
     if not isinstance(meta, AttentionMetadata):
         raise ValueError(f"meta must be an AttentionMetadata, got {type(meta).__name__}")
-    if q.dim() != 3:
-        raise ValueError(
-            f"q must have shape [num_tokens, num_heads, head_size], got {list(q.shape)}"
-        )
+    check_query(q)
     num_tokens, num_heads, head_size = q.shape
     for name, x, size in (("k", k, head_size), ("v", v, None)):
         if x.dim() != 3 or x.shape[0] != num_tokens or size not in (None, x.shape[2]):
@@ -78,10 +79,11 @@ def _check(
             raise ValueError(
                 f"{name} must be {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}"
             )
-    if v.shape[1] != k.shape[1] or num_heads % k.shape[1]:
+    heads = k.shape[1]
+    if v.shape[1] != heads or heads == 0 or num_heads == 0 or num_heads % heads:
         raise ValueError(
             f"k and v must have one number of heads that divides q's {num_heads}, "
-            f"got {k.shape[1]} and {v.shape[1]}"
+            f"got {heads} and {v.shape[1]}"
         )
     if num_tokens < meta.common.num_actual_tokens or q.device != meta.common.device:
         raise ValueError(
@@ -138,6 +140,7 @@ def varlen_attention(
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    causal: bool | None = None,
 ) -> torch.Tensor:
     """Attention of each request's rows over its own rows of k and v; nothing is cached.
 
@@ -145,10 +148,10 @@ def varlen_attention(
         q: [T, N, H].
         k: [T, K, H].
         v: [T, K, V]; V is H unless the backend supports another.
-        meta: the batch, from `varlen_metadata`; `meta.common.causal` says whether rows see later
-            ones. Rows from `meta.common.num_actual_tokens` on are padding.
-        scale, sliding_window, soft_cap, alibi_slopes, sinks: as of `attention`. Without causality a
-            window is symmetric.
+        meta: the batch, from `varlen_metadata` or a builder; `meta.common.causal` says whether rows
+            see later ones. Rows from `meta.common.num_actual_tokens` on are padding.
+        scale, sliding_window, soft_cap, alibi_slopes, sinks, causal: as of `attention`. Without
+            causality a window is symmetric.
 
     Returns:
         [T, N, V], contiguous, in q's dtype. Padding rows are zero.
@@ -166,6 +169,7 @@ def varlen_attention(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        causal=causal,
     )
 
 
@@ -181,14 +185,21 @@ def varlen_metadata(
 
     Args:
         lengths: tokens of each request; its rows stand one request behind another.
-        spec: geometry of a layer; `spec.causal` is the batch's.
+        spec: geometry of a layer; `spec.causal` is the batch's. It has no chunks and no FP8 cache.
         device: where the batch lives.
         num_padded_tokens: rows of the batch, at least `sum(lengths)`.
         backend: by name; None takes the first that applies and has attention without a cache.
 
     Raises:
-        ValueError: a length is negative, or no backend supports the layers; reasons are listed.
+        ValueError: a length is negative, the spec asks for what needs a cache, or no backend
+            supports the layers; reasons are listed.
     """
+    for name, value, plain in (
+        ("attention_chunk_size", spec.attention_chunk_size, None),
+        ("kv_cache_dtype", spec.kv_cache_dtype, "auto"),
+    ):
+        if value != plain:
+            raise ValueError(f"{name} must be {plain} without a KV cache, got {value}")
     chosen = _backend_for(spec, torch.device(device), backend)
     common = CommonAttentionMetadata.from_lengths(
         lengths,
@@ -200,7 +211,7 @@ def varlen_metadata(
     )
     common.slot_mapping.fill_(PAD_SLOT_ID)  # nothing is written
     common.causal = spec.causal
-    return AttentionMetadata(common, chosen)
+    return AttentionMetadata(common, chosen, paged=False)
 
 
 def _backend_for(spec: AttentionSpec, device: torch.device, name: str | None) -> Backend:
@@ -214,6 +225,8 @@ def _backend_for(spec: AttentionSpec, device: torch.device, name: str | None) ->
         reasons = candidate.reasons_against(spec, blocks[0] if blocks else 16, device)
         if candidate.varlen is None:
             reasons.append("it cannot attend without a KV cache")
+        if name is None and candidate.support.own_mask:
+            reasons.append(OWN_MASK)
         if not reasons:
             return candidate
         against.append(f"{candidate.name}: {', '.join(reasons)}")

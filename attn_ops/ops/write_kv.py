@@ -11,7 +11,12 @@ ARCHITECTURE 2.4 and docs/decisions.md.
 import torch
 
 from attn_ops.metadata import KV_CACHE_DTYPES, METADATA_TYPE, AttentionMetadata
-from attn_ops.ops.checks import check_cache, check_scales
+from attn_ops.ops.checks import (
+    check_cache,
+    check_cache_shape,
+    check_scales,
+    check_v_head_size,
+)
 from attn_ops.ops.library import LIBRARY
 
 LIBRARY.define(
@@ -93,11 +98,7 @@ def check_write_inputs(
 
     `plain`: the cache holds k and v as they are, not as FP8.
     """
-    if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
-        raise ValueError(
-            "kv_cache must have shape [num_blocks, 2, block_size, num_kv_heads, head_size], "
-            f"got {list(kv_cache.shape)}"
-        )
+    check_cache_shape(kv_cache)
     row = kv_cache.shape[3:]
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 3 or x.shape[1:] != row:
@@ -144,6 +145,18 @@ def stored(x: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor | None) -> 
     return x.clamp(-limit, limit).to(fp8).view(torch.uint8)
 
 
+def _padded(v: torch.Tensor, kv_cache: torch.Tensor, v_head_size: int) -> torch.Tensor:
+    """v [T, K, V] as the cache holds it, [T, K, H]: zeros behind its columns."""
+    check_cache_shape(kv_cache)
+    check_v_head_size(v_head_size, kv_cache.shape[4], "the cache")
+    if v.dim() != 3 or v.shape[2] != v_head_size:
+        raise ValueError(
+            f"v must have shape [num_tokens, {kv_cache.shape[3]}, {v_head_size}], "
+            f"got {list(v.shape)}"
+        )
+    return torch.nn.functional.pad(v, (0, kv_cache.shape[4] - v_head_size))
+
+
 def write_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -154,26 +167,29 @@ def write_kv(
     kv_cache_dtype: str = "auto",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    v_head_size: int | None = None,
 ) -> None:
     """Write this step's keys and values at the batch's slots.
 
     Args:
-        k, v: [T, K, H], the cache's dtype, or any with an FP8 cache. Narrower values, [T, K, V],
-            are stored padded with zeros: `attention` takes `v_head_size` then.
+        k, v: [T, K, H], the cache's dtype, or any with an FP8 cache.
         kv_cache: [P, 2, B, K, H]; mutated. Block 0 is the null block. uint8 for FP8.
         meta: the batch.
         slot_mapping: [T] int64, block * B + offset; None reads it from `meta`. A compiled model is
             given it as an input of the graph, which saves a copy of it.
         kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
-        k_scale, v_scale: [1] float32; FP8 stores k / k_scale, saturated. None is 1.
+        k_scale, v_scale: [1] float32, positive, which is not looked at; FP8 stores k / k_scale,
+            saturated. None is 1.
+        v_head_size: V, where v is [T, K, V] and narrower than H: it is stored padded with zeros,
+            and `attention` takes the same number. None is H.
 
     Rows with PAD_SLOT_ID land in the null block.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit; nothing is written.
     """
-    if v.dim() == 3 and 0 < v.shape[2] < kv_cache.shape[-1]:
-        v = torch.nn.functional.pad(v, (0, kv_cache.shape[-1] - v.shape[2]))
+    if v_head_size is not None:
+        v = _padded(v, kv_cache, v_head_size)
     if not torch.compiler.is_compiling():
         torch.ops.attn_ops.write_kv(
             k,

@@ -1,8 +1,11 @@
 """Choosing a backend by time: who is timed, who wins, what the file remembers."""
 
+import contextlib
 import dataclasses
 import json
 import time
+import types
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +136,46 @@ def test_who_quantizes_the_query_is_no_candidate(monkeypatch):
     assert selection.backend.name == "SLOW"
     assert "quantizes q to FP8" in selection.reasons_against["ROUNDS"][0]
     assert select(PLAIN, shapes=TINY, **OPTIONS).backend.name == "ROUNDS"
+
+
+def test_a_mask_of_its_own_is_no_candidate():
+    """Nor for who calls `choose` with it."""
+    own = sleeping("OWN", 0.0, own_mask=True)
+    choice = measurements.choose([own, TORCH], [PLAIN], 16, torch.device("cpu"), TINY, None)
+    assert choice.name == "TORCH"
+    assert choice.reasons_against == {"OWN": "its mask is its own; ask for it by name"}
+    register_backend(own)
+    unnamed: list[dict] = [OPTIONS | {"shapes": TINY}, {"block_size": 16, "device": "cpu"}]
+    for options in unnamed:
+        selection = select(PLAIN, **options)
+        assert selection.backend is TORCH
+        assert selection.reasons_against["OWN"] == ["its mask is its own; ask for it by name"]
+    named = select(PLAIN, block_size=16, device="cpu", backend="OWN")
+    assert named.backend.name == "OWN"
+
+
+def test_layers_are_captured_on_their_device(monkeypatch):
+    """Which need not be the current one."""
+    current = []
+
+    @contextlib.contextmanager
+    def device(which):
+        current.append(which)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(measure, "capture", lambda run: list(current))
+    layers = measure.make_layers(PLAIN, ((1,), (4,)), 16, torch.device("cpu"), 0)
+    elsewhere = torch.device("cuda", 1)
+    common: Any = types.SimpleNamespace(device=elsewhere)
+    layers = dataclasses.replace(layers, common=common)
+    assert measure.repeat_layers(layers, print, captured=True) == [elsewhere]
+    monkeypatch.setattr(measure, "_time_layers", lambda *rest: {"TORCH": float(len(current))})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    found = measure.measure([TORCH], [PLAIN], 16, elsewhere, [((1,), (4,))])
+    assert found.times == {"TORCH": [1.0]}
+    assert not current
 
 
 def test_only_an_fp8_cache_quantizes_the_query():
@@ -328,3 +371,17 @@ def test_on_a_gpu(tmp_path, counted, monkeypatch):
     assert " us at 32 x 1 of 2048; " in first.why
     assert select(spec, **options).why == first.why
     assert len(counted) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_that_is_not_the_current_one(monkeypatch):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setattr(registry, "_BUILT_IN", {"TRITON": "attn_ops.backends.triton"})
+    spec = AttentionSpec(8, 2, 128, torch.bfloat16)
+    with torch.cuda.device(0):
+        selection = select(
+            spec, block_size=16, device="cuda:1", measure=True, shapes=[MeasuredShape(2, 1, 64)]
+        )
+        assert torch.cuda.current_device() == 0
+    assert selection.why.startswith("fastest of 1 measured: TRITON ")

@@ -3,13 +3,22 @@
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
 
+import math
 from functools import partial
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_ops import PAD_SLOT_ID, AttentionOptions, attention, write_kv
+from attn_ops import (
+    PAD_SLOT_ID,
+    AttentionOptions,
+    AttentionSpec,
+    attention,
+    attention_with_lse,
+    varlen_metadata,
+    write_kv,
+)
 from attn_ops.backends.torch_backend import reference_attention
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -252,6 +261,13 @@ def test_padding_rows_are_zero(make_batch, dtype, compiled):
         ({"sliding_window": lambda b: 0}, "^sliding_window must be"),
         ({"sliding_window": lambda b: -1}, "^sliding_window must be"),
         ({"soft_cap": lambda b: 0.0}, "^soft_cap must be"),
+        ({"soft_cap": lambda b: math.inf}, "^soft_cap must be"),
+        ({"q": lambda b: b.q[:, :0]}, "^q must have a multiple of 2 heads, got 0"),
+        ({"kv_cache": lambda b: b.kv_cache[:, :, :, :0]}, "^kv_cache must have shape"),
+        ({"q": lambda b: b.q[0, 0, 0], "v_head_size": lambda b: 4}, "^q must have shape"),
+        ({"v_head_size": lambda b: 9}, "^v_head_size must be from 1 to q's head size 8, got 9"),
+        ({"causal": lambda b: False}, "^attn_metadata must be non-causal.*got causal"),
+        ({"sinks": lambda b: torch.zeros(8)[::2]}, "^sinks must be contiguous, got stride 2"),
     ],
 )
 def test_wrong_attention_is_refused(make_batch, change, message):
@@ -262,6 +278,41 @@ def test_wrong_attention_is_refused(make_batch, change, message):
     q, kv_cache = arguments.pop("q"), arguments.pop("kv_cache")
     with pytest.raises(ValueError, match=message):
         attention(q, kv_cache, b.meta, 1.0, **arguments)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_metadata_without_a_cache_is_refused(make_batch, compiled):
+    b = make_batch(*RAGGED)
+    spec = AttentionSpec(4, 2, 8, torch.float32)
+    meta = varlen_metadata([3, 1, 1], spec)
+    attend = torch.compile(attention, backend="aot_eager") if compiled else attention
+    for call in (
+        lambda: write_kv(b.k, b.v, b.kv_cache, meta),
+        lambda: attend(b.q, b.kv_cache, meta, 1.0),
+    ):
+        with pytest.raises(ValueError, match=r"^meta must be that of a paged batch"):
+            call()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_causality_must_be_the_batchs(make_batch, compiled):
+    b = make_batch(*RAGGED)
+    for operator in (attention, attention_with_lse):
+        attend = torch.compile(operator, backend="aot_eager") if compiled else operator
+        attend(b.q, b.kv_cache, b.meta, 1.0, causal=True)
+        with pytest.raises(ValueError, match=r"^attn_metadata must be non-causal.*got causal"):
+            attend(b.q, b.kv_cache, b.meta, 1.0, causal=False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_narrow_values_with_the_log_sum_exp(make_batch, compiled):
+    b = make_batch(*RAGGED)
+    operator = attention_with_lse
+    attend = torch.compile(operator, backend="aot_eager") if compiled else operator
+    out, lse = attend(b.q, b.kv_cache, b.meta, 0.3, v_head_size=4, soft_cap=5.0)
+    full, wanted = attention_with_lse(b.q, b.kv_cache, b.meta, 0.3, soft_cap=5.0)
+    assert torch.equal(out, full[..., :4])
+    assert torch.equal(lse, wanted)
 
 
 def test_attention_across_devices_is_refused(make_batch):

@@ -201,7 +201,8 @@ def test_taken_names():
     register_backend(NARROW)
     for backend in (NARROW, dataclasses.replace(NARROW, name="TORCH")):
         with pytest.raises(
-            ValueError, match=f"backend.name must be new, got {backend.name}; taken: AUTO, FLASH_ATTN"
+            ValueError,
+            match=f"backend.name must be new, got {backend.name}; taken: AUTO, FLASH_ATTN",
         ):
             register_backend(backend)
     assert get_backend("TORCH") is TORCH

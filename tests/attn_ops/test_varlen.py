@@ -3,6 +3,7 @@
 What they compute is tested by tests/conformance, for every backend.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -76,6 +77,8 @@ def test_one_graph_for_all_batches(as_dynamic, num_graphs):
         ({"k": torch.zeros(6, 2, 8)}, r"k must have shape \[7, num_kv_heads, 8\]"),
         ({"v": torch.zeros(7, 2, 8).double()}, "v must be torch.float32 on cpu as q"),
         ({"k": torch.zeros(7, 3, 8)}, "k and v must have one number of heads"),
+        ({"q": torch.zeros(7, 0, 8)}, "k and v must have one number of heads"),
+        ({"k": torch.zeros(7, 0, 8), "v": torch.zeros(7, 0, 8)}, "k and v must have one number"),
     ],
 )
 def test_refusals(change, message):
@@ -83,6 +86,34 @@ def test_refusals(change, message):
     values = dict(zip(("q", "k", "v", "meta", "scale"), inputs(meta), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         varlen_attention(*values.values())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_causality_must_be_the_batchs(compiled):
+    attend = torch.compile(varlen_attention, backend="aot_eager") if compiled else varlen_attention
+    call = inputs(varlen_metadata([3, 4], SPEC))
+    torch.testing.assert_close(attend(*call, causal=False), varlen_attention(*call))
+    with pytest.raises(ValueError, match=r"attn_metadata must be causal.*got non-causal"):
+        attend(*call, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "message"),
+    [
+        ({"attention_chunk_size": 16}, "attention_chunk_size must be None without a KV cache"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype must be auto without a KV cache"),
+    ],
+)
+def test_specs_that_need_a_cache_are_refused(geometry, message):
+    with pytest.raises(ValueError, match=message):
+        varlen_metadata([3], AttentionSpec(4, 2, 8, torch.float32, **geometry))
+
+
+def test_a_paged_batch_may_be_attended_without_its_cache(make_batch):
+    b = make_batch([3, 4], [3, 4])
+    call = inputs(b.meta)
+    wanted = varlen_attention(*inputs(varlen_metadata([3, 4], replace(SPEC, causal=True))))
+    torch.testing.assert_close(varlen_attention(*call), wanted)
 
 
 def test_too_few_rows():

@@ -72,6 +72,31 @@ def test_figures_of_a_fake_clock():
     assert not row.default
 
 
+@pytest.mark.parametrize(
+    ("text", "kv_cache_dtype", "layers"),
+    [("64x8192", "auto", 2), ("8x4096", "auto", 32), ("1x32768", "fp8_e4m3", 64),
+     ("1x1024", "auto", 64), ("1x1024", "fp8_e4m3", 90), ("2048", "auto", 22),
+     ("16384", "auto", 2)],
+)  # fmt: skip
+def test_enough_layers_for_a_graph(monkeypatch, text, kv_cache_dtype, layers):
+    gib, free = 1 << 30, [100 << 30]
+    monkeypatch.setattr(attention_cases, "l2_bytes", lambda device: 60 << 20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 140 * gib))
+    spec = AttentionSpec(32, 8, 128, torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
+    case, cuda = Case.parse(text), torch.device("cuda")
+    assert attention_cases.bytes_of_layers(case, spec, cuda) // case.kv_bytes(spec) == layers
+    free[0] = gib
+    assert attention_cases.bytes_of_layers(case, spec, cuda) <= gib // 2
+    assert attention_cases.bytes_of_layers(case, spec, CPU) == 0
+
+
+def test_a_timed_run_comes_after_one_that_is_not(monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "interval_us", lambda run, device: (run(), calls.append("end")))
+    attention.after_itself_us(lambda: calls.append("run"), CPU)
+    assert calls == ["run", "run", "end"]
+
+
 def test_an_fp8_cache_is_read_with_half_the_bytes():
     fp8 = dataclasses.replace(SPEC, kv_cache_dtype="fp8_e4m3")
     case = Case.parse("3x100")
@@ -94,6 +119,35 @@ def test_one_backend_that_fails_stops_nobody(monkeypatch):
     )
     assert broken.reason == "RuntimeError: no such kernel"
     assert torch_row.ours_us == 20.0
+
+
+def test_a_backend_that_chooses_another_says_which(monkeypatch, capsys):
+    """And is the default with its own times."""
+
+    class Chooses(get_backend("TORCH").builder):
+        def build(self, *arguments, **keywords):
+            meta = super().build(*arguments, **keywords)
+            meta.backend = get_backend("TORCH")
+            return meta
+
+    register_backend(dataclasses.replace(get_backend("TORCH"), name="CHOOSES", builder=Chooses))
+    names = ("CHOOSES", "TORCH")
+    rows = measure_case(Case.parse("2x8"), "bf16", SPEC, "CHOOSES", setting(names))
+    assert [row.runs for row in rows] == ["TORCH", None]
+    rows[1].ours_us = 10.0
+    (bar,) = all_bars(rows, [])
+    assert (bar.what, bar.measured) == ("best / default: TORCH / CHOOSES bf16 2x8", 0.5)
+    attention.show(
+        {
+            "rows": [dataclasses.asdict(row) for row in rows], "overhead": [], "device": "cpu",
+            "bars": [bar.as_dict()], "copy_bytes_per_second": 1.0, "matmul_flops_per_second": 1.0,
+            "seconds": 1.0, "commit": None,
+        },
+        attention.Console(width=200),
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "runs TORCH" in printed
+    assert 'eager: not in a graph, so without a bar "direct / operator"' in printed
 
 
 def by_hand(layers, captured):
@@ -158,6 +212,7 @@ def test_host_time_is_taken_in_groups():
 def row(backend, shape, ours, direct_us=None, **fields):
     kind = "decode" if "x" in shape else "prefill"
     ratio = direct_us / ours if direct_us and ours else None
+    fields.setdefault("captured", True)
     return Row(
         "bf16", shape, kind, backend, ours_us=ours, direct_us=direct_us, ratio=ratio, **fields
     )
@@ -172,6 +227,7 @@ def test_bars():
         row("TRITON", "1x1024", 11.0, 10.0),
         row("FLASH_ATTN", "2048", None, default=True),
         row("TRITON", "2048", 30.0),
+        row("FLEX", "2048", 60.0, 30.0, captured=False),
     ]
     overhead = [
         {"dtype": "bf16", "backend": "TRITON", "ours_us": 20.0, "direct_us": 7.0,
@@ -268,10 +324,49 @@ def test_xformers_finds_keys_and_values_in_one_view(monkeypatch):
     )
     modules = {
         "xformers.ops.fmha": fmha,
-        "xformers.ops.fmha.triton_splitk": types.SimpleNamespace(FwOp=object),
+        "xformers.ops.fmha.triton_splitk": types.SimpleNamespace(
+            FwOp=type("FwOp", (), {"BLOCK_N": 64})
+        ),
     }
     monkeypatch.setattr(direct.importlib, "import_module", modules.__getitem__)
+    operator = direct.operator.__wrapped__  # its cache would keep the stand-in
+    monkeypatch.setattr(direct, "operator", operator)
     assert close(direct.xformers(layers, False)(1), want)
+
+
+def test_xformers_without_its_extension_has_no_prefill(monkeypatch):
+    def refuses(*arguments, **options):
+        raise NotImplementedError("No operator found for inputs:\n and a list of them")
+
+    fmha = types.SimpleNamespace(
+        attn_bias=types.SimpleNamespace(LowerTriangularFromBottomRightMask=object),
+        memory_efficient_attention_forward=refuses,
+    )
+    monkeypatch.setattr(direct.importlib, "import_module", {"xformers.ops.fmha": fmha}.__getitem__)
+    attend = direct.xformers(make_layers(SPEC, SHAPES["prefill"], 16, CPU, 0), False)
+    with pytest.raises(ValueError, match="not available for a prefill: xFormers has no operator"):
+        attend(0)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_flash_attn_starts_from_the_models_query(monkeypatch, kv_cache_dtype):
+    """With an FP8 cache a cast is in the call, as rounding q is in the operator's."""
+    calls = []
+    library = types.SimpleNamespace(
+        is_fa_version_supported=lambda version: True,
+        get_scheduler_metadata=lambda **keywords: keywords["qkv_dtype"],
+        flash_attn_varlen_func=lambda q, k, v, *rest, **keywords: calls.append((q, k, keywords)),
+    )
+    monkeypatch.setattr(direct.importlib, "import_module", lambda name: library)
+    spec = dataclasses.replace(SPEC, kv_cache_dtype=kv_cache_dtype)
+    layers = make_layers(spec, SHAPES["decode"], 16, CPU, 0)
+    attend = direct.flash_attn(layers, False)
+    layers.queries[1].fill_(3.0)  # after what is prepared
+    attend(1)
+    ((q, k, keywords),) = calls
+    assert q.dtype == k.dtype == keywords["scheduler_metadata"]
+    assert (q.float() == 3.0).all()
+    assert ("q_descale" in keywords) == (kv_cache_dtype != "auto")
 
 
 @pytest.mark.gpu

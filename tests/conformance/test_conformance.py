@@ -281,7 +281,12 @@ def test_narrow_values(name, device):
     rows, narrow = case.meta.common.slot_mapping.shape[0], spec.head_size // 2
     k = torch.randn(rows, 2, spec.head_size, dtype=torch.float32).to(spec.dtype).to(device)
     v = torch.randn(rows, 2, narrow, dtype=torch.float32).to(spec.dtype).to(device)
-    write_kv(k, v, case.kv_cache, case.meta)
+    with pytest.raises(ValueError, match="v must have shape"):
+        write_kv(k, v, case.kv_cache, case.meta)
+    for wrong in (narrow + 1, 0, spec.head_size + 1):
+        with pytest.raises(ValueError, match=r"v must have shape|v_head_size must be from 1"):
+            write_kv(k, v, case.kv_cache, case.meta, v_head_size=wrong)
+    write_kv(k, v, case.kv_cache, case.meta, v_head_size=narrow)
     full = attention(case.q, case.kv_cache, case.meta, case.scale)
     case.check(full)
     out = attention(case.q, case.kv_cache, case.meta, case.scale, v_head_size=narrow)

@@ -68,20 +68,31 @@ def error(out, want):
 
 
 def check(q, cache, meta, options, kernel=KERNEL, whole=WHOLE):
-    from attn_ops.backends.flash_attn.triton.quantize import quantize_query
-
     scale, rows = q.shape[2] ** -0.5, meta.common.num_actual_tokens
     out = attention(q, cache, meta, scale, **options)
     assert out.dtype == q.dtype
     assert out.isfinite().all()
     assert (out[rows:] == 0).all()
-    rounded, q_scale = quantize_query(q, rows)
-    rounded = rounded.double() * q_scale
-    rounded[rows:] = 0
+    rounded = as_rounded(q, meta.common, cache.shape[3])
     found = error(out, reference_attention(rounded, cache, meta.common, scale, **options))
     assert found < kernel, f"the kernel alone: relative error {found:.2e}"
     found = error(out, reference_attention(q, cache, meta.common, scale, **options))
     assert found < whole, f"relative error {found:.2e}"
+
+
+def as_rounded(q, common, num_kv_heads):
+    """q in float64 as FA3 is given it: single tokens by scales of their own; padding rows are 0."""
+    from attn_ops.backends.flash_attn.triton import quantize
+
+    rows = common.num_actual_tokens
+    if common.max_query_len > 1:
+        rounded, scale = quantize.reference_quantize_query(q, rows)
+        return rounded.double() * scale
+    rounded, scale_SK = quantize.reference_quantize_tokens(q, common.query_start_loc, num_kv_heads)
+    scale_TK = scale_SK.repeat_interleave(common.query_start_loc.diff(), 0)
+    rounded = rounded.double()
+    rounded[:rows] *= scale_TK.repeat_interleave(q.shape[1] // num_kv_heads, 1)[:, :, None]
+    return rounded
 
 
 FEATURES = {
@@ -106,6 +117,22 @@ def test_against_oracle(batch, feature, dtype):
 def test_sizes(head_size, block_size, window):
     for batch in RAGGED.values():
         check(*make(*batch, (4, 1), head_size, block_size=block_size, sliding_window=window))
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (32, 8), (6, 2), (16, 1)])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_single_tokens_have_scales_of_their_own(heads, head_size):
+    """Queries of requests and kv heads lie up to 2^12 apart; one without a token is among them."""
+    query, seq = [1, 1, 0, 1, 1, 1], [1, 400, 0, 17, 300, 1000]
+    q, cache, meta, options = make(query, seq, heads, head_size)
+    num_rows, group = sum(query), heads[0] // heads[1]
+    factor = torch.exp2(-torch.randint(0, 13, (num_rows, heads[1]), device="cuda").float())
+    q[:num_rows] *= factor.repeat_interleave(group, 1)[:, :, None].to(q.dtype)
+    check(q, cache, meta, options)
+    out = attention(q, cache, meta, head_size**-0.5, **options)
+    want = reference_attention(q, cache, meta.common, head_size**-0.5, **options)
+    for row in range(num_rows):  # none hides behind a larger one
+        assert error(out[row], want[row]) < 2 * WHOLE
 
 
 @pytest.mark.parametrize("batch", RAGGED)
@@ -139,6 +166,28 @@ def test_quantized_queries_are_the_references():
         want, want_scale = quantize.reference_quantize_query(q, 600)
         assert torch.equal(scale, want_scale)
         assert torch.equal(out[:600].float(), want[:600].float())
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8), (3, 1), (4, 4), (64, 1)])
+@pytest.mark.parametrize("head_size", [64, 96, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quantized_tokens_are_the_references(heads, head_size, dtype):
+    """300 requests, some without a token; padding rows, and one of a request, are NaN."""
+    from attn_ops.backends.flash_attn.triton import quantize
+
+    lengths = (torch.rand(300, device="cuda") < 0.8).int()
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    rows = int(starts[-1])
+    wide = torch.randn(310, heads[0], 2 * head_size, device="cuda", dtype=dtype)
+    q = wide[..., :head_size]
+    q *= torch.exp2(torch.randint(-12, 10, (310, heads[0], 1), device="cuda").float()).to(dtype)
+    q[rows:], q[1] = float("nan"), float("nan")
+    out, scale = quantize.quantize_tokens(q, starts, heads[1])
+    want, want_scale = quantize.reference_quantize_tokens(q, starts, heads[1])
+    assert torch.equal(scale, want_scale)
+    assert out[1].float().isnan().all()
+    live = [0, *range(2, rows)]
+    assert torch.equal(out[live].float(), want[live].float())
 
 
 def test_captured_and_replayed():

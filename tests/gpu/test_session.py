@@ -37,7 +37,7 @@ def compiled():
     return model, torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
 
 
-@pytest.mark.parametrize("backend", ["TRITON", "FLASH_ATTN"])
+@pytest.mark.parametrize("backend", ["TRITON", "FLASH_ATTN", "AUTO"])
 def test_200_random_batches_replayed_equal_eager(compiled, backend):
     """A replay equals the same step uncaptured, bit for bit, and the uncompiled model nearly."""
     model, fast = compiled
@@ -99,7 +99,7 @@ def test_200_random_batches_replayed_equal_eager(compiled, backend):
     assert session.counters.num_recompiles == 0
 
 
-@pytest.mark.parametrize("backend", ["TRITON", "FLASH_ATTN"])
+@pytest.mark.parametrize("backend", ["TRITON", "FLASH_ATTN", "AUTO"])
 def test_generation_equals_uncaptured(backend):
     """Requests arriving and leaving: captured and uncaptured sessions give the same tokens.
 

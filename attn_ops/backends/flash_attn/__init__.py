@@ -10,8 +10,9 @@ and with their FA3 caches in E4M3; without a cache (`varlen`) the upstream libra
 Blocks of 128 and 256 tokens are left out: FA3 loads them whole, and a NaN behind a request's last
 token comes out (vllm 0.24's FA3 on an H200, 2026-11-20, tests/gpu/test_backends.py).
 
-FA3 multiplies FP8 by FP8: over an E4M3 cache q is rounded to E4M3, with one scale for the batch
-(`triton.quantize`), and the kernel rounds the softmax's weights too. Its output is bfloat16.
+FA3 multiplies FP8 by FP8: over an E4M3 cache q is rounded to E4M3 (`triton.quantize`), and the
+kernel rounds the softmax's weights too. Batches of single tokens have a scale for each request and
+kv head, all others one for the batch. The kernel's output is bfloat16.
 
 On sm_90 the kernels are FA3, whose tile scheduler needs a plan: it is computed once per step
 and layer geometry by `get_scheduler_metadata`, on the device, so that a captured step
@@ -34,7 +35,7 @@ from attn_ops.backends.flash_attn.library import (
     fa_version,
     find_library,
     found_library,
-    reason_against_fp8,
+    reasons_of_library,
     unavailable,
     upstream_forward,
     upstream_varlen,
@@ -95,9 +96,12 @@ def forward(
     """
     common, fp8 = meta.common, options.kv_cache_dtype != "auto"
     rows = common.num_actual_tokens
-    out_TNH = torch.empty_like(q, memory_format=torch.contiguous_format)
     if options.lse is not None:
         options.lse.fill_(-math.inf)
+    if 0 < rows == q.shape[0] and not fp8 and fa_version() == 3:
+        # FA3 makes the same tensor in less of the host's time.
+        return _run(q, kv_cache, meta, options, None, _step_arguments(q, kv_cache, meta, options))
+    out_TNH = torch.empty_like(q, memory_format=torch.contiguous_format)
     if rows < q.shape[0]:
         out_TNH[rows:].zero_()
     if rows == 0:
@@ -107,8 +111,7 @@ def forward(
         return _forward_fp8(q, kv_cache, meta, options, out_TNH)
     if fa_version() is None:
         return upstream_forward(q, kv_cache, common, options, out_TNH)
-    _run(q, kv_cache, meta, options, out_TNH, _plan_of(q, kv_cache, meta, options), {})
-    return out_TNH
+    return _run(q, kv_cache, meta, options, out_TNH, _step_arguments(q, kv_cache, meta, options))
 
 
 def _forward_fp8(
@@ -119,17 +122,20 @@ def _forward_fp8(
     out_TNH: torch.Tensor,
 ) -> torch.Tensor:
     """kv_cache [P, 2, B, K, H] uint8: E4M3 of what it stands for over the scales."""
-    from attn_ops.backends.flash_attn.triton.quantize import quantize_query
+    from attn_ops.backends.flash_attn.triton.quantize import quantize_query, quantize_tokens
 
     common = meta.common
     rows, shape_SK = common.num_actual_tokens, (common.num_reqs, kv_cache.shape[3])
-    q_fp8, q_scale = quantize_query(q, rows)
+    if common.max_query_len <= 1:
+        q_fp8, q_scale = quantize_tokens(q, common.query_start_loc, shape_SK[1])
+    else:
+        q_fp8, q_scale = quantize_query(q, rows)
     scales = {"q_descale": q_scale, "k_descale": options.k_scale, "v_descale": options.v_scale}
     descales = {n: s if s is None else s.expand(shape_SK) for n, s in scales.items()}
     # FA3 gives bfloat16 for FP8 whatever the model computes in.
     result = out_TNH if q.dtype == torch.bfloat16 else torch.empty_like(q_fp8, dtype=torch.bfloat16)
-    plan = _plan_of(q, kv_cache, meta, options)
-    _run(q_fp8, kv_cache.view(torch.float8_e4m3fn), meta, options, result, plan, descales)
+    arguments = _step_arguments(q, kv_cache, meta, options) | descales
+    _run(q_fp8, kv_cache.view(torch.float8_e4m3fn), meta, options, result, arguments)
     if result is not out_TNH:
         out_TNH[:rows] = result[:rows]
     return out_TNH
@@ -140,10 +146,9 @@ def _run(
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,
     options: AttentionOptions,
-    out_TNH: torch.Tensor,
-    plan: torch.Tensor | None,
-    descales: dict[str, torch.Tensor | None],
-) -> None:
+    out_TNH: torch.Tensor | None,  # None: FA3 makes it
+    arguments: dict[str, Any],
+) -> torch.Tensor:
     """Launch a kernel of the vLLM build, and bring its log-sum-exp into our order."""
     common = meta.common
     k_PBKH, v_PBKH = kv_cache.unbind(1)
@@ -157,39 +162,44 @@ def _run(
         max_seqlen_k=common.max_seq_len,
         seqused_k=common.seq_lens,
         block_table=common.block_table_tensor,
-        scheduler_metadata=plan,
         return_softmax_lse=options.lse is not None,
-        **_arguments(common, options),
-        **descales,
+        softmax_scale=options.scale,
+        s_aux=_sinks(options),
+        **arguments,
     )
-    if options.lse is not None:
-        rows = common.num_actual_tokens
-        options.lse[:rows] = result[1][:, :rows].transpose(0, 1)
+    if options.lse is None:
+        return result
+    rows = common.num_actual_tokens
+    options.lse[:rows] = result[1][:, :rows].transpose(0, 1)
+    return result[0]
 
 
-def _arguments(common: CommonAttentionMetadata, options: AttentionOptions) -> dict[str, Any]:
-    """Keywords that attention with and without a cache share."""
+def _sinks(options: AttentionOptions) -> torch.Tensor | None:
+    """The kernel reads them as bfloat16 whatever q is."""
+    return None if options.sinks is None else options.sinks.to(torch.bfloat16)
+
+
+def _geometry_arguments(
+    common: CommonAttentionMetadata, options: AttentionOptions
+) -> dict[str, Any]:
+    """Keywords that layers of one geometry share, with and without a cache."""
     return {
-        "softmax_scale": options.scale,
         "causal": common.causal,
         "window_size": window_sizes(options.sliding_window, common.causal),
         "softcap": options.soft_cap or 0.0,
         "fa_version": fa_version(),
-        # The kernel reads sinks as bfloat16 whatever q is.
-        "s_aux": None if options.sinks is None else options.sinks.to(torch.bfloat16),
     }
 
 
-def _plan_of(
+def _step_arguments(
     q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
-) -> torch.Tensor | None:
-    """The step's plan for the layer, which is as causal as the batch whatever its spec says.
+) -> dict[str, Any]:
+    """The geometry's keywords and the step's plan, made by the first layer of the geometry.
 
     Found by a key of plain values, as an `AttentionSpec` takes longer to make and to hash than all
-    else here: `forward` without the library's function took 7.3 us of a CPU host, and takes 3.7 us
-    (2026-11-21).
+    else here.
     """
-    plans, causal = cast("dict[Any, Any]", meta.plans), meta.common.causal
+    found, causal = cast("dict[Any, Any]", meta.plans), meta.common.causal
     key = (
         q.shape,
         q.dtype,
@@ -201,14 +211,23 @@ def _plan_of(
         options.sinks is None,
     )
     try:
-        return plans[key]
+        return found[key]
     except KeyError:
-        spec = options.spec(q, kv_cache, causal)
-        plan = plans.get(spec)
-        if plan is None:
-            plan = plans.get(dataclasses.replace(spec, causal=not causal))
-        plans[key] = plan
-        return plan
+        arguments = _geometry_arguments(meta.common, options)
+        arguments["scheduler_metadata"] = _plan_of(q, kv_cache, meta, options)
+        found[key] = arguments
+        return arguments
+
+
+def _plan_of(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+) -> torch.Tensor | None:
+    """The step's plan for the layer, which is as causal as the batch whatever its spec says."""
+    spec = options.spec(q, kv_cache, meta.common.causal)
+    plan = meta.plans.get(spec)
+    return (
+        meta.plans.get(dataclasses.replace(spec, causal=not spec.causal)) if plan is None else plan
+    )
 
 
 def varlen(
@@ -242,21 +261,21 @@ def varlen(
         cu_seqlens_q=common.query_start_loc,
         max_seqlen_k=common.max_query_len,
         cu_seqlens_k=common.query_start_loc,
-        **_arguments(common, options),
+        softmax_scale=options.scale,
+        s_aux=_sinks(options),
+        **_geometry_arguments(common, options),
     )
     return out_TNH
 
 
 class FlashAttentionBackend(Backend):
-    """Only FA3 reads FP8 caches: whether it is there, `Support` cannot know."""
+    """What depends on the library that is there, `Support` cannot know."""
 
     def reasons_against(
         self, spec: AttentionSpec, block_size: int, device: torch.device
     ) -> list[str]:
         reasons = super().reasons_against(spec, block_size, device)
-        if not reasons and spec.kv_cache_dtype != "auto":
-            reasons = [reason for reason in (reason_against_fp8(),) if reason is not None]
-        return reasons
+        return reasons or reasons_of_library(spec)
 
 
 BACKEND = FlashAttentionBackend(

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from attn_ops.backends.base import AttentionOptions
-from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.metadata import AttentionSpec, CommonAttentionMetadata
 
 LIBRARIES = ("vllm.vllm_flash_attn", "vllm_flash_attn", "flash_attn_interface", "flash_attn")
 """The vLLM builds come first: they carry FA2 and FA3 with a paged cache of small blocks."""
+
+
+UPSTREAM_FA3 = "flash_attn_interface"
 
 
 @functools.cache
@@ -84,15 +87,15 @@ def upstream_forward(
 
     Upstream FA2 has no ragged queries over a paged cache of small blocks, so it is refused.
     """
-    _refuse(options)
+    _refuse_sinks(options)
     name, module = found_library()
-    if name != "flash_attn_interface":
+    if name != UPSTREAM_FA3:
         raise ValueError(
             f"FLASH_ATTN library must have ragged paged attention, got {name}; "
             f"supported: {LIBRARIES[:3]}"
         )
     rows = common.num_actual_tokens
-    out_TNH[:rows] = module.flash_attn_with_kvcache(
+    result = module.flash_attn_with_kvcache(
         q[:rows],
         kv_cache[:, 0],
         kv_cache[:, 1],
@@ -104,7 +107,13 @@ def upstream_forward(
         causal=common.causal,
         window_size=window_sizes(options.sliding_window, common.causal),
         softcap=options.soft_cap or 0.0,
+        return_softmax_lse=options.lse is not None,
     )
+    if options.lse is None:
+        out_TNH[:rows] = result
+    else:
+        out_TNH[:rows] = result[0]
+        options.lse[:rows] = result[1][:, :rows].transpose(0, 1)
     return out_TNH
 
 
@@ -117,7 +126,7 @@ def upstream_varlen(
     out_TNV: torch.Tensor,
 ) -> torch.Tensor:
     """Without a cache, by keywords that upstream FA2 and FA3 share."""
-    _refuse(options)
+    _refuse_sinks(options)
     rows = common.num_actual_tokens
     result = varlen_function()(
         q[:rows],
@@ -137,29 +146,39 @@ def upstream_varlen(
     return out_TNV
 
 
-def _refuse(options: AttentionOptions) -> None:
-    """Options that are written for the vLLM builds alone."""
-    for name in ("sinks", "lse"):
-        if getattr(options, name) is not None:
-            raise ValueError(
-                f"{name} must be None with {found_library()[0]}, got a tensor; supported with: "
-                f"{', '.join(LIBRARIES[:2])}"
-            )
+def _refuse_sinks(options: AttentionOptions) -> None:
+    """Sinks are written for the vLLM builds alone."""
+    if options.sinks is not None:
+        raise ValueError(
+            f"sinks must be None with {found_library()[0]}, got a tensor; supported with: "
+            f"{', '.join(LIBRARIES[:2])}"
+        )
 
 
-def reason_against_fp8() -> str | None:
-    """Why the kernels here do not read FP8 caches, or None."""
-    if fa_version() == 3:
-        return None
-    kernels = found_library()[0] if fa_version() is None else f"FA{fa_version()}"
-    return (
-        f"kv_cache_dtype must be auto with {kernels}, got fp8_e4m3; supported with: "
-        f"FA3 of {', '.join(LIBRARIES[:2])}"
-    )
+def reasons_of_library(spec: AttentionSpec) -> list[str]:
+    """Why the library that is here cannot take layers of geometry `spec`; empty if it can."""
+    name, vllm = found_library()[0], ", ".join(LIBRARIES[:2])
+    if fa_version() is None and name != UPSTREAM_FA3:
+        return [
+            f"FLASH_ATTN library must have ragged paged attention, got {name}; "
+            f"supported: {', '.join(LIBRARIES[:3])}"
+        ]
+    reasons = []
+    if fa_version() is None and spec.sinks:
+        reasons.append(f"sinks must be None with {name}, got a tensor; supported with: {vllm}")
+    if spec.kv_cache_dtype != "auto" and fa_version() != 3:
+        kernels = name if fa_version() is None else f"FA{fa_version()}"
+        reasons.append(
+            f"kv_cache_dtype must be auto with {kernels}, got {spec.kv_cache_dtype}; "
+            f"supported with: FA3 of {vllm}"
+        )
+    return reasons
 
 
 def check_fp8() -> None:
     """Raise a ValueError unless the kernels here are those that read FP8 caches."""
-    reason = reason_against_fp8()
-    if reason is not None:
-        raise ValueError(reason)
+    if fa_version() == 3:
+        return
+    reasons = reasons_of_library(AttentionSpec(1, 1, 64, torch.bfloat16, kv_cache_dtype="fp8_e4m3"))
+    if reasons:
+        raise ValueError("; ".join(reasons))

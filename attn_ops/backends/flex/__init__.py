@@ -22,7 +22,7 @@ from attn_ops.backends.flex.plan import (
     CustomMaskMetadataBuilder,
     FlexMetadataBuilder,
     FlexPlan,
-    make_plan,
+    plan_of,
 )
 from attn_ops.metadata import KV_CACHE_DTYPES, AttentionCGSupport, AttentionMetadata, AttentionSpec
 from attn_ops.ops.cache_blocks import gather_kv
@@ -44,8 +44,7 @@ def forward(
     mods: "Mods | None" = None,
 ) -> torch.Tensor:
     """Attention over the cache: gathered, then dense."""
-    spec = options.spec(q, kv_cache, meta.common.causal)
-    plan = _plan_of(meta, spec)
+    plan = plan_of(meta, meta.common.causal, options.sliding_window)
     if plan is None:
         return _nothing(q, q.shape[2], options)
     k_CKH, v_CKH = gather_kv(
@@ -70,11 +69,7 @@ def varlen(
     mods: "Mods | None" = None,
 ) -> torch.Tensor:
     """Attention over this step's own keys, without those of padding rows, which may be NaN."""
-    spec = AttentionSpec(
-        q.shape[1], k.shape[1], q.shape[2], q.dtype,
-        sliding_window=options.sliding_window, causal=meta.common.causal,
-    )  # fmt: skip
-    plan = _plan_of(meta, spec)
+    plan = plan_of(meta, meta.common.causal, options.sliding_window)
     if plan is None:
         return _nothing(q, v.shape[2], options)
     num_rows = meta.common.num_actual_tokens
@@ -82,13 +77,6 @@ def varlen(
         _resized(x[:num_rows], plan.num_keys).to(_compute_dtype(q)).contiguous() for x in (k, v)
     )
     return _attend(q, k_CKH, v_CKV, plan, num_rows, options, mods)
-
-
-def _plan_of(meta: AttentionMetadata, spec: AttentionSpec) -> FlexPlan | None:
-    """The builder's plan; made here for a batch without a cache, which has no builder."""
-    if spec not in meta.plans:
-        meta.plans[spec] = make_plan(meta.common, spec.causal, spec.sliding_window)
-    return meta.plans[spec]
 
 
 def _compute_dtype(q: torch.Tensor) -> torch.dtype:
@@ -117,7 +105,10 @@ def _attend(
     out_TNV, lse_TN = out_TNV[:num_rows, :, :v_head_size], lse_TN[:num_rows]
     if options.sinks is not None:
         sink_N = options.sinks.float()
-        out_TNV = out_TNV * torch.sigmoid(lse_TN - sink_N).unsqueeze(-1)
+        share_TN = torch.sigmoid(lse_TN - sink_N)
+        # A sink of -inf makes that a NaN in rows that see no key.
+        share_TN = share_TN.masked_fill(torch.isneginf(lse_TN), 0)
+        out_TNV = out_TNV * share_TN.unsqueeze(-1)
         lse_TN = torch.logaddexp(lse_TN, sink_N)
     if options.lse is not None:
         options.lse.fill_(float("-inf"))
@@ -183,11 +174,27 @@ BACKEND = Backend(
 )
 
 
+class CustomMaskSupport(Support):
+    """Refuses chunked layers too: their virtual batches are not what the mask means."""
+
+    def reasons_against(
+        self, spec: AttentionSpec, block_size: int, device: torch.device
+    ) -> list[str]:
+        reasons = super().reasons_against(spec, block_size, device)
+        if spec.attention_chunk_size is not None:
+            reasons.append(
+                "attention_chunk_size must be None with a custom mask, "
+                f"got {spec.attention_chunk_size}; supported: None"
+            )
+        return reasons
+
+
 def flex_backend(name: str, mask: "Mask", score: "Score | None" = None) -> Backend:
     """A backend like FLEX whose rows see a key only if `mask` says so too.
 
     It is ANDed with what the layer asks for: the row's own request, causality, window. A mask that
-    lets rows see later keys belongs to layers with `causal=False`.
+    lets rows see later keys belongs to layers with `causal=False`. `select_backend` takes the
+    backend only by name, and never measures it.
 
     Args:
         name: of the backend, upper case; pass the result to `register_backend`.
@@ -224,7 +231,7 @@ def flex_backend(name: str, mask: "Mask", score: "Score | None" = None) -> Backe
     mods = Mods(mask, score)
     return Backend(
         name=name,
-        support=_SUPPORT,
+        support=CustomMaskSupport(**{**vars(_SUPPORT), "own_mask": True}),
         builder=CustomMaskMetadataBuilder,
         forward=functools.partial(forward, mods=mods),
         unavailable=unavailable,

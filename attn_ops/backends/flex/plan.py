@@ -9,7 +9,10 @@ I tiles of rows, J tiles of keys.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from attn_ops.metadata import (
@@ -49,21 +52,34 @@ class FlexMetadataBuilder(AttentionMetadataBuilder):
     cudagraph_support = AttentionCGSupport.NEVER
     plans_on_host = True
 
-    def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> FlexPlan | None:
-        return make_plan(common, spec.causal, spec.sliding_window)
+    def _planned(
+        self, specs: Sequence[AttentionSpec], common: CommonAttentionMetadata
+    ) -> AttentionMetadata:
+        metadata = AttentionMetadata(common, self.backend, block_size=self.block_size)
+        for spec in specs:
+            plan_of(metadata, spec.causal, spec.sliding_window)
+        return metadata
 
 
 class CustomMaskMetadataBuilder(FlexMetadataBuilder):
-    """Without the virtual batches, in which requests and positions are not those of the mask."""
+    """Without the virtual batches, in which requests and positions are not those of the mask.
 
-    def __init__(self, backend, specs, *arguments, **options) -> None:
-        super().__init__(backend, specs, *arguments, **options)
-        for spec in specs:
-            if spec.attention_chunk_size is not None:
-                raise ValueError(
-                    f"attention_chunk_size must be None with the mask of backend {backend.name}, "
-                    f"got {spec.attention_chunk_size}; supported: None"
-                )
+    Chunked layers, `CustomMaskSupport` refuses.
+    """
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: np.ndarray,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+    ) -> bool:
+        """Never: `build` refuses a shared prefix."""
+        return False
 
     def _build_cascade(self, length: int, common: CommonAttentionMetadata) -> AttentionMetadata:
         raise ValueError(
@@ -72,14 +88,36 @@ class CustomMaskMetadataBuilder(FlexMetadataBuilder):
         )
 
 
+def plan_of(meta: AttentionMetadata, causal: bool, sliding_window: int | None) -> FlexPlan | None:
+    """The step's plan for layers of any geometry with this causality and window.
+
+    Made on first use: a batch without a cache has no builder.
+    """
+    plans: dict[Any, Any] = meta.plans
+    mask = (causal, sliding_window)
+    if mask not in plans:
+        plans[mask] = make_plan(meta.common, causal, sliding_window)
+    return plans[mask]
+
+
 def make_plan(
     common: CommonAttentionMetadata, causal: bool, sliding_window: int | None
 ) -> FlexPlan | None:
-    """The plan, or None where no row sees a key."""
-    mirror = common.seq_lens if common.seq_lens_cpu is None else common.seq_lens_cpu
-    num_rows, num_keys, row_tile = common.num_actual_tokens, int(mirror.sum()), _LONG_TILE
+    """The plan, or None where no row sees a key.
+
+    Raises:
+        ValueError: `common.seq_lens_cpu` is not given.
+    """
+    if common.seq_lens_cpu is None:
+        raise ValueError("seq_lens_cpu must be given, got None; FLEX plans on the host")
+    num_rows, num_keys = common.num_actual_tokens, int(common.seq_lens_cpu.sum())
+    row_tile = _LONG_TILE
     if num_rows == 0 or num_keys == 0:
         return None
+    if sliding_window is not None:
+        # A position plus the window must fit int32. No row is farther than this from a key: with
+        # fewer keys than rows, as in cross-attention, positions start below 0.
+        sliding_window = min(sliding_window, common.max_seq_len + common.max_query_len)
     fused = runs_fused(common.device)
     if fused:
         # One tile, or few rows, would be compiled apart from more.

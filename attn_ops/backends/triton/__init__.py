@@ -34,8 +34,9 @@ from attn_ops.metadata import (
 class TritonMetadataBuilder(AttentionMetadataBuilder):
     """Nothing to plan: the kernels find their work in query_start_loc and seq_lens.
 
-    A captured launch freezes num_reqs, max_seq_len (a hint for splitting keys) and
-    whether max_query_len is 1.
+    A captured launch freezes num_reqs, max_seq_len and max_query_len. Both lengths must bound those
+    of every replay: long prefills gather keys into scratch of max_seq_len rows a request, so that
+    a longer request would lose its last keys.
     """
 
     cudagraph_support = AttentionCGSupport.ALWAYS
@@ -49,13 +50,9 @@ def forward(
     Raises:
         ValueError: the backend does not support the tensors, the window or the cap.
     """
-    asked = (
-        q.shape[1:], q.dtype, q.stride(2), kv_cache.shape, kv_cache.dtype, kv_cache.stride(4),
-        options.sliding_window, options.soft_cap, options.kv_cache_dtype,
-    )  # fmt: skip
-    if asked not in meta.supported:
+    special = not options.checked or q.is_cpu or options.kv_cache_dtype != "auto"
+    if special or q.stride(2) != 1 or kv_cache.stride(4) != 1:
         _check(q, kv_cache, options)
-        meta.supported.add(asked)
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     attend = _kernels()[meta.common.max_query_len > 1]

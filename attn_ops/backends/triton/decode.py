@@ -22,17 +22,18 @@ from triton import knobs
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.triton.decode_loop import attend_range
 from attn_ops.backends.triton.decode_parts import (
-    MAX_SPLITS,
     PROGRAMS_PER_SM,
     choose_num_splits,
     combine,
     empty_parts,
     key_ranges,
-    num_sms,
 )
 from attn_ops.backends.triton.tiles import (
     LN_2,
     LOG2_E,
+    MAX_SPLITS,
+    first_logits,
+    num_sms,
     option_arguments,
     readable,
     widened,
@@ -158,12 +159,7 @@ def decode_kernel(
         slope_M = tl.load(alibi_ptr + head_M, mask=owned_M, other=0.0) * LOG2_E
     # The first range counts the sink. It holds a key, if the request does.
     counted_M = owned_M & (split == 0) & (seq_len > 0)
-    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    sum_M = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
-        sink_M = tl.load(sinks_ptr + head_M, mask=counted_M, other=float("-inf"))
-        max_M = sink_M.to(tl.float32) * LOG2_E
-        sum_M = tl.where(counted_M, 1.0, 0.0)
+    max_M, sum_M = first_logits(sinks_ptr, head_M, counted_M, BLOCK_M, HAS_SINKS)
     k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
     table_ptr += request.to(tl.int64) * stride_table
     acc_MH, max_M, sum_M = attend_range(
@@ -237,11 +233,10 @@ def decode_attention(
         num_splits: overrides the choice, 1 to MAX_SPLITS.
         constants: override the choice.
     """
-    (num_rows, num_heads, head_size), (_, _, block_size, num_kv_heads, _) = q.shape, kv_cache.shape
-    num_reqs, group = common.num_reqs, num_heads // num_kv_heads
-    padded_head_size = triton.next_power_of_2(head_size)
+    num_kv_heads, num_reqs = kv_cache.shape[3], common.num_reqs
+    group = q.shape[1] // num_kv_heads
     fp8 = options.kv_cache_dtype != "auto"
-    chosen = constants or decode_constants(padded_head_size, q.dtype, fp8)
+    chosen = constants or decode_constants(triton.next_power_of_2(q.shape[2]), q.dtype, fp8)
     heads = min(group, MAX_HEADS)
     items = num_kv_heads * triton.cdiv(group, heads)
     if num_splits is None:
@@ -252,44 +247,42 @@ def decode_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     part, part_lse = empty_parts(out, num_reqs * items, num_splits, heads)
     arguments, flags = option_arguments(options, unused=out)
-    half = fp8 and q.dtype == torch.bfloat16
-    decode_kernel[(max(num_reqs, num_rows) * items, num_splits)](
-        out,
-        part,
-        part_lse,
-        q,
-        readable(kv_cache, options),
-        common.query_start_loc,
-        common.seq_lens,
-        common.block_table_tensor,
-        *q.stride()[:2],
-        *kv_cache.stride()[:4],
-        common.block_table_tensor.stride(0),
-        num_reqs,
-        num_rows,
-        num_splits,
-        *arguments,
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        HEADS=heads,
-        HEAD_SIZE=head_size,
-        PADDED_HEAD_SIZE=padded_head_size,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, triton.next_power_of_2(heads)),
+    decode_kernel[(max(num_reqs, q.shape[0]) * items, num_splits)](
+        out, part, part_lse, q, readable(kv_cache, options),
+        common.query_start_loc, common.seq_lens, common.block_table_tensor,
+        *q.stride()[:2], *kv_cache.stride()[:4], common.block_table_tensor.stride(0),
+        num_reqs, q.shape[0], num_splits, *arguments, **_geometry(q, kv_cache, heads, fp8),
         TILE=chosen.keys,
-        VECTOR=math.gcd(16, *kv_cache.stride()[:4]),
-        STAGED=fp8 and q.dtype != torch.float32 and not knobs.runtime.interpret,
-        WIDEN=widened(q.dtype) and not half,
-        HALF=half,
         SPLIT=num_splits > 1,
         PDL=num_splits > 1 and launches_early(q.device),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         **flags,
-    )
+    )  # fmt: skip
     if num_splits > 1 and num_reqs:
         combine(
             out, part, part_lse, common, options.sliding_window, options.lse,
             group=group, tile=chosen.keys, pdl=launches_early(q.device),
         )  # fmt: skip
     return out
+
+
+def _geometry(
+    q: torch.Tensor, kv_cache: torch.Tensor, heads: int, fp8: bool
+) -> dict[str, int | bool]:
+    """The kernel's constants that follow from shapes, strides and dtypes."""
+    _, num_heads, head_size = q.shape
+    half = fp8 and q.dtype == torch.bfloat16
+    return {
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // kv_cache.shape[3],
+        "HEADS": heads,
+        "HEAD_SIZE": head_size,
+        "PADDED_HEAD_SIZE": triton.next_power_of_2(head_size),
+        "BLOCK_SIZE": kv_cache.shape[2],
+        "BLOCK_M": max(16, triton.next_power_of_2(heads)),
+        "VECTOR": math.gcd(16, *kv_cache.stride()[:4]),
+        "STAGED": fp8 and q.dtype != torch.float32 and not knobs.runtime.interpret,
+        "WIDEN": widened(q.dtype) and not half,
+        "HALF": half,
+    }

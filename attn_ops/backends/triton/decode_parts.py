@@ -4,13 +4,11 @@ S requests, N query heads, H head size padded to a power of two, R ranges of a r
 heads of one program, I programs per range (kv heads, or several per kv head of a large group).
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
-from attn_ops.backends.triton.tiles import LN_2
+from attn_ops.backends.triton.tiles import LN_2, MAX_SPLITS
 from attn_ops.metadata import CommonAttentionMetadata
 
 PROGRAMS_PER_SM = 4
@@ -22,9 +20,6 @@ MIN_TOKENS_PER_SPLIT = 32
 
 LONG_RANGE = 512
 """Tokens from which a range may be cut further, to `long_programs_per_sm`."""
-
-MAX_SPLITS = 64
-"""More parts than this take longer to merge than they save."""
 
 
 def choose_num_splits(
@@ -47,14 +42,6 @@ def choose_num_splits(
     longer = min(long_programs_per_sm * multiprocessors // programs, max_keys // LONG_RANGE)
     most = min(triton.cdiv(max_keys, MIN_TOKENS_PER_SPLIT), MAX_SPLITS)
     return max(1, min(max(wanted, longer), most))
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of `device`; 1 for the interpreter."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

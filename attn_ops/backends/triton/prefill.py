@@ -136,6 +136,8 @@ def prefill_kernel(
     query_len = row_end - row_begin
     if KEYS == DENSE:
         seq_len = tl.minimum(seq_len, query_len)
+    if KEYS == TMA:  # beyond max_seq_len the result is wrong, but of the request's own keys
+        seq_len = tl.minimum(seq_len, stride_table)
     first = (program - row_begin // BLOCK_Q - request) * BLOCK_Q
     if first >= query_len:
         return
@@ -248,8 +250,8 @@ def prefill_attention(
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
 
-    Of the batch's ints max_query_len and max_seq_len are read; both are upper bounds, on which
-    speed depends, and the result does not. `launch` overrides the choice.
+    Of the batch's ints max_query_len and max_seq_len are read; both must bound the batch's lengths,
+    in a captured launch those of every replay. `launch` overrides the choice.
     """
     launch = launch or choose_launch(q, kv_cache, common)
     if launch.gather:

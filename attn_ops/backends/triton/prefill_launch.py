@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.triton.prefill_keys import DENSE, PAGED, TMA
 from attn_ops.backends.triton.prefill_parts import GATHER_ROWS, gather_keys, rows_per_request
-from attn_ops.backends.triton.tiles import readable
+from attn_ops.backends.triton.tiles import MAX_SPLITS, num_sms, readable
 from attn_ops.metadata import CommonAttentionMetadata
 
 MAX_SPLIT_ROWS = 64
@@ -21,9 +21,6 @@ MAX_SPLIT_ROWS = 64
 
 MIN_TOKENS_PER_SPLIT = 256
 """A shorter range costs more in the combining kernel than it saves."""
-
-MAX_SPLITS = 64
-"""The combining kernel holds all parts of one row in registers."""
 
 PROGRAMS_PER_SM = 4
 """Wanted at least, of programs that split keys."""
@@ -178,14 +175,6 @@ def gathers(q: torch.Tensor, cache: torch.Tensor, common: CommonAttentionMetadat
 def has_tma(device: torch.device) -> bool:
     """Whether `device` is a Hopper GPU; how the kernel runs on later ones is not measured."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of `device`; 1 for the interpreter."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

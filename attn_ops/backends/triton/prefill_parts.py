@@ -65,7 +65,7 @@ def gather_kernel(
 
 
 def rows_per_request(common: CommonAttentionMetadata) -> int:
-    """L: a bound on every seq_len, as a multiple of GATHER_ROWS."""
+    """L: max_seq_len, which must bound every seq_len, as a multiple of GATHER_ROWS."""
     return triton.cdiv(max(common.max_seq_len, 1), GATHER_ROWS) * GATHER_ROWS
 
 
@@ -74,8 +74,8 @@ def gather_keys(
 ) -> torch.Tensor:
     """kv_cache [P, 2, B, K, H] -> keys and values by head, [2, K, S * L, H] in `dtype`.
 
-    Request s owns rows s * L onward of each head. Behind its keys come zeros up to a multiple of
-    GATHER_ROWS; further rows are not written.
+    Request s owns rows s * L to (s + 1) * L of each head. Behind its keys come zeros up to a
+    multiple of GATHER_ROWS; further rows are not written. Keys from L on are left out.
     """
     _, _, block_size, num_kv_heads, head_size = kv_cache.shape
     num_rows = rows_per_request(common)

@@ -1,8 +1,9 @@
-"""What both attention kernels share: the state before the first key, options as arguments.
+"""What both attention kernels share: the state before the first key, options, the device's size.
 
 M rows of a program.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -16,6 +17,18 @@ from attn_ops.metadata import KV_CACHE_DTYPES
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
+
+MAX_SPLITS = 64
+"""Ranges of keys of one request: the combining kernel of `prefill` holds all parts of a row in
+registers, and that of `decode` takes longer to merge more than it saves."""
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of `device`; 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

@@ -86,6 +86,8 @@ def attention_forward(
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = {"sliding_window": sliding_window, "soft_cap": softcap, "sinks": s_aux}
+    if torch.compiler.is_compiling():  # eager has checked it, and calls with fewer options faster
+        options["causal"] = causal
     if caches is None:
         return varlen_attention(q_TNH, k_TKH, v_TKH, meta, scale, **options).unsqueeze(0), None
     kv_cache = _cache_of(module, caches)
@@ -130,7 +132,10 @@ def _refuse_missing(
 
 
 def _check_batch(name: str, causal: bool, meta: AttentionMetadata) -> None:
-    """Raise a ValueError unless the batch is causal as the layer is; a graph cannot look."""
+    """Raise a ValueError unless the batch is causal as the layer is, before anything is written.
+
+    A graph cannot look: in it the operators check, by their argument `causal`.
+    """
     if torch.compiler.is_compiling():
         return
     got = meta.common.causal if isinstance(meta, AttentionMetadata) else None

@@ -12,7 +12,12 @@ from attn_ops import AttentionMetadata, AttentionSpec, CommonAttentionMetadata
 from attn_ops.backends import flash_attn
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.flash_attn import BACKEND, library
-from attn_ops.backends.flash_attn.triton.quantize import quantize_query, reference_quantize_query
+from attn_ops.backends.flash_attn.triton.quantize import (
+    quantize_query,
+    quantize_tokens,
+    reference_quantize_query,
+    reference_quantize_tokens,
+)
 from attn_ops.backends.torch_backend import reference_attention
 
 ASKED = (
@@ -39,13 +44,18 @@ class FakeLibrary(types.SimpleNamespace):
     def flash_attn_varlen_func(self, **arguments):
         self.calls.append(arguments)
         q, out = arguments["q"].double(), arguments["out"]
+        if out is None:
+            out = torch.zeros_like(arguments["q"])
         cache = torch.stack([arguments["k"], arguments["v"]], 1)
         for name, i in (("k_descale", 0), ("v_descale", 1)):
             if arguments.get(name) is not None:
                 cache = cache.double()
                 cache[:, i] *= arguments[name][0, 0].double()
         if arguments.get("q_descale") is not None:
-            q = q * arguments["q_descale"][0, 0].double()
+            scale_SK = arguments["q_descale"].double()
+            scale_SN = scale_SK.repeat_interleave(q.shape[1] // scale_SK.shape[1], 1)
+            scale_TN = scale_SN.repeat_interleave(self.common.query_start_loc.diff(), 0)
+            q[: len(scale_TN)] *= scale_TN[:, :, None]
         lse = torch.empty(q.shape[:2])
         options = {"sliding_window": self.options.sliding_window, "lse": lse}
         rows = self.common.num_actual_tokens
@@ -63,9 +73,9 @@ def forgotten():
         function.cache_clear()
 
 
-def batch(dtype=torch.bfloat16, fp8=False, padding=2):
+def batch(dtype=torch.bfloat16, fp8=False, padding=2, query=(1, 5, 0, 7)):
     """q [T, 4, 64] and a cache [P, 2, 16, 2, 64], NaN outside of the valid tokens."""
-    query, seq = [1, 5, 0, 7], [17, 5, 0, 30]
+    query, seq = list(query), [17, 5, 0, 30]
     table = torch.arange(1, 9, dtype=torch.int32).view(4, 2)
     cache = torch.full((9, 2, 16, 2, 64), float("nan"))
     for blocks, length in zip(table, seq, strict=True):
@@ -115,6 +125,39 @@ def test_forward(monkeypatch, window, dtype):
     assert call["scheduler_metadata"] is meta.plans[next(iter(meta.plans))]
     assert (call["softcap"], call["fa_version"], call["s_aux"]) == (0.0, 3, None)
     assert "q_descale" not in call
+
+
+@pytest.mark.parametrize(("versions", "makes"), [((3,), True), ((2,), False)])
+def test_without_padding_rows_fa3_makes_the_output(monkeypatch, versions, makes):
+    """FA2 would give it q's strides."""
+    q, cache, common = batch(padding=0)
+    lse = torch.empty(q.shape[:2])
+    want = reference_attention(q, cache, common, 0.125)
+    for options in (AttentionOptions(0.125), AttentionOptions(0.125, lse=lse)):
+        fake = install(monkeypatch, FakeLibrary(common, options, versions))
+        library.fa_version.cache_clear()
+        library.varlen_function.cache_clear()
+        meta = metadata(common, AttentionSpec(4, 2, 64, torch.bfloat16))
+        for _ in range(2):
+            assert error(flash_attn.forward(q, cache, meta, options), want) < 5e-3
+        assert [call["out"] is None for call in fake.calls] == [makes] * 2
+
+
+def test_what_layers_share_follows_their_geometry(monkeypatch):
+    """Keywords are found again by layers of the same window and cap, whatever their scale."""
+    q, cache, common = batch()
+    layers = [(0.125, None, None), (0.5, 9, None), (0.25, None, 5.0), (1.0, None, None)]
+    fake = install(monkeypatch, FakeLibrary(common, AttentionOptions(0.125)))
+    meta = metadata(common, AttentionSpec(4, 2, 64, torch.bfloat16))
+    for layer in layers * 2:
+        flash_attn.forward(q, cache, meta, AttentionOptions(layer[0], *layer[1:]))
+    names = ("softmax_scale", "window_size", "softcap")
+    called = [tuple(call[name] for name in names) for call in fake.calls]
+    whole = (-1, -1)
+    want = [(0.125, whole, 0.0), (0.5, (8, 0), 0.0), (0.25, whole, 5.0), (1.0, whole, 0.0)]
+    assert called == want * 2
+    planned = [call["scheduler_metadata"] is not None for call in fake.calls]
+    assert planned == [True, False, False, True] * 2
 
 
 def test_the_plan_is_found_whatever_causality_the_spec_says(monkeypatch):
@@ -167,6 +210,30 @@ def test_fp8_cache(monkeypatch, dtype, scaled):
     assert error(out, want) < 5e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_single_tokens_over_an_fp8_cache(monkeypatch, dtype):
+    q, cache, common = batch(dtype, fp8=True, query=(1, 1, 0, 1))
+    q[:3] *= torch.tensor([1.0, 1.0, 2**-6, 2**-6, 2**-3, 2**-3, 1, 1, 1, 1, 2**-5, 2**-5]).view(
+        3, 4, 1
+    )
+    options = AttentionOptions(0.125, kv_cache_dtype="fp8_e4m3")
+    fake = install(monkeypatch, FakeLibrary(common, options))
+    meta = metadata(common, AttentionSpec(4, 2, 64, dtype, kv_cache_dtype="fp8_e4m3"))
+    out = flash_attn.forward(q, cache, meta, options)
+    assert (out[3:] == 0).all()
+    rounded, scale_SK = reference_quantize_tokens(q, common.query_start_loc, 2)
+    (call,) = fake.calls
+    assert torch.equal(call["q_descale"], scale_SK)
+    assert scale_SK[0, 0] > scale_SK[0, 1]
+    want = reference_attention(q, cache, common, 0.125, kv_cache_dtype="fp8_e4m3")
+    assert error(out, want) < 4e-2, "q is rounded to 3 bits behind the point"
+    scale_TN = scale_SK[[0, 1, 3]].repeat_interleave(2, 1)
+    q = rounded.double()
+    q[:3] *= scale_TN[:, :, None]
+    want = reference_attention(q, cache, common, 0.125, kv_cache_dtype="fp8_e4m3")
+    assert error(out, want) < 5e-3
+
+
 def test_fp8_needs_fa3(monkeypatch):
     common = batch(fp8=True)[2]
     options = AttentionOptions(0.125, kv_cache_dtype="fp8_e4m3")
@@ -199,6 +266,38 @@ def test_quantized_queries(largest, strided):
     assert torch.equal(out[:rows].float(), want[:rows].float())
     assert float(torch.frexp(scale)[0]) == 0.5, "a power of two"
     assert (out[:rows].double() * scale - q[:rows].double()).norm() <= 0.04 * q[:rows].norm()
+
+
+@pytest.mark.parametrize("largest", [1.0, 448.0, 449.0, 1e-3, 0.0])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+def test_quantized_tokens(largest, strided, num_kv_heads):
+    """As above; requests 1 and 4 have no token, rows from 4 on are no request's."""
+    starts = torch.tensor([0, 1, 1, 2, 3, 3, 4], dtype=torch.int32)
+    q = torch.randn(6, 6, 96 if strided else 48)[..., :48].half()
+    q[:4] *= torch.exp2(-torch.arange(24.0)).view(4, 6, 1) * (largest / q[0].abs().max())
+    q[4:] = float("nan")
+    out, scale = quantize_tokens(q, starts, num_kv_heads)
+    want, want_scale = reference_quantize_tokens(q, starts, num_kv_heads)
+    assert torch.equal(scale, want_scale)
+    assert torch.equal(out[:4].float(), want[:4].float())
+    assert (torch.frexp(scale)[0] == 0.5).all(), "powers of two"
+    scale_TN = scale[[0, 2, 3, 5]].repeat_interleave(6 // num_kv_heads, 1)
+    back = out[:4].double() * scale_TN[:, :, None]
+    assert (back - q[:4].double()).norm() <= 0.04 * q[:4].norm()
+
+
+def test_a_token_is_quantized_as_it_would_be_alone():
+    """Padding requests, whose tokens may be NaN, touch nobody else."""
+    q = torch.randn(3, 4, 32)
+    q[1] = float("nan")
+    q[2, 3, 5] = float("inf")
+    together, scale = quantize_tokens(q, torch.arange(4, dtype=torch.int32), 2)
+    for row in range(3):
+        alone, own = quantize_tokens(q[row : row + 1], torch.tensor([0, 1], dtype=torch.int32), 2)
+        assert torch.equal(scale[row : row + 1], own)
+        assert torch.equal(together[row].view(torch.uint8), alone[0].view(torch.uint8))
+    assert (scale[[0, 2]] <= 2.0**-6).all()
 
 
 def test_rows_that_are_not_finite_do_not_scale_the_others():

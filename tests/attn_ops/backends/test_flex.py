@@ -105,7 +105,7 @@ def check(out, lse, want, want_lse):
 def test_custom_mask(make_batch, mask, causal, sinks, compiled):
     backend = flex_backend("CUSTOM", mask)
     batch = ragged(make_batch, backend, causal=causal)
-    options = {"sinks": torch.tensor([-1.0, 0.0, 0.5, 2.0])} if sinks else {}
+    options: dict[str, Any] = {"sinks": torch.tensor([-1.0, 0.0, 0.5, 2.0])} if sinks else {}
     attend_ = attention_with_lse
     if compiled:
         attend_ = torch.compile(attend_, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -156,6 +156,84 @@ def test_custom_masks_are_refused_where_positions_are_others():
         flex_backend("CUSTOM", None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="score must be callable, got int"):
         flex_backend("CUSTOM", prefix_lm, 3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_mask_of_ones_own_is_only_taken_by_name(monkeypatch):
+    """Unnamed even where no other backend applies: it computes something else."""
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_BUILT_IN", {})
+    register_backend(flex_backend("CUSTOM", prefix_lm))
+    spec = AttentionSpec(4, 2, 8, torch.float32)
+    for measure in (False, True):
+        with pytest.raises(ValueError, match="CUSTOM: its mask is its own; ask for it by name"):
+            select_backend(spec, block_size=16, device="cpu", measure=measure)
+    assert select_backend(spec, block_size=16, device="cpu", backend="CUSTOM")
+    chunked = dataclasses.replace(spec, attention_chunk_size=32)
+    with pytest.raises(ValueError, match="attention_chunk_size must be None with a custom mask"):
+        select_backend(chunked, block_size=16, device="cpu", backend="CUSTOM")
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def test_geometries_share_the_plan_of_their_mask(make_batch, monkeypatch):
+    """The builder's: a layer makes none."""
+    made, real = [], plan.make_plan
+    batch = make_batch(*RAGGED, backend=BACKEND)
+    monkeypatch.setattr(plan, "make_plan", lambda *mask: made.append(mask[1:]) or real(*mask))
+    specs = [
+        AttentionSpec(4, 2, 8, torch.float32, soft_cap=cap, sliding_window=window)
+        for cap in (None, 2.0)
+        for window in (None, 3)
+    ]
+    meta = BACKEND.builder(BACKEND, specs, 4, "cpu").build(0, batch.common)
+    for cap in (None, 2.0, 5.0):
+        for window in (None, 3):
+            options = {"soft_cap": cap, "sliding_window": window}
+            out = attention(batch.q, batch.kv_cache, meta, 0.3, **options)
+            want = reference_attention(batch.q, batch.kv_cache, batch.common, 0.3, **options)
+            assert (out - want).norm() <= 1e-5 * want.norm()
+    assert made == [(True, None), (True, 3)]
+
+
+def test_a_batch_without_the_mirror_is_refused(make_batch):
+    """Instead of waiting for the device."""
+    batch = make_batch(*RAGGED, backend=BACKEND)
+    common = batch.common.replace(seq_lens_cpu=None)
+    builder = BACKEND.builder(BACKEND, [AttentionSpec(4, 2, 8, torch.float32)], 4, "cpu")
+    with pytest.raises(ValueError, match="seq_lens_cpu must be given, got None; FLEX"):
+        builder.build(0, common)
+
+
+@pytest.mark.parametrize("window", [15, 16, 20, 2**31 - 1, 2**40])
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows_wider_than_the_batch(make_batch, window, causal):
+    """More rows than keys, as in cross-attention: positions start at -12, and see key 3 at 15."""
+    batch = make_batch([16], [16], backend=BACKEND)
+    keys = torch.tensor([4], dtype=torch.int32)
+    common = batch.common.replace(
+        seq_lens=keys, seq_lens_cpu=keys, num_computed_tokens_cpu=None, max_seq_len=4
+    )
+    made = plan.make_plan(common, causal, window)
+    assert made is not None
+    for row, position in enumerate(range(-12, 4)):
+        first = max(0, position - window + 1)
+        end = min(4, position + 1 if causal else position + window)
+        seen = range(int(made.first_key_T[row]), int(made.end_key_T[row]))
+        assert list(seen) == list(range(first, end))
+
+
+@pytest.mark.parametrize("sink", [float("-inf"), float("inf")])
+def test_infinite_sinks(make_batch, sink):
+    """-inf is no sink, inf takes all; rows without keys are zero, a padding request's included."""
+    sinks = torch.full((4,), sink)
+    for backend, mask in ((BACKEND, None), (flex_backend("CUSTOM", every_third), every_third)):
+        batch = ragged(make_batch, backend)
+        out, lse = attention_with_lse(batch.q, batch.kv_cache, batch.meta, 0.3, sinks=sinks)
+        if sink > 0:
+            assert not out.any()
+        else:
+            check(out, lse, *oracle(batch, {}, True, mask or (lambda r, q, k: k >= 0)))
 
 
 # -- inside the dispatcher -------------------------------------------------------------------------

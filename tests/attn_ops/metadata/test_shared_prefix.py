@@ -22,10 +22,20 @@ def test_prefix_is_one_request_and_the_rest_the_batch_without_it():
     assert prefix.causal is False
     assert rest.query_start_loc.tolist() == [0, 2, 3]
     assert rest.seq_lens.tolist() == [4, 1]
+    assert rest.seq_lens_cpu is not None
     assert rest.seq_lens_cpu.tolist() == [4, 1]
+    assert rest.num_computed_tokens_cpu is not None
     assert rest.num_computed_tokens_cpu.tolist() == [2, 0]
     assert rest.block_table_tensor.tolist() == [[9, 1], [2, 8]]
     assert rest.max_seq_len == 4
+
+
+def test_rows_behind_the_last_request_are_not_of_the_prefix():
+    """`num_actual_tokens` may count them."""
+    prefix, rest = split_shared_prefix(8, batch().replace(num_actual_tokens=5), 4)
+    assert prefix.query_start_loc.tolist() == [0, 3]
+    assert (prefix.num_actual_tokens, prefix.max_query_len) == (3, 3)
+    assert rest.num_actual_tokens == 5
 
 
 def test_a_prefix_is_cut_to_whole_blocks():
@@ -41,6 +51,7 @@ def test_a_prefix_is_cut_to_whole_blocks():
         (0, {}, "common_prefix_len must be"),
         (4, {"causal": False}, "causal must be True with common_prefix_len 4"),
         (4, {"num_computed_tokens_cpu": None}, "num_computed_tokens_cpu must be given"),
+        (4, {"query_start_loc_cpu": None}, "query_start_loc_cpu must be given"),
     ],
 )
 def test_refusals(length, changes, message):
@@ -77,9 +88,10 @@ def test_layers_that_do_not_see_all_keys_are_not_cascaded():
     ],
 )
 def test_when_it_is_taken_to_pay(arguments, pays):
-    length, query, *options = arguments
+    length, query, alibi, window, local = arguments
     query_lens = torch.tensor(query).numpy()
-    assert builder_of().use_cascade_attention(length, query_lens, 4, 2, *options, 132) is pays
+    pay = builder_of().use_cascade_attention(length, query_lens, 4, 2, alibi, window, local, 132)
+    assert pay is pays
 
 
 @pytest.mark.parametrize(
@@ -102,5 +114,6 @@ def test_geometry_of_chunked_layers(geometry, message):
 
 
 def test_a_chunk_must_hold_whole_blocks():
-    with pytest.raises(ValueError, match="attn_chunk_size must be a multiple"):
-        builder_of(attention_chunk_size=6).build(0, batch())
+    message = "attention_chunk_size must be a multiple of block_size 4, got 6"
+    with pytest.raises(ValueError, match=message):
+        builder_of(attention_chunk_size=6)

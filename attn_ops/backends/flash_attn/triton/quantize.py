@@ -166,7 +166,7 @@ def quantize_tokens_kernel(
     num_tokens = tl.load(start_ptr + request + 1) - token  # 0 or 1
     first = token * NUM_HEADS + head * GROUP
     row_M = first + tl.arange(0, BLOCK_M)
-    q_MH, mask_MH = _load_rows(
+    q_MH, mask_MH = _load_rows(  # pyright: ignore[reportGeneralTypeIssues]
         q_ptr, row_M, first + GROUP * num_tokens, stride_token, stride_head,
         NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE,
     )  # fmt: skip
@@ -226,7 +226,7 @@ def quantize_tokens(
             NUM_HEADS=num_heads, GROUP=group, HEAD_SIZE=head_size, PADDED_HEAD_SIZE=width,
             BLOCK_M=block_m, ROUND=knobs.runtime.interpret,
             # A warp reduces 4 x 128 without shared memory.
-            num_warps=1 if block_m * width <= 1024 else 4,
+            num_warps=1 if block_m * width <= 1024 else 4,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
     return out_TNH, scale_SK
 

@@ -79,8 +79,8 @@ def matmul_rate(device: torch.device) -> float:
 def after_itself_us(run: Callable[[], object], device: torch.device) -> float:
     """Microseconds of a run right behind another of the same.
 
-    Who came behind another backend's run would pay for what that left in the caches: of a graph of
-    1 ms, 10 to 20 us (FA3 behind FLEX, one H200, 2026-11-21).
+    Without the first run the same FA3 kernels took 9 to 20 us a graph more behind FLEX than behind
+    themselves, with 2 layers as with 45 (one H200, 2026-11-21).
     """
     run()
     return interval_us(run, device)

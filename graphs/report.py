@@ -179,7 +179,7 @@ def print_backends(rows: list[SupportRow], console: Console) -> None:
     for name, style in (("backend", "bold"), ("", ""), ("", "")):
         table.add_column(name, style=style)
     for row in rows:
-        lines = [*zip(COLUMNS[1:], row.cells[1:], strict=True)]
+        lines: list[tuple[str, str]] = [*zip(COLUMNS[1:], row.cells[1:], strict=True)]
         lines.append(("on this machine", row.unavailable or "available"))
         for i, (name, cell) in enumerate(lines):
             table.add_row(row.cells[0] if i == 0 else "", name, cell)

@@ -4,6 +4,7 @@ T tokens, N query heads, K kv heads, H head size, P physical blocks, B block siz
 """
 
 import dataclasses
+import functools
 
 import torch
 
@@ -38,12 +39,23 @@ def _attention(
     causal: bool | None = None,
     **options: object,
 ) -> torch.Tensor:
-    asked = AttentionOptions(scale, **options, checked=True)  # pyright: ignore[reportArgumentType]
+    asked = _asked(scale, **options) if options else _plain(scale)
     if causal is not None:
         check_causal(meta, causal)
-    meta = batch_of(meta, attention_chunk_size, asked)
+    if attention_chunk_size is not None:
+        meta = batch_of(meta, attention_chunk_size, asked)
     check_attention_inputs(q, kv_cache, meta, asked)
     return attend(q, kv_cache, meta, asked)
+
+
+def _asked(scale: float, **options: object) -> AttentionOptions:
+    return AttentionOptions(scale, **options, checked=True)  # pyright: ignore[reportArgumentType]
+
+
+@functools.lru_cache(maxsize=128)
+def _plain(scale: float) -> AttentionOptions:
+    """Options of a layer that asks for nothing but its scale; made once, not once a call."""
+    return AttentionOptions(scale, checked=True)
 
 
 @torch.library.register_fake("attn_ops::attention", lib=LIBRARY)
@@ -69,7 +81,7 @@ def _attention_with_lse(
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    asked = AttentionOptions(scale, **options, lse=lse, checked=True)  # pyright: ignore[reportArgumentType]
+    asked = _asked(scale, **options, lse=lse)
     if causal is not None:
         check_causal(meta, causal)
     meta = batch_of(meta, attention_chunk_size, asked)
@@ -115,8 +127,11 @@ def attend(
     q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
 ) -> torch.Tensor:
     """The backend's forward; over a shared prefix and the rest apart, if the batch was built so."""
-    whole = options.sliding_window is None and options.alibi_slopes is None
-    if meta.cascade is None or not whole:
+    if (
+        meta.cascade is None
+        or options.sliding_window is not None
+        or options.alibi_slopes is not None
+    ):
         return meta.backend.forward(q, kv_cache, meta, options)
     parts = []
     for part, sinks in zip(meta.cascade, (None, options.sinks), strict=True):
@@ -172,8 +187,9 @@ def attention(
     Raises:
         ValueError: shapes or devices do not fit, or the backend does not support the configuration.
     """
-    asked = (sliding_window, soft_cap, alibi_slopes, sinks, k_scale, v_scale, attention_chunk_size)
-    if kv_cache_dtype == "auto" and causal is None and not any(x is not None for x in asked):
+    plain = sliding_window is None and soft_cap is None and kv_cache_dtype == "auto"
+    plain = plain and alibi_slopes is None and sinks is None and k_scale is None
+    if plain and v_scale is None and attention_chunk_size is None and causal is None:
         # Half of what the call costs is the dispatcher's reading of keywords.
         out = torch.ops.attn_ops.attention.default(q, kv_cache, meta, scale)
     else:

@@ -197,7 +197,8 @@ def _step_arguments(
     """The geometry's keywords and the step's plan, made by the first layer of the geometry.
 
     Found by a key of plain values, as an `AttentionSpec` takes longer to make and to hash than all
-    else here.
+    else here. With these kept and FA3's own output `forward` without the library's function takes
+    5.5 us of a CPU host, 7.2 us before (2026-11-21).
     """
     found, causal = cast("dict[Any, Any]", meta.plans), meta.common.causal
     key = (

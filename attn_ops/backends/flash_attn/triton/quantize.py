@@ -23,10 +23,10 @@ LARGEST = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(2.0**-100)
 """For queries that are all zero."""
 
-ROWS = 32
-"""Of a program's tile: 8 KiB of bfloat16 at 128."""
+ELEMENTS = 16384
+"""Of a program's tile: with 4096, programs of the second kernel would read more parts than rows."""
 
-MAX_PARTS = 256
+MAX_PARTS = 512
 """Programs that look for the largest element; the second kernel reads a number from each."""
 
 
@@ -186,7 +186,9 @@ def quantize_query(q: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.
     _, num_heads, head_size = q.shape
     out_TNH = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
     num_rows *= num_heads
-    num_tiles = triton.cdiv(num_rows, ROWS)
+    width = triton.next_power_of_2(head_size)
+    rows = max(ELEMENTS // width, 1)
+    num_tiles = triton.cdiv(num_rows, rows)
     num_parts = min(num_tiles, MAX_PARTS)
     memory = torch.empty(MAX_PARTS + 1, dtype=torch.float32, device=q.device)
     part, scale = memory[:MAX_PARTS], memory[MAX_PARTS:]
@@ -194,8 +196,9 @@ def quantize_query(q: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.
     constants: dict[str, Any] = {
         "NUM_HEADS": num_heads,
         "HEAD_SIZE": head_size,
-        "PADDED_HEAD_SIZE": triton.next_power_of_2(head_size),
-        "BLOCK_M": ROWS,
+        "PADDED_HEAD_SIZE": width,
+        "BLOCK_M": rows,
+        "num_warps": 8,
     }
     with torch.cuda.device_of(q):  # Triton launches on the current device
         largest_kernel[(num_parts,)](part, *arguments, **constants)

@@ -374,6 +374,8 @@ def test_flash_attn_starts_from_the_models_query(monkeypatch, kv_cache_dtype):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("name", direct.DIRECT)
 def test_libraries_by_hand_compute_what_the_operator_does(name, kv_cache_dtype, kind):
+    if kind == "prefill" and name in ("FLEX", "XFORMERS"):
+        pytest.skip("a prompt of 40 tokens: Inductor has no tile, xFormers no operator")
     spec = AttentionSpec(32, 8, 128, torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
     layers = make_layers(spec, SHAPES[kind], 16, torch.device("cuda"), 0)
     try:

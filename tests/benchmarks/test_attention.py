@@ -374,14 +374,20 @@ def test_flash_attn_starts_from_the_models_query(monkeypatch, kv_cache_dtype):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("name", direct.DIRECT)
 def test_libraries_by_hand_compute_what_the_operator_does(name, kv_cache_dtype, kind):
-    if kind == "prefill" and name in ("FLEX", "XFORMERS"):
-        pytest.skip("a prompt of 40 tokens: Inductor has no tile, xFormers no operator")
     spec = AttentionSpec(32, 8, 128, torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
-    layers = make_layers(spec, SHAPES[kind], 16, torch.device("cuda"), 0)
+    # The benchmark's shortest prompt: for 40 tokens Inductor has no tile of FlexAttention.
+    lengths = ((2048,), (2048,)) if kind == "prefill" else SHAPES[kind]
+    layers = make_layers(spec, lengths, 16, torch.device("cuda"), 0)
     try:
         attend = direct.DIRECT[name](layers, False)
     except (ImportError, ValueError) as error:
         pytest.skip(str(error))
-    out, want = attend(1), reference(layers, 1)
+    try:
+        out = attend(1)
+    except ValueError as error:  # of xFormers' C++ extension, which another torch does not load
+        if "not available for a prefill" not in str(error):
+            raise
+        pytest.skip(str(error))
+    want = reference(layers, 1)
     difference = (out.reshape(want.shape).float() - want.float()).norm() / want.float().norm()
     assert difference < 0.05  # FLASH_ATTN rounds q to FP8 where the cache is FP8

@@ -1,6 +1,6 @@
 """Small calls of every Triton kernel of ours, to be run under compute-sanitizer.
 
-`python -m tests.gpu.sanitize_cases [group ...]`, groups as in `GROUPS`; .gpu_scripts/sanitize.sh
+`python -m tests.gpu.sanitize_cases [group ...]`, groups as in `GROUPS`; tests/gpu/sanitize.sh
 runs them under its tools. Results are only checked to be finite: right or wrong is the conformance
 suite's and the fuzzer's business. All memory that may be read has been written, NaN where no token
 is, so that initcheck reports what is read by mistake.

@@ -173,7 +173,7 @@ def _xformers_decode(fmha: Any, layers: Layers) -> Attend:
     """The whole cache as pages of B rows: keys in the even ones, values one page further on."""
     spec, common, size = layers.spec, layers.common, layers.block_size
     # Its tile must divide a page, and it must not be refused for a C++ extension it does not use.
-    op = operator(size)
+    op, _ = operator(size)
     bias = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
         [1] * common.num_reqs, [common.max_seq_len] * common.num_reqs,
         pages(layers) * 2, size, device=common.device,

@@ -33,6 +33,7 @@ import importlib
 import importlib.util
 import math
 import re
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -101,12 +102,30 @@ class XFormersMetadataBuilder(AttentionMetadataBuilder):
     cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold: int | None = 1
 
-    def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> Plan:
-        return make_plan(spec, common, self.block_size)
+    def _planned(
+        self, specs: Sequence[AttentionSpec], common: CommonAttentionMetadata
+    ) -> AttentionMetadata:
+        metadata = AttentionMetadata(common, self.backend, block_size=self.block_size)
+        for spec in specs:
+            able = is_able(spec.head_size, spec.sliding_window, spec.soft_cap)
+            plan_of(metadata, able, self.block_size)
+        return metadata
 
 
-def make_plan(spec: AttentionSpec, common: CommonAttentionMetadata, block_size: int) -> Plan:
-    able = spec.sliding_window is None and spec.soft_cap is None and spec.head_size in HEAD_SIZES
+def is_able(head_size: int, sliding_window: int | None, soft_cap: float | None) -> bool:
+    """Whether xFormers' operator can take any query of such a layer."""
+    return sliding_window is None and soft_cap is None and head_size in HEAD_SIZES
+
+
+def plan_of(meta: AttentionMetadata, able: bool, block_size: int) -> Plan:
+    """The step's plan for all layers that xFormers is able to take, or for all others."""
+    plans: dict[Any, Any] = meta.plans
+    if able not in plans:
+        plans[able] = make_plan(able, meta.common, block_size)
+    return plans[able]
+
+
+def make_plan(able: bool, common: CommonAttentionMetadata, block_size: int) -> Plan:
     num_requests, query_len = leading_queries(common) if able else (0, 0)
     rows = num_requests * query_len
     blocks = -(-common.max_seq_len // block_size)
@@ -170,11 +189,11 @@ def forward(
     for name, x in (("q", q), ("kv_cache", kv_cache)):
         if x.stride(-1) != 1:
             raise ValueError(f"stride of {name}'s last dimension must be 1, got {x.stride(-1)}")
-    common = meta.common
-    plan = _plan_of(meta, options.spec(q, kv_cache, common.causal), kv_cache.shape[2])
+    able = is_able(q.shape[2], options.sliding_window, options.soft_cap)
+    plan = plan_of(meta, able, kv_cache.shape[2])
     rows = plan.num_rows
     if rows == 0:
-        return _by_triton(q, kv_cache, common, options)
+        return _by_triton(q, kv_cache, meta.common, options)
     decoded_RNH = _by_xformers(q[:rows], kv_cache, plan, options)
     if rows == q.shape[0]:
         return decoded_RNH
@@ -189,13 +208,6 @@ def forward(
         asked = dataclasses.replace(options, lse=lse_TN)
         out_TNH[rows:] = _by_triton(q[rows:], kv_cache, plan.rest, asked)
     return out_TNH
-
-
-def _plan_of(meta: AttentionMetadata, spec: AttentionSpec, block_size: int) -> Plan:
-    """Plans are as causal as the batch, whatever the builder's spec says; a missing one is made."""
-    if spec not in meta.plans:
-        meta.plans[spec] = make_plan(spec, meta.common, block_size)
-    return meta.plans[spec]
 
 
 def _by_triton(
@@ -218,26 +230,24 @@ def _by_triton(
 def _by_xformers(
     q_RNH: torch.Tensor, kv_cache: torch.Tensor, plan: Plan, options: AttentionOptions
 ) -> torch.Tensor:
-    """The first R = D * L rows; writes their part of `options.lse`."""
+    """The first R = D * L rows; writes their part of `options.lse`.
+
+    The operator is applied itself. What `memory_efficient_attention_forward` does before is to look
+    for an operator and to validate, which the builder and our operator have done.
+    """
     num_rows, num_heads, head_size = q_RNH.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
-    k, v, pages = page_views(kv_cache, num_heads // num_kv_heads)
-    fmha = importlib.import_module("xformers.ops.fmha")
-    arguments = {
-        "query": q_RNH[None].unflatten(2, (num_kv_heads, -1)),
-        "key": k,
-        "value": v,
-        "attn_bias": _bias(plan, block_size, pages),
-        "scale": options.scale,
-        "op": operator(block_size),
-    }
-    shape = (num_rows, num_heads, head_size)
+    group = num_heads // num_kv_heads
+    k, v, pages = page_views(kv_cache, group)
+    splitk, inputs = operator(block_size)
+    q = q_RNH.view(1, num_rows, num_kv_heads, group, head_size)
+    asked = inputs(q, k, v, _bias(plan, block_size, pages), scale=options.scale)
+    lse = options.lse
     with torch.cuda.device_of(q_RNH):
-        if options.lse is None:
-            return fmha.memory_efficient_attention_forward(**arguments).reshape(shape)
-        out, lse = fmha.memory_efficient_attention_forward_requires_grad(**arguments)
-    options.lse[:num_rows] = lse.reshape(num_heads, num_rows).t()
-    return out.reshape(shape)
+        out, context = splitk.apply(asked, needs_gradient=lse is not None)
+    if lse is not None:
+        lse[:num_rows] = context.lse.reshape(num_heads, num_rows).t()
+    return out.reshape(num_rows, num_heads, head_size)
 
 
 def page_views(kv_cache: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -263,11 +273,12 @@ def page_views(kv_cache: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.
 
 
 @functools.cache
-def operator(block_size: int) -> type:
-    """xFormers' split-K operator for pages of a block's size, which its key tiles must divide.
+def operator(block_size: int) -> tuple[type, type]:
+    """xFormers' split-K operator for pages of a block's size, and the type of its inputs.
 
-    The operator is Triton alone, but xFormers refuses all of its operators where its C++ extension
-    was built for another torch and does not load; that one reason is left out.
+    The operator's key tiles must divide a page. It is Triton alone, but xFormers refuses all of its
+    operators where its C++ extension was built for another torch and does not load; for callers by
+    hand, who are checked, that one reason is left out.
     """
     splitk = importlib.import_module("xformers.ops.fmha.triton_splitk")
 
@@ -280,7 +291,7 @@ def operator(block_size: int) -> type:
             reasons = super().not_supported_reasons(d)
             return [r for r in reasons if r != "xFormers wasn't build with CUDA support"]
 
-    return PagedSplitK
+    return PagedSplitK, splitk.Inputs
 
 
 def _bias(plan: Plan, block_size: int, pages: int) -> Any:

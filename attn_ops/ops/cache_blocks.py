@@ -175,7 +175,7 @@ def _gather_kv(
     if 0 in (num_tokens, *block_table.shape):
         zeros_TKH = kv_cache.new_zeros((num_tokens, *kv_cache.shape[3:]), dtype=dtype)
         return zeros_TKH, zeros_TKH.clone()
-    block_T, offset_T, owned_T = _locate(block_table, seq_lens, num_tokens, kv_cache.shape[2])
+    block_T, offset_T, owned_T = locate(block_table, seq_lens, num_tokens, kv_cache.shape[2])
     unowned_T11 = ~owned_T[:, None, None]
     k_TKH, v_TKH = (
         _restored(kv_cache[:, half][block_T, offset_T].contiguous(), kv_cache_dtype, scale, dtype)
@@ -202,7 +202,7 @@ def _gather_kv_fake(
     return k, torch.empty_like(k)
 
 
-def _locate(
+def locate(
     block_table: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Block and offset of every row, and whether it is a request's; others stand in block 0."""

@@ -325,7 +325,7 @@ def test_xformers_finds_keys_and_values_in_one_view(monkeypatch):
     modules = {
         "xformers.ops.fmha": fmha,
         "xformers.ops.fmha.triton_splitk": types.SimpleNamespace(
-            FwOp=type("FwOp", (), {"BLOCK_N": 64})
+            FwOp=type("FwOp", (), {"BLOCK_N": 64}), Inputs=None
         ),
     }
     monkeypatch.setattr(direct.importlib, "import_module", modules.__getitem__)

@@ -46,7 +46,7 @@ def compare(out, lse, want, want_lse, case):
 
 
 def test_options(num_graphs):
-    """Two kernels, for short and long queries, of each: plain, with a cap, with ALiBi."""
+    """Two kernels, for short and long queries, of each: plain, with a cap, ALiBi, sinks."""
     slopes = torch.linspace(0.02, 0.5, 8, device="cuda")
     sinks = torch.linspace(-2, 3, 8, device="cuda")
     geometries = [
@@ -64,7 +64,7 @@ def test_options(num_graphs):
         for geometry, options in geometries:
             made = make("FLEX", *RAGGED[batch], 8, 2, 128, torch.bfloat16, pad=5, **geometry)
             check(*made, **options)
-    assert num_graphs() - before <= 6
+    assert num_graphs() - before <= 8
 
 
 def test_non_causal():
@@ -101,7 +101,8 @@ def test_graphs_do_not_depend_on_lengths(num_graphs):
     def pick(low, high):
         return int(torch.randint(low, high, (), generator=generator))
 
-    batches = [([1], [1]), ([200], [200]), ([1, 1], [64, 64]), ([64, 64], [64, 64])]
+    # A cache of two blocks would be a graph of its own if it came first.
+    batches = [([64, 64], [64, 64]), ([1, 1], [64, 64]), ([200], [200]), ([1], [1])]
     for i in range(20):
         query = [pick(0, 200) if i % 2 else pick(0, 3) for _ in range(pick(1, 40))] + [1]
         lengths = (query, [n + pick(0, 500) for n in query])

@@ -22,16 +22,13 @@ from attn_ops.backends.flex.plan import (
     CustomMaskMetadataBuilder,
     FlexMetadataBuilder,
     FlexPlan,
+    key_slots_of,
     plan_of,
 )
 from attn_ops.metadata import KV_CACHE_DTYPES, AttentionCGSupport, AttentionMetadata, AttentionSpec
-from attn_ops.ops.cache_blocks import gather_kv
 
 if TYPE_CHECKING:
-    from attn_ops.backends.flex.attend import Mask, Mods, Score
-
-_MIN_HEAD_SIZE = 16  # of FlexAttention on CUDA; smaller heads are padded
-
+    from attn_ops.backends.flex.attend import Keys, Mask, Mods, Score
 
 # -- the batch -------------------------------------------------------------------------------------
 
@@ -47,17 +44,8 @@ def forward(
     plan = plan_of(meta, meta.common.causal, options.sliding_window)
     if plan is None:
         return _nothing(q, q.shape[2], options)
-    k_CKH, v_CKH = gather_kv(
-        kv_cache,
-        meta.common.block_table_tensor,
-        meta.common.seq_lens,
-        plan.num_keys,
-        kv_cache_dtype=options.kv_cache_dtype,
-        k_scale=options.k_scale,
-        v_scale=options.v_scale,
-        dtype=_compute_dtype(q),
-    )
-    return _attend(q, k_CKH, v_CKH, plan, meta.common.num_actual_tokens, options, mods)
+    slots_C = key_slots_of(meta, plan.num_keys, kv_cache.shape[2])
+    return _attend(q, (kv_cache, slots_C), plan, options, mods, options.kv_cache_dtype)
 
 
 def varlen(
@@ -73,50 +61,27 @@ def varlen(
     if plan is None:
         return _nothing(q, v.shape[2], options)
     num_rows = meta.common.num_actual_tokens
-    k_CKH, v_CKV = (
-        _resized(x[:num_rows], plan.num_keys).to(_compute_dtype(q)).contiguous() for x in (k, v)
-    )
-    return _attend(q, k_CKH, v_CKV, plan, num_rows, options, mods)
-
-
-def _compute_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.float32 if q.device.type == "cpu" else q.dtype
-
-
-# -- the call --------------------------------------------------------------------------------------
+    k_CKH, v_CKV = (_resized(x[:num_rows], plan.num_keys, 0) for x in (k, v))
+    return _attend(q, (k_CKH, v_CKV), plan, options, mods, None)
 
 
 def _attend(
     q: torch.Tensor,
-    k_CKH: torch.Tensor,
-    v_CKV: torch.Tensor,
+    keys: "Keys",
     plan: FlexPlan,
-    num_rows: int,
     options: AttentionOptions,
     mods: "Mods | None",
+    kv_cache_dtype: str | None,
 ) -> torch.Tensor:
     from attn_ops.backends.flex.attend import Mods, attend
 
-    v_head_size = v_CKV.shape[2]
-    q_TNH = _resized(q[:num_rows], plan.alive_T.shape[0]).to(_compute_dtype(q)).contiguous()
-    if plan.fused:
-        q_TNH, k_CKH, v_CKV = (_at_least_16_wide(x) for x in (q_TNH, k_CKH, v_CKV))
-    out_TNV, lse_TN = attend(q_TNH, k_CKH, v_CKV, plan, options, mods or Mods())
-    out_TNV, lse_TN = out_TNV[:num_rows, :, :v_head_size], lse_TN[:num_rows]
-    if options.sinks is not None:
-        sink_N = options.sinks.float()
-        share_TN = torch.sigmoid(lse_TN - sink_N)
-        # A sink of -inf makes that a NaN in rows that see no key.
-        share_TN = share_TN.masked_fill(torch.isneginf(lse_TN), 0)
-        out_TNV = out_TNV * share_TN.unsqueeze(-1)
-        lse_TN = torch.logaddexp(lse_TN, sink_N)
+    num_rows = q.shape[0]
+    q_TNH = _resized(q, plan.rows_6T.shape[1], None)
+    out_TNV, lse_TN = attend(q_TNH, keys, plan, options, mods or Mods(), kv_cache_dtype)
     if options.lse is not None:
-        options.lse.fill_(float("-inf"))
-        alive_T1 = plan.alive_T[:num_rows, None]
-        options.lse[:num_rows] = lse_TN.masked_fill(~alive_T1, float("-inf"))
-    out = q.new_zeros(*q.shape[:2], v_head_size)
-    out[:num_rows] = out_TNV
-    return out
+        options.lse[: lse_TN.shape[0]] = lse_TN[:num_rows]
+        options.lse[lse_TN.shape[0] :].fill_(float("-inf"))
+    return out_TNV[:num_rows] if num_rows < len(out_TNV) else _resized(out_TNV, num_rows, 0)
 
 
 def _nothing(q: torch.Tensor, v_head_size: int, options: AttentionOptions) -> torch.Tensor:
@@ -125,15 +90,18 @@ def _nothing(q: torch.Tensor, v_head_size: int, options: AttentionOptions) -> to
     return q.new_zeros(*q.shape[:2], v_head_size)
 
 
-def _resized(x: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """x [T, N, H] with rows of zeros behind, up to `num_rows`."""
-    missing = num_rows - x.shape[0]
-    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+def _resized(x: torch.Tensor, num_rows: int, fill: int | None) -> torch.Tensor:
+    """The first `num_rows` of x [T, N, H], contiguous; behind, `fill`, or whatever is there.
 
-
-def _at_least_16_wide(x: torch.Tensor) -> torch.Tensor:
-    missing = _MIN_HEAD_SIZE - x.shape[2]
-    return torch.nn.functional.pad(x, (0, missing)) if missing > 0 else x
+    Without padding by an operator of PyTorch, which takes three kernels.
+    """
+    if x.shape[0] >= num_rows:
+        return x[:num_rows].contiguous()
+    out = x.new_empty(num_rows, *x.shape[1:])
+    out[: x.shape[0]] = x
+    if fill is not None:
+        out[x.shape[0] :] = fill
+    return out
 
 
 # -- declarations ----------------------------------------------------------------------------------

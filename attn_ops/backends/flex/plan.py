@@ -22,6 +22,8 @@ from attn_ops.metadata import (
     AttentionSpec,
     CommonAttentionMetadata,
 )
+from attn_ops.metadata.positions import PAD_SLOT_ID
+from attn_ops.ops.cache_blocks import locate
 
 KEY_TILE = 64
 _MIN_ROWS = 128  # of a padded batch: below it FlexAttention would compile its decoding kernel too
@@ -36,14 +38,38 @@ class FlexPlan:
     fused: bool  # for the compiled kernel, padded to whole tiles
     num_keys: int  # C
     row_tile: int  # rows of a tile
-    first_key_T: torch.Tensor  # int32, first key that a row sees
-    end_key_T: torch.Tensor  # int32, behind the last one
-    request_T: torch.Tensor  # int32
-    start_T: torch.Tensor  # int32, where the keys of the row's request start
-    position_T: torch.Tensor  # int32, place of the row in its sequence
-    alive_T: torch.Tensor  # bool: not padding, and the request has keys
+    rows_6T: torch.Tensor  # int32, what is known of each row, in the order of the properties
     num_tiles_11I: torch.Tensor  # int32, tiles of keys that a tile of rows visits
     tiles_11IJ: torch.Tensor  # int32, which ones, in order
+
+    @property
+    def first_key_T(self) -> torch.Tensor:
+        """First key that a row sees."""
+        return self.rows_6T[0]
+
+    @property
+    def end_key_T(self) -> torch.Tensor:
+        """Behind the last one."""
+        return self.rows_6T[1]
+
+    @property
+    def alive_T(self) -> torch.Tensor:
+        """1 for a row that is not padding and whose request has keys."""
+        return self.rows_6T[2]
+
+    @property
+    def start_T(self) -> torch.Tensor:
+        """Where the keys of the row's request start."""
+        return self.rows_6T[3]
+
+    @property
+    def position_T(self) -> torch.Tensor:
+        """Place of the row in its sequence."""
+        return self.rows_6T[4]
+
+    @property
+    def request_T(self) -> torch.Tensor:
+        return self.rows_6T[5]
 
 
 class FlexMetadataBuilder(AttentionMetadataBuilder):
@@ -98,6 +124,22 @@ def plan_of(meta: AttentionMetadata, causal: bool, sliding_window: int | None) -
     if mask not in plans:
         plans[mask] = make_plan(meta.common, causal, sliding_window)
     return plans[mask]
+
+
+def key_slots_of(meta: AttentionMetadata, num_keys: int, block_size: int) -> torch.Tensor:
+    """Slot of every key [C] int64, request by request: once a step, for all layers.
+
+    PAD_SLOT_ID behind the last key.
+    """
+    plans: dict[Any, Any] = meta.plans
+    key = ("slots", num_keys, block_size)
+    if key not in plans:
+        common = meta.common
+        block_C, offset_C, owned_C = locate(
+            common.block_table_tensor, common.seq_lens, num_keys, block_size
+        )
+        plans[key] = torch.where(owned_C, block_C * block_size + offset_C, PAD_SLOT_ID)
+    return plans[key]
 
 
 def make_plan(
@@ -159,10 +201,9 @@ def _plan(
     first_T = start_T + first_T
     end_T = torch.where(alive_T, start_T + end_T, 0)
     num_tiles_I, tiles_IJ = _tiles(first_T, end_T, num_keys, row_tile)
-    return FlexPlan(
-        fused, num_keys, row_tile, first_T, end_T, request_T, start_T, position_T, alive_T,
-        num_tiles_I[None, None], tiles_IJ[None, None],
-    )  # fmt: skip
+    rows_6T = torch.stack([first_T, end_T, alive_T.int(), start_T, position_T, request_T])
+    tiles = num_tiles_I[None, None], tiles_IJ[None, None]
+    return FlexPlan(fused, num_keys, row_tile, rows_6T, *tiles)
 
 
 def _tiles(

@@ -390,7 +390,7 @@ def test_fused_variants_have_recompilations_of_their_own(
 @pytest.mark.parametrize("row_tile", [16, 128])
 def test_tiles_fit_into_shared_memory(dtype, head_size, row_tile):
     variant = attend._Variant(
-        8, 2, head_size, head_size, dtype, row_tile, False, False, attend.Mods()
+        8, head_size, head_size, dtype, (), row_tile, None, (False,) * 6, attend.Mods()
     )
     options: dict[str, Any] = {**variant.kernel_options()}
     padded = 1 << (head_size - 1).bit_length()

@@ -28,7 +28,8 @@ class FakeXFormers:
 
     def __init__(self):
         self.calls = []
-        self.FwOp = type("FwOp", (), {"BLOCK_N": 64})
+        self.FwOp = type("FwOp", (), {"BLOCK_N": 64, "apply": classmethod(self._apply)})
+        self.Inputs = self._inputs
         for name in (
             "_SeqLenInfo",
             "_PaddedSeqLenInfo",
@@ -36,12 +37,15 @@ class FakeXFormers:
         ):
             setattr(self, name, types.SimpleNamespace)
 
-    def memory_efficient_attention_forward(self, **arguments):
-        return self.memory_efficient_attention_forward_requires_grad(**arguments)[0]
+    @staticmethod
+    def _inputs(query, key, value, attn_bias, scale):
+        return types.SimpleNamespace(**locals())
 
-    def memory_efficient_attention_forward_requires_grad(
-        self, query, key, value, attn_bias, scale, op
-    ):
+    def _apply(self, op, inputs, needs_gradient):
+        out, lse = self._attention(op=op, **vars(inputs))
+        return out, types.SimpleNamespace(lse=lse) if needs_gradient else None
+
+    def _attention(self, query, key, value, attn_bias, scale, op):
         self.calls.append((attn_bias, op))
         size, starts = attn_bias.page_size, attn_bias.q_seqinfo.seqstart_py
         assert starts[-1] == query.shape[1]
@@ -119,6 +123,10 @@ def make(
     made = AttentionSpec(heads[0], heads[1], head_size, torch.float16, causal=causal, **spec)
     meta = BACKEND.builder(BACKEND, [made], block_size, "cpu").build(0, common)
     return q, cache, meta, {k: v for k, v in spec.items() if k in ("sliding_window", "soft_cap")}
+
+
+def spec_of(q, cache):
+    return AttentionSpec(q.shape[1], cache.shape[3], q.shape[2], q.dtype)
 
 
 def check(q, cache, meta, options):
@@ -230,8 +238,9 @@ def test_a_captured_decode_reads_no_lengths_of_the_host(library):
     common = dataclasses.replace(
         meta.common, query_start_loc_cpu=None, seq_lens_cpu=None, num_computed_tokens_cpu=None
     )
-    spec = next(iter(meta.plans))
-    meta = BACKEND.builder(BACKEND, [spec], 16, "cpu").build_for_cudagraph_capture(common)
+    meta = BACKEND.builder(BACKEND, [spec_of(q, cache)], 16, "cpu").build_for_cudagraph_capture(
+        common
+    )
     for lengths in ([3, 40, 17], [2, 39, 0], [0, 0, 0]):
         common.seq_lens.copy_(torch.tensor(lengths))
         check(q, cache, meta, options)
@@ -243,7 +252,7 @@ def test_table_widths_are_powers_of_two(library):
     table = torch.zeros(1, 64, dtype=torch.int32)
     table[:, :5] = meta.common.block_table_tensor
     common = dataclasses.replace(meta.common, block_table_tensor=table)
-    meta = BACKEND.builder(BACKEND, list(meta.plans), 16, "cpu").build(0, common)
+    meta = BACKEND.builder(BACKEND, [spec_of(q, cache)], 16, "cpu").build(0, common)
     check(q, cache, meta, options)
     assert library.calls[0][0].block_tables.shape == (1, 8)
 

@@ -271,6 +271,7 @@ class _Fused:
 
     Dynamo counts recompilations by code object and gives up after 8 of one; so each variant has a
     code object of its own. Which sizes change is said once: its guards take later calls without.
+    After `torch._dynamo.reset()` Dynamo finds out by itself, and compiles once more when they do.
     """
 
     def __init__(self, variant: _Variant, backend: str) -> None:

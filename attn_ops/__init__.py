@@ -10,6 +10,7 @@ from attn_ops.backends import (
     Support,
     backend_names,
     get_backend,
+    grouped_backend,
     register_backend,
     select_backend,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "copy_blocks",
     "gather_kv",
     "get_backend",
+    "grouped_backend",
     "merge_attn_states",
     "register_backend",
     "select_backend",

@@ -16,6 +16,7 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from attn_ops.integrations import transformers as integration
 from attn_ops.integrations.merged import merge_projections
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
 from benchmarks.timing import copy_bandwidth, median_ms
-from graphs import BatchDescriptor, DecodeSession
+from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
+from graphs.capture import CapturedStep
 
 CASES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 8192), (64, 8192)]
 
@@ -43,11 +45,11 @@ def llama_3_8b(layers: int = 32) -> Any:
     )  # fmt: skip
 
 
-def build(config: Any, implementation: str) -> torch.nn.Module:
+def build(config: Any, implementation: str, device: str = "cuda") -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     integration.register()
-    with torch.device("cuda"):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation=implementation, dtype=torch.bfloat16
         )
@@ -57,7 +59,9 @@ def build(config: Any, implementation: str) -> torch.nn.Module:
 def our_session(
     model: Any, options: dict[str, Any], cases: list[tuple[int, int]], backend: str | None
 ) -> DecodeSession:
-    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=options)
+    compiled: Any = torch.compile(
+        model, backend=fx_passes.attn_ops, fullgraph=True, options=options
+    )
     batches = sorted({batch for batch, _ in cases})
     longest = max(context for _, context in cases)
     tokens = max(batch * context for batch, context in cases) + 16 * max(batches)
@@ -71,9 +75,22 @@ def our_session(
     return session
 
 
+def decode_graph(session: DecodeSession, batch: int) -> CapturedStep:
+    """The whole greedy decode step of `batch` requests."""
+    key = BatchDescriptor(batch, batch, uniform=True)
+    captured = session.runner.captured(key, CUDAGraphMode.FULL)
+    assert captured is not None, "failures raise"
+    return captured
+
+
 def ours_ms(session: DecodeSession, batch: int, context: int) -> float:
-    """A captured step of `batch` requests, each with `context` tokens in the cache after it."""
-    captured = session.graphs.get(BatchDescriptor(batch, sampling=False))
+    """A captured step of `batch` requests, each with `context` tokens in the cache after it.
+
+    No request is active, so that none grows from replay to replay; from the second one on, keys
+    and values go to the null block.
+    """
+    graphs, captured = session.graphs, decode_graph(session, batch)
+    assert graphs is not None, "the session captures"
     host, blocks = captured.tensors.host, -(-context // session.cache.block_size)
     host["seq_lens"].fill_(context)
     host["position_ids"].fill_(context - 1)
@@ -84,7 +101,7 @@ def ours_ms(session: DecodeSession, batch: int, context: int) -> float:
     offset = (context - 1) % session.cache.block_size
     host["slot_mapping"].copy_(table[:, -1].long() * session.cache.block_size + offset)
     captured.tensors.upload()
-    return median_ms(lambda: session.graphs.replay(captured))
+    return median_ms(lambda: graphs.replay(captured))
 
 
 def transformers_ms(model: Any, batch: int, context: int, implementation: str) -> float:
@@ -122,7 +139,8 @@ def transformers_forward_ms(model: Any, batch: int, context: int) -> float:
     cache, config = DynamicCache(config=model.config), model.config
     shape = (batch, config.num_key_value_heads, context - 1, config.head_dim)
     for layer in range(config.num_hidden_layers):
-        cache.update(*torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16), layer)
+        keys, values = torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16)
+        cache.update(keys, values, layer)
     ids = torch.randint(0, config.vocab_size, (batch, 1), device="cuda")
     position = torch.full((batch, 1), context - 1, device="cuda")
 
@@ -151,10 +169,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     session = our_session(model, json.loads(args.options), cases, args.backend)
     result["warm_up_seconds"] = time.perf_counter() - begin
     result["compile_seconds"] = session.compile_seconds
-    result["capture_seconds"], result["graph_bytes"] = (
-        session.graphs.seconds,
-        session.graphs.num_bytes,
-    )
+    assert session.graphs is not None, session.graph_mode_why
+    result["capture_seconds"] = session.graphs.seconds
+    result["graph_bytes"] = session.graphs.num_bytes
     result["backend"] = session.backend_selection.backend.name
     result["matches"] = session.compile_record.matches()
     for batch, context in cases:
@@ -163,8 +180,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.profile:
         profile(session, args.profile)
     session.release()
-    del model
-    session.model = session.original = None
+    del model, session
     gc.collect()
     torch.cuda.empty_cache()
     weights = Weights(shape)
@@ -173,7 +189,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         row["floor"] = median_ms(floor_graph(shape, weights, caches, batch, context).replay)
         row["limit"] = physical_limit_ms(shape, batch, context, result["copy_bytes_per_second"])
         row["ours/floor"] = row["ours"] / row["floor"]
-    del weights, caches, session
+    del weights, caches
     gc.collect()
     torch.cuda.empty_cache()
     if args.transformers:
@@ -182,10 +198,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_transformers(
-    config: Any, rows: dict[str, dict[str, float]], wanted: list[str], attention: str
+    config: Any, rows: dict[str, dict[str, Any]], wanted: list[str], attention: str
 ) -> None:
     model = build(config, attention)
-    ways = {
+    ways: dict[str, Callable[..., float]] = {
         "forward": transformers_forward_ms,
         "transformers": lambda *a: transformers_ms(*a, "dynamic"),
         "static": lambda *a: transformers_ms(*a, "static"),
@@ -206,9 +222,9 @@ def compare_transformers(
 
 def profile(session: DecodeSession, path: str) -> None:
     """Kernel times of one replay of the smallest graph, as text."""
-    captured = session.graphs.get(BatchDescriptor(min(session.capture_sizes), sampling=False))
+    captured = decode_graph(session, min(session.capture_sizes))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        session.graphs.replay(captured)
+        session.runner.launch(captured)
         torch.cuda.synchronize()
     with open(path, "w") as file:
         file.write(

@@ -1,10 +1,11 @@
 """What a request must look like: checked once, before anything is queued."""
 
-import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from graphs.modes import Sampling
+from graphs.sampling import SamplingParams
 from graphs.scheduler import Request
 
 
@@ -12,7 +13,7 @@ def checked_request(
     request_id: int,
     prompt: Sequence[int],
     max_new_tokens: int,
-    temperature: float,
+    sampling: SamplingParams,
     eos: int | Iterable[int] | None,
     *,
     vocab_size: int,
@@ -34,17 +35,45 @@ def checked_request(
             f"prompt must be at most max_tokens={max_tokens} long, got {len(tokens)} tokens"
         )
     check_positive(max_new_tokens=max_new_tokens)
-    number = isinstance(temperature, int | float)
-    if not (number and math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature must be finite and at least 0, got {temperature!r}")
     stops = frozenset(token_ids("eos", stop_list(eos), vocab_size))
-    request = Request(request_id, tokens, max_new_tokens, float(temperature), stops, max_tokens)
+    request = Request(request_id, tokens, max_new_tokens, sampling, stops, max_tokens)
     if request.longest > cache_tokens:
         raise ValueError(
             f"prompt and max_new_tokens must fit into the cache of {cache_tokens} tokens, "
             f"got {len(tokens)} and {max_new_tokens}"
         )
     return request
+
+
+def checked_drafts(
+    drafts: Mapping[int, Sequence[int]],
+    num_draft_tokens: int,
+    requests: Mapping[int, Request],
+    vocab_size: int,
+) -> dict[int, list[int]]:
+    """Drafts by request id as lists of tokens, or a ValueError."""
+    if num_draft_tokens < 1:
+        raise ValueError("num_draft_tokens of the session must be at least 1 for drafts, got 0")
+    checked = {}
+    for request_id, draft in drafts.items():
+        if request_id not in requests:
+            raise ValueError(f"drafts must be for requests of this session, got {request_id!r}")
+        tokens = token_ids(f"drafts[{request_id}]", draft, vocab_size)
+        if len(tokens) > num_draft_tokens:
+            raise ValueError(
+                f"drafts[{request_id}] must hold at most num_draft_tokens={num_draft_tokens} "
+                f"tokens, got {len(tokens)}"
+            )
+        checked[request_id] = tokens
+    penalized = next(
+        (r.id for r in requests.values() if r.sampling.kind is Sampling.PENALIZED), None
+    )
+    if penalized is not None:
+        raise ValueError(
+            "penalties must be neutral with drafts, as they change from token to token, "
+            f"got some for request {penalized}"
+        )
+    return checked
 
 
 def stop_list(eos: Any) -> list[Any]:

@@ -1,72 +1,111 @@
 """A step's tensors: one block of bytes on the host, one copy to the device, views on both sides.
 
-S requests, T rows, M blocks a request may own.
+All state of a step stands in that block, what the device changes by itself too. So it is uploaded,
+saved and restored by one copy.
+
+S requests, T rows, R rows of logits, V vocabulary, N steps without the host, M blocks a request may
+own, K stop tokens.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from attn_ops import PAD_SLOT_ID, CommonAttentionMetadata
 from attn_ops.metadata import positions_of_step, slots_of_step
+from graphs.sampling import FIELDS
 from graphs.scheduler import Scheduled
+
+MAX_STOP_TOKENS = 8
+"""Of a request that the device watches. Further ones the host sees, when it reads the tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTensors:
-    """Inputs of one step. `host` and `device` hold the same fields; `upload` copies all."""
+    """Inputs of one step and what it leaves. `host` and `device` hold the same fields.
+
+    `query_len` is that of all requests, padding too; None: they differ, and the last request of the
+    batch is one of padding that owns the rows behind the others.
+    """
 
     num_tokens: int
     num_reqs: int
+    query_len: int | None
     host: dict[str, torch.Tensor]
     device: dict[str, torch.Tensor]
     host_bytes: torch.Tensor
     device_bytes: torch.Tensor
+    arrays: dict[str, np.ndarray]  # of `host`
 
     @classmethod
     def allocate(
-        cls, num_tokens: int, num_reqs: int, max_blocks: int, device: torch.device
+        cls,
+        num_tokens: int,
+        num_reqs: int,
+        max_blocks: int,
+        device: torch.device,
+        *,
+        query_len: int | None = None,
+        num_steps: int = 1,
     ) -> "StepTensors":
         """Room for T = `num_tokens` rows and S = `num_reqs` requests, filled as padding.
 
-        Fields: input_ids, position_ids [1, T] int64; slot_mapping [T] int64; logits_indices [S]
-        int64; query_start_loc [S+1] int32; seq_lens [S] int32; block_table [S, M] int32;
-        temperature [S] float32.
+        Fields: input_ids, position_ids [1, T] int64; slot_mapping [T] int64; logits_indices [R]
+        int64; query_start_loc [S+1] int32; seq_lens [S] int32; block_table [S, M] int32; those of
+        `graphs.sampling.FIELDS` [S]; stop_tokens [S, K] int64; remaining [S] int32, tokens that a
+        request may still get; active [S] bool, requests that go on; step [1] int64; tokens [N, R]
+        int64, what was drawn. R is T in a batch of equal queries of several rows, else S.
         """
+        num_rows = num_tokens if query_len is not None else num_reqs
         layout = {
             "input_ids": ((1, num_tokens), torch.int64),
             "position_ids": ((1, num_tokens), torch.int64),
             "slot_mapping": ((num_tokens,), torch.int64),
-            "logits_indices": ((num_reqs,), torch.int64),
+            "logits_indices": ((num_rows,), torch.int64),
             "query_start_loc": ((num_reqs + 1,), torch.int32),
             "seq_lens": ((num_reqs,), torch.int32),
             "block_table": ((num_reqs, max_blocks), torch.int32),
-            "temperature": ((num_reqs,), torch.float32),
+            **{name: ((num_reqs,), dtype) for name, (dtype, _) in FIELDS.items()},
+            "stop_tokens": ((num_reqs, MAX_STOP_TOKENS), torch.int64),
+            "remaining": ((num_reqs,), torch.int32),
+            "active": ((num_reqs,), torch.bool),
+            "step": ((1,), torch.int64),
+            "tokens": ((num_steps, num_rows), torch.int64),
         }
-        sizes = [_align(int(np.prod(shape)) * dtype.itemsize) for shape, dtype in layout.values()]
+        sizes = [_align(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values()]
         host_bytes = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
         device_bytes = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        host = _views(host_bytes, layout, sizes)
         step = cls(
             num_tokens,
             num_reqs,
-            _views(host_bytes, layout, sizes),
+            query_len,
+            host,
             _views(device_bytes, layout, sizes),
             host_bytes,
             device_bytes,
+            {name: tensor.numpy() for name, tensor in host.items()},
         )
         step.clear()
         return step
 
     def clear(self) -> None:
-        """Make every row padding on the host: slot -1, requests of one row, no cached tokens."""
+        """Make every row padding on the host: slot -1, requests without cached tokens."""
+        host = self.arrays
         self.host_bytes.zero_()
-        self.host["slot_mapping"].fill_(PAD_SLOT_ID)
-        rows = torch.arange(self.num_reqs + 1, dtype=torch.int32).clamp_(max=self.num_tokens)
-        self.host["query_start_loc"].copy_(rows)
-        last_row = max(self.num_tokens - 1, 0)
-        self.host["logits_indices"].copy_(torch.arange(self.num_reqs).clamp_(max=last_row))
+        host["slot_mapping"].fill(PAD_SLOT_ID)
+        host["stop_tokens"].fill(-1)
+        for name, (_, neutral) in FIELDS.items():
+            if neutral:
+                host[name].fill(neutral)
+        if self.query_len is not None:
+            host["query_start_loc"][:] = np.arange(self.num_reqs + 1) * self.query_len
+            host["logits_indices"][:] = np.arange(self.num_tokens)
+        else:
+            host["query_start_loc"][-1] = self.num_tokens
 
     def fill(
         self, step: Sequence[Scheduled], tables: Sequence[Sequence[int]], block_size: int
@@ -74,7 +113,7 @@ class StepTensors:
         """Write a step's requests into the host side; the rest stays padding.
 
         Args:
-            step: at most S requests with at most T tokens in all.
+            step: at most S requests with at most T tokens in all; with rows left, at most S - 1.
             tables: blocks of each request.
             block_size: tokens a block holds.
         """
@@ -84,45 +123,74 @@ class StepTensors:
         start = np.zeros(len(step) + 1, dtype=np.int32)
         np.cumsum(query, out=start[1:])
         num_tokens, num_reqs = int(start[-1]), len(step)
-        host = {name: tensor.numpy() for name, tensor in self.host.items()}
+        host = self.arrays
         for row, blocks in zip(host["block_table"], tables, strict=False):
             row[: len(blocks)] = blocks
-        ids: list[int] = []
-        for scheduled in step:
-            begin = scheduled.request.num_computed
-            ids += scheduled.request.tokens(begin, begin + scheduled.num_tokens)
-        host["input_ids"][0, :num_tokens] = ids
+        host["input_ids"][0, :num_tokens] = [t for s in step for t in s.tokens()]
         host["position_ids"][0, :num_tokens] = positions_of_step(query, computed, start)
-        host["slot_mapping"][:num_tokens] = slots_of_step(
-            query, computed, start, host["block_table"][:num_reqs], block_size
-        )
+        room = np.array([len(blocks) for blocks in tables], dtype=np.int64) * block_size
+        slots = slots_of_step(query, computed, start, host["block_table"][:num_reqs], block_size)
+        beyond = host["position_ids"][0, :num_tokens] >= np.repeat(room, query)
+        host["slot_mapping"][:num_tokens] = np.where(beyond, PAD_SLOT_ID, slots)
         host["query_start_loc"][: num_reqs + 1] = start
-        host["logits_indices"][:num_reqs] = start[1:] - 1
+        if self.query_len is None:
+            host["query_start_loc"][num_reqs + 1 : -1] = num_tokens
+            host["logits_indices"][:num_reqs] = start[1:] - 1
         host["seq_lens"][:num_reqs] = computed + query
-        host["temperature"][:num_reqs] = [s.request.temperature for s in step]
+        for name in FIELDS:
+            host[name][:num_reqs] = [getattr(s.request.sampling, name) for s in step]
+        host["remaining"][:num_reqs] = [s.request.remaining for s in step]
+        host["active"][:num_reqs] = True
+        for row, scheduled in zip(host["stop_tokens"], step, strict=False):
+            stops = sorted(scheduled.request.eos)[:MAX_STOP_TOKENS]
+            row[: len(stops)] = stops
 
     def upload(self) -> None:
         """Copy the host side to the device, without waiting for it."""
         self.device_bytes.copy_(self.host_bytes, non_blocking=True)
 
+    @property
+    def max_query_len(self) -> int:
+        """Rows of the longest request on the host side, padding included."""
+        if self.query_len is not None:
+            return self.query_len
+        return int(np.diff(self.arrays["query_start_loc"]).max(initial=0))
+
+    def sampling(self) -> Mapping[str, torch.Tensor]:
+        """The fields of `graphs.sampling.FIELDS`, on the device, one entry a row of logits."""
+        repeats = self.query_len or 1
+        fields = {name: self.device[name] for name in FIELDS}
+        if repeats == 1:
+            return fields
+        return {name: field.repeat_interleave(repeats) for name, field in fields.items()}
+
     def common(
-        self, max_query_len: int, max_seq_len: int, num_actual_tokens: int
+        self, max_query_len: int, max_seq_len: int, *, on_host: bool = True
     ) -> CommonAttentionMetadata:
-        """The batch as backends take it; tensors are the device side, mirrors the host side."""
+        """The batch as backends take it; tensors are the device side, mirrors the host side.
+
+        `on_host` False leaves the mirrors out: under capture, where their values are not those of
+        a replay.
+        """
         starts = self.host["query_start_loc"]
+        mirrors = {
+            "query_start_loc_cpu": starts,
+            "seq_lens_cpu": self.host["seq_lens"],
+            "num_computed_tokens_cpu": (self.host["seq_lens"] - starts.diff()).clamp_(min=0),
+        }
+        if not on_host:
+            mirrors = dict.fromkeys(mirrors)
         return CommonAttentionMetadata(
             query_start_loc=self.device["query_start_loc"],
-            query_start_loc_cpu=starts,
             seq_lens=self.device["seq_lens"],
-            seq_lens_cpu=self.host["seq_lens"],
-            num_computed_tokens_cpu=(self.host["seq_lens"] - starts.diff()).clamp_(min=0),
             num_reqs=self.num_reqs,
-            num_actual_tokens=num_actual_tokens,
+            num_actual_tokens=self.num_tokens,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             block_table_tensor=self.device["block_table"],
             slot_mapping=self.device["slot_mapping"],
             logits_indices=self.device["logits_indices"],
+            **mirrors,  # pyright: ignore[reportArgumentType]
         )
 
 
@@ -136,7 +204,7 @@ def _views(
 ) -> dict[str, torch.Tensor]:
     views, begin = {}, 0
     for (name, (shape, dtype)), size in zip(layout.items(), sizes, strict=True):
-        used = int(np.prod(shape)) * dtype.itemsize
+        used = math.prod(shape) * dtype.itemsize
         views[name] = block[begin : begin + used].view(dtype).view(shape)
         begin += size
     return views

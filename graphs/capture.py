@@ -1,177 +1,224 @@
-"""Captured decode steps: one CUDA graph per batch size, all in one memory pool."""
+"""Captured steps by their keys: captured once, checked and replayed."""
 
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from attn_ops import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from graphs.addresses import AddressBook
 from graphs.batch import StepTensors
-from graphs.collector import paused_collector
-from graphs.modes import BatchDescriptor
+from graphs.failures import CaptureError, diagnosing
+from graphs.modes import BatchDescriptor, CUDAGraphMode
+from graphs.recorders import Graph, GraphRecorder
 
 logger = logging.getLogger(__name__)
 
-RunStep = Callable[
-    [StepTensors, BatchDescriptor, CommonAttentionMetadata, AttentionMetadata | None], torch.Tensor
-]
-"""Runs a padded decode step on the device tensors and returns the sampled tokens [S] int64.
 
-The metadata is None where the step plans it itself, with device work only.
-"""
+class RunStep(Protocol):
+    """Runs a padded step on its device tensors, which hold its results afterwards.
 
-Run = Callable[[], torch.Tensor]
-"""A step with its arguments bound."""
-
-
-class Graph(Protocol):
-    """What was recorded."""
-
-    def replay(self) -> None:
-        """Launch it."""
-
-
-class GraphRecorder(Protocol):
-    """Makes graphs: of CUDA, and in tests of anything that can be run again."""
-
-    def warm_up(self, run: Run) -> None:
-        """Run once, unrecorded, for lazy initialisation."""
-
-    def record(self, run: Run, sampling: bool) -> tuple[Graph, torch.Tensor, int]:
-        """A graph, its output and the bytes it took; `sampling`: random numbers are drawn in it."""
-        ...
-
-
-class CUDARecorder:
-    """CUDA graphs in one memory pool.
-
-    Args:
-        generator: random numbers drawn in a graph come from it.
+    `metadata` is None where the step plans it itself, with device work only.
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream | None = None
-
-    def warm_up(self, run: Run) -> None:
-        """On the stream that records next."""
-        self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        torch.cuda.synchronize()
-
-    def record(self, run: Run, sampling: bool) -> tuple[Graph, torch.Tensor, int]:
-        """Capture the step; nothing runs."""
-        torch.cuda.empty_cache()  # as capture does: the difference below is then the graph's own
-        before = torch.cuda.memory_reserved()
-        graph: Any = torch.cuda.CUDAGraph()
-        if sampling:
-            graph.register_generator_state(self.generator)
-        with paused_collector(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            tokens = run()
-        return graph, tokens, torch.cuda.memory_reserved() - before
+    def __call__(
+        self,
+        tensors: StepTensors,
+        key: BatchDescriptor,
+        common: CommonAttentionMetadata,
+        metadata: AttentionMetadata | None,
+    ) -> None: ...
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class CapturedStep:
     """One graph with the tensors it reads and writes, and the addresses it was captured with."""
 
+    key: BatchDescriptor
+    mode: CUDAGraphMode  # FULL or PIECEWISE
     graph: Graph
     tensors: StepTensors
-    tokens: torch.Tensor  # [S] int64, on the device
-    addresses: tuple[int, ...]
+    book: AddressBook  # of inputs
+    weights: AddressBook
     metadata: AttentionMetadata | None  # planned on the host; None: the graph plans itself
+    num_bytes: int
+    seconds: float
+    num_replays: int = 0
+
+    @property
+    def needs_host(self) -> bool:
+        """The host plans every replay: none may follow another without it."""
+        return self.metadata is not None or self.mode is CUDAGraphMode.PIECEWISE
 
 
-class DecodeGraphs:
-    """Graphs of decode steps by `BatchDescriptor`.
+class StepGraphs:
+    """Graphs of steps by `BatchDescriptor`.
 
     Args:
         run_step: the step; everything it launches is captured.
-        allocate: makes the static tensors for a number of requests.
-        batch_of: the batch that tensors hold; its maxima bound those of every replay.
+        allocate: makes the static tensors of a key.
+        batch_of: the batch that tensors hold, without mirrors; its maxima bound those of replays.
         builder: of the backend; one that plans on the host is asked before capture and replay.
-        inputs: every tensor besides the step's own that a graph reads by address (the KV caches).
-        recorder: makes the graphs.
+        inputs: by name, everything besides the step's own tensors that a graph reads by address.
+        weights: the model's parameters and buffers, or what holds them.
+        recorder: makes whole graphs.
+        pieces: makes graphs that are broken around attention.
+        keep_failures: remember what cannot be captured instead of raising; it runs uncaptured.
     """
 
     def __init__(
         self,
         run_step: RunStep,
-        allocate: Callable[[int], StepTensors],
-        batch_of: Callable[[StepTensors], CommonAttentionMetadata],
+        allocate: Callable[[BatchDescriptor], StepTensors],
+        batch_of: Callable[[StepTensors, BatchDescriptor], CommonAttentionMetadata],
         builder: AttentionMetadataBuilder[AttentionMetadata],
-        inputs: Callable[[], list[torch.Tensor]],
+        inputs: Callable[[], dict[str, Any]],
+        weights: Sequence[Any],
         recorder: GraphRecorder,
+        pieces: Any = None,
+        keep_failures: bool = False,
     ) -> None:
         self.run_step = run_step
         self.allocate = allocate
         self.batch_of = batch_of
         self.builder = builder
         self.inputs = inputs
+        self.weights = weights
         self.recorder = recorder
-        self.num_bytes = 0
-        self.seconds = 0.0
+        self.pieces = pieces
+        self.keep_failures = keep_failures
+        self.failures: dict[BatchDescriptor, CaptureError] = {}
         self._captured: dict[BatchDescriptor, CapturedStep] = {}
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def get(self, key: BatchDescriptor) -> CapturedStep:
-        """The graph of `key`, captured now if it is not there yet."""
-        if key not in self._captured:
-            self._captured[key] = self._capture(key)
-        return self._captured[key]
+    def __iter__(self):
+        return iter(self._captured.values())
 
-    def replay(self, captured: CapturedStep) -> torch.Tensor:
-        """Run a graph on what its tensors hold; returns the sampled tokens [S], on the device.
+    @property
+    def num_bytes(self) -> int:
+        """Of all graphs."""
+        return sum(captured.num_bytes for captured in self)
 
-        The tensors' host side must hold the step too: a backend that plans on the host reads it.
+    @property
+    def seconds(self) -> float:
+        """That all captures took."""
+        return sum(captured.seconds for captured in self)
+
+    def get(
+        self, key: BatchDescriptor, mode: CUDAGraphMode = CUDAGraphMode.FULL
+    ) -> CapturedStep | None:
+        """The graph of `key`, captured now if it is not there yet; None if that failed before.
+
+        Raises:
+            CaptureError: the step cannot be captured, and failures are not kept. Nothing of it
+                stays behind.
+        """
+        if key in self._captured:
+            return self._captured[key]
+        if key in self.failures:
+            return None
+        try:
+            captured = self._capture(key, mode)
+        except CaptureError as error:
+            if not self.keep_failures:
+                raise
+            logger.warning("steps of %s run uncaptured: %s", key, error)
+            self.failures[key] = error
+            return None
+        self._captured[key] = captured
+        return captured
+
+    def replay(
+        self,
+        captured: CapturedStep,
+        metadata: AttentionMetadata | None = None,
+        *,
+        weights: bool = True,
+    ) -> None:
+        """Run a graph on what its tensors hold; returns before the device is done.
+
+        Args:
+            metadata: of this step, where the graph is broken around attention.
+            weights: look for moved weights too; once for replays that follow one another.
+
+        A backend that plans on the host reads the tensors' host side, which must hold the step.
 
         Raises:
             ValueError: a tensor that the graph reads has moved since the capture; nothing was run.
         """
-        if self._addresses(captured.tensors) != captured.addresses:
+        self.check_addresses(captured, weights=weights)
+        if captured.metadata is not None and captured.mode is CUDAGraphMode.FULL:
+            tensors = captured.tensors
+            longest = self.batch_of(tensors, captured.key).max_seq_len
+            common = tensors.common(tensors.max_query_len, longest)
+            self.builder.prepare_replay(captured.metadata, common)
+        captured.num_replays += 1
+        if captured.mode is CUDAGraphMode.FULL:
+            captured.graph.replay()
+        else:
+            captured.graph.replay(metadata)  # type: ignore
+
+    def check_addresses(self, captured: CapturedStep, *, weights: bool = True) -> None:
+        """Raise a ValueError that names what has moved since the capture.
+
+        For 32 layers 9 us, and 16 more with the weights (H200 host, 2026-11-21).
+        """
+        moved = captured.book.moved()
+        if weights:
+            moved += captured.weights.moved()
+        if moved:
+            shown = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if moved[5:] else "")
             raise ValueError(
-                "tensors of a captured step must stay where they were, got a KV cache or buffer "
-                "at another address; make a new DecodeSession after replacing caches"
+                f"tensors of a captured step must stay where they were, got {shown} at another "
+                "address or of another shape; make a new DecodeSession, or call release() and "
+                "capture again"
             )
-        if captured.metadata is not None:
-            self.builder.prepare_replay(captured.metadata, self.batch_of(captured.tensors))
-        captured.graph.replay()
-        return captured.tokens
 
     def release(self) -> None:
         """Drop every graph; the pool's memory goes back to the allocator."""
         self._captured.clear()
-        self.num_bytes = 0
+        self.failures.clear()
+        self.recorder.release()
 
-    def _addresses(self, tensors: StepTensors) -> tuple[int, ...]:
-        return (tensors.device_bytes.data_ptr(), *(t.data_ptr() for t in self.inputs()))
-
-    def _capture(self, key: BatchDescriptor) -> CapturedStep:
+    def _capture(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep:
         """Run the step once for lazy initialisation, then record it.
 
         Its rows are padding: only the null block is written.
         """
         begin = time.perf_counter()
-        tensors = self.allocate(key.num_reqs)
+        tensors = self.allocate(key)
         tensors.upload()
-        common = self.batch_of(tensors)
-        metadata = self.builder.prepare_capture(common)
+        common = self.batch_of(tensors, key)
+        whole = mode is CUDAGraphMode.FULL
+        planned = tensors.common(tensors.max_query_len, common.max_seq_len)
+        metadata = first = None  # planned in the graph
+        if whole:
+            metadata = self.builder.prepare_capture(planned)
+        else:
+            first = self.builder.build(0, planned)
+            metadata = first if self.pieces.breaks_all(key) else None
 
-        def run() -> torch.Tensor:
-            return self.run_step(tensors, key, common, metadata)
+        def warm_up() -> None:
+            self.run_step(tensors, key, common, first or metadata)
 
-        self.recorder.warm_up(run)
-        graph, tokens, num_bytes = self.recorder.record(run, key.sampling)
-        self.num_bytes += num_bytes
-        self.seconds += time.perf_counter() - begin
-        logger.debug("captured %s", key)
-        return CapturedStep(graph, tensors, tokens, self._addresses(tensors), metadata)
+        def run() -> None:
+            self.run_step(tensors, key, common, metadata)
+
+        def record() -> tuple[Graph, int]:
+            return self.recorder.record(run) if whole else self.pieces.record(run, key)
+
+        with diagnosing(key, lambda: (warm_up(), record())):
+            (self.recorder if whole else self.pieces).warm_up(warm_up)
+            tensors.upload()  # the step has changed its state
+            graph, num_bytes = record()
+        tensors.upload()
+        book = AddressBook.of(
+            step=tensors.device, metadata=metadata if whole else None, **self.inputs()
+        )
+        seconds = time.perf_counter() - begin
+        logger.debug("captured %s as %s in %.3f s, %d bytes", key, mode.name, seconds, num_bytes)
+        weights = AddressBook.of(weights=self.weights)
+        return CapturedStep(key, mode, graph, tensors, book, weights, metadata, num_bytes, seconds)

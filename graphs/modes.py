@@ -2,16 +2,26 @@
 
 import dataclasses
 from collections.abc import Sequence
-from enum import Enum
+from enum import Enum, IntEnum
 
 
 class CUDAGraphMode(Enum):
-    """What of a session is captured."""
+    """What of a session is captured.
+
+    Decode batches are uniform, every request brings the same number of tokens; all others are
+    mixed. NONE, PIECEWISE and FULL are also what a single step runs under, its runtime mode.
+    """
 
     NONE = "none"
     """Nothing."""
+    PIECEWISE = "piecewise"
+    """Every step but its attention, which runs between graphs."""
+    FULL = "full"
+    """Every step whole, model to sampling."""
     FULL_DECODE_ONLY = "full_decode_only"
-    """Steps in which every request adds one token, whole, model to sampling. The default."""
+    """Decode steps whole, mixed ones not at all. The default."""
+    FULL_AND_PIECEWISE = "full_and_piecewise"
+    """Decode steps whole, mixed ones but for their attention."""
 
     @classmethod
     def parse(cls, mode: "CUDAGraphMode | str") -> "CUDAGraphMode":
@@ -23,18 +33,86 @@ class CUDAGraphMode(Enum):
         if isinstance(mode, cls):
             return mode
         for known in cls:
-            if str(mode).lower() in (known.value, known.name.lower()):
+            if str(mode).lower() == known.value:
                 return known
         names = ", ".join(known.name for known in cls)
         raise ValueError(f"cudagraph_mode must be known, got {mode!r}; supported: {names}")
+
+    @classmethod
+    def of(cls, decode: "CUDAGraphMode", mixed: "CUDAGraphMode") -> "CUDAGraphMode":
+        """The mode with these runtime modes, or else the one that decode steps run under."""
+        for mode in cls:
+            if (mode.decode_mode(), mode.mixed_mode()) == (decode, mixed):
+                return mode
+        return decode
+
+    def decode_mode(self) -> "CUDAGraphMode":
+        """Runtime mode of decode batches."""
+        return CUDAGraphMode.FULL if self.separate_routine() else self
+
+    def mixed_mode(self) -> "CUDAGraphMode":
+        """Runtime mode of all other batches."""
+        if self is CUDAGraphMode.FULL_DECODE_ONLY:
+            return CUDAGraphMode.NONE
+        return CUDAGraphMode.PIECEWISE if self is CUDAGraphMode.FULL_AND_PIECEWISE else self
+
+    def has_mode(self, mode: "CUDAGraphMode") -> bool:
+        """Whether decode or mixed batches run under this runtime mode."""
+        return mode in (self.decode_mode(), self.mixed_mode())
+
+    def requires_piecewise(self) -> bool:
+        """Whether some graphs are broken around attention."""
+        return self.has_mode(CUDAGraphMode.PIECEWISE)
+
+    def separate_routine(self) -> bool:
+        """Whether decode batches run under another mode than mixed ones."""
+        return self in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
+
+
+RUNTIME_MODES = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE)
+"""What one step may run under, the best first."""
+
+
+class Sampling(IntEnum):
+    """What a step's sampling computes; each kind can do what those below it can.
+
+    It decides which kernels are launched, so it is a part of the key.
+    """
+
+    GREEDY = 0
+    """The largest logit."""
+    RANDOM = 1
+    """Draws at a temperature."""
+    FILTERED = 2
+    """Also top-k, top-p and min-p."""
+    PENALIZED = 3
+    """Also penalties on tokens that came before."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BatchDescriptor:
     """Key of a captured graph: every host value that reaches a kernel launch stands in it."""
 
-    num_reqs: int  # requests, padding included; each adds one token
-    sampling: bool  # whether random numbers are drawn (some temperature is above 0)
+    num_tokens: int  # of the step, padding included
+    num_reqs: int  # requests, padding included
+    uniform: bool = False  # every request brings num_tokens / num_reqs tokens
+    sampling: Sampling = Sampling.GREEDY
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_reqs <= self.num_tokens:
+            raise ValueError(
+                f"num_reqs must be from 1 to num_tokens={self.num_tokens}, got {self.num_reqs}"
+            )
+        if self.uniform and self.num_tokens % self.num_reqs:
+            raise ValueError(
+                f"num_tokens of a uniform batch must be a multiple of num_reqs={self.num_reqs}, "
+                f"got {self.num_tokens}"
+            )
+
+    @property
+    def query_len(self) -> int | None:
+        """Tokens of every request; None if they may differ."""
+        return self.num_tokens // self.num_reqs if self.uniform else None
 
 
 def default_capture_sizes(max_batch_size: int) -> list[int]:

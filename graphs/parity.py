@@ -24,17 +24,16 @@ class LogitsSession(DecodeSession):
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.keep = True
         self._step: list[Scheduled] = []
+        self.runner.on_logits = self._keep
 
-    def _call(self, step: list[Scheduled]) -> torch.Tensor:
+    def _call(self, step: list[Scheduled]) -> list[list[int]]:
         self._step = step if self.keep else []
         return super()._call(step)
 
-    def _logits(self, tensors: Any, metadata: Any) -> torch.Tensor:
-        logits_SV = super()._logits(tensors, metadata)
+    def _keep(self, logits_SV: torch.Tensor) -> None:
         for scheduled, row in zip(self._step, logits_SV, strict=False):
             if scheduled.wants_token:
                 self.logits.setdefault(scheduled.request.id, []).append(row.float().cpu())
-        return logits_SV
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,6 +150,6 @@ def _step_ms(session: DecodeSession, max_new_tokens: int, num_steps: int = 20) -
         begin = time.perf_counter()
         session.step()  # ends with the tokens on the host
         seconds.append(time.perf_counter() - begin)
-    while session.step():
-        pass
+    while session.num_unfinished:
+        session.step()
     return 1000 * statistics.median(seconds)

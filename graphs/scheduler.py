@@ -9,16 +9,17 @@ import dataclasses
 from collections import deque
 
 from attn_ops import PagedKVCache
+from graphs.sampling import SamplingParams
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Request:
     """One prompt and what has been generated for it."""
 
     id: int
     prompt: list[int]
     max_new_tokens: int
-    temperature: float
+    sampling: SamplingParams  # its seed is set
     eos: frozenset[int]
     max_tokens: int  # tokens of it that the cache may hold
     token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
@@ -28,6 +29,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return min(self.max_new_tokens - len(self.token_ids), self.max_tokens + 1 - self.num_tokens)
 
     @property
     def longest(self) -> int:
@@ -44,7 +50,7 @@ class Request:
         self.token_ids.append(token)
         if token in self.eos:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.max_new_tokens or self.num_tokens > self.max_tokens:
+        elif self.remaining <= 0:
             self.finish_reason = "length"
 
 
@@ -54,11 +60,19 @@ class Scheduled:
 
     request: Request
     num_tokens: int
+    draft: tuple[int, ...] = ()  # behind the last known token, and counted in num_tokens
+
+    def tokens(self) -> list[int]:
+        """The step's tokens of the request."""
+        begin = self.request.num_computed
+        end = begin + self.num_tokens - len(self.draft)
+        return [*self.request.tokens(begin, end), *self.draft]
 
     @property
     def wants_token(self) -> bool:
         """Whether this step ends at the request's last known token, whose logits are sampled."""
-        return self.request.num_computed + self.num_tokens == self.request.num_tokens
+        known = self.num_tokens - len(self.draft)
+        return self.request.num_computed + known == self.request.num_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +121,22 @@ class Scheduler:
                 budget -= chunk
         return step
 
+    @property
+    def can_admit(self) -> bool:
+        """Whether a request that waits would run in the next step."""
+        if not self.waiting or len(self.running) >= self.max_batch_size:
+            return False
+        request = self.waiting[0]
+        needed = self.cache.blocks_needed(request.id, request.longest)
+        return needed <= self.cache.num_free_blocks
+
     def finish(self, request: Request) -> None:
         """Take a finished request out and give its blocks back."""
         self.running.remove(request)
         self.cache.free(request.id)
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_batch_size:
+        while self.can_admit:
             request = self.waiting[0]
-            if self.cache.blocks_needed(request.id, request.longest) > self.cache.num_free_blocks:
-                return
             self.cache.reserve(request.id, request.longest)
             self.running.append(self.waiting.popleft())

@@ -1,32 +1,12 @@
-"""What a session hands to the model in a step, and whether its steps can be captured."""
+"""What a session hands to the model in a step."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from attn_ops import AttentionCGSupport, AttentionMetadata, Backend
+from attn_ops import AttentionMetadata
 from attn_ops.integrations.transformers import PackedPositions, counts_positions
-from graphs.modes import CUDAGraphMode
-
-logger = logging.getLogger(__name__)
-
-
-def resolve_mode(
-    mode: CUDAGraphMode, backend: Backend, device: torch.device
-) -> tuple[CUDAGraphMode, str]:
-    """The mode that can be had, and why; a lowered mode is logged with what would change it."""
-    if mode is CUDAGraphMode.NONE:
-        return mode, "asked for"
-    if device.type != "cuda":
-        why = f"the model is on {device.type}; CUDA graphs need a model on cuda"
-    elif backend.support.cudagraph is AttentionCGSupport.NEVER:
-        why = f"backend {backend.name} cannot be captured; choose another backend"
-    else:
-        return mode, "asked for"
-    logger.warning("cudagraph_mode %s asked for, NONE used: %s", mode.name, why)
-    return CUDAGraphMode.NONE, why
 
 
 class ModelInputs:

@@ -1,6 +1,7 @@
 """Attention backends and their selection. A backend's kernels are imported when it is selected."""
 
 from attn_ops.backends.base import AttentionOptions, Backend, Support
+from attn_ops.backends.grouped import grouped_backend
 from attn_ops.backends.registry import (
     Selection,
     backend_names,
@@ -16,6 +17,7 @@ __all__ = [
     "Support",
     "backend_names",
     "get_backend",
+    "grouped_backend",
     "register_backend",
     "select_backend",
 ]

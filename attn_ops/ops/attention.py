@@ -10,6 +10,8 @@ import torch
 
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
+from attn_ops.ops import breaks
+from attn_ops.ops.breaks import AttentionCall
 from attn_ops.ops.checks import (
     check_attention_inputs,
     check_causal,
@@ -24,8 +26,11 @@ _ARGUMENTS = (
     "Tensor? sinks=None, str kv_cache_dtype='auto', Tensor? k_scale=None, Tensor? v_scale=None, "
     "int? attention_chunk_size=None, bool? causal=None"
 )
-LIBRARY.define(f"attention({_ARGUMENTS}) -> Tensor")
-LIBRARY.define(f"attention_with_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
+# Host values of the metadata reach the kernels: Inductor's own graphs ("reduce-overhead") are cut
+# around the operators. Ours are captured by contract, see docs/graphs.md.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+LIBRARY.define(f"attention({_ARGUMENTS}) -> Tensor", tags=_TAGS)
+LIBRARY.define(f"attention_with_lse({_ARGUMENTS}) -> (Tensor, Tensor)", tags=_TAGS)
 
 
 @torch.library.impl(LIBRARY, "attention", "CompositeExplicitAutograd")
@@ -39,6 +44,11 @@ def _attention(
     causal: bool | None = None,
     **options: object,
 ) -> torch.Tensor:
+    if breaks.hook is not None:
+        more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
+        call = AttentionCall(_attention, q, kv_cache, meta, scale, more, with_lse=False)
+        if (results := breaks.hook(call)) is not None:
+            return results[0]
     asked = _asked(scale, **options) if options else _plain(scale)
     if causal is not None:
         check_causal(meta, causal)
@@ -80,6 +90,11 @@ def _attention_with_lse(
     causal: bool | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if breaks.hook is not None:
+        more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
+        call = AttentionCall(_attention_with_lse, q, kv_cache, meta, scale, more, with_lse=True)
+        if (results := breaks.hook(call)) is not None:
+            return results[0], results[1]
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     asked = _asked(scale, **options, lse=lse)
     if causal is not None:

@@ -24,7 +24,8 @@ from attn_ops.ops.library import LIBRARY
 LIBRARY.define(
     f"varlen_attention(Tensor q, Tensor k, Tensor v, {METADATA_TYPE} meta, float scale, *, "
     "int? sliding_window=None, float? soft_cap=None, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None, bool? causal=None) -> Tensor"
+    "Tensor? sinks=None, bool? causal=None) -> Tensor",
+    tags=torch.Tag.cudagraph_unsafe,  # as of attention
 )
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
-from graphs.capture import DecodeGraphs
 
 PROMPTS = [[3], [5, 9], list(range(17)), [1, 2, 3, 4]]
 
@@ -14,11 +13,11 @@ class Rerun:
 
     def __init__(self, run, events) -> None:
         self.run, self.events = run, events
-        self.tokens = run()
+        run()
 
     def replay(self) -> None:
         self.events.append("replay")
-        self.tokens.copy_(self.run())
+        self.run()
 
 
 class FakeRecorder:
@@ -29,10 +28,9 @@ class FakeRecorder:
         self.events.append("warm_up")
         run()
 
-    def record(self, run, sampling):
+    def record(self, run):
         self.events.append("record")
-        graph = Rerun(run, self.events)
-        return graph, graph.tokens, 10
+        return Rerun(run, self.events), 10
 
 
 def record_hooks(builder, events, prepares: bool) -> None:
@@ -62,11 +60,17 @@ def record_hooks(builder, events, prepares: bool) -> None:
 @pytest.fixture
 def make_session(make_model):
     def make(prepares: bool) -> tuple[DecodeSession, list]:
-        session = DecodeSession(make_model(), max_batch_size=4, max_tokens=64, block_size=4)
+        session = DecodeSession(
+            make_model(),
+            max_batch_size=4,
+            max_tokens=64,
+            block_size=4,
+            capture_sizes=[2, 4],
+            debug="eager_replay",
+        )
         events: list = []
         record_hooks(session.builder, events, prepares)
-        session.graphs = session._decode_graphs(FakeRecorder(events))
-        session.capture_sizes = [2, 4]
+        session.graphs.recorder = FakeRecorder(events)
         return session, events
 
     return make
@@ -79,8 +83,7 @@ def test_hooks_are_called_in_order(make_session, make_model, prepares):
     inside = [] if prepares else ["build"]
     step = ["prepare_capture", "warm_up", *inside, "record", *inside]
     assert events == step * 2, "one graph a size, largest first"
-    assert isinstance(session.graphs, DecodeGraphs)
-    captured = session.graphs.get(BatchDescriptor(4, sampling=False))
+    captured = session.graphs.get(BatchDescriptor(4, 4, uniform=True))
     assert (captured.metadata is not None) == prepares
     assert session.graphs.num_bytes == 20
     events.clear()
@@ -109,7 +112,7 @@ def test_padding_requests_have_no_tokens(make_session):
 def test_moved_caches_are_refused_before_anything_is_planned(make_session):
     session, events = make_session(True)
     session.warm_up()
-    captured = session.graphs.get(BatchDescriptor(2, sampling=False))
+    captured = session.graphs.get(BatchDescriptor(2, 2, uniform=True))
     events.clear()
     session.cache.tensors[0] = session.cache.tensors[0].clone()
     with pytest.raises(ValueError, match="tensors of a captured step must stay where they were"):

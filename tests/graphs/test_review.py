@@ -9,7 +9,9 @@ from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, get_back
 from attn_ops.integrations import transformers as integration
 from attn_ops.integrations.merged import check_merged, merge_projections
 from graphs import DecodeSession
-from graphs.sampling import argmax, sample
+from graphs.modes import Sampling
+from graphs.sampling import SamplingParams, argmax, sample
+from graphs.sampling.params import stacked
 
 
 def tiny(kind="LlamaConfig", **options):
@@ -86,8 +88,8 @@ def test_cache_of_another_block_size_is_refused_and_not_written():
 
 def test_tiny_temperatures_are_greedy():
     logits = torch.randn(3, 50)
-    temperature = torch.tensor([1e-40, 1e-7, 0.0])
-    tokens = sample(logits, temperature, torch.Generator().manual_seed(0), greedy=False)
+    params = [SamplingParams(temperature=t) for t in (1e-40, 1e-7, 0.0)]
+    tokens = sample(logits, stacked(params), torch.arange(3), Sampling.RANDOM)
     assert torch.equal(tokens, logits.argmax(-1))
 
 
@@ -137,7 +139,7 @@ def test_an_interrupted_warm_up_is_repeated(monkeypatch):
         ({"prompt": [1.7]}, "prompt must hold ints, got 1.7"),
         ({"prompt": [1], "eos": "3"}, "eos must hold ints, got '3'"),
         ({"prompt": [1], "eos": 64}, "eos must hold token ids from 0 to 63, got 64"),
-        ({"prompt": [1], "temperature": None}, "temperature must be finite"),
+        ({"prompt": [1], "temperature": None}, "temperature must be a number"),
         ({"prompt": [1], "max_new_tokens": True}, "max_new_tokens must be a positive int"),
     ],
 )

@@ -10,7 +10,7 @@ import fx_passes
 from graphs import CUDAGraphMode, DecodeSession
 from graphs.parity import Reference
 from graphs.presets import load
-from graphs.sampling import argmax, sample
+from graphs.sampling import argmax
 
 PROMPTS = [[3], [5, 9], list(range(17)), [60] * 5, list(range(40)), [1, 2, 3, 4], [63, 0, 63]]
 
@@ -138,27 +138,6 @@ def test_compiled_is_the_same(model, wanted):
 # -- sampling --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_sampling_follows_the_distribution(temperature):
-    num = 20000
-    logits_SV = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")]).expand(num, 5)
-    generator = torch.Generator().manual_seed(0)
-    drawn_S = sample(logits_SV, torch.full((num,), temperature), generator, greedy=False)
-    shares_V = drawn_S.bincount(minlength=5) / num
-    expected_V = torch.softmax(logits_SV[0] / temperature, dim=0)
-    sigma_V = (expected_V * (1 - expected_V) / num).sqrt()
-    assert ((shares_V - expected_V).abs() <= 4 * sigma_V).all()
-    assert shares_V[4] == 0
-
-
-def test_greedy_rows_among_sampled_ones():
-    logits_SV = torch.randn(64, 9)
-    temperature_S = torch.tensor([0.0, 50.0]).repeat(32)
-    drawn_S = sample(logits_SV, temperature_S, torch.Generator().manual_seed(0), greedy=False)
-    assert torch.equal(drawn_S[::2], logits_SV[::2].argmax(dim=-1))
-    assert not torch.equal(drawn_S[1::2], logits_SV[1::2].argmax(dim=-1))
-
-
 def test_argmax_in_two_stages():
     logits_SV = torch.randn(3, 64 * 64).round(decimals=1)  # with equal ones
     assert torch.equal(argmax(logits_SV), logits_SV.argmax(dim=-1))
@@ -176,7 +155,7 @@ def test_seeds(model):
 
 
 def test_a_lowered_mode_is_logged(model, caplog):
-    with caplog.at_level(logging.WARNING, "graphs.session"):
+    with caplog.at_level(logging.WARNING, "graphs"):
         session = make_session(model)
     assert session.graph_mode_asked is CUDAGraphMode.FULL_DECODE_ONLY
     assert session.graph_mode is CUDAGraphMode.NONE
@@ -234,8 +213,8 @@ BAD_REQUESTS = {
     "above": ([1, 64], {}, "^prompt must hold token ids from 0 to 63, got 64"),
     "below": ([-1], {}, "^prompt must hold token ids from 0 to 63, got -1"),
     "none": ([1], {"max_new_tokens": 0}, "^max_new_tokens must be a positive int, got 0"),
-    "cold": ([1], {"temperature": -0.5}, "^temperature must be finite and at least 0, got -0.5"),
-    "nan": ([1], {"temperature": float("nan")}, "^temperature must be finite.*got nan"),
+    "cold": ([1], {"temperature": -0.5}, "^temperature must be a number in range, got -0.5"),
+    "nan": ([1], {"temperature": float("nan")}, "^temperature must be a number in range, got nan"),
     "never fits": (
         [1] * 30,
         {"max_new_tokens": 20},

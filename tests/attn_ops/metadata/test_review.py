@@ -164,9 +164,9 @@ def test_counts_are_ints(name):
 
 
 def test_captured_padding_is_valid_and_has_no_tokens():
-    step = StepTensors.allocate(4, 4, 2, torch.device("cpu"))
+    step = StepTensors.allocate(4, 4, 2, torch.device("cpu"), query_len=1)
     step.upload()
-    common = step.common(1, 8, 4)
+    common = step.common(1, 8)
     common.validate(block_size=4)
     assert common.num_computed_tokens.tolist() == [0] * 4
     assert common.num_computed_tokens_cpu.tolist() == [0] * 4

@@ -1,0 +1,101 @@
+"""Where a recording of a step may be cut: a hook in the operators that attend to the KV cache.
+
+Nothing else of a model reads a batch's host values, so nothing else has to stand outside a graph.
+While no hook is set an operator pays one look at a global.
+
+T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from attn_ops.backends.base import AttentionOptions
+from attn_ops.metadata import AttentionMetadata, AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One call of `attention` or `attention_with_lse`, as the model made it.
+
+    `options` are the operator's keywords. Chunked local attention and cascades are not yet looked
+    up: `meta` is the whole batch's, and another step's can stand in its place.
+    """
+
+    implementation: Callable[..., Any]
+    q: torch.Tensor  # [T, N, H]
+    kv_cache: torch.Tensor  # [P, 2, B, K, H]
+    meta: AttentionMetadata
+    scale: float
+    options: dict[str, Any]
+    with_lse: bool
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Geometry of the layer, as the builder was given it."""
+        keywords = dict(self.options)
+        chunk, causal = keywords.pop("attention_chunk_size"), keywords.pop("causal")
+        if causal is None:
+            causal = self.meta.common.causal
+        spec = AttentionOptions(self.scale, **keywords).spec(self.q, self.kv_cache, causal)
+        return dataclasses.replace(spec, attention_chunk_size=chunk)
+
+    def empty_results(self) -> tuple[torch.Tensor, ...]:
+        """Memory for [T, N, H] in q's dtype and, with the log-sum-exp, [T, N] float32."""
+        out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        if not self.with_lse:
+            return (out,)
+        lse = torch.empty(self.q.shape[:2], dtype=torch.float32, device=self.q.device)
+        return out, lse
+
+    def run(self, meta: AttentionMetadata | None = None) -> tuple[torch.Tensor, ...]:
+        """The results, over the batch of `meta`; None: of the call. Not by the dispatcher."""
+        results = self.implementation(
+            self.q, self.kv_cache, meta or self.meta, self.scale, **self.options
+        )
+        return results if self.with_lse else (results,)
+
+    def run_into(
+        self, results: tuple[torch.Tensor, ...], meta: AttentionMetadata | None = None
+    ) -> None:
+        """`run`, copied to memory as of `empty_results`: a copy kernel a result."""
+        for static, new in zip(results, self.run(meta), strict=True):
+            static.copy_(new)
+
+
+Hook = Callable[[AttentionCall], tuple[torch.Tensor, ...] | None]
+"""Takes a call over and returns its results, or None: then the operator runs as ever."""
+
+hook: Hook | None = None
+"""What is asked; set by `around_attention` alone."""
+
+
+@contextlib.contextmanager
+def around_attention(new: Hook) -> Iterator[None]:
+    """Ask `new` before every call of attention that this thread makes inside the block.
+
+    Calls that the hook itself makes are not asked about.
+    """
+    global hook
+    assert hook is None, "attention is hooked already"
+    thread, busy = threading.get_ident(), False
+
+    def ask_once(call: AttentionCall) -> tuple[torch.Tensor, ...] | None:
+        nonlocal busy
+        if threading.get_ident() != thread or busy:
+            return None
+        busy = True
+        try:
+            return new(call)
+        finally:
+            busy = False
+
+    hook = ask_once
+    try:
+        yield
+    finally:
+        hook = None

@@ -1,0 +1,52 @@
+"""What a decode step does behind its model, on the device: keep the tokens, stop, and go on.
+
+S requests, N steps without the host.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+import attn_ops  # noqa: F401  defines the operators
+
+
+def finish_step(
+    tokens_S: torch.Tensor, tensors: Mapping[str, torch.Tensor], block_size: int
+) -> None:
+    """Make what a decode step drew the next step's input, in place and capturable.
+
+    The tokens go to row `step % N` of `tokens`. A request whose token is one of its stop tokens, or
+    its last by `remaining`, is active no more: it keeps its lengths, and writes no keys and values.
+
+    Args:
+        tokens_S: [S] int64.
+        tensors: the device side of `StepTensors`, of one row a request.
+        block_size: tokens a block holds.
+    """
+    finish = reference_finish_step
+    if tokens_S.device.type == "cuda":
+        from graphs.triton.finish import launch_finish_step as finish
+    finish(tokens_S, tensors, block_size)
+
+
+def reference_finish_step(
+    tokens_S: torch.Tensor, tensors: Mapping[str, torch.Tensor], block_size: int
+) -> None:
+    """`finish_step` in plain PyTorch."""
+    active_S, remaining_S = tensors["active"], tensors["remaining"]
+    step, ring_NS = tensors["step"], tensors["tokens"]
+    ring_NS.index_copy_(0, step % ring_NS.shape[0], tokens_S.unsqueeze(0))
+    step.add_(1)
+    remaining_S.sub_(active_S.int())
+    stopped_S = (tokens_S.unsqueeze(1) == tensors["stop_tokens"]).any(1)
+    active_S.logical_and_(~stopped_S & (remaining_S > 0))
+    torch.ops.attn_ops.advance_step(
+        tokens_S,
+        tensors["input_ids"][0],
+        tensors["position_ids"][0],
+        tensors["seq_lens"],
+        tensors["slot_mapping"],
+        tensors["block_table"],
+        block_size,
+        active=active_S,
+    )

@@ -1,0 +1,108 @@
+"""Decode steps that the device runs while the host does something else."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from graphs.capture import CapturedStep
+from graphs.runner import StepRunner
+from graphs.scheduler import Request, Scheduled
+
+
+@dataclasses.dataclass
+class Flight:
+    """Replays of one decode graph that were launched together, and where their tokens arrive."""
+
+    captured: CapturedStep
+    requests: list[Request]  # a row of the batch each
+    num_steps: int
+    first_row: int  # of the ring of tokens, where the first step's stand
+    tokens: torch.Tensor  # [N, S] int64, the ring's copy, pinned where the device is a GPU
+    arrived: torch.cuda.Event | None  # None: nothing to wait for
+
+    def wait(self) -> list[list[int]]:
+        """Tokens of every step, request by request; waits until they are there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        ring = self.tokens[:, : len(self.requests)].tolist()
+        return [ring[(self.first_row + i) % len(ring)] for i in range(self.num_steps)]
+
+
+class Mailbox:
+    """Where tokens arrive: two buffers a graph in turn, as one flight starts before the last is
+    read.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, list[torch.Tensor]] = {}
+
+    def fetch(
+        self, captured: CapturedStep, requests: Sequence[Request], num_steps: int, first_row: int
+    ) -> Flight:
+        """Copy the ring behind the replays that were launched, without waiting for them."""
+        ring = captured.tensors.device["tokens"]
+        on_gpu = ring.device.type == "cuda"
+        if id(captured) not in self._buffers:
+            self._buffers[id(captured)] = [
+                torch.empty(ring.shape, dtype=ring.dtype, pin_memory=on_gpu) for _ in range(2)
+            ]
+        buffers = self._buffers[id(captured)]
+        buffers.reverse()
+        buffers[0].copy_(ring, non_blocking=True)
+        arrived = None
+        if on_gpu:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Flight(captured, list(requests), num_steps, first_row, buffers[0], arrived)
+
+    def clear(self) -> None:
+        """Forget the buffers of graphs that are gone."""
+        self._buffers.clear()
+
+
+class Pilot:
+    """Launches decode steps: fills a graph's tensors when the batch has changed, and goes on from
+    what the device has left there when it has not.
+
+    Args:
+        always_fills: fill them before every step.
+    """
+
+    def __init__(self, runner: StepRunner, always_fills: bool) -> None:
+        self.runner = runner
+        self.always_fills = always_fills
+        self.mailbox = Mailbox()
+        self._resident: tuple[CapturedStep, list[Request]] | None = None
+        self._num_launched = 0  # steps since the tensors were filled
+
+    def may_stay(self, captured: CapturedStep) -> bool:
+        """Whether a step may follow on what the last one left on the device."""
+        return not (self.always_fills or captured.needs_host)
+
+    def launch(
+        self, captured: CapturedStep, scheduled: Sequence[Scheduled], num_steps: int
+    ) -> Flight:
+        """Start `num_steps` decode steps of the requests."""
+        requests = [s.request for s in scheduled]
+        if not self.may_stay(captured) or self._resident != (captured, requests):
+            self.runner.fill(captured.tensors, scheduled, captured.key.sampling)
+            self._num_launched = 0
+        self._resident = (captured, requests)
+        return self._launched(captured, requests, num_steps)
+
+    def follow(self, flight: Flight, num_steps: int) -> Flight:
+        """Start the next steps of a flight's requests before its tokens are read."""
+        assert self._resident == (flight.captured, flight.requests), "nothing came in between"
+        return self._launched(flight.captured, flight.requests, num_steps)
+
+    def _launched(self, captured: CapturedStep, requests: list[Request], num_steps: int) -> Flight:
+        first_row = self._num_launched % captured.tensors.device["tokens"].shape[0]
+        for i in range(num_steps):
+            self.runner.launch(captured, weights=i == 0)
+        self._num_launched += num_steps
+        return self.mailbox.fetch(captured, requests, num_steps, first_row)
+
+    def land(self) -> None:
+        """What is in the tensors is not the next step's: fill them anew."""
+        self._resident = None

@@ -1,0 +1,299 @@
+"""Runs steps on the device: model, sampling and what follows, called or from graphs.
+
+S requests, R rows of logits, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from attn_ops import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    PagedKVCache,
+)
+from graphs.batch import StepTensors
+from graphs.capture import CapturedStep, StepGraphs
+from graphs.finish import finish_step
+from graphs.modes import BatchDescriptor, CUDAGraphMode, Sampling
+from graphs.recorders import GraphRecorder
+from graphs.sampling import PenaltyState, argmax, filter_kernels, sample
+from graphs.scheduler import Scheduled
+from graphs.step import ModelInputs
+from graphs.verify import Verifier
+
+
+class StepRunner:
+    """The device side of a session: one model over one paged cache.
+
+    Args:
+        model: as it is called, compiled or not.
+        inputs: makes its keywords.
+        cache: the KV cache.
+        builder: of the attention metadata.
+        max_batch_size: requests of a step at most.
+        max_tokens: of a request at most, drafts included; captured steps are planned for it.
+        vocab_size: V.
+        num_steps: steps that a captured decode may run without the host.
+        verifier: compares replays with calls; None: never.
+
+    Attributes:
+        on_logits: called with the logits [R, V] of every step that is called, not of replays.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inputs: ModelInputs,
+        cache: PagedKVCache,
+        builder: AttentionMetadataBuilder[AttentionMetadata],
+        *,
+        max_batch_size: int,
+        max_tokens: int,
+        vocab_size: int,
+        num_steps: int,
+        verifier: Verifier | None,
+    ) -> None:
+        self.model, self.inputs, self.cache, self.builder = model, inputs, cache, builder
+        self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
+        self.max_blocks = -(-max_tokens // cache.block_size)
+        self.vocab_size, self.num_steps = vocab_size, num_steps
+        self.verifier = verifier
+        self.device = cache.tensors[0].device
+        self.graphs: StepGraphs | None = None
+        self.on_logits: Callable[[torch.Tensor], None] | None = None
+        self._penalties: PenaltyState | None = None
+        self._logits_RV: torch.Tensor | None = None  # of the last step, for the verifier
+        self._kept: dict[BatchDescriptor, torch.Tensor] = {}  # those that graphs write
+
+    def release(self) -> None:
+        """Drop all graphs; `captured` captures anew."""
+        if self.graphs is not None:
+            self._kept.clear()
+            self._logits_RV = None
+            if self.verifier is not None:
+                self.verifier.forget()
+            self.graphs.release()
+
+    def start_capturing(
+        self, recorder: GraphRecorder, pieces: Any, weights: Sequence[Any], keep_failures: bool
+    ) -> None:
+        """From here on `graphs` captures what it is asked for."""
+        self.graphs = StepGraphs(
+            self._run,
+            self._allocate,
+            self._batch_of,
+            self.builder,
+            lambda: {"kv_caches": self.cache.tensors},
+            weights,
+            recorder,
+            pieces,
+            keep_failures,
+        )
+
+    # -- called ------------------------------------------------------------------------------------
+
+    def call(self, step: Sequence[Scheduled], kind: Sampling) -> list[list[int]]:
+        """Run a step as it is, without padding; returns the drawn tokens of every request.
+
+        One each; of requests with a draft one a row, where all have drafts of one length.
+        """
+        lengths = {s.num_tokens for s in step}
+        query_len = lengths.pop() if len(lengths) == 1 and step[0].draft else None
+        num_tokens = sum(s.num_tokens for s in step)
+        tensors = StepTensors.allocate(
+            num_tokens, len(step), self.max_blocks, self.device, query_len=query_len
+        )
+        self.fill(tensors, step, kind)
+        logits_RV = self._logits(tensors, self._planned(tensors))
+        if self.on_logits is not None:
+            self.on_logits(logits_RV)
+        tokens_R = self._sampled(logits_RV, tensors, kind)
+        return tokens_R.view(len(step), -1).tolist()
+
+    def fill(self, tensors: StepTensors, step: Sequence[Scheduled], kind: Sampling) -> None:
+        """Bring a step into tensors, on the host and the device."""
+        tables = [self.cache.blocks(s.request.id) for s in step]
+        tensors.fill(step, tables, self.cache.block_size)
+        tensors.upload()
+        if kind is Sampling.PENALIZED:
+            requests = [s.request for s in step]
+            state = self._penalty_state().view(tensors.num_reqs)
+            state.rebuild([r.prompt for r in requests], [r.token_ids for r in requests])
+
+    # -- captured ----------------------------------------------------------------------------------
+
+    def captured(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:
+        """The graph of `key`, captured if need be; None if that has failed and may."""
+        assert self.graphs is not None, "a step is captured only while there are graphs"
+        if key.sampling >= Sampling.FILTERED:
+            filter_kernels(self.device)  # loads and compiles, which no capture may hold
+        captured = self.graphs.get(key, mode)
+        if self.verifier is not None and captured is not None and key not in self._kept:
+            assert self._logits_RV is not None, "a capture runs the model"
+            self._kept[key] = self._logits_RV
+        return captured
+
+    def launch(self, captured: CapturedStep, *, weights: bool = True) -> None:
+        """Replay on what the tensors hold; compare with a call if the verifier wants to.
+
+        `weights`: as of `StepGraphs.replay`.
+
+        Raises:
+            ValueError: a tensor that the graph reads has moved; nothing was run.
+            VerificationError: replay and call differ.
+        """
+        assert self.graphs is not None, "a step is replayed only while there are graphs"
+        if self.verifier is not None and self.verifier.should(captured.key):
+            self._launch_verified(captured, self.verifier)
+            return
+        piecewise = captured.mode is CUDAGraphMode.PIECEWISE
+        metadata = self._planned(captured.tensors) if piecewise else None
+        self.graphs.replay(captured, metadata, weights=weights)
+
+    def _launch_verified(self, captured: CapturedStep, verifier: Verifier) -> None:
+        """Against a call that is planned for this step, not for the capture's bounds."""
+        assert self.graphs is not None
+        graphs, tensors, key = self.graphs, captured.tensors, captured.key
+        graphs.check_addresses(captured)
+        metadata = self._planned(tensors)
+        rows_S = tensors.device["seq_lens"] > 0
+        rows_R = rows_S.repeat_interleave(key.query_len or 1)
+
+        def replay() -> None:
+            self._logits_RV = None
+            graphs.replay(captured, metadata)
+            if self._logits_RV is None:  # a graph; what runs Python again has set it
+                self._logits_RV = self._kept[key]
+
+        def call() -> None:
+            self._run(tensors, key, metadata.common, metadata)
+
+        def outputs() -> dict[str, torch.Tensor]:
+            assert self._logits_RV is not None
+            # A verified step is the first since its tensors were filled.
+            found = {
+                "logits": self._logits_RV[rows_R],
+                "tokens": tensors.device["tokens"][0][rows_R],
+            }
+            if key.query_len == 1:
+                device = tensors.device
+                found |= {
+                    name: device[name][rows_S] for name in ("seq_lens", "slot_mapping", "active")
+                }
+            return found
+
+        def draw(logits_RV: torch.Tensor) -> torch.Tensor:
+            padded_RV = torch.zeros(
+                rows_R.shape[0], *logits_RV.shape[1:], dtype=logits_RV.dtype, device=self.device
+            )
+            padded_RV[rows_R] = logits_RV
+            return self._sampled(padded_RV, tensors, key.sampling)[rows_R]
+
+        more = {}
+        if key.sampling is Sampling.PENALIZED:
+            more["output_counts"] = self._penalty_state().output_counts
+        verifier.check(
+            key,
+            tensors.device_bytes,
+            self.cache.tensors,
+            tensors.device["slot_mapping"].clone(),
+            replay,
+            call,
+            outputs,
+            more=more,
+            draw=None if key.sampling is Sampling.GREEDY else draw,
+        )
+
+    def _planned(self, tensors: StepTensors) -> AttentionMetadata:
+        """Metadata for what the host side holds."""
+        longest = int(tensors.arrays["seq_lens"].max(initial=1))
+        return self.builder.build(0, tensors.common(tensors.max_query_len, longest))
+
+    def _allocate(self, key: BatchDescriptor) -> StepTensors:
+        return StepTensors.allocate(
+            key.num_tokens,
+            key.num_reqs,
+            self.max_blocks,
+            self.device,
+            query_len=key.query_len,
+            num_steps=self.num_steps if key.query_len == 1 else 1,
+        )
+
+    def _batch_of(self, tensors: StepTensors, key: BatchDescriptor) -> CommonAttentionMetadata:
+        longest = key.query_len or key.num_tokens
+        return tensors.common(longest, self.max_tokens, on_host=False)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        tensors: StepTensors,
+        key: BatchDescriptor,
+        common: CommonAttentionMetadata,
+        metadata: AttentionMetadata | None,
+    ) -> None:
+        """Metadata to tokens, and of a decode step the next one's inputs."""
+        if metadata is None:
+            metadata = self.builder.build_for_cudagraph_capture(common)
+        logits_RV = self._logits(tensors, metadata)
+        if self.verifier is not None:
+            self._logits_RV = logits_RV
+        tokens_R = self._sampled(logits_RV, tensors, key.sampling)
+        if key.query_len != 1:
+            tensors.device["tokens"][0].copy_(tokens_R)
+            return
+        if key.sampling is Sampling.PENALIZED:
+            state = self._penalty_state().view(tensors.num_reqs)
+            state.update(tokens_R, tensors.device["active"])
+        finish_step(tokens_R, tensors.device, self.cache.block_size)
+
+    def _logits(self, tensors: StepTensors, metadata: AttentionMetadata) -> torch.Tensor:
+        inputs = self.inputs(tensors.device, metadata, self.cache.tensors)
+        return self.model(**inputs).logits[0]
+
+    def _sampled(
+        self, logits_RV: torch.Tensor, tensors: StepTensors, kind: Sampling
+    ) -> torch.Tensor:
+        """A token a row. A row's is the one behind the tokens that are in the cache with it."""
+        if kind is Sampling.GREEDY:
+            return argmax(logits_RV)
+        seq_lens_S, query_len = tensors.device["seq_lens"].long(), tensors.query_len
+        positions_R = seq_lens_S
+        if query_len is not None and query_len > 1:
+            positions_R = tensors.device["position_ids"][0] + 1
+        state = None
+        if kind is Sampling.PENALIZED:
+            state = self._penalty_state().view(tensors.num_reqs)
+        return sample(logits_RV, tensors.sampling(), positions_R, kind, state)
+
+    def _penalty_state(self) -> PenaltyState:
+        if self._penalties is None:
+            size = self.max_batch_size + 1  # a mixed step's padding request is one more
+            self._penalties = PenaltyState.allocate(size, self.vocab_size, self.device)
+        return self._penalties
+
+    # -- compiling ---------------------------------------------------------------------------------
+
+    def compile(self, first_call: Callable[..., Any]) -> float:
+        """Call the model once on padding rows, every size that changes between steps dynamic.
+
+        `first_call(input_ids=, position_ids=, slot_mapping=, logits_to_keep=)` is a context manager
+        that tells Dynamo so. Returns seconds.
+        """
+        begin = time.perf_counter()
+        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device)
+        tensors.upload()
+        # Clones, because Dynamo guards on the base of a view.
+        tensors.device.update({name: t.clone() for name, t in tensors.device.items()})
+        device = tensors.device
+        batch = {name: device[name] for name in ("input_ids", "position_ids", "slot_mapping")}
+        common = tensors.common(17, 1)
+        with first_call(**batch, logits_to_keep=device["logits_indices"]):
+            self._logits(tensors, self.builder.build(0, common))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin

@@ -1,0 +1,100 @@
+"""Next tokens from logits, on the device, so that sampling can be part of a captured step.
+
+    logits -> penalties -> temperature, top-k, top-p, min-p -> race -> tokens
+
+The token of a row depends on its logits, its parameters, its seed and its position, and on nothing
+else: no generator state, no place in the batch, no kind of the step. Random numbers come from a
+counter (`philox`); filters and penalties only change logits; a race (`race`) then draws. A row
+whose filters are neutral draws the same token in a FILTERED step as in a RANDOM one, bit for bit.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from graphs.modes import Sampling
+from graphs.sampling.filters import filter_kernels, filtered
+from graphs.sampling.params import FIELDS, SamplingParams, stacked
+from graphs.sampling.penalties import PenaltyState, penalized
+from graphs.sampling.race import argmax, reference_race
+
+__all__ = [
+    "FIELDS",
+    "PenaltyState",
+    "SamplingParams",
+    "argmax",
+    "filter_kernels",
+    "sample",
+    "stacked",
+]
+
+
+def sample(
+    logits: torch.Tensor,
+    fields: Mapping[str, torch.Tensor],
+    positions: torch.Tensor,
+    kind: Sampling,
+    counts: PenaltyState | None = None,
+) -> torch.Tensor:
+    """One token per row; no host read, so that it can be captured.
+
+    Args:
+        logits: [R, V], any float dtype; not changed. NaN counts as -inf. A token at -inf is never
+            drawn, but 0 is the token of a row that is -inf throughout.
+        fields: the tensors [R] of `FIELDS`. Rows of temperature 0 take the most likely token,
+            after penalties.
+        positions: [R] int64, index that the drawn token will have in its sequence.
+        kind: what is computed; it must be at least the kind of every row, see
+            `SamplingParams.kind`.
+        counts: what the rows' penalties need, [R, V]; with PENALIZED only.
+
+    Returns:
+        [R] int64. Of equal logits a greedy row takes the first.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype, or PENALIZED has no counts.
+    """
+    _check_rows(logits, fields, positions)
+    if logits.shape[0] == 0:  # FlashInfer's kernels divide by the number of rows
+        return positions.new_empty(0)
+    if kind == Sampling.GREEDY:
+        return argmax(logits)
+    if kind >= Sampling.PENALIZED:
+        logits = penalized(logits, fields, _checked(counts, logits))
+    if kind >= Sampling.FILTERED:
+        logits = filtered(logits, fields)
+    race = reference_race
+    if logits.device.type == "cuda":
+        from graphs.sampling.triton.race import launch_race as race
+    return race(logits, fields["temperature"], fields["seed"], positions)
+
+
+def _check_rows(
+    logits: torch.Tensor, fields: Mapping[str, torch.Tensor], positions: torch.Tensor
+) -> None:
+    if logits.dim() != 2 or not logits.dtype.is_floating_point or logits.shape[1] == 0:
+        raise ValueError(
+            "logits must be [num_rows, vocab_size] of a floating point type, "
+            f"got {logits.dtype} {list(logits.shape)}"
+        )
+    rows = [(positions, "positions", torch.int64)]
+    rows += [(fields.get(name), f"fields[{name!r}]", dtype) for name, (dtype, _) in FIELDS.items()]
+    for x, name, dtype in rows:
+        if x is None:
+            raise ValueError(f"{name} must be given, got only {', '.join(fields)}")
+        if x.dtype != dtype or x.shape != logits.shape[:1] or x.device != logits.device:
+            raise ValueError(
+                f"{name} must be {dtype} of shape {list(logits.shape[:1])} on {logits.device}, "
+                f"got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+
+
+def _checked(counts: PenaltyState | None, logits: torch.Tensor) -> PenaltyState:
+    if counts is None:
+        raise ValueError("counts must be a PenaltyState with kind PENALIZED, got None")
+    if counts.output_counts.shape != logits.shape:
+        raise ValueError(
+            f"counts must have the shape of logits, {list(logits.shape)}, "
+            f"got {list(counts.output_counts.shape)}"
+        )
+    return counts

@@ -1,0 +1,115 @@
+"""What a request asks of sampling, checked, and as the tensors of a step."""
+
+import dataclasses
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from graphs.modes import Sampling
+
+FIELDS: dict[str, tuple[torch.dtype, float | int]] = {
+    "temperature": (torch.float32, 0.0),
+    "top_k": (torch.int32, 0),
+    "top_p": (torch.float32, 1.0),
+    "min_p": (torch.float32, 0.0),
+    "repetition_penalty": (torch.float32, 1.0),
+    "presence_penalty": (torch.float32, 0.0),
+    "frequency_penalty": (torch.float32, 0.0),
+    "seed": (torch.int64, 0),
+}
+"""Tensors [S] of a step: dtype, and the value of padding rows, with which a field does nothing."""
+
+SEEDS = (-(2**63), 2**63 - 1)
+TOP_KS = (0, 2**31 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    Attributes:
+        temperature: 0 takes the most likely token, t > 0 draws from softmax(logits / t). Below
+            1e-5 it acts as 1e-5.
+        top_k: draw among the k most likely tokens and those as likely as the k-th; 0 is off.
+        top_p: draw among the fewest most likely tokens that have this much of the probability
+            which top_k left, and those as likely as the last of them; 1 is off.
+        min_p: draw among tokens at least this many times as likely as the likeliest; 0 is off.
+        repetition_penalty: logits of tokens in the prompt or the output are divided by it where
+            positive, else multiplied (arXiv:1909.05858); 1 is off.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: the same, for every time that the token is in the output.
+        seed: of the request's random numbers; None leaves the choice to the session.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        most = torch.finfo(torch.float32).max  # what the step's tensors can hold
+        _check_real("temperature", self.temperature, 0.0, most)
+        _check_integer(
+            "top_k", self.top_k, *TOP_KS, supported="0 for off, k for the k most likely tokens"
+        )
+        _check_real("top_p", self.top_p, 0.0, 1.0, exclusive=True)
+        _check_real("min_p", self.min_p, 0.0, 1.0)
+        _check_real("repetition_penalty", self.repetition_penalty, 0.0, most, exclusive=True)
+        _check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, *SEEDS, supported="integers of 64 bits, None for any")
+
+    @property
+    def kind(self) -> Sampling:
+        """The least that a step must compute for this request."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        if penalties != (1, 0, 0):
+            return Sampling.PENALIZED
+        if self.temperature == 0:
+            return Sampling.GREEDY  # filters keep the most likely token
+        if self.top_k > 0 or self.top_p < 1 or self.min_p > 0:
+            return Sampling.FILTERED
+        return Sampling.RANDOM
+
+    def values(self, default_seed: int = 0) -> tuple[float | int, ...]:
+        """One value for each of `FIELDS`, in order."""
+        seed = default_seed if self.seed is None else self.seed
+        return (*(getattr(self, name) for name in FIELDS if name != "seed"), seed)
+
+
+def stacked(
+    params: Sequence[SamplingParams], device: torch.device | str = "cpu", default_seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """The tensors [R] that `sample` reads, one row a request."""
+    columns = zip(*(p.values(default_seed) for p in params), strict=True)
+    return {
+        name: torch.tensor(column, dtype=dtype, device=device)
+        for (name, (dtype, _)), column in zip(FIELDS.items(), columns, strict=True)
+    }
+
+
+def _check_real(name: str, value: Any, low: float, high: float, *, exclusive: bool = False) -> None:
+    """`exclusive`: `low` itself is refused, and what becomes it in float32."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    number = number and low <= float(value) <= high  # NaN is not
+    if not number or (exclusive and torch.tensor(value, dtype=torch.float32) == low):
+        supported = f"{'above' if exclusive else 'from'} {low:g} to {high:g}, in float32"
+        raise ValueError(f"{name} must be a number in range, got {value!r}; supported: {supported}")
+
+
+def _check_integer(name: str, value: Any, low: int, high: int, *, supported: str) -> None:
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or not low <= int(value) <= high:
+        raise ValueError(
+            f"{name} must be an integer from {low} to {high}, got {value!r}; supported: {supported}"
+        )

@@ -1,0 +1,1 @@
+"""Kernels of sampling; imported by the first call on CUDA."""

@@ -1,0 +1,1 @@
+"""Kernels of `graphs`; imported where they are launched."""

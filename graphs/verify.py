@@ -1,0 +1,337 @@
+"""Replays compared with calls: the same step on the same state, twice.
+
+    state, rows -> replay -> results -> state, rows restored -> call -> results compared -> replay's
+
+S requests, R rows of logits, V vocabulary, P blocks, B block size, K kv heads, H head size, W rows
+of the cache that a step writes.
+"""
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attn_ops.metadata import KV_CACHE_DTYPES
+from graphs.compare import (
+    Finding,
+    checked_tolerances,
+    compare,
+    excused_rows,
+    row_sums,
+    stray_writes,
+)
+
+
+class VerificationError(RuntimeError):
+    """A replay and a call of the same step differ.
+
+    The step's state and the rows of the cache that it writes are as they were before it; rows that
+    it must not write are as the replay left them.
+
+    Attributes:
+        key: of the graph.
+        tensor: the first that differs, in the order in which a step computes them.
+        difference: the largest absolute one; inf where NaN or infinity stands on one side only,
+            where shapes or dtypes differ, and for rows of the cache outside the step's slots.
+        dump: the directory with both results; None where it could not be written.
+    """
+
+    def __init__(
+        self, message: str, key: Hashable, tensor: str, difference: float, dump: Path | None
+    ) -> None:
+        super().__init__(message)
+        self.key, self.tensor, self.difference, self.dump = key, tensor, difference, dump
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What a step leaves, or finds."""
+
+    state: torch.Tensor
+    rows: list[torch.Tensor]  # [W, 2, K, H] of every cache
+    more: list[torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Touched:
+    """All that a step may change."""
+
+    state: torch.Tensor  # bytes
+    caches: Sequence[torch.Tensor]  # [P, 2, B, K, H]
+    slots: torch.Tensor  # [W] int64, none of them padding or in the null block
+    more: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        state: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        slots: torch.Tensor,
+        more: Mapping[str, torch.Tensor],
+    ) -> "_Touched":
+        assert state.dtype == torch.uint8, f"state must be bytes, got {state.dtype}"
+        assert slots.dtype == torch.int64, f"slots must be int64, got {slots.dtype}"
+        if not caches:
+            return cls(state, caches, slots[:0], more)
+        num_blocks, _, block_size = caches[0].shape[:3]
+        # A copy, as `slots` may be a view of the state, which a step changes.
+        slots_W = slots[slots >= block_size]
+        if slots_W.numel() and int(slots_W.max()) >= num_blocks * block_size:
+            raise ValueError(
+                f"slots must be below {num_blocks * block_size}, the cache's tokens, "
+                f"got {int(slots_W.max())}"
+            )
+        return cls(state, caches, slots_W, more)
+
+    def save(self, outputs: Callable[[], Mapping[str, torch.Tensor]] | None = None) -> _Saved:
+        rows = [cache[*self._rows_of(cache)] for cache in self.caches]
+        more = [t.clone() for t in self.more.values()]
+        results = {} if outputs is None else {n: t.clone() for n, t in outputs().items()}
+        return _Saved(self.state.clone(), rows, more, results)
+
+    def restore(self, saved: _Saved) -> None:
+        self.state.copy_(saved.state)
+        for cache, rows in zip(self.caches, saved.rows, strict=True):
+            cache.index_put_(self._rows_of(cache), rows)
+        for tensor, old in zip(self.more.values(), saved.more, strict=True):
+            tensor.copy_(old)
+
+    def _rows_of(self, cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Indices of the base tensor, so that no view of other strides is materialised."""
+        slots_W1 = self.slots.unsqueeze(1)
+        both_2 = torch.arange(2, device=cache.device)
+        return slots_W1 // cache.shape[2], both_2, slots_W1 % cache.shape[2]
+
+
+class Verifier:
+    """Decides which replays are compared with a call, and compares them.
+
+    Args:
+        mode: "first" replay of every key; an int N, the first and every N-th behind it; "always";
+            None, never.
+        tolerance: in place of `TOLERANCES`, for every dtype or by dtype.
+        kv_cache_dtype: what uint8 caches hold: fp8_e4m3 or fp8_e5m2; auto: they are integers.
+        directory: where dumps go, each into a new directory; default: the system's for temporary
+            files.
+        strict_writes: also find writes into the cache outside a step's slots. Reads the whole cache
+            twice a check.
+
+    Attributes:
+        num_checked: replays that were compared.
+        num_forgiven: tokens that differed and were as good as the call's.
+
+    Raises:
+        ValueError: an argument is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        mode: str | int | None,
+        *,
+        tolerance: float | Mapping[torch.dtype, float] | None = None,
+        kv_cache_dtype: str = "auto",
+        directory: str | Path | None = None,
+        strict_writes: bool = False,
+    ) -> None:
+        self.mode = mode
+        self._interval = _interval(mode)
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype must be known, got {kv_cache_dtype!r}; "
+                f"supported: {', '.join(KV_CACHE_DTYPES)}"
+            )
+        self._fp8 = KV_CACHE_DTYPES[kv_cache_dtype]
+        self._tolerances = checked_tolerances(tolerance)
+        self.directory = None if directory is None else Path(directory)
+        self.strict_writes = strict_writes
+        self.num_checked = 0
+        self.num_forgiven = 0
+        self._num_replays: Counter[Hashable] = Counter()
+
+    def should(self, key: Hashable) -> bool:
+        """Whether the replay of `key` that comes now is to be checked; asked once a replay."""
+        number = self._num_replays[key]
+        self._num_replays[key] += 1
+        if self._interval is None:
+            return False
+        return number % self._interval == 0 if self._interval else number == 0
+
+    def forget(self) -> None:
+        """The graphs were captured anew: the next replay of each is its first."""
+        self._num_replays.clear()
+
+    @torch.no_grad()
+    def check(
+        self,
+        key: Hashable,
+        state: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        slots: torch.Tensor,
+        replay: Callable[[], object],
+        eager: Callable[[], object],
+        outputs: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        more: Mapping[str, torch.Tensor] | None = None,
+        draw: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Replay the step, call it from the same state, compare; leaves what the replay computed.
+
+        Every output and every written row of the caches is compared. Integers must be equal, but
+        for a row of `tokens` whose `logits` pass: see `draw`. There other integers of that row, of
+        outputs with as many rows, are not compared. NaN equals NaN.
+
+        Args:
+            key: of the graph.
+            state: bytes on the device; all that the step reads and changes, except the rest below.
+            caches: [P, 2, B, K, H], any strides.
+            slots: [T] int64, rows of the caches that the step writes; negative ones and those of
+                the null block are padding and are not compared.
+            replay: launches the graph.
+            eager: the same step, called.
+            outputs: what the last of both gave, by name; copied at once. Padding rows should not be
+                among them. `tokens` [R] int64 and `logits` [R, V] belong together.
+            more: other tensors that the step changes; saved and restored, not compared.
+            draw: tokens [R] for logits [R, V]; run from the state before the step. A token that
+                differs passes if it is drawn from the replay's logits. None: if the call's logits
+                of the two tokens are within the tolerance of one another, as for an argmax.
+
+        Raises:
+            VerificationError: they differ.
+        """
+        touched = _Touched.of(state, caches, slots, more or {})
+        before = touched.save()
+        try:
+            sums = [row_sums(c) for c in caches] if self.strict_writes else []
+            replay()
+            replayed = touched.save(outputs)
+            findings = [
+                stray_writes(i, caches[i], old, touched.slots) for i, old in enumerate(sums)
+            ]
+            touched.restore(before)
+            eager()
+            called = touched.save(outputs)
+            findings += self._compare_rows(replayed, called)
+            touched.restore(before)
+            findings += self._compare_outputs(replayed.outputs, called.outputs, draw)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # a device that failed stays failed
+                touched.restore(before)
+            raise
+        self.num_checked += 1
+        if all(finding.ok for finding in findings):
+            touched.restore(replayed)
+            return
+        touched.restore(before)  # `draw` may have changed it
+        self._num_replays.pop(key, None)  # not found right so far: its next replay is checked too
+        raise self._error(key, findings, touched, before, replayed, called)
+
+    # -- comparing ---------------------------------------------------------------------------------
+
+    def _compare_rows(self, replayed: _Saved, called: _Saved) -> list[Finding]:
+        findings = []
+        for layer, (mine, theirs) in enumerate(zip(replayed.rows, called.rows, strict=True)):
+            step = None
+            if self._fp8 is not None and mine.dtype == torch.uint8:
+                step = torch.finfo(self._fp8)
+                mine, theirs = (x.view(self._fp8).float() for x in (mine, theirs))
+            dtype = torch.bfloat16 if step else mine.dtype
+            for i, name in enumerate(("keys", "values")):
+                name = f"kv_caches[{layer}].{name}"
+                bound = self._tolerances.get(dtype, 0.0)
+                findings.append(compare(name, mine[:, i], theirs[:, i], bound, step))
+        return findings
+
+    def _compare_outputs(
+        self,
+        replayed: Mapping[str, torch.Tensor],
+        called: Mapping[str, torch.Tensor],
+        draw: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> list[Finding]:
+        assert list(replayed) == list(called), "outputs must have the same names both times"
+        names = sorted(replayed, key=lambda name: not replayed[name].is_floating_point())
+        findings, excused = {}, None
+        for name in names:  # floats come first: tokens are excused by their logits
+            mine, theirs = replayed[name], called[name]
+            if mine.is_floating_point():
+                bound = self._tolerances.get(mine.dtype, 0.0)
+                findings[name] = compare(name, mine, theirs, bound)
+        if "tokens" in names and "logits" in names and findings["logits"].ok:
+            excused = excused_rows(replayed, called, findings["logits"].tolerance, draw)
+        for name in (n for n in names if n not in findings):
+            mine, theirs = replayed[name], called[name]
+            rows = None if excused is None else excused.shape
+            if excused is not None and mine.shape == theirs.shape and mine.shape[:1] == rows:
+                mine = torch.where(excused.view(-1, *[1] * (mine.dim() - 1)), theirs, mine)
+            findings[name] = compare(name, mine, theirs, 0.0)
+        self.num_forgiven += 0 if excused is None else int(excused.sum())
+        return list(findings.values())
+
+    # -- reporting ---------------------------------------------------------------------------------
+
+    def _error(
+        self,
+        key: Hashable,
+        findings: list[Finding],
+        touched: _Touched,
+        before: _Saved,
+        replayed: _Saved,
+        called: _Saved,
+    ) -> VerificationError:
+        wrong = [finding for finding in findings if not finding.ok]
+        report = {
+            "key": str(key),
+            "mode": self.mode,
+            "torch": torch.__version__,
+            "device": str(touched.state.device),
+            "differing": [dataclasses.asdict(finding) for finding in wrong],
+            "equal": [dataclasses.asdict(finding) for finding in findings if finding.ok],
+        }
+        dump, written = None, ""
+        try:
+            dump = _new_directory(self.directory)
+            inputs = {"slots": touched.slots.cpu(), **_on_cpu(before, touched)}
+            torch.save(inputs, dump / "inputs.pt")
+            torch.save(_on_cpu(replayed, touched), dump / "replay.pt")
+            torch.save(_on_cpu(called, touched), dump / "eager.pt")
+            (dump / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+            written = f"both results are in {dump}"
+        except (OSError, RuntimeError) as error:  # a full disk must not hide what was found
+            dump, written = None, f"no dump: {error}"
+        first, others = wrong[0], f"; {len(wrong) - 1} more tensors differ" if wrong[1:] else ""
+        message = f"replay of {key} must equal a call of the same step, got {first}{others}"
+        return VerificationError(f"{message}; {written}", key, first.tensor, first.difference, dump)
+
+
+def _interval(mode: Any) -> int | None:
+    """Replays of a key between checks; 0: only the first is checked, None: none is."""
+    if mode is None or mode == "first":
+        return None if mode is None else 0
+    if mode == "always":
+        return 1
+    if isinstance(mode, int) and not isinstance(mode, bool) and mode >= 1:
+        return mode
+    raise ValueError(
+        f"verify must be known, got {mode!r}; supported: first, always, an int of at least 1, None"
+    )
+
+
+def _new_directory(parent: Path | None) -> Path:
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="attn-ops-verify-", dir=parent))
+
+
+def _on_cpu(saved: _Saved, touched: _Touched) -> dict[str, Any]:
+    return {
+        "state": saved.state.cpu(),
+        "kv_caches": [rows.cpu() for rows in saved.rows],
+        "more": {n: t.cpu() for n, t in zip(touched.more, saved.more, strict=True)},
+        "outputs": {name: t.cpu() for name, t in saved.outputs.items()},
+    }

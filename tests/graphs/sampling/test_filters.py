@@ -1,0 +1,142 @@
+"""top-k, top-p and min-p: the tokens that stay, against brute force over Python lists."""
+
+import types
+
+import pytest
+import torch
+
+import graphs.sampling.filters as filters
+from graphs.sampling import SamplingParams, filter_kernels, stacked
+from graphs.sampling.filters import filtered, flashinfer_keep, reference_keep
+
+INF = torch.inf
+
+CASES = [
+    {"top_k": 1},
+    {"top_k": 2},
+    {"top_k": 5},
+    {"top_k": 64},
+    {"top_k": 1000},
+    {"top_p": 1e-38},
+    {"top_p": 0.1},
+    {"top_p": 0.5},
+    {"top_p": 0.93},
+    {"top_p": 0.9999},
+    {"min_p": 0.001},
+    {"min_p": 0.3},
+    {"min_p": 1.0},
+    {"top_k": 7, "top_p": 0.6},
+    {"top_k": 20, "min_p": 0.05},
+    {"top_p": 0.8, "min_p": 0.1},
+    {"top_k": 12, "top_p": 0.9, "min_p": 0.02},
+    {},
+]
+
+
+def fake_flashinfer():
+    """The two functions of `flashinfer.sampling`, row by row as their documentation has them."""
+
+    def top_k_mask_logits(logits, top_k):
+        least = [row.sort().values[-k] for row, k in zip(logits, top_k.tolist(), strict=True)]
+        return logits.masked_fill(logits < torch.stack(least).unsqueeze(1), -INF)
+
+    def top_p_renorm_probs(probs, top_p):
+        out = torch.zeros_like(probs)
+        for row, kept, p in zip(probs, out, top_p, strict=True):
+            larger = (row.unsqueeze(0) > row.unsqueeze(1)).double() @ row.double()
+            kept.copy_(row.where(larger < p, 0.0))
+        return out / out.sum(-1, keepdim=True)
+
+    module = types.ModuleType("sampling")
+    module.top_k_mask_logits, module.top_p_renorm_probs = top_k_mask_logits, top_p_renorm_probs
+    return module
+
+
+@pytest.fixture(params=["sort", "flashinfer"])
+def keep(request, monkeypatch):
+    if request.param == "sort":
+        return reference_keep
+    monkeypatch.setattr(filters, "_flashinfer", lambda device: fake_flashinfer())
+    return flashinfer_keep
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+def test_support_is_that_of_brute_force(exact, keep, ties, temperature):
+    params = [SamplingParams(temperature, seed=1, **case) for case in CASES for _ in range(6)]
+    logits = torch.randn(len(params), 64) * 2
+    if ties:
+        logits = logits.round()
+    logits[:, 50:55] = -INF
+    fields = stacked(params)
+    scaled = logits / fields["temperature"].unsqueeze(1)
+    kept = keep(scaled, fields["top_k"], fields["top_p"], fields["min_p"]) & (logits > -INF)
+    for row, wanted, values in zip(kept, params, logits, strict=True):
+        assert row.tolist() == [p > 0 for p in exact(values, wanted)], wanted
+
+
+def test_equal_tokens_stay_or_go_together(keep):
+    scaled = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -INF]])
+
+    def kept(top_k=0, top_p=1.0, min_p=0.0):
+        row = (torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p]))
+        return keep(scaled, *row, torch.tensor([min_p]))[0][:5].tolist()
+
+    assert kept(top_k=1) == [True, False, False, False, False]
+    assert kept(top_k=2) == kept(top_k=3) == kept(top_k=4) == [True] * 4 + [False]
+    assert kept(top_k=5) == kept(top_k=6) == kept(top_k=0) == [True] * 5
+    assert kept(top_p=1e-30) == [True, False, False, False, False]
+    assert kept(top_p=0.5) == [True] * 4 + [False]  # the first has 0.45 of the probability
+    assert kept(min_p=0.3) == [True] * 4 + [False]
+    assert kept(min_p=1.0) == [True, False, False, False, False]
+
+
+def test_logits_that_stay_are_not_changed():
+    params = [SamplingParams(0.7, top_k=4), SamplingParams(0.7), SamplingParams(0.0, top_k=4)]
+    logits = torch.randn(3, 100).to(torch.bfloat16)
+    out = filtered(logits, stacked(params))
+    assert out.dtype == torch.float32
+    assert (out[0] > -INF).sum() == 4
+    assert torch.equal(out[0][out[0] > -INF], logits[0].float()[out[0] > -INF])
+    assert torch.equal(out[1:], logits[1:].float())
+
+
+@pytest.mark.parametrize("case", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {}])
+def test_rows_of_infinities_and_nan(case):
+    logits = torch.randn(4, 20)
+    logits[0] = -INF
+    logits[1] = torch.nan
+    logits[2, 3] = torch.nan
+    logits[3, 7] = INF
+    out = filtered(logits, stacked([SamplingParams(1.0, **case)] * 4))
+    assert not out.isnan().any()
+    assert (out[:2] == -INF).all()
+    assert out[2, 3] == -INF
+    assert (out[2] > -INF).sum() >= 1
+    assert out[3].argmax() == 7
+
+
+def test_a_row_does_not_see_the_others():
+    params = [SamplingParams(0.8, **case) for case in CASES]
+    logits = torch.randn(len(params), 5000) * 2
+    together = filtered(logits, stacked(params))
+    for row, one in enumerate(params):
+        assert torch.equal(filtered(logits[row : row + 1], stacked([one]))[0], together[row])
+
+
+def test_vocabulary_of_128256(exact):
+    params = SamplingParams(0.9, top_k=50000, top_p=0.95)
+    logits = torch.randn(1, 128256) * 3
+    kept = filtered(logits, stacked([params]))[0] > -INF
+    weight = (logits[0].double() / 0.9).softmax(0)
+    ranked = weight.sort(descending=True).values[:50000]
+    wanted = (ranked.cumsum(0) - ranked < 0.95 * ranked.sum()).sum()
+    assert abs(kept.sum() - wanted) <= 1
+    assert weight[kept].min() > weight[~kept].max()
+
+
+def test_why_torch_filters_on_a_cpu():
+    assert filter_kernels(torch.device("cpu")) == (
+        "torch",
+        "FlashInfer's kernels need CUDA, the device is cpu",
+    )

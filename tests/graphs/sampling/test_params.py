@@ -1,0 +1,73 @@
+"""`SamplingParams`: what is refused, what a step must compute, and the tensors of a step."""
+
+import math
+
+import pytest
+import torch
+
+from graphs.modes import Sampling
+from graphs.sampling import FIELDS, SamplingParams, stacked
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("temperature", -0.1, r"from 0 to 3.40282e\+38"),
+        ("temperature", math.nan, "from 0"),
+        ("temperature", math.inf, "from 0"),
+        ("temperature", "1", "from 0"),
+        ("temperature", True, "from 0"),
+        ("top_k", -1, "0 for off"),
+        ("top_k", 2.0, "0 for off"),
+        ("top_k", 2**31, "0 for off"),
+        ("top_p", 0.0, "above 0 to 1"),
+        ("top_p", 1e-60, "above 0 to 1"),
+        ("top_p", 1.0001, "above 0 to 1"),
+        ("min_p", -0.01, "from 0 to 1"),
+        ("min_p", 1.5, "from 0 to 1"),
+        ("repetition_penalty", 0.0, "above 0"),
+        ("repetition_penalty", math.nan, "above 0"),
+        ("presence_penalty", 2.1, "from -2 to 2"),
+        ("frequency_penalty", -2.1, "from -2 to 2"),
+        ("frequency_penalty", None, "from -2 to 2"),
+        ("seed", 1.0, "None for any"),
+        ("seed", 2**63, "None for any"),
+        ("seed", -(2**63) - 1, "None for any"),
+    ],
+)
+def test_values_out_of_range_are_refused(name, value, said):
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got .*; supported: .*{said}") as e:
+        SamplingParams(**{name: value})
+    assert f"got {value!r};" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "kind"),
+    [
+        ({}, Sampling.GREEDY),
+        ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, Sampling.GREEDY),
+        ({"temperature": 0.7}, Sampling.RANDOM),
+        ({"temperature": 0.7, "seed": 3}, Sampling.RANDOM),
+        ({"temperature": 0.7, "top_k": 1}, Sampling.FILTERED),
+        ({"temperature": 0.7, "top_p": 0.9}, Sampling.FILTERED),
+        ({"temperature": 0.7, "min_p": 0.9}, Sampling.FILTERED),
+        ({"repetition_penalty": 1.1}, Sampling.PENALIZED),
+        ({"presence_penalty": -0.5}, Sampling.PENALIZED),
+        ({"temperature": 1, "top_k": 2, "frequency_penalty": 0.5}, Sampling.PENALIZED),
+    ],
+)
+def test_kind(keywords, kind):
+    assert SamplingParams(**keywords).kind is kind
+
+
+def test_defaults_are_the_neutral_values():
+    assert SamplingParams().values() == tuple(neutral for _, neutral in FIELDS.values())
+
+
+def test_stacked():
+    params = [SamplingParams(0.5, 3, 0.9, 0.1, 1.2, 0.3, -0.4, -7), SamplingParams()]
+    fields = stacked(params, default_seed=2**62 + 1)
+    assert {name: x.dtype for name, x in fields.items()} == {n: d for n, (d, _) in FIELDS.items()}
+    assert fields["seed"].tolist() == [-7, 2**62 + 1]
+    assert fields["top_k"].tolist() == [3, 0]
+    assert torch.equal(fields["frequency_penalty"], torch.tensor([-0.4, 0.0]))

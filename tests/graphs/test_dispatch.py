@@ -1,0 +1,368 @@
+"""Which key a batch gets: tables for every mode, and what must hold for any sizes."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs.dispatch import CudagraphDispatcher, fits
+from graphs.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode, Sampling
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+
+DECODE_SIZES, MIXED_SIZES, MAX_NUM_REQS, QUERY_LENS = [1, 2, 4], [4, 8, 16, 32], 6, [1, 3]
+
+
+def dispatcher(mode: CUDAGraphMode) -> CudagraphDispatcher:
+    return CudagraphDispatcher(mode, DECODE_SIZES, MIXED_SIZES, MAX_NUM_REQS, QUERY_LENS)
+
+
+def uniform(num_reqs: int, query_len: int) -> BatchDescriptor:
+    return BatchDescriptor(num_reqs * query_len, num_reqs, uniform=True)
+
+
+def mixed(num_tokens: int) -> BatchDescriptor:
+    return BatchDescriptor(num_tokens, {4: 4, 8: 7, 16: 7, 32: 7}[num_tokens])
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+UNIFORM_KEYS = [uniform(n, q) for n, q in itertools.product(DECODE_SIZES, QUERY_LENS)]
+MIXED_KEYS = [mixed(num_tokens) for num_tokens in MIXED_SIZES]
+KEYS = {
+    # mode: keys that run whole, keys that run in pieces
+    NONE: ([], []),
+    PIECEWISE: ([], [*UNIFORM_KEYS, *MIXED_KEYS]),
+    FULL: ([*UNIFORM_KEYS, *MIXED_KEYS], []),
+    DECODE_ONLY: (UNIFORM_KEYS, []),
+    BOTH: (UNIFORM_KEYS, MIXED_KEYS),
+}
+
+
+@pytest.mark.parametrize("mode", CUDAGraphMode)
+def test_keys(mode):
+    full, piecewise = KEYS[mode]
+    made = dispatcher(mode)
+    assert made.keys(FULL) == sorted(full, reverse=True)
+    assert made.keys(PIECEWISE) == sorted(piecewise, reverse=True)
+    assert made.keys(NONE) == []
+
+
+@pytest.mark.parametrize("mode", CUDAGraphMode)
+def test_the_largest_keys_come_first(mode):
+    for runtime_mode in RUNTIME_MODES:
+        tokens = [key.num_tokens for key in dispatcher(mode).keys(runtime_mode)]
+        assert tokens == sorted(tokens, reverse=True)
+
+
+def test_sizes_may_come_in_any_order_and_twice():
+    shuffled = CudagraphDispatcher(FULL, [4, 1, 2, 1], [32, 4, 16, 8, 8], MAX_NUM_REQS, [3, 1, 3])
+    assert shuffled.keys(FULL) == dispatcher(FULL).keys(FULL)
+    assert shuffled.dispatch(3, 3, 1) == (FULL, uniform(4, 1))
+
+
+def test_a_mixed_key_has_room_for_the_owner_of_padding_rows():
+    keys = CudagraphDispatcher(FULL, [], [1, 2, 6, 7, 64], max_num_reqs=6).keys(FULL)
+    assert [(k.num_tokens, k.num_reqs) for k in keys] == [(64, 7), (7, 7), (6, 6), (2, 2), (1, 1)]
+
+
+# -- a table of batches ----------------------------------------------------------------------------
+
+BATCHES = {
+    # (tokens, requests, query length): the uniform key that fits, the mixed one that fits
+    (1, 1, 1): (uniform(1, 1), mixed(4)),
+    (2, 2, 1): (uniform(2, 1), mixed(4)),
+    (3, 3, 1): (uniform(4, 1), mixed(4)),
+    (4, 4, 1): (uniform(4, 1), mixed(4)),
+    (5, 5, 1): (None, mixed(8)),
+    (6, 6, 1): (None, mixed(8)),
+    (3, 1, 3): (uniform(1, 3), mixed(4)),
+    (9, 3, 3): (uniform(4, 3), mixed(16)),
+    (12, 4, 3): (uniform(4, 3), mixed(16)),
+    (15, 5, 3): (None, mixed(16)),
+    (18, 6, 3): (None, mixed(32)),
+    (2, 1, 2): (None, mixed(4)),  # uniform, of a length that has no keys
+    (10, 5, 2): (None, mixed(16)),
+    (36, 6, 6): (None, None),
+    (1, 1, None): (None, mixed(4)),
+    (3, 3, None): (None, mixed(4)),
+    (4, 4, None): (None, mixed(4)),  # no padding rows, none to own them
+    (4, 1, None): (None, mixed(4)),
+    (5, 1, None): (None, mixed(8)),
+    (6, 6, None): (None, mixed(8)),
+    (9, 2, None): (None, mixed(16)),
+    (32, 6, None): (None, mixed(32)),
+    (32, 1, None): (None, mixed(32)),
+    (33, 1, None): (None, None),
+    (33, 6, None): (None, None),
+    (1000, 1, None): (None, None),
+}
+
+
+def expected(mode: CUDAGraphMode, batch: tuple) -> tuple:
+    """First the modes, then uniform before mixed."""
+    found = zip((mode.decode_mode(), mode.mixed_mode()), BATCHES[batch], strict=True)
+    found = [(m, key) for m, key in found if key is not None]
+    for runtime_mode in (FULL, PIECEWISE):
+        for m, key in found:
+            if m is runtime_mode:
+                return m, key
+    return NONE, None
+
+
+@pytest.mark.parametrize(("mode", "batch"), list(itertools.product(CUDAGraphMode, BATCHES)))
+def test_every_mode_and_batch(mode, batch):
+    assert dispatcher(mode).dispatch(*batch) == expected(mode, batch)
+
+
+def test_some_lines_of_that_table_in_full():
+    assert dispatcher(NONE).dispatch(1, 1, 1) == (NONE, None)
+    assert dispatcher(DECODE_ONLY).dispatch(3, 3, 1) == (FULL, uniform(4, 1))
+    assert dispatcher(DECODE_ONLY).dispatch(5, 5, 1) == (NONE, None)
+    assert dispatcher(DECODE_ONLY).dispatch(3, 3, None) == (NONE, None)
+    assert dispatcher(BOTH).dispatch(9, 3, 3) == (FULL, uniform(4, 3))
+    assert dispatcher(BOTH).dispatch(5, 5, 1) == (PIECEWISE, mixed(8))
+    assert dispatcher(BOTH).dispatch(9, 3, None) == (PIECEWISE, mixed(16))
+    assert dispatcher(FULL).dispatch(9, 3, None) == (FULL, mixed(16))
+    assert dispatcher(PIECEWISE).dispatch(9, 3, 3) == (PIECEWISE, uniform(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_reqs", "found"),
+    [
+        (6, 6, 7),  # the seventh request owns the padding row
+        (7, 6, 7),
+        (7, 7, 7),  # no padding row
+        (8, 7, None),  # a row of padding in 16 and no request left for it
+        (16, 7, 16),
+        (8, 6, 16),
+        (16, 8, None),
+    ],
+)
+def test_padding_rows_need_an_owner(num_tokens, num_reqs, found):
+    key = CudagraphDispatcher(FULL, [], [7, 16], max_num_reqs=6).dispatch(num_tokens, num_reqs)[1]
+    assert (key and key.num_tokens) == found
+
+
+@pytest.mark.parametrize(
+    ("decode_sizes", "mixed_sizes", "batch"),
+    [([], [], (1, 1, 1)), ([], [8], (9, 1, None)), ([2], [], (3, 3, 1)), ([2], [], (2, 2, None))],
+)
+def test_without_a_size_nothing_is_captured(decode_sizes, mixed_sizes, batch):
+    assert CudagraphDispatcher(FULL, decode_sizes, mixed_sizes, 6).dispatch(*batch) == (NONE, None)
+
+
+# -- modes by query length -------------------------------------------------------------------------
+
+
+def test_query_lengths_may_have_modes_of_their_own():
+    made = dispatcher(BOTH)
+    made.initialize_keys({3: PIECEWISE})
+    assert made.dispatch(2, 2, 1) == (FULL, uniform(2, 1))
+    assert made.dispatch(6, 2, 3) == (PIECEWISE, uniform(2, 3))
+    assert made.dispatch(15, 5, 3) == (PIECEWISE, mixed(16))
+    assert {key.query_len for key in made.keys(FULL)} == {1}
+    assert {key.query_len for key in made.keys(PIECEWISE)} == {3, None}
+
+
+def test_mixed_batches_may_have_another_mode():
+    made = dispatcher(FULL)
+    made.initialize_keys(mixed_mode=NONE)
+    assert made.dispatch(5, 5, 1) == (NONE, None)
+    assert made.keys(FULL) == dispatcher(DECODE_ONLY).keys(FULL)
+
+
+def test_a_whole_mixed_graph_comes_before_a_broken_uniform_one():
+    made = dispatcher(FULL)
+    made.initialize_keys({1: PIECEWISE, 3: NONE})
+    assert made.dispatch(2, 2, 1) == (FULL, mixed(4))
+    assert made.dispatch(6, 2, 3) == (FULL, mixed(8))
+    made.initialize_keys({1: PIECEWISE}, mixed_mode=NONE)
+    assert made.dispatch(2, 2, 1) == (PIECEWISE, uniform(2, 1))
+
+
+def test_keys_are_made_anew():
+    made = dispatcher(FULL)
+    made.dispatch(1, 1, 1, Sampling.RANDOM)
+    made.initialize_keys({1: NONE, 3: NONE}, NONE)
+    assert [made.keys(mode) for mode in RUNTIME_MODES] == [[], [], []]
+    made.initialize_keys()
+    assert made.keys(FULL) == dispatcher(FULL).keys(FULL)
+
+
+# -- sampling --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "kind"), list(itertools.product(CUDAGraphMode, Sampling)))
+def test_the_key_has_the_asked_sampling(mode, kind):
+    for batch in BATCHES:
+        runtime_mode, key = dispatcher(mode).dispatch(*batch, sampling=kind)
+        plain_mode, plain_key = dispatcher(mode).dispatch(*batch)
+        assert runtime_mode is plain_mode
+        assert (key is None) == (plain_key is None)
+        if key is not None and plain_key is not None:
+            assert key.sampling is kind
+            assert key.num_tokens == plain_key.num_tokens
+            assert key.num_reqs == plain_key.num_reqs
+            assert key.uniform is plain_key.uniform
+
+
+def test_keys_of_other_kinds_follow_when_they_are_asked_for():
+    made = dispatcher(BOTH)
+    before = made.keys(FULL), made.keys(PIECEWISE)
+    assert {key.sampling for key in itertools.chain(*before)} == {Sampling.GREEDY}
+    _, key = made.dispatch(3, 3, 1, Sampling.FILTERED)
+    assert key == BatchDescriptor(4, 4, True, Sampling.FILTERED)
+    made.dispatch(4, 4, 1, Sampling.FILTERED)
+    assert set(made.keys(FULL)) == {*before[0], key}
+    assert made.keys(PIECEWISE) == before[1]
+
+
+# -- what must hold for any sizes ------------------------------------------------------------------
+
+runtime_modes = st.sampled_from(RUNTIME_MODES)
+sizes = st.lists(st.integers(1, 80), max_size=6)
+
+
+@st.composite
+def dispatchers(draw):
+    max_num_reqs = draw(st.integers(1, 24))
+    decode_sizes = draw(st.lists(st.integers(1, max_num_reqs), max_size=5))
+    query_lens = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    mode = draw(st.sampled_from(CUDAGraphMode))
+    made = CudagraphDispatcher(mode, decode_sizes, draw(sizes), max_num_reqs, query_lens)
+    if draw(st.booleans()):
+        by_length = draw(st.dictionaries(st.sampled_from(query_lens), runtime_modes))
+        made.initialize_keys(by_length, draw(runtime_modes))
+    return made
+
+
+@st.composite
+def batches(draw):
+    """Tokens, requests, query length."""
+    num_reqs = draw(st.integers(1, 28))
+    if draw(st.booleans()):
+        query_len = draw(st.integers(1, 6))
+        return num_reqs * query_len, num_reqs, query_len
+    return num_reqs + draw(st.integers(0, 70)), num_reqs, None
+
+
+def holds(key: BatchDescriptor, num_tokens: int, num_reqs: int, query_len: int | None) -> bool:
+    """Whether the batch can be padded to the key, by making the padded batch."""
+    rows, reqs = key.num_tokens - num_tokens, key.num_reqs - num_reqs
+    if rows < 0 or reqs < 0:
+        return False
+    if not key.uniform:  # padding requests that are left over have no rows
+        return reqs > 0 or rows == 0
+    length = key.num_tokens // key.num_reqs
+    return query_len == length and rows == reqs * length
+
+
+@settings(deadline=None, max_examples=400)
+@given(dispatchers(), batches(), st.sampled_from(Sampling))
+def test_dispatch_for_any_sizes(made, batch, kind):
+    all_keys = {mode: made.keys(mode) for mode in RUNTIME_MODES}
+    mode, key = made.dispatch(*batch, kind)
+    able = {m: [k for k in keys if holds(k, *batch)] for m, keys in all_keys.items()}
+    for better in RUNTIME_MODES[: RUNTIME_MODES.index(mode)]:
+        assert not able[better], "a better mode had a key"
+    if key is None:
+        assert mode is NONE
+        return
+    assert mode is not NONE
+    assert holds(key, *batch), "the key fits"
+    assert key.sampling is kind
+    assert key in made.keys(mode)
+    if batch[2] is None:
+        assert not key.uniform, "a mixed batch never gets a uniform key"
+    same = [k for k in able[mode] if k.uniform == key.uniform]
+    assert (key.num_tokens, key.num_reqs) == min((k.num_tokens, k.num_reqs) for k in same)
+    assert key.uniform or not any(k.uniform for k in able[mode]), "its own keys come first"
+
+
+@settings(deadline=None)
+@given(dispatchers(), batches())
+def test_fits_is_what_can_be_padded(made, batch):
+    for mode in RUNTIME_MODES:
+        for key in made.keys(mode):
+            assert fits(key, *batch) == holds(key, *batch)
+
+
+@settings(deadline=None)
+@given(dispatchers())
+def test_a_key_names_one_graph(made):
+    keys = [key for mode in RUNTIME_MODES for key in made.keys(mode)]
+    assert len(keys) == len(set(keys))
+
+
+@settings(deadline=None)
+@given(dispatchers(), st.data())
+def test_every_batch_of_a_session_within_the_sizes_is_captured(made, data):
+    """At most max_num_reqs requests and the largest mixed key's tokens: there is always a key."""
+    keys = [key for mode in RUNTIME_MODES for key in made.keys(mode) if not key.uniform]
+    if not keys:
+        return
+    num_tokens = data.draw(st.integers(1, max(key.num_tokens for key in keys)))
+    num_reqs = data.draw(st.integers(1, min(num_tokens, made.max_num_reqs)))
+    assert made.dispatch(num_tokens, num_reqs)[1] is not None
+
+
+@settings(deadline=None)
+@given(dispatchers())
+def test_every_key_is_used_by_the_batch_of_its_size(made):
+    """No key is captured in vain, but a broken uniform one that a whole mixed one replaces."""
+    for mode in (FULL, PIECEWISE):
+        for key in made.keys(mode):
+            found_mode, found = made.dispatch(key.num_tokens, key.num_reqs, key.query_len)
+            assert found == key or (found_mode is FULL and mode is PIECEWISE)
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+BAD_DISPATCHERS = {
+    "no requests": ({"max_num_reqs": 0}, "^max_num_reqs must be at least 1, got 0"),
+    "decode size 0": ({"decode_sizes": [0]}, "^decode_sizes must be from 1 to .*=6, got 0"),
+    "decode size 7": ({"decode_sizes": [1, 7]}, "^decode_sizes must be from 1 to .*=6, got 7"),
+    "mixed size 0": ({"mixed_sizes": [8, 0]}, "^mixed_sizes must be at least 1, got 0"),
+    "query length 0": ({"uniform_query_lens": [0]}, "^uniform_query_lens must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DISPATCHERS)
+def test_bad_sizes_are_refused(name):
+    arguments, message = BAD_DISPATCHERS[name]
+    good = {"decode_sizes": [1], "mixed_sizes": [8], "max_num_reqs": 6, "uniform_query_lens": [1]}
+    with pytest.raises(ValueError, match=message):
+        CudagraphDispatcher(FULL, **good | arguments)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((0, 0), "^num_reqs must be from 1 to num_tokens=0, got 0"),
+        ((1, 0), "^num_reqs must be from 1 to num_tokens=1, got 0"),
+        ((2, 3), "^num_reqs must be from 1 to num_tokens=2, got 3"),
+        ((6, 3, 1), "^uniform_query_len must be num_tokens / num_reqs = 6 / 3, got 1"),
+        ((7, 3, 2), "^uniform_query_len must be num_tokens / num_reqs = 7 / 3, got 2"),
+    ],
+)
+def test_a_batch_that_contradicts_itself_is_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        dispatcher(FULL).dispatch(*batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({2: FULL},), r"^decode_modes must be of uniform_query_lens=\[1, 3\], got \[1, 2, 3\]"),
+        (({1: BOTH},), "^runtime mode must be known, got FULL_AND_PIECEWISE; supported: FULL"),
+        (({}, DECODE_ONLY), "^runtime mode must be known, got FULL_DECODE_ONLY; supported: FULL"),
+    ],
+)
+def test_bad_modes_are_refused_and_the_keys_stay(arguments, message):
+    made = dispatcher(BOTH)
+    with pytest.raises(ValueError, match=message):
+        made.initialize_keys(*arguments)
+    assert made.keys(FULL) == sorted(UNIFORM_KEYS, reverse=True)

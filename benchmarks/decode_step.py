@@ -203,8 +203,8 @@ def compare_transformers(
     model = build(config, attention)
     ways: dict[str, Callable[..., float]] = {
         "forward": transformers_forward_ms,
-        "transformers": lambda *a: transformers_ms(*a, "dynamic"),
-        "static": lambda *a: transformers_ms(*a, "static"),
+        "transformers": lambda m, b, c: transformers_ms(m, b, c, "dynamic"),
+        "static": lambda m, b, c: transformers_ms(m, b, c, "static"),
     }
     for name, measure_one in ways.items():
         for case in wanted:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from graphs import BatchDescriptor, DecodeSession
+from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.capture import CapturedStep
 from graphs.flight import Flight
 
@@ -158,7 +158,7 @@ def replay_ms(session: DecodeSession, captured: CapturedStep, lengths: Lengths) 
     grows, metadata = not captured.needs_host, None
     first = lengths.context - (lengths.repeats // 2 if grows else 0)
     place(captured, first, session.cache.block_size, grows)
-    if captured.metadata is None and not grows:
+    if captured.mode is CUDAGraphMode.PIECEWISE:
         metadata = session.builder.build(0, captured.tensors.common(1, lengths.context))
     session.runner.launch(captured)  # plans, where that is the host's
     replay: Callable[[], None] = captured.graph.replay
@@ -239,8 +239,14 @@ def device_bytes(device: torch.device) -> int | None:
     return total - free
 
 
-def address_check_us(session: DecodeSession, batch: int, calls: int = 200) -> float:
-    """Host microseconds of the check before a replay: median over seven times `calls` of them."""
+def address_check_us(
+    session: DecodeSession, batch: int, *, weights: bool, calls: int = 200
+) -> float:
+    """Host microseconds of the check before a replay: median over seven times `calls` of them.
+
+    Args:
+        weights: those too, as before the first replay of a flight.
+    """
     graphs, key = session.graphs, BatchDescriptor(batch, batch, uniform=True)
     assert graphs is not None, session.graph_mode_why
     captured = session.runner.captured(key, session.graph_mode.decode_mode())
@@ -249,6 +255,6 @@ def address_check_us(session: DecodeSession, batch: int, calls: int = 200) -> fl
     for _ in range(7):
         begin = time.perf_counter()
         for _ in range(calls):
-            graphs.check_addresses(captured)
+            graphs.check_addresses(captured, weights=weights)
         times.append(1e6 * (time.perf_counter() - begin) / calls)
     return statistics.median(times)

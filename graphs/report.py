@@ -9,6 +9,7 @@ from rich.table import Table
 from attn_ops.support_table import COLUMNS, SupportRow
 from graphs.parity import Parity
 from graphs.session import DecodeSession
+from graphs.session_report import SessionReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class RunReport:
     num_steps: dict[str, int]
     max_tokens_per_step: int
     dump: str | None
+    session: SessionReport
 
     @classmethod
     def of(
@@ -84,6 +86,7 @@ class RunReport:
             compile_seconds=session.compile_seconds,
             num_steps=dict(session.num_steps),
             max_tokens_per_step=session.scheduler.max_tokens_per_step,
+            session=session.report(),
             **measured,
         )
 
@@ -112,6 +115,7 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
             "CUDA graphs",
             f"{r.graph_mode_asked} asked for, {r.graph_mode_used} used: {r.graph_mode_why}",
         ),
+        *(("", line) for line in r.session.kinds),
         (
             "graphs",
             f"{r.num_graphs}, {r.num_breaks} breaks, {r.num_recompiles} recompiles after warm-up",

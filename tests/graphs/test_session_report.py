@@ -1,0 +1,275 @@
+"""What `session.report()` says: on a CPU, where a graph runs its step's Python again."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from attn_ops import get_backend
+from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
+from graphs.failures import CaptureError, Failure
+from graphs.levels import resolve
+from graphs.memory import NODE_BYTES
+from graphs.session_report import FailureLine, SessionReport, in_words
+
+PROMPTS = [[3], [5, 9], list(range(1, 18))]
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return make_model()
+
+
+def make(model, **options) -> DecodeSession:
+    sizes = {"max_batch_size": 4, "max_tokens": 64, "block_size": 4, "debug": "eager_replay"}
+    return DecodeSession(model, **(sizes | options))
+
+
+def used(report: SessionReport) -> tuple[int, int | None]:
+    return report.decode_steps.asked, report.decode_steps.used
+
+
+def one_line(report: SessionReport) -> str:
+    return " ".join(str(report).split())
+
+
+# -- without graphs --------------------------------------------------------------------------------
+
+
+def test_a_session_without_graphs(model):
+    session = make(model, debug=None, decode_steps=8)
+    report = session.report()
+    assert (report.model, report.device, report.backend) == ("LlamaForCausalLM", "cpu", "TORCH")
+    assert (report.mode_asked, report.mode_used) == ("FULL_DECODE_ONLY", "NONE")
+    assert report.mode_why == "the model is on cpu; CUDA graphs need a model on cuda"
+    assert report.levels == {"TORCH": "NEVER"}
+    assert report.kinds == [
+        "decode batches: FULL asked for, NONE used",
+        "mixed batches: NONE asked for, NONE used",
+    ]
+    assert (report.graphs, report.failures, report.num_keys) == ([], [], 0)
+    assert (report.graph_bytes, report.graph_bytes_estimated) == (0, None)
+    assert used(report) == (8, 1)
+    assert report.decode_steps.why == f"no decode step is captured: {report.mode_why}"
+    assert (report.verify, report.num_verified) == (None, 0)
+    session.generate(PROMPTS, 4)
+    assert session.report().num_steps == session.num_steps
+    assert session.report().num_steps["called"] > 3
+    assert "captured nothing" in one_line(report)
+    assert report.num_steps == {"captured": 0, "called": 0}  # as it was at the call
+
+
+def test_asked_for(model):
+    report = make(model, debug=None, cudagraph_mode="NONE").report()
+    assert (report.mode_used, report.mode_why) == ("NONE", "asked for")
+    assert report.decode_steps.why == "asked for"
+
+
+# -- with graphs -----------------------------------------------------------------------------------
+
+
+def test_captured_keys_and_replays(model):
+    session = make(
+        model,
+        cudagraph_mode="FULL_AND_PIECEWISE",
+        decode_steps=4,
+        num_draft_tokens=2,
+        mixed_capture_sizes=[32],
+    )
+    before = session.report()
+    assert (before.graphs, before.num_keys, used(before)) == ([], 7, (4, None))
+    assert "not known yet: no decode step has been captured yet" in one_line(before)
+    session.generate(PROMPTS, 9)
+    session.generate(PROMPTS[:1], 9, temperature=1.0)
+    report = session.report()
+    graphs = {(g.batch, g.sampling): g for g in report.graphs}
+    assert [g.mode for g in report.graphs[:2]] == ["PIECEWISE", "FULL"]  # the largest first
+    assert graphs["mixed 32 tokens, 5 requests", "GREEDY"].needs_host
+    decode = graphs["decode 4", "GREEDY"]
+    assert (decode.num_tokens, decode.num_reqs, decode.uniform) == (4, 4, True)
+    assert (decode.mode, decode.needs_host, decode.num_replays) == ("FULL", False, 8)
+    assert decode.seconds > 0
+    assert graphs["uniform 2 x 3", "GREEDY"].num_replays == 0
+    assert graphs["decode 1", "RANDOM"].num_replays == 9  # its prompt is one token
+    assert sum(g.num_replays for g in report.graphs) == session.num_steps["captured"]
+    assert report.num_keys == len(report.graphs) == 8  # one of another sampling
+    assert report.capture_seconds == pytest.approx(sum(g.seconds for g in report.graphs))
+    assert used(report) == (4, 4)
+    assert report.mode_why.startswith("debug='eager_replay'")
+    assert report.kinds == [
+        "decode batches: FULL asked for, FULL used",
+        "uniform batches of 3 tokens a request: FULL asked for, FULL used",
+        "mixed batches: PIECEWISE asked for, PIECEWISE used, between graphs: TORCH",
+    ]
+
+
+def test_released(model):
+    session = make(model, decode_steps=2)
+    session.generate(PROMPTS, 4)
+    session.release()
+    report = session.report()
+    assert (report.mode_used, report.mode_why) == ("NONE", "release() was called")
+    assert report.kinds[0] == "decode batches: FULL asked for, NONE used"
+    assert (report.graphs, report.num_keys, used(report)) == ([], 0, (2, 1))
+
+
+def test_failures(model):
+    """The key, the operator and the line; the other keys go on without the host."""
+    session = make(model, on_capture_failure="continue", decode_steps=4)
+    graphs = session.graphs
+    assert graphs is not None
+    record = graphs.recorder.record
+
+    def refuse(run):
+        if len(graphs) == 0 and not graphs.failures:
+            torch.zeros(1).view(2)
+        return record(run)
+
+    graphs.recorder.record = refuse
+    session.generate(PROMPTS, 4)
+    report = session.report()
+    (failure,) = report.failures
+    assert (failure.batch, failure.operator) == ("decode 4", "aten::view")
+    assert "in refuse: `torch.zeros(1).view(2)`" in failure.line
+    assert failure.cause.startswith("RuntimeError: shape '[2]' is invalid")
+    assert [g.batch for g in report.graphs] == ["decode 2", "decode 1"]
+    assert used(report) == (4, 4)
+    assert report.decode_steps.why.endswith("1 for decode 4, whose capture failed")
+    assert "not decode 4 aten::view at " in one_line(report)
+    graphs.failures.update(dict.fromkeys(map(key_of, (1, 2)), error()))
+    assert used(session.report()) == (4, 1)
+    assert session.report().decode_steps.why == "no decode step could be captured"
+
+
+def key_of(num_reqs: int) -> BatchDescriptor:
+    return BatchDescriptor(num_reqs, num_reqs, uniform=True)
+
+
+def error() -> CaptureError:
+    return CaptureError("key", Failure.HOST_SYNC, None, "", "RuntimeError: [bold]x")
+
+
+def test_a_failure_of_which_little_is_known():
+    line = FailureLine.of(key_of(8), error())
+    assert str(line) == "an error: HOST_SYNC, RuntimeError: [bold]x"
+
+
+# -- decode steps ----------------------------------------------------------------------------------
+
+
+def test_verified_sessions_run_single_steps(model):
+    session = make(model, decode_steps=4, verify="always")
+    session.generate(PROMPTS, 4)
+    report = session.report()
+    assert used(report) == (4, 1)
+    assert report.decode_steps.why == "verify compares single steps"
+    assert (report.verify, report.num_verified) == ("always", session.num_steps["captured"])
+    assert f"{report.num_verified} replays compared with calls (verify=always)" in one_line(report)
+
+
+def test_piecewise_decode_steps_need_the_host(model):
+    report = make(model, decode_steps=4, cudagraph_mode="PIECEWISE").report()
+    assert used(report) == (4, 1)
+    assert report.decode_steps.why == "attention between graphs is planned by the host"
+
+
+def test_backends_that_plan_on_the_host(model):
+    session = make(model, decode_steps=4)
+    session.builder.prepare_capture = lambda common: session.builder.build(0, common)
+    session.generate(PROMPTS, 4)
+    report = session.report()
+    assert used(report) == (4, 1)
+    assert report.decode_steps.why == "TORCH plans every replay on the host"
+    assert all(g.needs_host for g in report.graphs)
+    assert session.num_steps["captured"] == 3
+
+
+def test_batches_beyond_the_largest_graph(model):
+    session = make(model, decode_steps=4, capture_sizes=[1, 2], lazy_capture=True)
+    assert session.report().decode_steps.why == (
+        "no decode step has been captured yet; 1 for more than 2 requests"
+    )
+    session.generate(PROMPTS[:1], 4)
+    report = session.report()
+    assert [g.batch for g in report.graphs] == ["decode 1"]
+    assert report.num_keys == 2
+    assert report.decode_steps.why == "no decode graph needs the host; 1 for more than 2 requests"
+
+
+# -- as on a GPU -----------------------------------------------------------------------------------
+
+
+def on_a_gpu(session: DecodeSession) -> None:
+    """Its plan as one that captures, with levels of which the model's backend is too weak."""
+    levels = {
+        "TRITON": get_backend("TRITON").support.cudagraph,
+        "TORCH": get_backend("TORCH").support.cudagraph,
+    }
+    found = resolve(session.plan.asked, levels, "cuda")
+    plan = dataclasses.replace(
+        session.plan, resolution=found, debug=None, used=found.used, why=found.why
+    )
+    plan.dispatcher.initialize_keys(found.decode_modes, found.mixed_mode)
+    session.plan = plan
+
+
+def test_a_weak_group_and_the_estimate(model):
+    session = make(model, cudagraph_mode="FULL_DECODE_ONLY", decode_steps=4)
+    on_a_gpu(session)
+    report = session.report()
+    assert (report.mode_asked, report.mode_used) == ("FULL_DECODE_ONLY", "PIECEWISE")
+    assert report.levels == {"TRITON": "ALWAYS", "TORCH": "NEVER"}
+    assert report.kinds[0] == (
+        "decode batches: FULL asked for, PIECEWISE used, between graphs: TORCH"
+    )
+    assert "TORCH has level NEVER and runs between graphs" in report.mode_why
+    assert used(report) == (4, 1)
+    layer, logits = 4 * (3 * 64 + 3 * 96) * 4, 4 * 64 * 12
+    nodes = 3 * 2 * 30 * NODE_BYTES  # three sizes, two layers
+    assert report.graph_bytes_estimated == layer * 3 // 2 + logits + nodes
+    assert "0 graphs, 0 B (estimated 1.4 MiB), 0.00 s, of 3 keys" in one_line(report)
+
+
+def test_no_estimate_for_a_model_of_unknown_shape(make_model, monkeypatch):
+    model = make_model()
+    session = make(model)
+    on_a_gpu(session)
+    monkeypatch.setitem(vars(model.config), "intermediate_size", [96, 128])  # one a layer
+    assert session.report().graph_bytes_estimated is None
+
+
+# -- for programs and people -----------------------------------------------------------------------
+
+
+def test_json_and_text(model):
+    session = make(model, cudagraph_mode="FULL", verify=3)
+    session.generate(PROMPTS, 4, temperature=0.5)
+    report = session.report()
+    again = json.loads(json.dumps(report.as_dict()))
+    assert again == report.as_dict()
+    assert again["graphs"][0]["sampling"] == "GREEDY"
+    console = Console(file=io.StringIO(), width=60)  # markup is on
+    console.print(dataclasses.replace(report, backend_why="[bold]why[/bold]"))
+    assert "[bold]why[/bold]" in console.file.getvalue()
+    assert max(map(len, str(report).splitlines())) <= 120
+    for text in ("FULL asked for, FULL used", "decode 4 random FULL 0 B", "(verify=3)"):
+        assert text in one_line(report)
+
+
+def test_keys_in_words():
+    assert in_words(key_of(8)) == "decode 8"
+    assert in_words(BatchDescriptor(32, 8, uniform=True)) == "uniform 8 x 4"
+    assert in_words(BatchDescriptor(64, 9)) == "mixed 64 tokens, 9 requests"
+
+
+@pytest.mark.parametrize("mode", list(CUDAGraphMode))
+def test_every_mode(model, mode):
+    session = make(model, cudagraph_mode=mode, decode_steps=2)
+    session.generate(PROMPTS, 3)
+    report = session.report()
+    assert (report.mode_asked, report.mode_used) == (mode.name, mode.name)
+    assert bool(report.graphs) == (mode is not CUDAGraphMode.NONE)
+    assert str(report)

@@ -86,22 +86,31 @@ class Pilot:
         """Start `num_steps` decode steps of the requests."""
         requests = [s.request for s in scheduled]
         if not self.may_stay(captured) or self._resident != (captured, requests):
+            self.land()
             self.runner.fill(captured.tensors, scheduled, captured.key.sampling)
             self._num_launched = 0
-        self._resident = (captured, requests)
         return self._launched(captured, requests, num_steps)
+
+    def may_follow(self, flight: Flight) -> bool:
+        """Whether the tensors hold what a flight leaves there."""
+        captured, requests = flight.captured, flight.requests
+        return self.may_stay(captured) and self._resident == (captured, requests)
 
     def follow(self, flight: Flight, num_steps: int) -> Flight:
         """Start the next steps of a flight's requests before its tokens are read."""
-        assert self._resident == (flight.captured, flight.requests), "nothing came in between"
+        assert self.may_follow(flight), "nothing came in between"
         return self._launched(flight.captured, flight.requests, num_steps)
 
     def _launched(self, captured: CapturedStep, requests: list[Request], num_steps: int) -> Flight:
+        """If a replay is refused, those before it count for nothing: the next launch fills anew."""
+        self.land()
         first_row = self._num_launched % captured.tensors.device["tokens"].shape[0]
         for i in range(num_steps):
             self.runner.launch(captured, weights=i == 0)
         self._num_launched += num_steps
-        return self.mailbox.fetch(captured, requests, num_steps, first_row)
+        flight = self.mailbox.fetch(captured, requests, num_steps, first_row)
+        self._resident = (captured, requests)
+        return flight
 
     def land(self) -> None:
         """What is in the tensors is not the next step's: fill them anew."""

@@ -280,7 +280,7 @@ class DecodeSession:
         what comes next when this returns.
         """
         self.warm_up()
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None:
             step = self.scheduler.next_step()
             if not step:
@@ -289,9 +289,15 @@ class DecodeSession:
             if captured is None or captured.key.query_len != 1:
                 return self._run_alone(step, captured)
             num_steps = self._num_steps(captured, [s.request for s in step])
-            flight = self.pilot.launch(captured, step, num_steps)
-        self._flight = self._followed(flight)
-        return self._land(flight)
+            flight = self._flight = self.pilot.launch(captured, step, num_steps)
+        followed = self._followed(flight)  # refused: the flight is still there to be landed
+        try:
+            outputs = self._land(flight)
+        except BaseException:  # interrupted while waiting: nothing follows what lands later
+            self.pilot.land()
+            raise
+        self._flight = followed
+        return outputs
 
     @torch.no_grad()
     def verify_draft(self, drafts: Mapping[int, Sequence[int]]) -> list[StepOutput]:
@@ -440,7 +446,7 @@ class DecodeSession:
         going = all(r.remaining > flight.num_steps for r in flight.requests)
         same = flight.requests == self.scheduler.running and not self.scheduler.can_admit
         captured = flight.captured
-        if not (going and same and self.pilot.may_stay(captured)):
+        if not (going and same and self.pilot.may_follow(flight)):
             return None
         num_steps = self._num_steps(captured, flight.requests, flight.num_steps)
         return self.pilot.follow(flight, num_steps)

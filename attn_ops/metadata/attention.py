@@ -21,6 +21,7 @@ from attn_ops.metadata.splits import (
 
 if TYPE_CHECKING:
     from attn_ops.backends.base import Backend
+    from attn_ops.backends.grouped.builder import Groups
 
 M = TypeVar("M")
 """A backend's metadata."""
@@ -125,6 +126,9 @@ class AttentionMetadata(OpaqueBase):
         chunked: the step's virtual batches for layers of chunked local attention, by chunk size.
         cascade: the same step as attention over the prefix that all requests share and over what
             is behind it; None: no prefix is shared.
+        groups: what a grouped backend keeps of its groups; None: one backend for all layers.
+
+    Dynamo of torch 2.11 takes no subclass where an operator's schema names this class.
     """
 
     def __init__(
@@ -142,6 +146,7 @@ class AttentionMetadata(OpaqueBase):
         self.paged = paged
         self.chunked: dict[int, AttentionMetadata] = {}
         self.cascade: tuple[AttentionMetadata, AttentionMetadata] | None = None
+        self.groups: Groups | None = None
         self.supported: set[tuple] = set()  # configurations that the backend was found to support
 
     def __repr__(self) -> str:

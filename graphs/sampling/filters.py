@@ -58,16 +58,20 @@ def reference_keep(
 def flashinfer_keep(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """The same with FlashInfer; a token on the very edge of top_p may be judged otherwise.
+    """The same with kernels; a token on the very edge of top_p may be judged otherwise.
 
-    Only which tokens stay is taken from it: the sum in `top_k_renorm_probs` depends on the order
-    of atomics, also in the last bits of all probabilities (flashinfer#5034). `top_k_mask_logits`
-    has the same selection and no sum. `top_p_renorm_probs` sums a row in one thread block.
+    top_k with our own: FlashInfer 0.6's `top_k_mask_logits` keeps other tokens than the sort for
+    some shapes (90 rows of 50,257), and what `top_k_renorm_probs` sums depends on the order of
+    atomics (flashinfer#5034). top_p with FlashInfer's `top_p_renorm_probs`, of which only is taken
+    which tokens stay; it sums a row in one thread block.
     """
+    from graphs.triton.top_k import kth_largest
+
     sampling = _flashinfer(scaled.device)
     assert isinstance(sampling, ModuleType), sampling
     largest_R1 = scaled.amax(dim=-1, keepdim=True)
-    masked_RV = sampling.top_k_mask_logits(scaled.contiguous(), _at_most(top_k, scaled.shape[1]))
+    by_k_R1 = kth_largest(scaled, _at_most(top_k, scaled.shape[1])).unsqueeze(1)
+    masked_RV = scaled.where(scaled >= by_k_R1, -_INF)
     weight_RV = weights(masked_RV, largest_R1).where(masked_RV > -_INF, 0.0)
     total_R1 = _mass(weight_RV).sum(dim=-1, keepdim=True) / _UNIT
     probs_RV = weight_RV / total_R1.float().clamp(min=1.0)
@@ -115,11 +119,13 @@ def _flashinfer(device: torch.device) -> ModuleType | str:
         import flashinfer.sampling as sampling  # pyright: ignore[reportMissingImports]
 
         probs = torch.full((1, 64), 1 / 64, device=device)
-        sampling.top_k_mask_logits(probs, torch.ones(1, dtype=torch.int32, device=device))
         sampling.top_p_renorm_probs(probs, torch.full((1,), 0.5, device=device))
         torch.cuda.synchronize(device)
     except Exception as error:  # no compiler, a broken installation: anything may come
         return f"FlashInfer's sampling kernels do not work: {type(error).__name__}: {error}"
+    from graphs.triton.top_k import kth_largest
+
+    kth_largest(probs, torch.ones(1, dtype=torch.int32, device=device))
     return sampling
 
 

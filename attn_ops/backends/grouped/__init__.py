@@ -5,7 +5,7 @@
 
 Layers whose spec is a key of the mapping, or of whose spec a predicate is true, run on the backend
 named there; all others on the default. A step has metadata of every backend that has layers, in
-one `GroupedMetadata`; a call of an operator is routed by what it knows of its layer. Layers of
+one `AttentionMetadata`; a call of an operator is routed by what it knows of its layer. Layers of
 equal geometry cannot be told apart, so they are in one group.
 
 A recording of CUDA graphs need not break around all layers because one group cannot be captured:
@@ -20,14 +20,13 @@ from typing import Any
 import torch
 
 from attn_ops.backends.base import Backend, Support
-from attn_ops.backends.grouped.builder import GroupedMetadata, GroupedMetadataBuilder
+from attn_ops.backends.grouped.builder import GroupedMetadataBuilder
 from attn_ops.backends.grouped.routing import captures, forward, runs_on
 from attn_ops.backends.registry import get_backend
 from attn_ops.metadata import AttentionCGSupport, AttentionSpec
 
 __all__ = [
     "GroupedBackend",
-    "GroupedMetadata",
     "captures",
     "grouped_backend",
     "levels",

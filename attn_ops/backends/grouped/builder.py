@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attn_ops.backends.base import AttentionOptions, Backend
+from attn_ops.backends.base import AttentionOptions
 from attn_ops.metadata import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class GroupedMetadata(AttentionMetadata):
-    """A step's batch for several backends; `plans` holds the metadata of each geometry's group.
+@dataclasses.dataclass
+class Groups:
+    """Of a step's metadata for several backends, whose `plans` hold that of each geometry's group.
 
     Attributes:
         parts: metadata by group, as that group's builder made it.
@@ -33,18 +34,9 @@ class GroupedMetadata(AttentionMetadata):
         routes: metadata by what calls of the operator know; each is looked up once a step.
     """
 
-    def __init__(
-        self,
-        common: CommonAttentionMetadata,
-        backend: Backend,
-        plans: dict[AttentionSpec, Any],
-        block_size: int,
-        parts: Mapping[str, AttentionMetadata],
-    ) -> None:
-        super().__init__(common, backend, plans, block_size)
-        self.parts = dict(parts)
-        self.prepared: tuple[str, ...] = ()
-        self.routes: dict[tuple, AttentionMetadata] = {}
+    parts: dict[str, AttentionMetadata]
+    prepared: tuple[str, ...] = ()
+    routes: dict[tuple, AttentionMetadata] = dataclasses.field(default_factory=dict)
 
 
 class GroupedMetadataBuilder(AttentionMetadataBuilder):
@@ -85,7 +77,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> GroupedMetadata:
+    ) -> AttentionMetadata:
         """Of every group; a shared prefix is taken apart by those with layers that see all of it.
 
         Raises:
@@ -100,14 +92,14 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
-    ) -> GroupedMetadata:
+    ) -> AttentionMetadata:
         common = common_attn_metadata
         parts = {n: b.build_for_drafting(common, draft_index) for n, b in self._builders.items()}
         return self._assembled(parts, common)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
-    ) -> GroupedMetadata:
+    ) -> AttentionMetadata:
         """As each group builds it. Groups too weak for the batch refuse to attend with it.
 
         Calls of those belong between graphs, with the metadata that `build` gives for each replay.
@@ -123,7 +115,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
 
     def prepare_capture(
         self, common_attn_metadata: CommonAttentionMetadata
-    ) -> GroupedMetadata | None:
+    ) -> AttentionMetadata | None:
         """Of every group, if one of them plans on the host; else None: the graph builds all.
 
         Raises:
@@ -142,7 +134,8 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
             elif name not in planned:
                 parts[name] = _planless(builder, common, planned)
         metadata = self._assembled(parts, common)
-        metadata.prepared = planned
+        assert metadata.groups is not None, "assembled so"
+        metadata.groups.prepared = planned
         return metadata
 
     def prepare_replay(
@@ -153,10 +146,11 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         Raises:
             ValueError: the metadata is not that of a captured step.
         """
-        if not isinstance(metadata, GroupedMetadata) or not metadata.prepared:
+        groups = metadata.groups
+        if groups is None or not groups.prepared:
             raise ValueError(f"metadata must come from prepare_capture, got {metadata}")
-        for name in metadata.prepared:
-            self._builders[name].prepare_replay(metadata.parts[name], common_attn_metadata)
+        for name in groups.prepared:
+            self._builders[name].prepare_replay(groups.parts[name], common_attn_metadata)
 
     def use_cascade_attention(
         self,
@@ -187,7 +181,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
 
     def _assembled(
         self, parts: Mapping[str, AttentionMetadata], common: CommonAttentionMetadata
-    ) -> GroupedMetadata:
+    ) -> AttentionMetadata:
         """One step's metadata of what the groups built: as it is, chunked, and in a cascade."""
         metadata = self._routed(
             common,
@@ -205,7 +199,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         self._add_cascade(metadata)
         return metadata
 
-    def _add_cascade(self, metadata: GroupedMetadata) -> None:
+    def _add_cascade(self, metadata: AttentionMetadata) -> None:
         """Prefix and rest of every group; all have taken the same prefix apart, or none has."""
         prefixes: dict[AttentionSpec, AttentionMetadata] = {}
         rests: dict[AttentionSpec, AttentionMetadata] = {}
@@ -229,8 +223,10 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         common: CommonAttentionMetadata,
         plans: Mapping[AttentionSpec, AttentionMetadata],
         parts: Mapping[str, AttentionMetadata] | None = None,
-    ) -> GroupedMetadata:
-        return GroupedMetadata(common, self._backend, dict(plans), self.block_size, parts or {})
+    ) -> AttentionMetadata:
+        metadata = AttentionMetadata(common, self._backend, dict(plans), self.block_size)
+        metadata.groups = Groups(dict(parts or {}))
+        return metadata
 
     def _layers(self) -> list[tuple[str, AttentionSpec]]:
         return [(name, spec) for name, specs in self._groups.items() for spec in specs]

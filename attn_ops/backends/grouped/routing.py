@@ -8,7 +8,6 @@ import dataclasses
 import torch
 
 from attn_ops.backends.base import AttentionOptions, Backend
-from attn_ops.backends.grouped.builder import GroupedMetadata
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
 
 
@@ -28,7 +27,8 @@ def _part_of(
     q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
 ) -> AttentionMetadata:
     """The metadata of the layer's group, found by plain values: a spec takes longer to hash."""
-    assert isinstance(meta, GroupedMetadata), "a grouped backend's builder makes GroupedMetadata"
+    assert meta.groups is not None, "a grouped backend's builder makes them"
+    routes = meta.groups.routes
     key = (
         q.shape,
         q.dtype,
@@ -40,12 +40,12 @@ def _part_of(
         options.sinks is None,
         options.lse is None,
     )
-    part = meta.routes.get(key)
+    part = routes.get(key)
     if part is None:
         spec = options.spec(q, kv_cache, meta.common.causal)
         part = _planned(meta, spec)
         _check(part.backend, spec, kv_cache, options)
-        meta.routes[key] = part
+        routes[key] = part
     return part
 
 
@@ -87,13 +87,13 @@ def runs_on(meta: AttentionMetadata, spec: AttentionSpec) -> Backend:
     if chunk is not None:
         meta = meta.chunked.get(chunk, meta)
         spec = dataclasses.replace(spec, attention_chunk_size=None)
-    return _planned(meta, spec).backend if isinstance(meta, GroupedMetadata) else meta.backend
+    return meta.backend if meta.groups is None else _planned(meta, spec).backend
 
 
 def captures(
     meta: AttentionMetadata, options: AttentionOptions, q: torch.Tensor, kv_cache: torch.Tensor
 ) -> Backend:
     """`runs_on` for a call of `Backend.forward`: its `support.cudagraph` decides the capture."""
-    if not isinstance(meta, GroupedMetadata):
+    if meta.groups is None:
         return meta.backend
     return runs_on(meta, options.spec(q, kv_cache, meta.common.causal))

@@ -34,11 +34,7 @@ CASES = [
 
 
 def fake_flashinfer():
-    """The two functions of `flashinfer.sampling`, row by row as their documentation has them."""
-
-    def top_k_mask_logits(logits, top_k):
-        least = [row.sort().values[-k] for row, k in zip(logits, top_k.tolist(), strict=True)]
-        return logits.masked_fill(logits < torch.stack(least).unsqueeze(1), -INF)
+    """`flashinfer.sampling`, row by row as its documentation has it."""
 
     def top_p_renorm_probs(probs, top_p):
         out = torch.zeros_like(probs)
@@ -48,7 +44,7 @@ def fake_flashinfer():
         return out / out.sum(-1, keepdim=True)
 
     module = types.ModuleType("sampling")
-    module.top_k_mask_logits, module.top_p_renorm_probs = top_k_mask_logits, top_p_renorm_probs
+    module.top_p_renorm_probs = top_p_renorm_probs
     return module
 
 
@@ -140,3 +136,18 @@ def test_why_torch_filters_on_a_cpu():
         "torch",
         "FlashInfer's kernels need CUDA, the device is cpu",
     )
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 4096), (2, 9001)])
+def test_kth_largest_is_that_of_the_sort(shape):
+    kth_largest = pytest.importorskip("graphs.triton.top_k").kth_largest
+    for scale in (3.0, 1e-3, 1e30):
+        x = torch.randn(shape) * scale
+        x[:, ::5] = -INF
+        x[:, 1::7] = x[:, 1::7].round()  # ties, and zeros of both signs
+        x[0, -1] = INF
+        k = torch.randint(1, shape[1] + 1, shape[:1], dtype=torch.int32)
+        ranked = x.sort(dim=-1, descending=True).values
+        assert torch.equal(kth_largest(x, k), ranked.gather(1, k.long().unsqueeze(1) - 1)[:, 0])
+        every = k.fill_(shape[1])
+        assert torch.equal(kth_largest(x.t().contiguous().t(), every), ranked[:, -1])

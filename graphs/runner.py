@@ -20,7 +20,7 @@ from graphs.capture import CapturedStep, StepGraphs
 from graphs.finish import finish_step
 from graphs.modes import BatchDescriptor, CUDAGraphMode, Sampling
 from graphs.recorders import GraphRecorder
-from graphs.sampling import PenaltyState, argmax, filter_kernels, sample
+from graphs.sampling import PenaltyState, argmax, sample
 from graphs.scheduler import Scheduled
 from graphs.step import ModelInputs
 from graphs.verify import Verifier
@@ -129,8 +129,6 @@ class StepRunner:
     def captured(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:
         """The graph of `key`, captured if need be; None if that has failed and may."""
         assert self.graphs is not None, "a step is captured only while there are graphs"
-        if key.sampling >= Sampling.FILTERED:
-            filter_kernels(self.device)  # loads and compiles, which no capture may hold
         captured = self.graphs.get(key, mode)
         if self.verifier is not None and captured is not None and key not in self._kept:
             assert self._logits_RV is not None, "a capture runs the model"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from graphs.modes import Sampling
-from graphs.sampling.filters import filter_kernels, filtered
+from graphs.sampling.filters import filtered
 from graphs.sampling.params import FIELDS, SamplingParams, stacked
 from graphs.sampling.penalties import PenaltyState, penalized
 from graphs.sampling.race import argmax, reference_race
@@ -23,7 +23,6 @@ __all__ = [
     "PenaltyState",
     "SamplingParams",
     "argmax",
-    "filter_kernels",
     "sample",
     "stacked",
 ]
@@ -55,7 +54,7 @@ def sample(
         ValueError: a tensor has another shape or dtype, or PENALIZED has no counts.
     """
     _check_rows(logits, fields, positions)
-    if logits.shape[0] == 0:  # FlashInfer's kernels divide by the number of rows
+    if logits.shape[0] == 0:
         return positions.new_empty(0)
     if kind == Sampling.GREEDY:
         return argmax(logits)

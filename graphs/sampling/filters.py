@@ -6,12 +6,11 @@ Filtered tokens become -inf and the others stay the same number: the race that f
 whether a row was filtered.
 
 Sums decide top-p, and the order of a sum of floats may depend on the size of the batch. Weights
-exp(logit - largest) are therefore added as integers, of 2**-40. R rows, V vocabulary.
+exp(logit - largest) are therefore added as integers, of 2**-40. FlashInfer's
+kernels add floats, and are not used: docs/decisions.md. R rows, V vocabulary.
 """
 
-import functools
 from collections.abc import Mapping
-from types import ModuleType
 
 import torch
 
@@ -25,14 +24,12 @@ _UNIT = 2.0**40
 def filtered(logits: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Logits [R, V] in float32, -inf where top_k, top_p and min_p forbid the token.
 
-    FlashInfer's kernels on CUDA where they can be had (`filter_kernels`), else a sort.
+    By two kernels on CUDA, else by a sort.
     """
     logits_RV = logits.float().nan_to_num(nan=-_INF, posinf=_INF, neginf=-_INF)
     temperature_R1 = fields["temperature"].unsqueeze(1)
     scaled_RV = logits_RV / temperature_R1.clamp(min=LEAST_TEMPERATURE)
-    keep = reference_keep
-    if logits.device.type == "cuda" and filter_kernels(logits.device)[0] == "flashinfer":
-        keep = flashinfer_keep
+    keep = kernel_keep if logits.device.type == "cuda" else reference_keep
     kept_RV = keep(scaled_RV, fields["top_k"], fields["top_p"], fields["min_p"])
     return logits_RV.masked_fill(~(kept_RV | (temperature_R1 <= 0)), -_INF)
 
@@ -55,78 +52,21 @@ def reference_keep(
     return kept_RV & (weights(scaled, largest_R1) >= min_p.unsqueeze(1))
 
 
-def flashinfer_keep(
+def kernel_keep(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """The same with kernels; a token on the very edge of top_p may be judged otherwise.
+    """The same with kernels; exp may differ in its last bit, and with it the very edge of top_p."""
+    from graphs.sampling.triton.thresholds import kth_largest, nucleus
 
-    top_k with our own: FlashInfer 0.6's `top_k_mask_logits` keeps other tokens than the sort for
-    some shapes (90 rows of 50,257), and what `top_k_renorm_probs` sums depends on the order of
-    atomics (flashinfer#5034). top_p with FlashInfer's `top_p_renorm_probs`, of which only is taken
-    which tokens stay; it sums a row in one thread block.
-    """
-    from graphs.triton.top_k import kth_largest
-
-    sampling = _flashinfer(scaled.device)
-    assert isinstance(sampling, ModuleType), sampling
-    largest_R1 = scaled.amax(dim=-1, keepdim=True)
-    by_k_R1 = kth_largest(scaled, _at_most(top_k, scaled.shape[1])).unsqueeze(1)
-    masked_RV = scaled.where(scaled >= by_k_R1, -_INF)
-    weight_RV = weights(masked_RV, largest_R1).where(masked_RV > -_INF, 0.0)
-    total_R1 = _mass(weight_RV).sum(dim=-1, keepdim=True) / _UNIT
-    probs_RV = weight_RV / total_R1.float().clamp(min=1.0)
-    in_p_RV = (sampling.top_p_renorm_probs(probs_RV, top_p) > 0) | (top_p.unsqueeze(1) >= 1)
-    return in_p_RV & (masked_RV > -_INF) & (weight_RV >= min_p.unsqueeze(1))
+    by_k_R = kth_largest(scaled, _at_most(top_k, scaled.shape[1]))
+    by_p_R = nucleus(scaled, by_k_R, top_p)
+    kept_RV = scaled >= torch.maximum(by_k_R, by_p_R).unsqueeze(1)
+    return kept_RV & (weights(scaled, scaled.amax(-1, keepdim=True)) >= min_p.unsqueeze(1))
 
 
 def weights(scaled: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """exp(scaled - largest), 1 where both are the same infinity."""
     return (scaled - largest).nan_to_num(nan=0.0, posinf=_INF, neginf=-_INF).exp()
-
-
-def filter_kernels(device: torch.device) -> tuple[str, str]:
-    """Which kernels filter on `device`, "flashinfer" or "torch", and why.
-
-    The first call on a CUDA device imports FlashInfer, which compiles its sampling kernels unless
-    `flashinfer-jit-cache` holds them, and runs them once, for their workspaces must not come from
-    a graph's pool.
-
-    Raises:
-        RuntimeError: this is the first call and a graph is being captured.
-    """
-    if device.type != "cuda":
-        return "torch", f"FlashInfer's kernels need CUDA, the device is {device.type}"
-    found = _flashinfer(device)
-    if isinstance(found, str):
-        return "torch", found
-    return "flashinfer", "FlashInfer is installed"
-
-
-@functools.cache
-def _flashinfer(device: torch.device) -> ModuleType | str:
-    """`flashinfer.sampling`, tried on `device`; or why it is not used."""
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "FlashInfer must be loaded before a graph is captured: call "
-            "graphs.sampling.filter_kernels(device) first"
-        )
-    from attn_ops.backends.flashinfer import unavailable
-
-    why = unavailable()
-    if why is not None:
-        return why
-    try:
-        import flashinfer.sampling as sampling  # pyright: ignore[reportMissingImports]
-
-        probs = torch.full((1, 64), 1 / 64, device=device)
-        sampling.top_p_renorm_probs(probs, torch.full((1,), 0.5, device=device))
-        torch.cuda.synchronize(device)
-    except Exception as error:  # no compiler, a broken installation: anything may come
-        return f"FlashInfer's sampling kernels do not work: {type(error).__name__}: {error}"
-    from graphs.triton.top_k import kth_largest
-
-    kth_largest(probs, torch.ones(1, dtype=torch.int32, device=device))
-    return sampling
 
 
 def _at_most(top_k: torch.Tensor, vocab_size: int) -> torch.Tensor:

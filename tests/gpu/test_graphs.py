@@ -17,7 +17,6 @@ from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.capture import CapturedStep
 from graphs.modes import Sampling
 from graphs.pieces import PiecewiseGraph
-from graphs.sampling import filter_kernels
 
 from . import graph_cases as cases
 from .graph_cases import PROMPTS, small
@@ -35,7 +34,6 @@ MIB = 1 << 20
 def test_1000_random_steps_verified(make_model, backend, family, mode):
     """Prompts in chunks, all kinds of sampling, a cache that makes requests wait. 30 s each."""
     backend = cases.available(backend)
-    filter_kernels(torch.device("cuda"))
     session = DecodeSession(
         cases.compiled(cases.wide(make_model, family)), max_batch_size=8, max_tokens=160,
         max_tokens_per_step=64, cache_tokens=800, backend=backend, cudagraph_mode=mode,
@@ -173,7 +171,6 @@ LIMITS = {"resident": 16, "allocated": 1, "reserved": 32, "taken of the device":
 
 def test_20000_steps_need_no_more_memory(make_model):
     """Eight at a time; requests with all kinds of sampling come and go. 40 s."""
-    filter_kernels(torch.device("cuda"))
     session = DecodeSession(
         cases.compiled(cases.wide(make_model)), max_batch_size=8, max_tokens=512,
         max_tokens_per_step=256, backend="TRITON", decode_steps=8, capture_sizes=[1, 2, 4, 8],

@@ -13,11 +13,10 @@ from graphs.sampling import (
     PenaltyState,
     SamplingParams,
     argmax,
-    filter_kernels,
     sample,
     stacked,
 )
-from graphs.sampling.filters import flashinfer_keep, reference_keep, weights
+from graphs.sampling.filters import kernel_keep, reference_keep, weights
 from graphs.sampling.philox import gumbel, words
 from graphs.sampling.race import reference_race
 
@@ -147,7 +146,6 @@ def test_neutral_rows_draw_the_same_in_every_kind():
 @pytest.mark.parametrize("num_rows", [1, 24])
 def test_a_captured_draw_equals_the_called_one(kind, num_rows):
     step = Step(num_rows, kind)
-    filter_kernels(step.logits.device)
     active = torch.ones(num_rows, dtype=torch.bool, device="cuda")
 
     def run():
@@ -192,16 +190,13 @@ def test_nothing_reads_the_device(kind):
 
 @pytest.mark.parametrize("num_rows", [1, 9, 90])
 @pytest.mark.parametrize("vocab_size", [1000, 50257, VOCAB])
-def test_flashinfer_keeps_what_the_sort_keeps(num_rows, vocab_size):
-    pytest.importorskip("flashinfer")
-    used, why = filter_kernels(torch.device("cuda", torch.cuda.current_device()))
-    assert used == "flashinfer", why
+def test_kernels_keep_what_the_sort_keeps(num_rows, vocab_size):
     params = [SamplingParams(1.0, **FILTERS[row % len(FILTERS)]) for row in range(num_rows)]
     fields = stacked(params, "cuda")
     scaled = torch.randn(num_rows, vocab_size, device="cuda") * 3
     scaled[:, ::10] = -torch.inf
     arguments = scaled, fields["top_k"], fields["top_p"], fields["min_p"]
-    kept, wanted = flashinfer_keep(*arguments), reference_keep(*arguments) & (scaled > -torch.inf)
+    kept, wanted = kernel_keep(*arguments), reference_keep(*arguments) & (scaled > -torch.inf)
     exact = fields["top_p"] == 1
     assert torch.equal(kept[exact], wanted[exact])
     weight = weights(scaled, scaled.amax(-1, keepdim=True)).double()
@@ -210,9 +205,9 @@ def test_flashinfer_keeps_what_the_sort_keeps(num_rows, vocab_size):
     assert misjudged < 1e-3, misjudged
     print(float(misjudged))
     for _ in range(20):
-        assert torch.equal(flashinfer_keep(*arguments), kept)
+        assert torch.equal(kernel_keep(*arguments), kept)
     some = slice(0, (num_rows + 1) // 2)
-    assert torch.equal(flashinfer_keep(*(x[some] for x in arguments)), kept[some])
+    assert torch.equal(kernel_keep(*(x[some] for x in arguments)), kept[some])
 
 
 def test_rows_of_infinities_and_nan():

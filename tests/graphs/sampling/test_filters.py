@@ -1,13 +1,10 @@
 """top-k, top-p and min-p: the tokens that stay, against brute force over Python lists."""
 
-import types
-
 import pytest
 import torch
 
-import graphs.sampling.filters as filters
-from graphs.sampling import SamplingParams, filter_kernels, stacked
-from graphs.sampling.filters import filtered, flashinfer_keep, reference_keep
+from graphs.sampling import SamplingParams, stacked
+from graphs.sampling.filters import filtered, kernel_keep, reference_keep
 
 INF = torch.inf
 
@@ -33,27 +30,12 @@ CASES = [
 ]
 
 
-def fake_flashinfer():
-    """`flashinfer.sampling`, row by row as its documentation has it."""
-
-    def top_p_renorm_probs(probs, top_p):
-        out = torch.zeros_like(probs)
-        for row, kept, p in zip(probs, out, top_p, strict=True):
-            larger = (row.unsqueeze(0) > row.unsqueeze(1)).double() @ row.double()
-            kept.copy_(row.where(larger < p, 0.0))
-        return out / out.sum(-1, keepdim=True)
-
-    module = types.ModuleType("sampling")
-    module.top_p_renorm_probs = top_p_renorm_probs
-    return module
-
-
-@pytest.fixture(params=["sort", "flashinfer"])
-def keep(request, monkeypatch):
+@pytest.fixture(params=["sort", "kernels"])
+def keep(request):
     if request.param == "sort":
         return reference_keep
-    monkeypatch.setattr(filters, "_flashinfer", lambda device: fake_flashinfer())
-    return flashinfer_keep
+    pytest.importorskip("triton")
+    return kernel_keep
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -131,16 +113,9 @@ def test_vocabulary_of_128256(exact):
     assert weight[kept].min() > weight[~kept].max()
 
 
-def test_why_torch_filters_on_a_cpu():
-    assert filter_kernels(torch.device("cpu")) == (
-        "torch",
-        "FlashInfer's kernels need CUDA, the device is cpu",
-    )
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 4096), (2, 9001)])
 def test_kth_largest_is_that_of_the_sort(shape):
-    kth_largest = pytest.importorskip("graphs.triton.top_k").kth_largest
+    kth_largest = pytest.importorskip("graphs.sampling.triton.thresholds").kth_largest
     for scale in (3.0, 1e-3, 1e30):
         x = torch.randn(shape) * scale
         x[:, ::5] = -INF
@@ -148,6 +123,23 @@ def test_kth_largest_is_that_of_the_sort(shape):
         x[0, -1] = INF
         k = torch.randint(1, shape[1] + 1, shape[:1], dtype=torch.int32)
         ranked = x.sort(dim=-1, descending=True).values
-        assert torch.equal(kth_largest(x, k), ranked.gather(1, k.long().unsqueeze(1) - 1)[:, 0])
-        every = k.fill_(shape[1])
-        assert torch.equal(kth_largest(x.t().contiguous().t(), every), ranked[:, -1])
+        want = ranked.gather(1, k.long().unsqueeze(1) - 1)[:, 0]
+        assert torch.equal(kth_largest(x, k), want.where(k < shape[1], -INF))
+        kept = kth_largest(x.t().contiguous().t(), k)
+        assert torch.equal(kept, kth_largest(x, k))
+        assert (kth_largest(x, k.fill_(shape[1])) == -INF).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (9, 7), (9, 4096), (3, 9001)])
+def test_kernels_keep_what_the_sort_keeps(shape):
+    pytest.importorskip("triton")
+    for scale in (0.1, 3.0, 40.0):
+        x = torch.randn(shape) * scale
+        x[:, ::5] = -INF
+        x[:, 1::7] = x[:, 1::7].round()
+        x[0, -1], x[-1] = INF, -INF
+        top_k = torch.randint(0, shape[1] + 1, shape[:1], dtype=torch.int32)
+        top_p = torch.rand(shape[0]).clamp(min=1e-6)
+        top_p[::4], top_k[::3] = 1.0, 0
+        fields = top_k, top_p, torch.rand(shape[0]) / 10
+        assert torch.equal(kernel_keep(x, *fields), reference_keep(x, *fields))

@@ -35,6 +35,8 @@ sanitize: setup
 bench: setup
 	$(BIN)/python -m benchmarks.decode_step
 	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.graphs
+	$(BIN)/python -m benchmarks.fast_prefill
 
 docs:
 	@echo "docs/ is Markdown; the README's support table: $(BIN)/python -m attn_ops.support_table README.md"

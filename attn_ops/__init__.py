@@ -15,6 +15,7 @@ from attn_ops.backends import (
     select_backend,
 )
 from attn_ops.kv_cache import PagedKVCache
+from attn_ops.layers import Attention
 from attn_ops.metadata import (
     PAD_SLOT_ID,
     AttentionCGSupport,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PAD_SLOT_ID",
+    "Attention",
     "AttentionCGSupport",
     "AttentionMetadata",
     "AttentionMetadataBuilder",

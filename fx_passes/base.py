@@ -2,9 +2,11 @@
 
 import abc
 import inspect
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.fx import Graph
+
+from fx_passes.config import PassConfig
 
 Stage = Literal["dynamo", "aten"]
 """`dynamo`: the graph as Dynamo traced it, with mutation. `aten`: the functional ATen graph."""
@@ -17,6 +19,7 @@ class Pass(abc.ABC):
         name: what reports, dumps and `register_pass(before=, after=)` call it.
         stage: the graph it works on.
         skipped: reasons of the last run for what was not rewritten.
+        facts: numbers of the last run, by name, for reports.
     """
 
     name: ClassVar[str]
@@ -24,6 +27,12 @@ class Pass(abc.ABC):
 
     def __init__(self) -> None:
         self.skipped: list[str] = []
+        self.facts: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, config: PassConfig) -> "Pass":
+        """The pass as the configuration wants it."""
+        return cls()
 
     def run(self, graph: Graph) -> int:
         """Rewrite `graph` in place; the number of matches. The pipeline runs subgraphs itself."""

@@ -7,8 +7,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class PassConfig:
-    """One switch per built-in pass, all on; `options={"collapse_views": False}` turns one off."""
+    """One switch per built-in pass; `options={"collapse_views": False}` turns one off.
 
+    `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
+    """
+
+    fast_prefill: str = "off"
     outline_layers: bool = True
     share_products: bool = True
     collapse_views: bool = True
@@ -18,7 +22,7 @@ class PassConfig:
         """Our options as a config, and the rest, which must be options of Inductor.
 
         Raises:
-            ValueError: an option is neither ours nor Inductor's, or one of ours is not a bool.
+            ValueError: an option is neither ours nor Inductor's, or one of ours has no such value.
         """
         import torch._inductor.config as inductor_config
 
@@ -26,8 +30,7 @@ class PassConfig:
         mine, rest = {}, {}
         for name, value in (options or {}).items():
             if name in ours:
-                if not isinstance(value, bool):
-                    raise ValueError(f"options[{name!r}] must be True or False, got {value!r}")
+                _check_switch(name, value)
                 mine[name] = value
             elif _is_inductor_option(name, inductor_config):
                 rest[name.replace("-", "_")] = _checked(
@@ -39,6 +42,14 @@ class PassConfig:
                     f"got {name!r}; supported: {', '.join(sorted(ours))} and Inductor's"
                 )
         return cls(**mine), rest
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if name == "fast_prefill":
+        if not isinstance(value, str) or value not in ("auto", "on", "off"):
+            raise ValueError(f"options[{name!r}] must be 'auto', 'on' or 'off', got {value!r}")
+    elif not isinstance(value, bool):
+        raise ValueError(f"options[{name!r}] must be True or False, got {value!r}")
 
 
 def _checked(name: str, value: Any, config: Any) -> Any:

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ class PassRecord:
     skipped: list[str]
     before: str | None = None  # FX text, if the recorder wants texts
     after: str | None = None
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    pictures: tuple[str, str] | None = None  # Mermaid, before and after, of a changed Dynamo graph
 
 
 @dataclasses.dataclass
@@ -51,6 +53,23 @@ class Recorder:
         for record in self.passes:
             total[record.pass_name] = total.get(record.pass_name, 0) + record.matches
         return total
+
+
+def fast_prefill_line(passes: Sequence[PassRecord]) -> str | None:
+    """What the pass fast_prefill does to a step, or why nothing; None: it is switched off."""
+    records = [record for record in passes if record.pass_name == "fast_prefill"]
+    return "; ".join(dict.fromkeys(_saved(record) for record in records)) or None
+
+
+def _saved(record: PassRecord) -> str:
+    f = record.facts
+    if not f:
+        return f"nothing is dropped: {'; '.join(record.skipped) or 'the graph is reduced already'}"
+    return (
+        f"computes {f['num_products']} of {f['of_products']} products and {f['num_attentions']} of "
+        f"{f['of_attentions']} attentions for logits rows only; saves {f['flops_per_row']:,} FLOP "
+        f"and {f['bytes_per_row']:,} bytes a dead row"
+    )
 
 
 _active: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(

@@ -1,5 +1,6 @@
 """The passes in order, and how they are put into Inductor's slot. This list is the whole pipeline:
 
+fast_prefill     dynamo   rows that no logits need are not computed
 outline_layers   dynamo   equal layers become calls of one subgraph
 share_products   aten     equal matrix products are computed once
 collapse_views   aten     q, k, v reach attention as one view of their product
@@ -14,8 +15,11 @@ from torch.fx import Graph, GraphModule
 
 from fx_passes.base import Pass, Stage
 from fx_passes.config import PassConfig
+from fx_passes.fast_prefill import FastPrefill
+from fx_passes.flowchart import before_and_after
 from fx_passes.layers import OutlineLayers
 from fx_passes.observe import PassRecord, graph_text, recorders, wants_texts
+from fx_passes.picture import chart_of
 from fx_passes.products import ShareProducts
 from fx_passes.views import CollapseViews
 
@@ -26,7 +30,7 @@ It runs before Inductor looks into its cache, so passes run, and are counted, on
 the post-grad slots run only when the cache misses.
 """
 
-_PIPELINE: list[type[Pass]] = [OutlineLayers, ShareProducts, CollapseViews]
+_PIPELINE: list[type[Pass]] = [FastPrefill, OutlineLayers, ShareProducts, CollapseViews]
 
 
 def register_pass(new: type[Pass], *, before: str | None = None, after: str | None = None) -> None:
@@ -68,19 +72,27 @@ def pass_names() -> list[str]:
 
 def passes(config: PassConfig, stage: Stage) -> list[Pass]:
     """New instances of the stage's passes that `config` leaves on, in order."""
-    return [p() for p in _PIPELINE if p.stage == stage and getattr(config, p.name, True)]
+    return [
+        p.of(config)
+        for p in _PIPELINE
+        if p.stage == stage and getattr(config, p.name, True) not in (False, "off")
+    ]
 
 
 def run_pass(one: Pass, graph: Graph, graph_name: str) -> int:
     """Run one pass and tell the active recorders."""
-    before = graph_text(graph) if wants_texts() else None
+    wanted = wants_texts()
+    before = graph_text(graph) if wanted else None
+    chart = chart_of(graph) if wanted and one.stage == "dynamo" else None
     matches = one.run(graph)
-    after = graph_text(graph) if wants_texts() else None
+    after = graph_text(graph) if wanted else None
+    pictures = before_and_after(chart, chart_of(graph)) if chart and matches else None
     for recorder in recorders():
-        texts = (before, after) if recorder.texts else (None, None)
-        recorder.passes.append(
-            PassRecord(one.name, one.stage, graph_name, matches, list(one.skipped), *texts)
-        )
+        record = PassRecord(one.name, one.stage, graph_name, matches, list(one.skipped))
+        record.facts = dict(one.facts)
+        if recorder.texts:
+            record.before, record.after, record.pictures = before, after, pictures
+        recorder.passes.append(record)
     return matches
 
 

@@ -67,6 +67,7 @@ class AddressBook:
         links = list(_walk(roots))
         self._skips_host = any(link.is_tensor and not link.held.is_cpu for link in links)
         self.places = self._places(links)
+        self._modules = _modules(links)
         self._remember(links)
 
     @classmethod
@@ -75,9 +76,9 @@ class AddressBook:
 
         Seen are tensors; what lists, tuples, mappings and dataclasses hold; attributes of objects
         of `attn_ops` (`AttentionMetadata`: batch, plans, virtual batches, both parts of a cascade);
-        parameters and buffers of modules. Not seen are attributes of other objects, and that a
-        submodule was replaced: its old weights live on with the book. Beside tensors on a device
-        those in pageable host memory are left out, as no kernel reads them.
+        parameters, buffers and submodules of modules. Not seen are attributes of other objects.
+        Beside tensors on a device those in pageable host memory are left out, as no kernel reads
+        them.
         """
         return cls(objects)
 
@@ -85,10 +86,10 @@ class AddressBook:
         return len(self.places)
 
     def moved(self) -> list[str]:
-        """Names of tensors that are gone, elsewhere, or of another shape; empty when all is well.
+        """Names of tensors that are gone, elsewhere, or of another shape, and of replaced modules.
 
-        While that is so, which is at every replay of a healthy session, no name is touched: the
-        containers hold the same containers, and the tensors in them have the same addresses.
+        While there are none, which is at every replay of a healthy session, no name is touched:
+        the containers hold the same containers, and the tensors in them have the same addresses.
         """
         try:
             if self._stayed():
@@ -98,7 +99,7 @@ class AddressBook:
         return list(self.changes())
 
     def changes(self) -> dict[str, str]:
-        """By name, what is different about each tensor that `moved` names."""
+        """By name, what is different about everything that `moved` names."""
         links = list(_walk(self._roots))
         now = self._places(links)
         changes = {
@@ -106,6 +107,9 @@ class AddressBook:
             for name, place in self.places.items()
             if (difference := place.difference(now.get(name)))
         }
+        modules = _modules(links)
+        replaced = [n for n, module in self._modules.items() if modules.get(n) is not module]
+        changes |= dict.fromkeys(replaced, "another module")
         if not changes:
             self._remember(links)  # other objects over the same memory, as new views are
         return changes
@@ -181,6 +185,10 @@ class Lane:
         return tensors
 
 
+def _modules(links: Sequence[Link]) -> dict[str, torch.nn.Module]:
+    return {link.name: link.held for link in links if isinstance(link.held, torch.nn.Module)}
+
+
 def _plain(value: object) -> str:
     return str(list(value) if isinstance(value, tuple) else value).removeprefix("torch.")
 
@@ -208,7 +216,7 @@ def _children(name: str, held: Any) -> list[Link] | None:
     if isinstance(held, torch.Tensor):
         return []
     if isinstance(held, torch.nn.Module):
-        return _weights(name, held)
+        return _parts(name, held)
     if isinstance(held, Mapping):
         return [
             Link(f"{name}[{key if isinstance(key, str | int) else index}]", held, key, value)
@@ -224,11 +232,10 @@ def _children(name: str, held: Any) -> list[Link] | None:
     return None
 
 
-def _weights(name: str, module: torch.nn.Module) -> list[Link]:
+def _parts(name: str, module: torch.nn.Module) -> list[Link]:
     return [
-        Link(".".join(filter(None, (name, path, key))), tensors, key, tensor)
-        for path, part in module.named_modules()
-        for tensors in (part._parameters, part._buffers)
-        for key, tensor in tensors.items()
-        if tensor is not None
+        Link(".".join(filter(None, (name, key))), held, key, part)
+        for held in (module._parameters, module._buffers, module._modules)
+        for key, part in held.items()
+        if part is not None
     ]

@@ -1,7 +1,9 @@
-"""What a request must look like: checked once, before anything is queued."""
+"""What arguments and requests must look like: checked once, before anything changes."""
 
+import dataclasses
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from graphs.modes import Sampling
@@ -9,24 +11,49 @@ from graphs.sampling import SamplingParams
 from graphs.scheduler import Request
 
 
-def checked_request(
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a session takes."""
+
+    vocab_size: int  # token ids are from 0 to `vocab_size - 1`
+    max_tokens: int  # the longest prompt, and the most tokens of a request in the cache
+    cache_tokens: int  # that the empty cache holds
+    seed: int  # of requests that bring none
+
+
+def checked_requests(
+    first_id: int,
+    prompts: Iterable[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    eos: int | Iterable[int] | None,
+    limits: Limits,
+) -> list[Request]:
+    """Requests with ids from `first_id` on, or a ValueError that names argument and value.
+
+    Args:
+        prompts: token ids of each.
+        sampling: fields of `SamplingParams`.
+    """
+    params, stops = SamplingParams.of(sampling), stop_list(eos)
+    requests = []
+    for number, prompt in enumerate(listed("prompts", prompts, "prompts"), first_id):
+        own = params
+        if params.seed is None:
+            own = dataclasses.replace(params, seed=_seed(limits.seed, number))
+        requests.append(_checked_request(number, prompt, max_new_tokens, own, stops, limits))
+    return requests
+
+
+def _checked_request(
     request_id: int,
     prompt: Sequence[int],
     max_new_tokens: int,
     sampling: SamplingParams,
-    eos: int | Iterable[int] | None,
-    *,
-    vocab_size: int,
-    max_tokens: int,
-    cache_tokens: int,
+    eos: list[Any],
+    limits: Limits,
 ) -> Request:
-    """A request, or a ValueError that names the argument, its value and what is supported.
-
-    Args:
-        vocab_size: token ids are from 0 to `vocab_size - 1`.
-        max_tokens: the longest prompt, and the most tokens of a request in the cache.
-        cache_tokens: tokens that the empty cache holds.
-    """
+    vocab_size, max_tokens = limits.vocab_size, limits.max_tokens
     tokens = token_ids("prompt", prompt, vocab_size)
     if not tokens:
         raise ValueError("prompt must hold at least one token, got an empty one")
@@ -35,11 +62,11 @@ def checked_request(
             f"prompt must be at most max_tokens={max_tokens} long, got {len(tokens)} tokens"
         )
     check_positive(max_new_tokens=max_new_tokens)
-    stops = frozenset(token_ids("eos", stop_list(eos), vocab_size))
+    stops = frozenset(token_ids("eos", eos, vocab_size))
     request = Request(request_id, tokens, max_new_tokens, sampling, stops, max_tokens)
-    if request.longest > cache_tokens:
+    if request.longest > limits.cache_tokens:
         raise ValueError(
-            f"prompt and max_new_tokens must fit into the cache of {cache_tokens} tokens, "
+            f"prompt and max_new_tokens must fit into the cache of {limits.cache_tokens} tokens, "
             f"got {len(tokens)} and {max_new_tokens}"
         )
     return request
@@ -51,13 +78,18 @@ def checked_drafts(
     requests: Mapping[int, Request],
     vocab_size: int,
 ) -> dict[int, list[int]]:
-    """Drafts by request id as lists of tokens, or a ValueError."""
+    """Drafts by request id as lists of tokens, without those of finished requests, or a ValueError.
+
+    Requests that have finished stand in nobody's way, whatever their penalties.
+    """
     if num_draft_tokens < 1:
         raise ValueError("num_draft_tokens of the session must be at least 1 for drafts, got 0")
+    if not isinstance(drafts, Mapping):
+        raise ValueError(f"drafts must be a mapping of request ids to tokens, got {drafts!r:.80}")
     checked = {}
     for request_id, draft in drafts.items():
-        if request_id not in requests:
-            raise ValueError(f"drafts must be for requests of this session, got {request_id!r}")
+        if known_request("drafts", request_id, requests).finish_reason:
+            continue
         tokens = token_ids(f"drafts[{request_id}]", draft, vocab_size)
         if len(tokens) > num_draft_tokens:
             raise ValueError(
@@ -65,42 +97,91 @@ def checked_drafts(
                 f"tokens, got {len(tokens)}"
             )
         checked[request_id] = tokens
-    penalized = next(
-        (r.id for r in requests.values() if r.sampling.kind is Sampling.PENALIZED), None
-    )
-    if penalized is not None:
+    penalized = (r for r in requests.values() if r.sampling.kind is Sampling.PENALIZED)
+    going = next((r.id for r in penalized if not r.finish_reason), None)
+    if going is not None:
         raise ValueError(
             "penalties must be neutral with drafts, as they change from token to token, "
-            f"got some for request {penalized}"
+            f"got some for request {going}"
         )
     return checked
+
+
+def known_request(name: str, request_id: Any, requests: Mapping[int, Request]) -> Request:
+    """The request of an id, which argument `name` gave, or a ValueError."""
+    if not isinstance(request_id, Integral) or request_id not in requests:
+        place = "come from add()" if name == "request_id" else "be for requests of this session"
+        raise ValueError(f"{name} must {place}, got {request_id!r}")
+    return requests[int(request_id)]
+
+
+def listed(name: str, values: Any, what: str) -> list[Any]:
+    """`values` as a list, or a ValueError: no text, no mapping, nothing that has no entries."""
+    try:
+        if isinstance(values, str | bytes | Mapping):
+            raise TypeError
+        return list(values)
+    except TypeError:  # of a tensor without dimensions too
+        raise ValueError(f"{name} must be a sequence of {what}, got {values!r:.80}") from None
 
 
 def stop_list(eos: Any) -> list[Any]:
     """`eos` as a list of what the caller gave: none, one token or several."""
     if eos is None:
         return []
-    return list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
+    single = isinstance(eos, str | bytes) or not isinstance(eos, Iterable)
+    return [eos] if single else listed("eos", eos, "token ids")
 
 
-def token_ids(name: str, values: Iterable[Any], vocab_size: int) -> list[int]:
+def token_ids(name: str, values: Any, vocab_size: int) -> list[int]:
     """`values` as ints in the vocabulary; integer tensors and NumPy ints are taken too."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} must be a sequence of token ids, got {values!r}")
+    if isinstance(values, set | frozenset) and name != "eos":
+        raise ValueError(f"{name} must have an order, got {values!r:.80}")
     tokens = []
-    for value in values:
+    for value in listed(name, values, "token ids"):
         try:
             tokens.append(operator.index(value))
         except TypeError:
-            raise ValueError(f"{name} must hold ints, got {value!r}") from None
+            tokens.append(None)
+        if tokens[-1] is None or isinstance(value, bool):
+            raise ValueError(f"{name} must hold ints, got {value!r}")
     bad = next((t for t in tokens if not 0 <= t < vocab_size), None)
     if bad is not None:
         raise ValueError(f"{name} must hold token ids from 0 to {vocab_size - 1}, got {bad}")
     return tokens
 
 
-def check_positive(**arguments: int) -> None:
+def check_positive(**arguments: Any) -> None:
     """Raise a ValueError for the first argument that is no positive int."""
     for name, value in arguments.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}")
+
+
+def check_ints(**arguments: Any) -> None:
+    """Raise a ValueError for the first argument that is no int."""
+    for name, value in arguments.items():
+        if type(value) is not int:
+            raise ValueError(f"{name} must be an int, got {value!r}")
+
+
+def check_bools(**arguments: Any) -> None:
+    """Raise a ValueError for the first argument that is no bool."""
+    for name, value in arguments.items():
+        if type(value) is not bool:
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_known(name: str, value: Any, known: Sequence[str | None]) -> None:
+    """Raise a ValueError if `value` is not among those that are known."""
+    if value not in known:
+        supported = ", ".join(map(str, known))
+        raise ValueError(f"{name} must be known, got {value!r}; supported: {supported}")
+
+
+def _seed(session_seed: int, request_id: int) -> int:
+    """Seeds of requests that bring none: far apart for sessions and requests (SplitMix64)."""
+    x = (session_seed * 0x9E3779B97F4A7C15 + request_id * 0xBF58476D1CE4E5B9 + 1) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return (x ^ (x >> 31)) % 2**63

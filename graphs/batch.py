@@ -39,6 +39,7 @@ class StepTensors:
     host_bytes: torch.Tensor
     device_bytes: torch.Tensor
     arrays: dict[str, np.ndarray]  # of `host`
+    uploaded: torch.cuda.Event | None  # behind the last upload; None where there is no GPU
 
     @classmethod
     def allocate(
@@ -56,28 +57,16 @@ class StepTensors:
         Fields: input_ids, position_ids [1, T] int64; slot_mapping [T] int64; logits_indices [R]
         int64; query_start_loc [S+1] int32; seq_lens [S] int32; block_table [S, M] int32; those of
         `graphs.sampling.FIELDS` [S]; stop_tokens [S, K] int64; remaining [S] int32, tokens that a
-        request may still get; active [S] bool, requests that go on; step [1] int64; tokens [N, R]
-        int64, what was drawn. R is T in a batch of equal queries of several rows, else S.
+        request may still get; active [S] bool, requests that go on; step [1] int64; num_logits [1]
+        int32, rows of logits that are a request's; tokens [N, R] int64, what was drawn. R is T in a
+        batch of equal queries of several rows, else S.
         """
         num_rows = num_tokens if query_len is not None else num_reqs
-        layout = {
-            "input_ids": ((1, num_tokens), torch.int64),
-            "position_ids": ((1, num_tokens), torch.int64),
-            "slot_mapping": ((num_tokens,), torch.int64),
-            "logits_indices": ((num_rows,), torch.int64),
-            "query_start_loc": ((num_reqs + 1,), torch.int32),
-            "seq_lens": ((num_reqs,), torch.int32),
-            "block_table": ((num_reqs, max_blocks), torch.int32),
-            **{name: ((num_reqs,), dtype) for name, (dtype, _) in FIELDS.items()},
-            "stop_tokens": ((num_reqs, MAX_STOP_TOKENS), torch.int64),
-            "remaining": ((num_reqs,), torch.int32),
-            "active": ((num_reqs,), torch.bool),
-            "step": ((1,), torch.int64),
-            "tokens": ((num_steps, num_rows), torch.int64),
-        }
+        layout = _layout(num_tokens, num_reqs, num_rows, max_blocks, num_steps)
         sizes = [_align(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values()]
-        host_bytes = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        device_bytes = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        on_gpu, uint8 = device.type == "cuda", torch.uint8
+        host_bytes = torch.zeros(sum(sizes), dtype=uint8, device="cpu", pin_memory=on_gpu)
+        device_bytes = torch.zeros(sum(sizes), dtype=uint8, device=device)
         host = _views(host_bytes, layout, sizes)
         step = cls(
             num_tokens,
@@ -88,6 +77,7 @@ class StepTensors:
             host_bytes,
             device_bytes,
             {name: tensor.numpy() for name, tensor in host.items()},
+            torch.cuda.Event() if on_gpu else None,
         )
         step.clear()
         return step
@@ -95,6 +85,8 @@ class StepTensors:
     def clear(self) -> None:
         """Make every row padding on the host: slot -1, requests without cached tokens."""
         host = self.arrays
+        if self.uploaded is not None:
+            self.uploaded.synchronize()  # the copy of a step that was interrupted may be on its way
         self.host_bytes.zero_()
         host["slot_mapping"].fill(PAD_SLOT_ID)
         host["stop_tokens"].fill(-1)
@@ -127,15 +119,20 @@ class StepTensors:
         for row, blocks in zip(host["block_table"], tables, strict=False):
             row[: len(blocks)] = blocks
         host["input_ids"][0, :num_tokens] = [t for s in step for t in s.tokens()]
-        host["position_ids"][0, :num_tokens] = positions_of_step(query, computed, start)
+        positions = positions_of_step(query, computed, start)
+        # Drafts may go on behind the last position that the model has. Nobody wants those rows, but
+        # a position is an index, and of some models (dynamic RoPE) all rows depend on the largest.
+        last = np.array([s.request.max_tokens - 1 for s in step], dtype=np.int64)
+        host["position_ids"][0, :num_tokens] = np.minimum(positions, np.repeat(last, query))
         room = np.array([len(blocks) for blocks in tables], dtype=np.int64) * block_size
         slots = slots_of_step(query, computed, start, host["block_table"][:num_reqs], block_size)
-        beyond = host["position_ids"][0, :num_tokens] >= np.repeat(room, query)
+        beyond = positions >= np.repeat(room, query)
         host["slot_mapping"][:num_tokens] = np.where(beyond, PAD_SLOT_ID, slots)
         host["query_start_loc"][: num_reqs + 1] = start
         if self.query_len is None:
             host["query_start_loc"][num_reqs + 1 : -1] = num_tokens
             host["logits_indices"][:num_reqs] = start[1:] - 1
+            host["num_logits"][0] = num_reqs
         host["seq_lens"][:num_reqs] = computed + query
         for name in FIELDS:
             host[name][:num_reqs] = [getattr(s.request.sampling, name) for s in step]
@@ -148,6 +145,8 @@ class StepTensors:
     def upload(self) -> None:
         """Copy the host side to the device, without waiting for it."""
         self.device_bytes.copy_(self.host_bytes, non_blocking=True)
+        if self.uploaded is not None:
+            self.uploaded.record()
 
     @property
     def max_query_len(self) -> int:
@@ -180,6 +179,16 @@ class StepTensors:
         }
         if not on_host:
             mirrors = dict.fromkeys(mirrors)
+        indices = self.device["logits_indices"]
+        logits = {"logits_indices_padded": indices, "num_logits_indices": indices.shape[0]}
+        if self.query_len is None:
+            logits["max_logits_per_req"] = 1
+            if on_host:
+                count = int(self.arrays["num_logits"][0])
+                logits["num_logits_indices"] = count
+                logits["logits_indices_cpu"] = self.host["logits_indices"][:count]
+            else:
+                logits["num_logits"] = self.device["num_logits"]
         return CommonAttentionMetadata(
             query_start_loc=self.device["query_start_loc"],
             seq_lens=self.device["seq_lens"],
@@ -191,7 +200,30 @@ class StepTensors:
             slot_mapping=self.device["slot_mapping"],
             logits_indices=self.device["logits_indices"],
             **mirrors,  # pyright: ignore[reportArgumentType]
+            **logits,
         )
+
+
+def _layout(
+    num_tokens: int, num_reqs: int, num_rows: int, max_blocks: int, num_steps: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every field; see `StepTensors.allocate`."""
+    return {
+        "input_ids": ((1, num_tokens), torch.int64),
+        "position_ids": ((1, num_tokens), torch.int64),
+        "slot_mapping": ((num_tokens,), torch.int64),
+        "logits_indices": ((num_rows,), torch.int64),
+        "query_start_loc": ((num_reqs + 1,), torch.int32),
+        "seq_lens": ((num_reqs,), torch.int32),
+        "block_table": ((num_reqs, max_blocks), torch.int32),
+        **{name: ((num_reqs,), dtype) for name, (dtype, _) in FIELDS.items()},
+        "stop_tokens": ((num_reqs, MAX_STOP_TOKENS), torch.int64),
+        "remaining": ((num_reqs,), torch.int32),
+        "active": ((num_reqs,), torch.bool),
+        "step": ((1,), torch.int64),
+        "num_logits": ((1,), torch.int32),
+        "tokens": ((num_steps, num_rows), torch.int64),
+    }
 
 
 def _align(num_bytes: int) -> int:

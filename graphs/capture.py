@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from attn_ops import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
@@ -61,7 +61,7 @@ class StepGraphs:
         batch_of: the batch that tensors hold, without mirrors; its maxima bound those of replays.
         builder: of the backend; one that plans on the host is asked before capture and replay.
         inputs: by name, everything besides the step's own tensors that a graph reads by address.
-        weights: the model's parameters and buffers, or what holds them.
+        weights: the model, or what else holds its parameters and buffers.
         recorder: makes whole graphs.
         pieces: makes graphs that are broken around attention.
         keep_failures: remember what cannot be captured instead of raising; it runs uncaptured.
@@ -74,7 +74,7 @@ class StepGraphs:
         batch_of: Callable[[StepTensors, BatchDescriptor], CommonAttentionMetadata],
         builder: AttentionMetadataBuilder[AttentionMetadata],
         inputs: Callable[[], dict[str, Any]],
-        weights: Sequence[Any],
+        weights: Any,
         recorder: GraphRecorder,
         pieces: Any = None,
         keep_failures: bool = False,
@@ -164,7 +164,8 @@ class StepGraphs:
     def check_addresses(self, captured: CapturedStep, *, weights: bool = True) -> None:
         """Raise a ValueError that names what has moved since the capture.
 
-        For 32 layers 9 us, and 16 more with the weights (H200 host, 2026-11-21).
+        For 32 layers 9 us, and about 20 more with the weights and modules, once for replays that
+        follow one another: at every replay where `decode_steps` is 1 (H200 host, 2026-11-21).
         """
         moved = captured.book.moved()
         if weights:

@@ -4,7 +4,13 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
-from graphs.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode, Sampling
+from graphs.modes import (
+    RUNTIME_MODES,
+    BatchDescriptor,
+    CUDAGraphMode,
+    Sampling,
+    checked_sizes,
+)
 
 
 class CudagraphDispatcher:
@@ -22,7 +28,7 @@ class CudagraphDispatcher:
         uniform_query_lens: every q: 1, and 1 + k where k tokens are drafted.
 
     Raises:
-        ValueError: a size or query length is out of range.
+        ValueError: `mode` is none, or a size or query length is out of range.
     """
 
     def __init__(
@@ -33,15 +39,14 @@ class CudagraphDispatcher:
         max_num_reqs: int,
         uniform_query_lens: Sequence[int] = (1,),
     ) -> None:
-        _check("max_num_reqs", [max_num_reqs])
-        _check("decode_sizes", decode_sizes, max_num_reqs)
-        _check("mixed_sizes", mixed_sizes)
-        _check("uniform_query_lens", uniform_query_lens)
+        _check_type("mode", mode, CUDAGraphMode)
+        (self.max_num_reqs,) = checked_sizes("max_num_reqs", [max_num_reqs])
         self.mode = mode
-        self.decode_sizes = sorted(set(decode_sizes))
-        self.mixed_sizes = sorted(set(mixed_sizes))
-        self.max_num_reqs = max_num_reqs
-        self.uniform_query_lens = sorted(set(uniform_query_lens))
+        self.decode_sizes = checked_sizes(
+            "decode_sizes", decode_sizes, "max_num_reqs", max_num_reqs
+        )
+        self.mixed_sizes = checked_sizes("mixed_sizes", mixed_sizes)
+        self.uniform_query_lens = checked_sizes("uniform_query_lens", uniform_query_lens)
         self.initialize_keys()
 
     def initialize_keys(
@@ -80,7 +85,11 @@ class CudagraphDispatcher:
         """Keys that run under this runtime mode, largest first.
 
         Memory that the first capture takes then serves all that follow.
+
+        Raises:
+            ValueError: `mode` is none.
         """
+        _check_type("mode", mode, CUDAGraphMode)
         return sorted(self._keys.get(mode, ()), reverse=True)
 
     def dispatch(
@@ -102,8 +111,9 @@ class CudagraphDispatcher:
             sampling: the strongest kind that a request wants; the key has the same.
 
         Raises:
-            ValueError: the numbers contradict each other.
+            ValueError: the numbers contradict each other, or `sampling` is no `Sampling`.
         """
+        _check_type("sampling", sampling, Sampling)
         _check_batch(num_tokens, num_reqs, uniform_query_len)
         tables = (None,) if uniform_query_len is None else (uniform_query_len, None)
         for mode in RUNTIME_MODES[:-1]:
@@ -158,11 +168,10 @@ def fits(
     return num_tokens <= key.num_tokens and num_reqs + padding <= key.num_reqs
 
 
-def _check(name: str, sizes: Iterable[int], largest: int | None = None) -> None:
-    bound = "at least 1" if largest is None else f"from 1 to max_num_reqs={largest}"
-    for size in sizes:
-        if size < 1 or (largest is not None and size > largest):
-            raise ValueError(f"{name} must be {bound}, got {size}")
+def _check_type(name: str, value: object, kind: type[CUDAGraphMode] | type[Sampling]) -> None:
+    if not isinstance(value, kind):
+        names = ", ".join(known.name for known in kind)
+        raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}; supported: {names}")
 
 
 def _check_modes(modes: Iterable[CUDAGraphMode]) -> None:

@@ -3,6 +3,7 @@
 The directory holds:
     index.md, index.html   everything below in order, with match counts and skip reasons
     passes/                FX text before and after every pass that changed its graph
+    pictures/              flowcharts (Mermaid) before and after, of passes on the Dynamo graph
     final/                 the ATen graphs as Inductor got them
     inductor/              Inductor's output code, kernels included
     depyf/                 depyf's files: the decompiled frame, and graphs of the stages between
@@ -16,11 +17,11 @@ from types import ModuleType
 
 from torch._inductor.codecache import PyCodeCache, get_path
 
-from fx_passes.observe import PassRecord, Recorder, recording
+from fx_passes.observe import PassRecord, Recorder, fast_prefill_line, recording
 from graphs.depyf_files import writing_depyf_files
 from graphs.dump_index import MARKER, Entry, Index
 
-_FOLDERS = ("passes", "final", "inductor", "depyf")
+_FOLDERS = ("passes", "pictures", "final", "inductor", "depyf")
 _FILES = ("index.md", "index.html")
 
 
@@ -78,6 +79,7 @@ def _write(
     directory: Path, recorder: Recorder, modules: list[ModuleType], notes: list[str]
 ) -> None:
     entries = [_pass_entry(directory, i, p) for i, p in enumerate(recorder.passes, 1)]
+    entries += _picture_entries(directory, recorder.passes)
     entries += _final_entries(directory, recorder)
     entries += _inductor_entries(directory, modules)
     entries += _depyf_entries(directory)
@@ -88,7 +90,8 @@ def _write(
             "inside, or after torch._dynamo.reset()."
         )
     sessions = [_session_line(session) for session in recorder.sessions]
-    index = Index(recorder.num_graphs, recorder.matches(), sessions, notes, entries)
+    fast_prefill = fast_prefill_line(recorder.passes)
+    index = Index(recorder.num_graphs, recorder.matches(), fast_prefill, sessions, notes, entries)
     (directory / "index.md").write_text(index.markdown())
     (directory / "index.html").write_text(index.html())
 
@@ -107,6 +110,24 @@ def _pass_entry(directory: Path, number: int, record: PassRecord) -> Entry:
         _put(directory, f"passes/{stem}.after.py", record.after or ""),
     ]
     return Entry("passes", text, files, record.skipped)
+
+
+def _picture_entries(directory: Path, passes: list[PassRecord]) -> list[Entry]:
+    """Flowcharts by graph and pass; of a second graph of that name, with its pass's number."""
+    entries, stems = [], set()
+    for number, record in enumerate(passes, 1):
+        if record.pictures is None:
+            continue
+        stem = f"{record.graph_name}_{record.pass_name}"
+        stem += f"_{number:02d}" if stem in stems else ""
+        stems.add(stem)
+        files = [
+            _put(directory, f"pictures/{stem}_{when}.mmd", text)
+            for when, text in zip(("before", "after"), record.pictures, strict=True)
+        ]
+        text = f"`{record.pass_name}` on graph `{record.graph_name}`, before and after"
+        entries.append(Entry("pictures", text, files, []))
+    return entries
 
 
 def _final_entries(directory: Path, recorder: Recorder) -> list[Entry]:

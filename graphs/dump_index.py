@@ -9,6 +9,7 @@ MARKER = "<!-- attn-ops dump -->"
 
 _SECTIONS = {
     "passes": "Passes, in the order in which they ran",
+    "pictures": "Pictures: Mermaid, for a block of Markdown or https://mermaid.live",
     "final": "Graphs handed to Inductor",
     "inductor": "Inductor's output code",
     "depyf": "depyf's files",
@@ -31,6 +32,7 @@ class Index:
 
     num_graphs: int
     matches: dict[str, int]
+    fast_prefill: str | None  # what it does; None: it is switched off
     sessions: list[str]
     notes: list[str]
     entries: list[Entry]
@@ -62,6 +64,10 @@ _MARKDOWN = """\
 
 Graphs that Dynamo handed to the backend: {{ index.num_graphs }}. Matches: {{ matches }}.
 
+{% if index.fast_prefill %}
+Fast prefill: {{ index.fast_prefill }}.
+
+{% endif %}
 {% for session in index.sessions %}
 Session: {{ session }}.
 
@@ -93,6 +99,9 @@ _HTML = """\
 <style>body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; }</style>
 <h1>From Dynamo's graph to Inductor's code</h1>
 <p>Graphs that Dynamo handed to the backend: {{ index.num_graphs }}. Matches: {{ matches }}.</p>
+{% if index.fast_prefill %}
+<p>Fast prefill: {{ index.fast_prefill }}.</p>
+{% endif %}
 {% for session in index.sessions %}
 <p>Session: {{ session }}.</p>
 {% endfor %}

@@ -16,6 +16,7 @@ class Flight:
 
     captured: CapturedStep
     requests: list[Request]  # a row of the batch each
+    num_known: list[int]  # generated tokens of each when the flight began
     num_steps: int
     first_row: int  # of the ring of tokens, where the first step's stand
     tokens: torch.Tensor  # [N, S] int64, the ring's copy, pinned where the device is a GPU
@@ -38,14 +39,20 @@ class Mailbox:
         self._buffers: dict[int, list[torch.Tensor]] = {}
 
     def fetch(
-        self, captured: CapturedStep, requests: Sequence[Request], num_steps: int, first_row: int
+        self,
+        captured: CapturedStep,
+        requests: list[Request],
+        num_known: list[int],
+        num_steps: int,
+        first_row: int,
     ) -> Flight:
         """Copy the ring behind the replays that were launched, without waiting for them."""
         ring = captured.tensors.device["tokens"]
         on_gpu = ring.device.type == "cuda"
         if id(captured) not in self._buffers:
             self._buffers[id(captured)] = [
-                torch.empty(ring.shape, dtype=ring.dtype, pin_memory=on_gpu) for _ in range(2)
+                torch.empty(ring.shape, dtype=ring.dtype, device="cpu", pin_memory=on_gpu)
+                for _ in range(2)
             ]
         buffers = self._buffers[id(captured)]
         buffers.reverse()
@@ -54,7 +61,7 @@ class Mailbox:
         if on_gpu:
             arrived = torch.cuda.Event()
             arrived.record()
-        return Flight(captured, list(requests), num_steps, first_row, buffers[0], arrived)
+        return Flight(captured, requests, num_known, num_steps, first_row, buffers[0], arrived)
 
     def clear(self) -> None:
         """Forget the buffers of graphs that are gone."""
@@ -62,8 +69,7 @@ class Mailbox:
 
 
 class Pilot:
-    """Launches decode steps: fills a graph's tensors when the batch has changed, and goes on from
-    what the device has left there when it has not.
+    """Launches decode steps: fills a graph's tensors, or goes on from what a flight leaves there.
 
     Args:
         always_fills: fill them before every step.
@@ -73,7 +79,7 @@ class Pilot:
         self.runner = runner
         self.always_fills = always_fills
         self.mailbox = Mailbox()
-        self._resident: tuple[CapturedStep, list[Request]] | None = None
+        self._resident: Flight | None = None  # what the tensors hold is what this one leaves
         self._num_launched = 0  # steps since the tensors were filled
 
     def may_stay(self, captured: CapturedStep) -> bool:
@@ -84,32 +90,34 @@ class Pilot:
         self, captured: CapturedStep, scheduled: Sequence[Scheduled], num_steps: int
     ) -> Flight:
         """Start `num_steps` decode steps of the requests."""
+        self.land()
+        self.runner.fill(captured.tensors, scheduled, captured.key.sampling)
+        self._num_launched = 0
         requests = [s.request for s in scheduled]
-        if not self.may_stay(captured) or self._resident != (captured, requests):
-            self.land()
-            self.runner.fill(captured.tensors, scheduled, captured.key.sampling)
-            self._num_launched = 0
-        return self._launched(captured, requests, num_steps)
+        known = [len(request.token_ids) for request in requests]
+        return self._launched(captured, requests, known, num_steps)
 
     def may_follow(self, flight: Flight) -> bool:
-        """Whether the tensors hold what a flight leaves there."""
-        captured, requests = flight.captured, flight.requests
-        return self.may_stay(captured) and self._resident == (captured, requests)
+        """Whether the tensors hold what this flight leaves there, and no other."""
+        return self.may_stay(flight.captured) and self._resident is flight
 
     def follow(self, flight: Flight, num_steps: int) -> Flight:
         """Start the next steps of a flight's requests before its tokens are read."""
         assert self.may_follow(flight), "nothing came in between"
-        return self._launched(flight.captured, flight.requests, num_steps)
+        known = [number + flight.num_steps for number in flight.num_known]
+        return self._launched(flight.captured, flight.requests, known, num_steps)
 
-    def _launched(self, captured: CapturedStep, requests: list[Request], num_steps: int) -> Flight:
+    def _launched(
+        self, captured: CapturedStep, requests: list[Request], known: list[int], num_steps: int
+    ) -> Flight:
         """If a replay is refused, those before it count for nothing: the next launch fills anew."""
         self.land()
         first_row = self._num_launched % captured.tensors.device["tokens"].shape[0]
         for i in range(num_steps):
             self.runner.launch(captured, weights=i == 0)
         self._num_launched += num_steps
-        flight = self.mailbox.fetch(captured, requests, num_steps, first_row)
-        self._resident = (captured, requests)
+        flight = self.mailbox.fetch(captured, requests, known, num_steps, first_row)
+        self._resident = flight
         return flight
 
     def land(self) -> None:

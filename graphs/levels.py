@@ -71,6 +71,7 @@ def resolve(
     device_type: str,
     uniform_query_lens: Sequence[int] = (1,),
     strict: bool = False,
+    debug: str | None = None,
 ) -> ModeResolution:
     """What can be captured. It is logged, as a warning if it is less than what was asked for.
 
@@ -84,6 +85,7 @@ def resolve(
         device_type: where the model is.
         uniform_query_lens: tokens of every request in uniform batches: 1, and 1 + k with drafts.
         strict: refuse to capture less than was asked for.
+        debug: what the session runs instead of graphs; on any device, as graphs would on CUDA.
 
     Raises:
         ValueError: there is no query length or one is below 1, or `strict` and the mode cannot be
@@ -94,7 +96,7 @@ def resolve(
             f"uniform_query_lens must be at least 1 each, got {list(uniform_query_lens)}"
         )
     kinds: list[int | None] = [*sorted(set(uniform_query_lens)), None]
-    reachable = device_type == "cuda"
+    reachable = device_type == "cuda" or debug is not None
     weak = {kind: _weak(mode, groups, kind) if reachable else NOTHING_BROKEN for kind in kinds}
     modes = {kind: _used(_asked(mode, kind), weak[kind], reachable) for kind in kinds}
     broken = {
@@ -109,7 +111,7 @@ def resolve(
     elif any(weak.values()):
         why = "; ".join(_reasons(groups, weak))
     resolution = ModeResolution(mode, modes, broken, dict(groups), why)
-    _tell(resolution, strict)
+    _tell(resolution, strict, debug)
     return resolution
 
 
@@ -171,14 +173,16 @@ def _name(kind: int | None) -> str:
     return "decode batches" if kind == 1 else f"uniform batches of {kind} tokens a request"
 
 
-def _tell(resolution: ModeResolution, strict: bool) -> None:
+def _tell(resolution: ModeResolution, strict: bool, debug: str | None) -> None:
     asked, used = resolution.asked.name, resolution.used.name
     if not resolution.lowered:
-        logger.info("cudagraph_mode %s asked for and used", asked)
+        how = "asked for and used" if debug is None else f"asked for, run by debug={debug!r}"
+        logger.info("cudagraph_mode %s %s", asked, how)
         return
     if strict:
         raise ValueError(
             f"cudagraph_mode must be within reach with strict=True, got {asked}; "
             f"supported: {used}, because {resolution.why}"
         )
-    logger.warning("cudagraph_mode %s asked for, %s used: %s", asked, used, resolution.why)
+    how = "used" if debug is None else f"run by debug={debug!r}"
+    logger.warning("cudagraph_mode %s asked for, %s %s: %s", asked, used, how, resolution.why)

@@ -1,7 +1,7 @@
 """Which steps become CUDA graphs, and under which key a graph is stored."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, IntEnum
 
 
@@ -33,7 +33,7 @@ class CUDAGraphMode(Enum):
         if isinstance(mode, cls):
             return mode
         for known in cls:
-            if str(mode).lower() == known.value:
+            if isinstance(mode, str) and mode.lower() == known.value:
                 return known
         names = ", ".join(known.name for known in cls)
         raise ValueError(f"cudagraph_mode must be known, got {mode!r}; supported: {names}")
@@ -99,6 +99,9 @@ class BatchDescriptor:
     sampling: Sampling = Sampling.GREEDY
 
     def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_reqs"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be an int, got {getattr(self, name)!r}")
         if not 1 <= self.num_reqs <= self.num_tokens:
             raise ValueError(
                 f"num_reqs must be from 1 to num_tokens={self.num_tokens}, got {self.num_reqs}"
@@ -116,7 +119,13 @@ class BatchDescriptor:
 
 
 def default_capture_sizes(max_batch_size: int) -> list[int]:
-    """1, 2, 4, multiples of 8 to 256, then of 16, and `max_batch_size` itself."""
+    """1, 2, 4, multiples of 8 to 256, then of 16, and `max_batch_size` itself.
+
+    Raises:
+        ValueError: `max_batch_size` is no positive int.
+    """
+    if type(max_batch_size) is not int or max_batch_size < 1:
+        raise ValueError(f"max_batch_size must be a positive int, got {max_batch_size!r}")
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_batch_size + 1, 16)]
     return sorted({size for size in sizes if size < max_batch_size} | {max_batch_size})
 
@@ -129,9 +138,26 @@ def checked_capture_sizes(sizes: Sequence[int] | None, max_batch_size: int) -> l
     """
     if sizes is None:
         return default_capture_sizes(max_batch_size)
-    bad = next((s for s in sizes if not 1 <= s <= max_batch_size), None)
-    if bad is not None:
-        raise ValueError(
-            f"capture_sizes must be from 1 to max_batch_size={max_batch_size}, got {bad}"
-        )
-    return sorted(set(sizes))
+    return checked_sizes("capture_sizes", sizes, "max_batch_size", max_batch_size)
+
+
+def checked_sizes(
+    name: str, sizes: Sequence[int], bound: str = "", largest: int | None = None
+) -> list[int]:
+    """Distinct sizes of at least 1, in order; at most `largest`, which is called `bound`.
+
+    Raises:
+        ValueError: they are no sequence, or one is no int or out of range.
+    """
+    try:
+        if isinstance(sizes, str | bytes | Iterator):
+            raise TypeError
+        listed = list(sizes)
+    except TypeError:  # of a tensor without dimensions too
+        raise ValueError(f"{name} must be a sequence of ints, got {sizes!r:.80}") from None
+    for size in listed:
+        is_int = type(size) is int
+        if not is_int or size < 1 or (largest is not None and size > largest):
+            span = "at least 1" if largest is None else f"from 1 to {bound}={largest}"
+            raise ValueError(f"{name} must be {'' if is_int else 'ints '}{span}, got {size!r}")
+    return sorted(set(listed))

@@ -6,19 +6,17 @@ from typing import Any
 
 import torch
 
-from attn_ops import AttentionSpec, Backend, select_backend
-from attn_ops.backends.grouped import levels, runs_on
+from attn_ops import AttentionCGSupport, AttentionSpec, Backend, select_backend
+from attn_ops.backends.grouped import GroupedBackend, levels, runs_on
 from attn_ops.backends.registry import Selection
 from attn_ops.ops.breaks import AttentionCall
 from graphs.dispatch import CudagraphDispatcher
 from graphs.levels import ModeResolution, resolve
 from graphs.modes import BatchDescriptor, CUDAGraphMode
+from graphs.options import SessionOptions
 from graphs.pieces import CUDASegments, PiecewiseRecorder
 from graphs.recorders import CUDARecorder, RerunRecorder, Run
 from graphs.runner import StepRunner
-
-DEBUGS = (None, "eager_replay")
-ON_FAILURE = ("raise", "continue")
 
 
 @dataclasses.dataclass
@@ -34,63 +32,52 @@ class CapturePlan:
     used: CUDAGraphMode
     why: str
     resolution: ModeResolution  # of each kind of batch and layer group
-    decode_sizes: list[int]
-    mixed_sizes: list[int]
-    num_draft_tokens: int
     dispatcher: CudagraphDispatcher
+    options: SessionOptions
     debug: str | None
-    lazy: bool
-    keep_failures: bool
+
+    @property
+    def decode_sizes(self) -> list[int]:
+        return self.dispatcher.decode_sizes
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.options.num_draft_tokens
+
+    @property
+    def lazy(self) -> bool:
+        return self.options.lazy_capture
 
     @classmethod
     def of(
         cls,
-        mode: CUDAGraphMode,
+        options: SessionOptions,
         backend: Backend,
         specs: Sequence[AttentionSpec],
         device: torch.device,
-        *,
-        decode_sizes: list[int],
-        mixed_sizes: Sequence[int] | None,
-        max_batch_size: int,
-        max_tokens_per_step: int,
-        num_draft_tokens: int,
-        debug: str | None,
-        strict: bool,
-        lazy: bool,
-        on_failure: str,
     ) -> "CapturePlan":
-        """Decide; arguments as of `DecodeSession`.
+        """Decide.
 
         Raises:
-            ValueError: an argument is not among what is supported, or `strict` and the mode cannot
-                be had.
+            ValueError: `strict`, and the mode cannot be had.
         """
-        for name, value, known in (
-            ("debug", debug, DEBUGS), ("on_capture_failure", on_failure, ON_FAILURE),
-        ):  # fmt: skip
-            if value not in known:
-                supported = ", ".join(map(str, known))
-                raise ValueError(f"{name} must be known, got {value!r}; supported: {supported}")
-        if type(num_draft_tokens) is not int or not 0 <= num_draft_tokens <= 32:
-            raise ValueError(
-                f"num_draft_tokens must be an int from 0 to 32, got {num_draft_tokens!r}"
-            )
-        groups = levels(backend, specs)
-        query_lens = (1, 1 + num_draft_tokens) if num_draft_tokens else (1,)
-        wanted = mode if debug is None else CUDAGraphMode.NONE
-        found = resolve(wanted, groups, device.type, query_lens, strict)
-        used, why = found.used, found.why
+        mode, debug, query_lens = options.mode, options.debug, options.query_lens
+        declared = groups = levels(backend, specs)
+        if debug is not None and device.type != "cuda" and not isinstance(backend, GroupedBackend):
+            # Nothing can be captured here with any backend, so a plain one runs as if all could. A
+            # grouped one refuses batches that its groups are too weak for, whoever calls.
+            groups = dict.fromkeys(declared, AttentionCGSupport.ALWAYS)
+        found = resolve(mode, groups, device.type, query_lens, options.strict, debug)
+        found = dataclasses.replace(found, groups=declared)
+        why = found.why
         if debug is not None:
-            used, why = mode, f"debug={debug!r}: nothing is captured, steps take the same path"
-        mixed = checked_mixed_sizes(mixed_sizes, max_tokens_per_step)
-        dispatcher = CudagraphDispatcher(mode, decode_sizes, mixed, max_batch_size, query_lens)
-        if debug is None:
-            dispatcher.initialize_keys(found.decode_modes, found.mixed_mode)
-        return cls(
-            mode, used, why, found, decode_sizes, mixed, num_draft_tokens, dispatcher, debug, lazy,
-            on_failure == "continue",
-        )  # fmt: skip
+            why = f"debug={debug!r}: nothing is captured, steps take the same path"
+            why += f"; {mode.name} asked for, but {found.why}" if found.lowered else ""
+        dispatcher = CudagraphDispatcher(
+            mode, options.decode_sizes, options.mixed_sizes, options.max_batch_size, query_lens
+        )
+        dispatcher.initialize_keys(found.decode_modes, found.mixed_mode)
+        return cls(mode, found.used, why, found, dispatcher, options, debug)
 
     def start(self, runner: StepRunner, model: torch.nn.Module) -> None:
         """Let `runner` capture, if anything is to be captured."""
@@ -102,9 +89,8 @@ class CapturePlan:
             recorder = CUDARecorder()
             segments = CUDASegments(recorder.pool)
             pieces = Pieces(PiecewiseRecorder(segments), self.resolution)
-        owners = [m for m in model.modules() if m._parameters or m._buffers]
-        held = [x for m in owners for x in (m._parameters, m._buffers) if x]
-        runner.start_capturing(recorder, pieces, held, self.keep_failures)
+        keep_failures = self.options.on_capture_failure == "continue"
+        runner.start_capturing(recorder, pieces, model, keep_failures)
 
     def stop(self, why: str) -> None:
         """Nothing is captured from here on."""
@@ -138,24 +124,6 @@ class Pieces:
     def breaks_all(self, key: BatchDescriptor) -> bool:
         """Whether no attention of the step is captured."""
         return self.resolution.broken_for(key) == frozenset(self.resolution.groups)
-
-
-def checked_mixed_sizes(sizes: Sequence[int] | None, max_tokens_per_step: int) -> list[int]:
-    """Token counts of captured steps with prompts: the wanted ones, or powers of two from 16.
-
-    Raises:
-        ValueError: a size is out of range.
-    """
-    if sizes is None:
-        powers = [2**i for i in range(4, 12) if 2**i < max_tokens_per_step]
-        return [*powers, max_tokens_per_step]
-    bad = next((s for s in sizes if not 1 <= s <= max_tokens_per_step), None)
-    if bad is not None:
-        raise ValueError(
-            f"mixed_capture_sizes must be from 1 to max_tokens_per_step={max_tokens_per_step}, "
-            f"got {bad}"
-        )
-    return sorted(set(sizes))
 
 
 def selected(

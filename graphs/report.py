@@ -125,6 +125,7 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
             ", ".join(f"{name} {_count(n, 'match', 'matches')}" for name, n in r.matches.items())
             or "none ran",
         ),
+        *((("fast prefill", r.session.fast_prefill),) if r.session.fast_prefill else ()),
         *(("  left alone", reason) for reason in r.skipped),
         ("parity", _parity(r)),
         (

@@ -3,6 +3,7 @@
 S requests, R rows of logits, V vocabulary.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +36,8 @@ class StepRunner:
         cache: the KV cache.
         builder: of the attention metadata.
         max_batch_size: requests of a step at most.
-        max_tokens: of a request at most, drafts included; captured steps are planned for it.
+        max_tokens: of a request at most, drafts included; captured steps are planned for it, though
+            no position is behind the last that a request without a draft may have.
         vocab_size: V.
         num_steps: steps that a captured decode may run without the host.
         verifier: compares replays with calls; None: never.
@@ -79,7 +81,7 @@ class StepRunner:
             self.graphs.release()
 
     def start_capturing(
-        self, recorder: GraphRecorder, pieces: Any, weights: Sequence[Any], keep_failures: bool
+        self, recorder: GraphRecorder, pieces: Any, weights: Any, keep_failures: bool
     ) -> None:
         """From here on `graphs` captures what it is asked for."""
         self.graphs = StepGraphs(
@@ -87,7 +89,7 @@ class StepRunner:
             self._allocate,
             self._batch_of,
             self.builder,
-            lambda: {"kv_caches": self.cache.tensors},
+            lambda: {"kv_caches": self.cache.tensors, "penalties": self._penalties},
             weights,
             recorder,
             pieces,
@@ -167,44 +169,50 @@ class StepRunner:
             if self._logits_RV is None:  # a graph; what runs Python again has set it
                 self._logits_RV = self._kept[key]
 
-        def call() -> None:
-            self._run(tensors, key, metadata.common, metadata)
-
-        def outputs() -> dict[str, torch.Tensor]:
-            assert self._logits_RV is not None
-            # A verified step is the first since its tensors were filled.
-            found = {
-                "logits": self._logits_RV[rows_R],
-                "tokens": tensors.device["tokens"][0][rows_R],
-            }
-            if key.query_len == 1:
-                device = tensors.device
-                found |= {
-                    name: device[name][rows_S] for name in ("seq_lens", "slot_mapping", "active")
-                }
-            return found
-
-        def draw(logits_RV: torch.Tensor) -> torch.Tensor:
-            padded_RV = torch.zeros(
-                rows_R.shape[0], *logits_RV.shape[1:], dtype=logits_RV.dtype, device=self.device
-            )
-            padded_RV[rows_R] = logits_RV
-            return self._sampled(padded_RV, tensors, key.sampling)[rows_R]
-
         more = {}
         if key.sampling is Sampling.PENALIZED:
             more["output_counts"] = self._penalty_state().output_counts
+        draw = functools.partial(self._drawn_again, tensors, key, rows_R)
         verifier.check(
             key,
             tensors.device_bytes,
             self.cache.tensors,
             tensors.device["slot_mapping"].clone(),
             replay,
-            call,
-            outputs,
+            lambda: self._run(tensors, key, metadata.common, metadata),
+            lambda: self._outputs(tensors, key, rows_S, rows_R),
             more=more,
             draw=None if key.sampling is Sampling.GREEDY else draw,
         )
+
+    def _outputs(
+        self,
+        tensors: StepTensors,
+        key: BatchDescriptor,
+        rows_S: torch.Tensor,
+        rows_R: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """What a verified step leaves of rows that are no padding; the first since its filling."""
+        assert self._logits_RV is not None
+        device = tensors.device
+        found = {"logits": self._logits_RV[rows_R], "tokens": device["tokens"][0][rows_R]}
+        if key.query_len == 1:
+            names = ("seq_lens", "slot_mapping", "active")
+            found |= {name: device[name][rows_S] for name in names}
+        return found
+
+    def _drawn_again(
+        self,
+        tensors: StepTensors,
+        key: BatchDescriptor,
+        rows_R: torch.Tensor,
+        logits_RV: torch.Tensor,
+    ) -> torch.Tensor:
+        """Tokens for the logits of the rows that are no padding."""
+        shape = (rows_R.shape[0], *logits_RV.shape[1:])
+        padded_RV = torch.zeros(shape, dtype=logits_RV.dtype, device=self.device)
+        padded_RV[rows_R] = logits_RV
+        return self._sampled(padded_RV, tensors, key.sampling)[rows_R]
 
     def _planned(self, tensors: StepTensors) -> AttentionMetadata:
         """Metadata for what the host side holds."""

@@ -24,7 +24,17 @@ class Request:
     max_tokens: int  # tokens of it that the cache may hold
     token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
     num_computed: int = 0  # tokens whose keys and values are in the cache
-    finish_reason: str | None = None  # "stop" (an eos token) or "length"
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop" (an eos token), "length", or None while it goes on.
+
+        A function of the tokens: whoever is interrupted has appended a token and all that follows
+        from it, or nothing.
+        """
+        if self.token_ids and self.token_ids[-1] in self.eos:
+            return "stop"
+        return "length" if self.remaining <= 0 else None
 
     @property
     def num_tokens(self) -> int:
@@ -46,12 +56,13 @@ class Request:
         return self.prompt[begin:end] + self.token_ids[max(0, begin - split) : max(0, end - split)]
 
     def append(self, token: int) -> None:
-        """Take a generated token, and finish if it is the last."""
+        """Take a generated token; its own keys and values are not in the cache, all others are.
+
+        The token comes first. Interrupted behind it, one token more is computed again, as a chunk
+        of a prompt is.
+        """
         self.token_ids.append(token)
-        if token in self.eos:
-            self.finish_reason = "stop"
-        elif self.remaining <= 0:
-            self.finish_reason = "length"
+        self.num_computed = self.num_tokens - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +118,13 @@ class Scheduler:
         self.max_tokens_per_step = max_tokens_per_step
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._leaving: list[Request] = []  # whose place and blocks are being given back
 
     def next_step(self) -> list[Scheduled]:
         """The next step's requests, decodes first; empty when nothing is left to do."""
+        for request in [r for r in self.running if r.finish_reason]:
+            self.leave(request)  # interrupted before it could
+        self._empty()
         self._admit()
         decoding = [r for r in self.running if r.num_computed == r.num_tokens - 1]
         step = [Scheduled(r, 1) for r in decoding[: self.max_tokens_per_step]]
@@ -130,13 +145,27 @@ class Scheduler:
         needed = self.cache.blocks_needed(request.id, request.longest)
         return needed <= self.cache.num_free_blocks
 
-    def finish(self, request: Request) -> None:
-        """Take a finished request out and give its blocks back."""
-        self.running.remove(request)
-        self.cache.free(request.id)
+    def leave(self, request: Request) -> None:
+        """Take a request out, finished or not, and give its blocks back."""
+        self._leaving.append(request)
+        self._empty()
+
+    def _empty(self) -> None:
+        """Let those go that are leaving. Where it was interrupted, it is done again."""
+        while self._leaving:
+            request = self._leaving[-1]
+            for queue in (self.running, self.waiting):
+                if request in queue:
+                    queue.remove(request)
+            if self.cache.blocks(request.id):
+                self.cache.free(request.id)
+            self._leaving.pop()
 
     def _admit(self) -> None:
+        """In an order in which nothing is lost by an interrupt, and nothing done twice."""
         while self.can_admit:
             request = self.waiting[0]
             self.cache.reserve(request.id, request.longest)
-            self.running.append(self.waiting.popleft())
+            if request not in self.running:
+                self.running.append(request)
+            self.waiting.popleft()

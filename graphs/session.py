@@ -1,11 +1,11 @@
 """`DecodeSession`: a Transformers model on a paged KV cache, decode steps captured whole.
 
-add -> Scheduler.next_step -> StepTensors.fill, upload -> model, sampling -> Request.append
+add -> waiting requests -> StepLoop -> Intake -> step's outputs
 """
 
-import dataclasses
-import math
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,16 +17,16 @@ from attn_ops.integrations.transformers import attention_specs, check_lengths, d
 from attn_ops.metadata import KVCacheLayoutType
 from fx_passes.backend import start_compile_workers
 from fx_passes.observe import Recorder, recorders, recording
-from graphs.admission import check_positive, checked_drafts, checked_request, stop_list
-from graphs.capture import CapturedStep, StepGraphs
+from graphs.admission import Limits, checked_drafts, checked_requests, known_request
 from graphs.collector import paused_collector
-from graphs.counters import CompileCounters
-from graphs.flight import Flight, Pilot
-from graphs.modes import CUDAGraphMode, Sampling, checked_capture_sizes
+from graphs.context import in_surroundings, surroundings
+from graphs.loop import StepLoop
+from graphs.memory import human
+from graphs.modes import CUDAGraphMode
+from graphs.options import SessionOptions
 from graphs.planning import CapturePlan, selected
 from graphs.runner import StepRunner
-from graphs.sampling import SamplingParams
-from graphs.scheduler import Generation, Request, Scheduled, Scheduler, StepOutput
+from graphs.scheduler import Generation, Request, Scheduler, StepOutput
 from graphs.step import ModelInputs
 from graphs.verify import Verifier
 
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from graphs.session_report import SessionReport
 
 
-class DecodeSession:
+logger = logging.getLogger(__name__)
+
+
+class DecodeSession(StepLoop):
     """Continuous batching over one model, its paged KV cache and its captured steps.
 
     Args:
@@ -56,10 +59,12 @@ class DecodeSession:
         decode_steps: decode steps that the device runs without the host; the tokens are those of 1.
         num_draft_tokens: k of `verify_draft`; batches of 1 + k tokens a request are captured too.
         verify: compare replays with calls: "first" of every graph, an int for every so many replays
-            of a graph, "always"; None: never. A difference raises `VerificationError`.
+            of a graph, "always"; a `Verifier` of one's own; None: never. A difference raises
+            `VerificationError`.
         debug: "eager_replay" runs every step through the capture path, but calls it anew instead of
-            replaying a graph; None.
-        strict: a mode that cannot be had is a ValueError.
+            replaying a graph; None. Modes are lowered as on CUDA, but on a CPU only where groups of
+            layers have backends of their own.
+        strict: a mode that cannot be had is a ValueError, and so is on_capture_failure "continue".
         lazy_capture: capture a size when it is first needed, not all before the first step.
         on_capture_failure: "raise", or "continue": such steps run uncaptured, and are reported.
 
@@ -91,81 +96,85 @@ class DecodeSession:
         cache_layout: KVCacheLayoutType | None = None,
         decode_steps: int = 1,
         num_draft_tokens: int = 0,
-        verify: str | int | None = None,
+        verify: Verifier | str | int | None = None,
         debug: str | None = None,
         strict: bool = False,
         lazy_capture: bool = False,
         on_capture_failure: str = "raise",
     ) -> None:
-        check_positive(max_batch_size=max_batch_size, max_tokens=max_tokens)
-        check_positive(max_tokens_per_step=max_tokens_per_step, block_size=block_size)
-        check_positive(decode_steps=decode_steps)
-        verifier = None if verify is None else Verifier(verify, kv_cache_dtype=kv_cache_dtype)
+        options = SessionOptions(
+            max_batch_size=max_batch_size,
+            max_tokens=max_tokens,
+            cudagraph_mode=cudagraph_mode,
+            block_size=block_size,
+            cache_tokens=cache_tokens,
+            max_tokens_per_step=max_tokens_per_step,
+            capture_sizes=capture_sizes,
+            mixed_capture_sizes=mixed_capture_sizes,
+            seed=seed,
+            kv_cache_dtype=kv_cache_dtype,
+            decode_steps=decode_steps,
+            num_draft_tokens=num_draft_tokens,
+            verify=verify,
+            debug=debug,
+            strict=strict,
+            lazy_capture=lazy_capture,
+            on_capture_failure=on_capture_failure,
+        )
         self.model = model
         self.original: Any = getattr(model, "_orig_mod", model)
-        self.vocab_size = self.original.config.get_text_config().vocab_size
         self.device = next(self.original.parameters()).device
-        self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
-        check_lengths(self.original, max_tokens)
+        with surroundings(self.device):
+            self._set_up(options, backend, cache_layout)
+
+    def _set_up(
+        self,
+        options: SessionOptions,
+        backend: str | Backend | None,
+        cache_layout: KVCacheLayoutType | None,
+    ) -> None:
+        verifier, kv_cache_dtype = options.verifier(), options.kv_cache_dtype
+        self.vocab_size = self.original.config.get_text_config().vocab_size
+        self.max_batch_size, self.max_tokens = options.max_batch_size, options.max_tokens
+        self.decode_steps, block_size = options.decode_steps, options.block_size
+        check_lengths(self.original, self.max_tokens)
         check_merged(self.original)
         self.specs = attention_specs(self.original, kv_cache_dtype)
         self.backend_selection = selected(self.specs, block_size, self.device, backend)
         chosen = self.backend_selection.backend
         self.builder = chosen.builder(chosen, self.specs, block_size, self.device)
-        self.plan = CapturePlan.of(
-            CUDAGraphMode.parse(cudagraph_mode),
-            chosen,
-            self.specs,
-            self.device,
-            decode_sizes=checked_capture_sizes(capture_sizes, max_batch_size),
-            mixed_sizes=mixed_capture_sizes,
-            max_batch_size=max_batch_size,
-            max_tokens_per_step=max_tokens_per_step,
-            num_draft_tokens=num_draft_tokens,
-            debug=debug,
-            strict=strict,
-            lazy=lazy_capture,
-            on_failure=on_capture_failure,
-        )
-        tokens_per_request = math.ceil(max_tokens / block_size) * block_size
+        self.plan = CapturePlan.of(options, chosen, self.specs, self.device)
         self.cache = PagedKVCache(
             self.specs,
-            num_tokens=cache_tokens or max_batch_size * tokens_per_request,
+            num_tokens=options.num_cache_tokens,
             block_size=block_size,
             device=self.device,
             cache_layout=cache_layout,
         )
-        self.scheduler = Scheduler(self.cache, max_batch_size, max_tokens_per_step)
-        self.decode_steps = decode_steps
+        self.limits = Limits(
+            self.vocab_size, self.max_tokens, self.cache.num_usable_tokens, options.seed
+        )
         self.runner = StepRunner(
-            model,
+            self.model,
             ModelInputs(self.original, kv_cache_dtype),
             self.cache,
             self.builder,
-            max_batch_size=max_batch_size,
-            max_tokens=max_tokens + num_draft_tokens,
+            max_batch_size=self.max_batch_size,
+            max_tokens=self.max_tokens + options.num_draft_tokens,
             vocab_size=self.vocab_size,
-            num_steps=decode_steps,
+            num_steps=self.decode_steps,
             verifier=verifier,
         )
-        self.pilot = Pilot(self.runner, always_fills=verify is not None)
         self.plan.start(self.runner, self.original)
-        self.seed = seed
+        scheduler = Scheduler(self.cache, self.max_batch_size, options.max_tokens_per_step)
+        self._start_loop(scheduler, always_fills=verifier is not None)
         self.compile_record = Recorder()
-        self.counters = CompileCounters()
         self.compile_seconds = 0.0
-        self.num_steps = {"captured": 0, "called": 0}
-        self._flight: Flight | None = None
         self._next_id = 0
         self._requests: dict[int, Request] = {}
         self._warm = False
         if self.device.type == "cuda":
             start_compile_workers()
-
-    @property
-    def graphs(self) -> StepGraphs | None:
-        """`StepGraphs`; None where nothing is captured."""
-        return self.runner.graphs
 
     @property
     def capture_sizes(self) -> list[int]:
@@ -178,7 +187,6 @@ class DecodeSession:
 
     @property
     def graph_mode(self) -> CUDAGraphMode:
-        """The mode in use."""
         return self.plan.used
 
     @property
@@ -208,10 +216,10 @@ class DecodeSession:
             ValueError: the prompt is empty, too long or holds an unknown token, the request can
                 never fit into the cache, or a parameter is out of range. Nothing is queued.
         """
-        request = self._request(prompt, max_new_tokens, sampling, eos)
-        self._next_id += 1
-        self._requests[request.id] = request
-        self.scheduler.waiting.append(request)
+        (request,) = checked_requests(
+            self._next_id, [prompt], max_new_tokens, sampling, eos, self.limits
+        )
+        self._queue(request)
         return request.id
 
     def result(self, request_id: int) -> Generation | None:
@@ -220,9 +228,7 @@ class DecodeSession:
         Raises:
             ValueError: no request has that id.
         """
-        if request_id not in self._requests:
-            raise ValueError(f"request_id must come from add(), got {request_id!r}")
-        request = self._requests[request_id]
+        request = known_request("request_id", request_id, self._requests)
         if not request.finish_reason:
             return None
         return Generation(list(request.token_ids), request.finish_reason)
@@ -238,111 +244,98 @@ class DecodeSession:
         """Generate for all prompts: one result a prompt, in order.
 
         Arguments and errors as in `add`. A prompt that is refused refuses the call before
-        anything is queued.
+        anything is queued. Tokens of other requests are kept for the next `step`.
         """
-        eos = stop_list(eos)
-        checked = [self._request(p, max_new_tokens, sampling, eos) for p in prompts]
-        ids = [self.add(r.prompt, max_new_tokens, eos=eos, **sampling) for r in checked]
-        bar = tqdm(total=len(ids), desc="generate", unit="request", disable=None, leave=False)
+        requests = checked_requests(
+            self._next_id, prompts, max_new_tokens, sampling, eos, self.limits
+        )
+        bar = tqdm(total=len(requests), desc="generate", unit="request", disable=None, leave=False)
         try:
             with bar:
-                remaining = set(ids)
-                while remaining:
-                    done = {o.request_id for o in self.step() if o.finish_reason} & remaining
-                    remaining -= done
-                    bar.update(len(done))
-            return [cast(Generation, self.result(i)) for i in ids]
+                for request in requests:
+                    self._queue(request)
+                going = requests
+                while going:
+                    self._advance()
+                    still = [r for r in going if not r.finish_reason]
+                    bar.update(len(going) - len(still))
+                    going = still
+            return [cast(Generation, self.result(r.id)) for r in requests]
         finally:  # also when interrupted: nothing of this call stays behind
-            for i in ids:
-                self.discard(i)
+            for request in requests:
+                self.discard(request.id)
 
     def discard(self, request_id: int) -> None:
         """Forget a request, finished or not; its blocks go back to the cache.
 
-        An unknown or discarded id changes nothing.
+        Tokens of it that `step` has not handed out are dropped. An unknown or discarded id changes
+        nothing.
+
+        Raises:
+            ValueError: `request_id` is no int.
         """
-        request = self._requests.pop(request_id, None)
+        if not isinstance(request_id, Integral):
+            raise ValueError(f"request_id must come from add(), got {request_id!r}")
+        request = self._requests.get(int(request_id))
         if request is None:
             return
-        if request in self.scheduler.running:
-            self.scheduler.finish(request)
-        elif request in self.scheduler.waiting:
-            self.scheduler.waiting.remove(request)
+        self.scheduler.leave(request)
+        self.intake.forget(request.id)
+        del self._requests[request.id]  # last: what was interrupted can be done again
 
     # -- steps -------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self) -> list[StepOutput]:
         """Run the next step, or `decode_steps` of them, of all running requests; their new tokens.
 
-        Empty while prompts are computed only in part, and when nothing is
-        left: `num_unfinished` tells. Where nothing speaks against it, the device has begun with
-        what comes next when this returns.
+        Empty while prompts are computed only in part, where a flight lands whose requests have
+        ended, and when nothing is left: `num_unfinished` tells. Where nothing speaks against it,
+        the device has begun with what comes next when this returns. Tokens that were taken in the
+        course of something else (`release`, `generate`, a step that raised) come with the next.
         """
-        self.warm_up()
-        flight = self._flight
-        if flight is None:
-            step = self.scheduler.next_step()
-            if not step:
-                return []
-            captured = self._captured(step)
-            if captured is None or captured.key.query_len != 1:
-                return self._run_alone(step, captured)
-            num_steps = self._num_steps(captured, [s.request for s in step])
-            flight = self._flight = self.pilot.launch(captured, step, num_steps)
-        followed = self._followed(flight)  # refused: the flight is still there to be landed
-        try:
-            outputs = self._land(flight)
-        except BaseException:  # interrupted while waiting: nothing follows what lands later
-            self.pilot.land()
-            raise
-        self._flight = followed
-        return outputs
+        self._advance()
+        return self.intake.hand_out()
 
-    @torch.no_grad()
     def verify_draft(self, drafts: Mapping[int, Sequence[int]]) -> list[StepOutput]:
         """One step in which decoding requests bring tokens that they may generate next.
 
         A request keeps those that it would have generated without them, and one more; a request
-        without a draft, or with a shorter one, takes part too. Prompts come first, as in `step`.
+        without a draft, or with a shorter one, takes part too. Prompts come first, as in `step`. Of
+        1 + k tokens a request, no more go into a step than `max_tokens_per_step` allows; if that is
+        less than 1 + k, the step is one without drafts.
 
         Args:
-            drafts: by request id, up to `num_draft_tokens` tokens.
+            drafts: by request id, up to `num_draft_tokens` tokens. Those of requests that have
+                finished are ignored, and of requests with tokens that this call hands out besides.
 
         Returns:
-            Every request's new tokens, in order: one to 1 + k each.
+            New tokens, those of a request in order: one to 1 + k of requests that brought a draft;
+            what `step` returns where it is one of those; ahead of them what a flight of `step`, or
+            another call, has left.
 
         Raises:
             ValueError: no drafts were asked for when the session was made, a request is not known,
                 has a penalty or a draft that is too long or holds an unknown token.
         """
         k = self.plan.num_draft_tokens
-        checked = checked_drafts(drafts, k, self._requests, self.vocab_size)
-        self.warm_up()
-        outputs = [] if self._flight is None else self.step()
-        outputs += self._settle()
-        step = self.scheduler.next_step()
-        if not step or not all(s.num_tokens == 1 and s.wants_token for s in step):
-            return outputs + self.step()
-        drafted = []
-        for s in step:
-            stale = any(o.request_id == s.request.id for o in outputs)
-            known = () if stale else checked.get(s.request.id, ())
-            draft = (*known, *[0] * (k - len(known)))
-            drafted.append(dataclasses.replace(s, num_tokens=1 + k, draft=draft))
-        return outputs + self._run_alone(drafted, self._captured(drafted))
+        self._advance_drafted(checked_drafts(drafts, k, self._requests, self.vocab_size))
+        return self.intake.hand_out()
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run."""
-        return len(self.scheduler.waiting) + len(self.scheduler.running)
+        """Requests that wait or run, or whose last tokens `step` has yet to hand out."""
+        return len(self.scheduler.waiting) + len(self.scheduler.running) + self.intake.num_ended
 
+    @in_surroundings
     def warm_up(self) -> None:
         """Compile the model and capture the decode steps, largest first.
 
         Runs by itself before the first step. Inside `graphs.dump` a model that was compiled before
         is compiled once more, so that the dump sees it.
         """
+        self._warm_up()
+
+    def _warm_up(self) -> None:
         unseen = [r for r in recorders() if r.texts and self not in r.sessions]
         for recorder in unseen:
             recorder.sessions.add(self)
@@ -356,10 +349,7 @@ class DecodeSession:
             bar.update()
         self.counters.warm()
         if self.graphs is not None and not self.plan.lazy:
-            keys = self.plan.first_keys()
-            for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
-                with torch.no_grad():
-                    self.runner.captured(key, mode)
+            self._capture_first()
         self._warm = True  # last: what was interrupted is done again
 
     def report(self) -> "SessionReport":
@@ -368,8 +358,12 @@ class DecodeSession:
 
         return SessionReport.of(self)
 
+    @in_surroundings
     def release(self) -> None:
-        """Give captured graphs and their memory back; the session goes on uncaptured."""
+        """Give captured graphs and their memory back; the session goes on uncaptured.
+
+        Tokens that are in the air come with the next `step`.
+        """
         if self.graphs is not None:
             self._settle()
             self.pilot.mailbox.clear()
@@ -379,114 +373,17 @@ class DecodeSession:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _request(
-        self,
-        prompt: Sequence[int],
-        max_new_tokens: int,
-        sampling: Mapping[str, Any],
-        eos: int | Iterable[int] | None,
-    ) -> Request:
-        params = SamplingParams(**sampling)
-        if params.seed is None:
-            params = dataclasses.replace(params, seed=_seed(self.seed, self._next_id))
-        return checked_request(
-            self._next_id,
-            prompt,
-            max_new_tokens,
-            params,
-            eos,
-            vocab_size=self.vocab_size,
-            max_tokens=self.max_tokens,
-            cache_tokens=self.cache.num_usable_tokens,
-        )
+    def _queue(self, request: Request) -> None:
+        self._next_id = request.id + 1
+        self._requests[request.id] = request  # first: `discard` knows what is queued
+        self.scheduler.waiting.append(request)
 
-    def _captured(self, step: list[Scheduled]) -> CapturedStep | None:
-        """The graph that holds the step, captured if need be; None: it is called."""
-        if self.graphs is None:
-            return None
-        rows = 1 + len(step[0].draft)  # of each, where only decodes are in the step
-        uniform = all(s.num_tokens == rows and s.wants_token for s in step)
-        mode, key = self.plan.dispatcher.dispatch(
-            sum(s.num_tokens for s in step), len(step), rows if uniform else None, _kind(step)
-        )
-        if key is None or (rows > 1 and not key.uniform):  # mixed keys have logits of last rows
-            return None
-        return self.runner.captured(key, mode)
-
-    def _run_alone(self, step: list[Scheduled], captured: CapturedStep | None) -> list[StepOutput]:
-        """A step that ends with its tokens on the host."""
-        self.pilot.land()
-        if captured is None:
-            return self._take(step, self._call(step))
-        self.runner.fill(captured.tensors, step, captured.key.sampling)
-        self.runner.launch(captured)
-        self.num_steps["captured"] += 1
-        tokens = captured.tensors.device["tokens"][0].tolist()
-        rows = len(step[0].draft) + 1
-        return self._take(step, [tokens[i * rows : (i + 1) * rows] for i in range(len(step))])
-
-    def _call(self, step: list[Scheduled]) -> list[list[int]]:
-        self.num_steps["called"] += 1
-        with self.counters.watching():
-            return self.runner.call(step, _kind(step))
-
-    def _num_steps(
-        self, captured: CapturedStep, requests: Sequence[Request], begun: int = 0
-    ) -> int:
-        """Steps to launch: no more than the longest of the requests still needs."""
-        if not self.pilot.may_stay(captured):
-            return 1
-        return min(self.decode_steps, max(r.remaining - begun for r in requests))
-
-    def _followed(self, flight: Flight) -> Flight | None:
-        """The next flight of the same requests, launched before the tokens of this one are read.
-
-        None where the batch changes: a request ends, or another one can run.
-        """
-        going = all(r.remaining > flight.num_steps for r in flight.requests)
-        same = flight.requests == self.scheduler.running and not self.scheduler.can_admit
-        captured = flight.captured
-        if not (going and same and self.pilot.may_follow(flight)):
-            return None
-        num_steps = self._num_steps(captured, flight.requests, flight.num_steps)
-        return self.pilot.follow(flight, num_steps)
-
-    def _land(self, flight: Flight) -> list[StepOutput]:
-        """Read a flight's tokens; what a request drew behind its end is dropped."""
-        self.num_steps["captured"] += flight.num_steps
-        outputs = []
-        for tokens in flight.wait():
-            live = [
-                (Scheduled(request, 1), [token])
-                for request, token in zip(flight.requests, tokens, strict=True)
-                if request.id in self._requests and not request.finish_reason
-            ]
-            outputs += self._take([s for s, _ in live], [t for _, t in live])
-        return outputs
-
-    def _settle(self) -> list[StepOutput]:
-        """Land what is in the air, and let nothing follow; its tokens are taken in any case."""
-        flight, self._flight = self._flight, None
-        self.pilot.land()
-        return [] if flight is None else self._land(flight)
-
-    def _take(self, step: list[Scheduled], tokens: list[list[int]]) -> list[StepOutput]:
-        outputs = []
-        for scheduled, drawn in zip(step, tokens, strict=True):
-            request, wanted = scheduled.request, scheduled.wants_token
-            request.num_computed += scheduled.num_tokens - len(scheduled.draft)
-            if not wanted:
-                continue
-            for draft, token in zip((*scheduled.draft, None), drawn, strict=True):
-                request.append(token)
-                outputs.append(StepOutput(request.id, token, request.finish_reason))
-                if request.finish_reason:
-                    self.scheduler.finish(request)
-                    break
-                if token != draft:
-                    break
-                request.num_computed += 1
-        return outputs
+    def _capture_first(self) -> None:
+        keys, guess = self.plan.first_keys(), self.report().graph_bytes_estimated
+        if guess is not None:
+            logger.info("capturing %d graphs, estimated at %s", len(keys), human(guess))
+        for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
+            self.runner.captured(key, mode)
 
     def _compile_again(self) -> None:
         """Forget what was compiled and compile it anew; graphs are captured again when needed."""
@@ -498,17 +395,5 @@ class DecodeSession:
         self._compile()
 
     def _compile(self) -> None:
-        with paused_collector(), torch.no_grad():
+        with paused_collector():
             self.compile_seconds = self.runner.compile(dynamic_batch)
-
-
-def _kind(step: Sequence[Scheduled]) -> Sampling:
-    return max(s.request.sampling.kind for s in step)
-
-
-def _seed(session_seed: int, request_id: int) -> int:
-    """Seeds of requests that bring none: far apart for sessions and requests (SplitMix64)."""
-    x = (session_seed * 0x9E3779B97F4A7C15 + request_id * 0xBF58476D1CE4E5B9 + 1) % 2**64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    return (x ^ (x >> 31)) % 2**63

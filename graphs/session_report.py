@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from fx_passes.observe import fast_prefill_line
 from graphs.capture import CapturedStep
 from graphs.failures import CaptureError
 from graphs.levels import NOTHING_BROKEN
@@ -115,6 +116,7 @@ class SessionReport:
     num_verified: int  # replays that were compared with a call; a difference was raised
     num_forgiven: int  # tokens of them that differed and were as good as the call's
     compile_seconds: float
+    fast_prefill: str | None  # what it does, or why nothing; None: switched off or not compiled
     num_graphs: int  # of Dynamo
     num_breaks: int
     num_recompiles: int
@@ -147,6 +149,7 @@ class SessionReport:
             num_verified=0 if verifier is None else verifier.num_checked,
             num_forgiven=0 if verifier is None else verifier.num_forgiven,
             compile_seconds=session.compile_seconds,
+            fast_prefill=fast_prefill_line(session.compile_record.passes),
             num_graphs=counters.num_graphs,
             num_breaks=counters.num_breaks,
             num_recompiles=counters.num_recompiles,
@@ -270,6 +273,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
             f"{r.num_graphs} graphs, {r.num_breaks} breaks, {r.num_recompiles} recompiles after "
             f"warm-up, {r.compile_seconds:.1f} s",
         ),
+        *((("fast prefill", r.fast_prefill),) if r.fast_prefill else ()),
     ]
 
 

@@ -147,6 +147,7 @@ class Verifier:
                 f"kv_cache_dtype must be known, got {kv_cache_dtype!r}; "
                 f"supported: {', '.join(KV_CACHE_DTYPES)}"
             )
+        self.kv_cache_dtype = kv_cache_dtype
         self._fp8 = KV_CACHE_DTYPES[kv_cache_dtype]
         self._tolerances = checked_tolerances(tolerance)
         self.directory = None if directory is None else Path(directory)
@@ -208,12 +209,7 @@ class Verifier:
         touched = _Touched.of(state, caches, slots, more or {})
         before = touched.save()
         try:
-            sums = [row_sums(c) for c in caches] if self.strict_writes else []
-            replay()
-            replayed = touched.save(outputs)
-            findings = [
-                stray_writes(i, caches[i], old, touched.slots) for i, old in enumerate(sums)
-            ]
+            replayed, findings = self._replayed(touched, replay, outputs)
             touched.restore(before)
             eager()
             called = touched.save(outputs)
@@ -233,6 +229,19 @@ class Verifier:
         raise self._error(key, findings, touched, before, replayed, called)
 
     # -- comparing ---------------------------------------------------------------------------------
+
+    def _replayed(
+        self,
+        touched: _Touched,
+        replay: Callable[[], object],
+        outputs: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> tuple[_Saved, list[Finding]]:
+        """What the replay leaves, and rows of the caches that it must not have written."""
+        caches = touched.caches
+        sums = [row_sums(c) for c in caches] if self.strict_writes else []
+        replay()
+        saved = touched.save(outputs)
+        return saved, [stray_writes(i, caches[i], s, touched.slots) for i, s in enumerate(sums)]
 
     def _compare_rows(self, replayed: _Saved, called: _Saved) -> list[Finding]:
         findings = []

@@ -135,6 +135,15 @@ def num_graphs() -> Callable[[], int]:
     return lambda: counters["stats"]["unique_graphs"]
 
 
+_SHARING = {
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "layer_types": [f"{t}_attention" for t in ("sliding", "sliding", "full", "sliding", "full")],
+    "head_dim": 16,
+    "sliding_window": 6,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+}
 CONFIGS = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
@@ -161,7 +170,22 @@ CONFIGS = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    # Layer 3 shares the cache of layer 1, layer 4 that of layer 2.
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **_SHARING,
+            "altup_num_inputs": 2,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {**_SHARING, "global_head_dim": 32, "use_double_wide_mlp": True},
+    ),
 }
+"""Config class and sizes; models whose layers share caches fix their number of layers."""
 
 
 def build_model(

@@ -72,12 +72,17 @@ class AutoMetadataBuilder(AttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> AttentionMetadata:
         builder = self._builder(common_attn_metadata)
-        return builder.build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = builder.build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata.reduce = self.build_logits_rows  # by the backend that is best for few rows
+        return metadata
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> AttentionMetadata:
-        return self._builder(common_attn_metadata).build_for_cudagraph_capture(common_attn_metadata)
+        builder = self._builder(common_attn_metadata)
+        metadata = builder.build_for_cudagraph_capture(common_attn_metadata)
+        metadata.reduce = self.build_logits_rows
+        return metadata
 
 
 def forward(

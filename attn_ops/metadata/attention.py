@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -12,6 +12,10 @@ import torch
 from attn_ops._compat import OpaqueBase, register_opaque_reference
 from attn_ops.metadata.chunked_local import make_local_attention_virtual_batches
 from attn_ops.metadata.common import CommonAttentionMetadata
+from attn_ops.metadata.fast_prefill import (
+    make_kv_sharing_fast_prefill_common_attn_metadata,
+    with_known_logits_rows,
+)
 from attn_ops.metadata.shared_prefix import split_shared_prefix
 from attn_ops.metadata.splits import (
     InputBatch,
@@ -127,6 +131,7 @@ class AttentionMetadata(OpaqueBase):
         cascade: the same step as attention over the prefix that all requests share and over what
             is behind it; None: no prefix is shared.
         groups: what a grouped backend keeps of its groups; None: one backend for all layers.
+        reduce: makes the metadata of `logits_rows`; None: its builder cannot.
 
     Dynamo of torch 2.11 takes no subclass where an operator's schema names this class.
     """
@@ -147,7 +152,50 @@ class AttentionMetadata(OpaqueBase):
         self.chunked: dict[int, AttentionMetadata] = {}
         self.cascade: tuple[AttentionMetadata, AttentionMetadata] | None = None
         self.groups: Groups | None = None
+        self.reduce: Callable[[CommonAttentionMetadata], AttentionMetadata] | None = None
+        self._logits_rows: AttentionMetadata | None = None
         self.supported: set[tuple] = set()  # configurations that the backend was found to support
+
+    def logits_rows(self, num_rows: int) -> "AttentionMetadata":
+        """The step reduced to the rows whose logits are wanted, for layers that see only those.
+
+        Made when first asked for. The same metadata, where all rows are wanted.
+
+        Args:
+            num_rows: rows that the layer sees; as many as the batch says, padding included.
+
+        Raises:
+            ValueError: the batch does not say which rows those are, they are others or, as far as
+                the host sees, not the last of their requests.
+        """
+        if self._logits_rows is None:
+            self._logits_rows = self._reduced()
+        if self._logits_rows is not self and self.num_logits_rows != num_rows:
+            raise ValueError(
+                f"logits rows must be those of the batch, {self.num_logits_rows} with padding, "
+                f"got {num_rows}"
+            )
+        return self._logits_rows
+
+    @property
+    def num_logits_rows(self) -> int:
+        """Entries of the batch's logits indices, padding included."""
+        padded = self.common.logits_indices_padded
+        indices = self.common.logits_indices if padded is None else padded
+        return 0 if indices is None else indices.shape[0]
+
+    def _reduced(self) -> "AttentionMetadata":
+        common = self.common
+        if common.max_query_len <= 1:
+            return self
+        if common.num_logits is None and common.num_logits_indices == common.num_actual_tokens:
+            return self
+        if self.reduce is None:
+            raise ValueError(
+                f"attn_metadata must come from build() of backend {self.backend.name}'s builder "
+                "for a model with fast prefill, got metadata without a way to reduce it"
+            )
+        return self.reduce(common)
 
     def __repr__(self) -> str:
         c = self.common
@@ -258,10 +306,29 @@ class AttentionMetadataBuilder(Generic[M]):
                 f"common must have block_size {self.block_size}, got {common.block_size}"
             )
         if common_prefix_len:
-            return self._build_cascade(common_prefix_len, common)  # type: ignore
-        metadata = self._planned([s for s in self.specs if not s.attention_chunk_size], common)
-        self._add_chunked(metadata)
+            metadata = self._build_cascade(common_prefix_len, common)
+        else:
+            metadata = self._planned([s for s in self.specs if not s.attention_chunk_size], common)
+            self._add_chunked(metadata)
+        metadata.reduce = self.build_logits_rows
         return metadata  # type: ignore
+
+    def build_logits_rows(self, common_attn_metadata: CommonAttentionMetadata) -> M:
+        """Metadata of a batch reduced to its logits rows; no prefix is taken apart.
+
+        Args:
+            common_attn_metadata: the whole batch, with logits_indices_padded and
+                num_logits_indices, and their mirror logits_indices_cpu or, under capture,
+                num_logits. The rows must be the last of their requests.
+
+        Raises:
+            ValueError: one of them is missing or wrong.
+        """
+        common = with_known_logits_rows(common_attn_metadata)
+        reduced = make_kv_sharing_fast_prefill_common_attn_metadata(common)
+        if reduced.query_start_loc_cpu is None:
+            return self.build_for_cudagraph_capture(reduced)
+        return self.build(0, reduced)
 
     def _planned(
         self, specs: Sequence[AttentionSpec], common: CommonAttentionMetadata

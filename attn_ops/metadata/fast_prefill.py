@@ -80,6 +80,26 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     )
 
 
+def with_known_logits_rows(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """The batch with what a reduction needs; `logits_indices` stands in for the padded ones.
+
+    Raises:
+        ValueError: the rows are missing, unknown on the host without `num_logits`, or not the last
+            rows of their requests.
+    """
+    if common.logits_indices_padded is None and common.logits_indices is not None:
+        rows = common.logits_indices
+        common = common.replace(logits_indices_padded=rows, num_logits_indices=rows.shape[0])
+    padded, count = _logits_rows(common)
+    if common.num_logits is None and _rows_on_host(common, padded, count) is None:
+        raise ValueError(
+            "logits_indices_cpu must be given for fast prefill on "
+            f"{common.device.type}, got None: the host checks that they are the last rows"
+        )
+    _check_last_rows(common, padded, count)
+    return common
+
+
 def _logits_rows(common: CommonAttentionMetadata) -> tuple[torch.Tensor, int]:
     padded, count = common.logits_indices_padded, common.num_logits_indices
     if padded is None or count is None:

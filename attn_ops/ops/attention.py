@@ -24,7 +24,7 @@ _ARGUMENTS = (
     f"Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
     "int? sliding_window=None, float? soft_cap=None, Tensor? alibi_slopes=None, "
     "Tensor? sinks=None, str kv_cache_dtype='auto', Tensor? k_scale=None, Tensor? v_scale=None, "
-    "int? attention_chunk_size=None, bool? causal=None"
+    "int? attention_chunk_size=None, bool? causal=None, bool logits_rows=False"
 )
 # Host values of the metadata reach the kernels: Inductor's own graphs ("reduce-overhead") are cut
 # around the operators. Ours are captured by contract, see docs/graphs.md.
@@ -42,16 +42,20 @@ def _attention(
     *,
     attention_chunk_size: int | None = None,
     causal: bool | None = None,
+    logits_rows: bool = False,
     **options: object,
 ) -> torch.Tensor:
     if breaks.hook is not None:
         more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
+        more |= {"logits_rows": logits_rows}
         call = AttentionCall(_attention, q, kv_cache, meta, scale, more, with_lse=False)
         if (results := breaks.hook(call)) is not None:
             return results[0]
     asked = _asked(scale, **options) if options else _plain(scale)
     if causal is not None:
         check_causal(meta, causal)
+    if logits_rows:
+        meta = meta.logits_rows(q.shape[0])
     if attention_chunk_size is not None:
         meta = batch_of(meta, attention_chunk_size, asked)
     check_attention_inputs(q, kv_cache, meta, asked)
@@ -88,10 +92,12 @@ def _attention_with_lse(
     *,
     attention_chunk_size: int | None = None,
     causal: bool | None = None,
+    logits_rows: bool = False,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if breaks.hook is not None:
         more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
+        more |= {"logits_rows": logits_rows}
         call = AttentionCall(_attention_with_lse, q, kv_cache, meta, scale, more, with_lse=True)
         if (results := breaks.hook(call)) is not None:
             return results[0], results[1]
@@ -99,6 +105,8 @@ def _attention_with_lse(
     asked = _asked(scale, **options, lse=lse)
     if causal is not None:
         check_causal(meta, causal)
+    if logits_rows:
+        meta = meta.logits_rows(q.shape[0])
     meta = batch_of(meta, attention_chunk_size, asked)
     check_attention_inputs(q, kv_cache, meta, asked)
     return attend(q, kv_cache, meta, asked), lse
@@ -174,6 +182,7 @@ def attention(
     v_scale: torch.Tensor | None = None,
     attention_chunk_size: int | None = None,
     causal: bool | None = None,
+    logits_rows: bool = False,
     v_head_size: int | None = None,
 ) -> torch.Tensor:
     """Attention of the batch's query rows over the paged cache, by the backend that `meta` names.
@@ -193,6 +202,8 @@ def attention(
         attention_chunk_size: a query sees the keys of its own chunk of so many tokens (Llama 4);
             the builder must have had a spec with it. None sees all.
         causal: what `meta.common.causal` must be, which a compiled layer cannot look at; None: any.
+        logits_rows: q holds only the rows whose logits are wanted, [R, N, H], see
+            `AttentionMetadata.logits_rows`; what the pass `fast_prefill` writes.
         v_head_size: V of values that `write_kv` stored padded to H. None is H.
 
     Returns:
@@ -204,7 +215,8 @@ def attention(
     """
     plain = sliding_window is None and soft_cap is None and kv_cache_dtype == "auto"
     plain = plain and alibi_slopes is None and sinks is None and k_scale is None
-    if plain and v_scale is None and attention_chunk_size is None and causal is None:
+    plain = plain and v_scale is None and attention_chunk_size is None
+    if plain and causal is None and not logits_rows:
         # Half of what the call costs is the dispatcher's reading of keywords.
         out = torch.ops.attn_ops.attention.default(q, kv_cache, meta, scale)
     else:
@@ -212,6 +224,7 @@ def attention(
             q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
             v_scale=v_scale, attention_chunk_size=attention_chunk_size, causal=causal,
+            logits_rows=logits_rows,
         )  # fmt: skip
     return out if v_head_size is None else _narrowed(out, v_head_size)
 
@@ -231,6 +244,7 @@ def attention_with_lse(
     v_scale: torch.Tensor | None = None,
     attention_chunk_size: int | None = None,
     causal: bool | None = None,
+    logits_rows: bool = False,
     v_head_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention`, and the log of every softmax's denominator, for merging partial results.
@@ -246,6 +260,7 @@ def attention_with_lse(
         q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap,
         alibi_slopes=alibi_slopes, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
         v_scale=v_scale, attention_chunk_size=attention_chunk_size, causal=causal,
+        logits_rows=logits_rows,
     )  # fmt: skip
     return out if v_head_size is None else _narrowed(out, v_head_size), lse
 

@@ -39,6 +39,7 @@ class AttentionCall:
         """Geometry of the layer, as the builder was given it."""
         keywords = dict(self.options)
         chunk, causal = keywords.pop("attention_chunk_size"), keywords.pop("causal")
+        keywords.pop("logits_rows")
         if causal is None:
             causal = self.meta.common.causal
         spec = AttentionOptions(self.scale, **keywords).spec(self.q, self.kv_cache, causal)

@@ -38,8 +38,9 @@ def sample(
     """One token per row; no host read, so that it can be captured.
 
     Args:
-        logits: [R, V], any float dtype; not changed. NaN counts as -inf. A token at -inf is never
-            drawn, but 0 is the token of a row that is -inf throughout.
+        logits: [R, V], any float dtype; not changed. A token at -inf is never drawn, but 0 is the
+            token of a row that is -inf throughout. NaN is an error of the model's: the token of
+            such a row may be any of the vocabulary, and another one in a step of another kind.
         fields: the tensors [R] of `FIELDS`. Rows of temperature 0 take the most likely token,
             after penalties.
         positions: [R] int64, index that the drawn token will have in its sequence.

@@ -1,10 +1,11 @@
 """What a request asks of sampling, checked, and as the tensors of a step."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphs.modes import Sampling
@@ -81,6 +82,21 @@ class SamplingParams:
             return Sampling.FILTERED
         return Sampling.RANDOM
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "SamplingParams":
+        """From fields by name.
+
+        Raises:
+            ValueError: there is no field of a name, or a value is out of range.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown = next((name for name in fields if name not in names), None)
+        if unknown is not None:
+            raise ValueError(
+                f"sampling parameters must be known, got {unknown}; supported: {', '.join(names)}"
+            )
+        return cls(**fields)
+
     def values(self, default_seed: int = 0) -> tuple[float | int, ...]:
         """One value for each of `FIELDS`, in order."""
         seed = default_seed if self.seed is None else self.seed
@@ -101,8 +117,9 @@ def stacked(
 def _check_real(name: str, value: Any, low: float, high: float, *, exclusive: bool = False) -> None:
     """`exclusive`: `low` itself is refused, and what becomes it in float32."""
     number = isinstance(value, Real) and not isinstance(value, bool)
-    number = number and low <= float(value) <= high  # NaN is not
-    if not number or (exclusive and torch.tensor(value, dtype=torch.float32) == low):
+    comparable: Any = value  # as it is: an int may be too large for a float
+    number = number and low <= comparable <= high  # NaN is not
+    if not number or (exclusive and np.float32(value) == low):
         supported = f"{'above' if exclusive else 'from'} {low:g} to {high:g}, in float32"
         raise ValueError(f"{name} must be a number in range, got {value!r}; supported: {supported}")
 

@@ -55,7 +55,7 @@ class PenaltyState:
             self.in_prompt.zero_()
             self.output_counts.zero_()
         else:
-            cleared_S = self._sent(torch.tensor(list(rows), dtype=torch.int64))
+            cleared_S = self._sent(_on_host(rows))
             self.in_prompt.index_fill_(0, cleared_S, False)
             self.output_counts.index_fill_(0, cleared_S, 0)
         prompt_T, output_T = pairs
@@ -74,13 +74,16 @@ class PenaltyState:
         """Places [T] in a flat [R, V] of every token of every list, on the device."""
         tokens = [token for tokens in lists for token in tokens]
         _check_range("tokens", tokens, vocab_size)
-        lengths_S = torch.tensor([len(tokens) for tokens in lists], dtype=torch.int64)
-        row_T = torch.tensor(list(rows), dtype=torch.int64).repeat_interleave(lengths_S)
-        return self._sent(row_T * vocab_size + torch.tensor(tokens, dtype=torch.int64))
+        row_T = _on_host(rows).repeat_interleave(_on_host([len(tokens) for tokens in lists]))
+        return self._sent(row_T * vocab_size + _on_host(tokens))
 
     def _sent(self, x: torch.Tensor) -> torch.Tensor:
         device = self.output_counts.device
         return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def _on_host(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")
 
 
 def penalized(

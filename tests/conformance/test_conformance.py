@@ -125,7 +125,7 @@ def test_groups(name, device, heads):
 
 
 @on_every_place
-@pytest.mark.parametrize("head_size", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 112, 128, 192, 256, 512])
 def test_head_sizes(name, device, head_size):
     backend = usable(name)
     support = backend.support

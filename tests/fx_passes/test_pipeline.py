@@ -23,7 +23,7 @@ from fx_passes import (
 from fx_passes.base import Pass
 from fx_passes.pipeline import SLOT, AtenPipeline, with_user_pass
 
-BUILT_IN = ["outline_layers", "share_products", "collapse_views"]
+BUILT_IN = ["fast_prefill", "outline_layers", "share_products", "collapse_views"]
 aten = torch.ops.aten
 
 
@@ -96,10 +96,10 @@ def test_built_in_order():
 @pytest.mark.parametrize(
     ("where", "index"),
     [
-        ({}, 3),
-        ({"before": "outline_layers"}, 0),
-        ({"after": "share_products"}, 2),
-        ({"before": "collapse_views"}, 2),
+        ({}, 4),
+        ({"before": "outline_layers"}, 1),
+        ({"after": "share_products"}, 3),
+        ({"before": "collapse_views"}, 3),
     ],
 )
 def test_register_and_unregister(where, index):
@@ -116,7 +116,7 @@ def test_refusals():
     ):
         register_pass(Counting, before="share_products", after="collapse_views")
     with pytest.raises(
-        ValueError, match="must name a pass, got 'nothing'; supported: outline_layers, share"
+        ValueError, match="must name a pass, got 'nothing'; supported: fast_prefill, outline_layers"
     ):
         register_pass(Counting, after="nothing")
     with pytest.raises(ValueError, match="name must be a pass, got 'counting'"):
@@ -239,7 +239,7 @@ def test_split_refuses_what_is_no_bool(value):
 def test_split_refuses_unknown_options():
     with pytest.raises(
         ValueError,
-        match="got 'share_product'; supported: collapse_views, outline_layers, share_products",
+        match="got 'share_product'; supported: collapse_views, fast_prefill, outline_layers",
     ):
         PassConfig.split({"share_product": False})
 

@@ -208,6 +208,20 @@ def test_model_that_was_cast_has_moved():
     assert book.changes()["model.linear.weight"] == "of dtype float64, not float32"
 
 
+@pytest.mark.parametrize("new", [Layer, torch.nn.Identity])
+def test_replaced_submodules(new):
+    """Also where nothing in them is read by address."""
+    model = torch.nn.Sequential(Layer(), torch.nn.ReLU())
+    book = AddressBook.of(model=model)
+    old, model[1] = model[1], new()
+    assert book.moved() == ["model.1"]
+    model[1] = old
+    assert book.moved() == []
+    model[0] = Layer()
+    wanted = ["model.0.scale", "model.0.linear.weight", "model.0.linear.bias"]
+    assert book.moved() == [*wanted, "model.0", "model.0.linear"]
+
+
 def metadata(**changes):
     common = CommonAttentionMetadata.from_lengths([1, 1], [3, 5], [[1, 2], [3, 4]], 4)
     common = dataclasses.replace(common, **changes)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ import graphs
 from graphs.dump_index import MARKER
 
 PROMPTS = [[1, 2, 3], list(range(20))]
+FOLDERS = {"passes", "pictures", "final", "inductor", "depyf"}
 
 
-def compiled_session(model) -> graphs.DecodeSession:
-    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+def compiled_session(model, **options) -> graphs.DecodeSession:
+    compiled: Any = torch.compile(
+        model, backend=fx_passes.attn_ops, fullgraph=True, options=options
+    )
     return graphs.DecodeSession(compiled, max_batch_size=2, max_tokens=32, max_tokens_per_step=8)
 
 
@@ -54,7 +58,7 @@ def test_a_session_inside(make_model, expected, tmp_path):
     names = files(directory)
     assert linked(directory) == names - {"index.md", "index.html"}  # each listed, none missing
     folders = {name.split("/")[0] for name in names}
-    assert folders == {"index.md", "index.html", "passes", "final", "inductor", "depyf"}
+    assert folders == {"index.md", "index.html", *FOLDERS}
     index = (directory / "index.md").read_text()
     assert index.startswith(MARKER)
     assert "backend TORCH" in index
@@ -155,6 +159,51 @@ def test_skip_reasons_are_listed(tmp_path):
         fx_passes.unregister_pass("reluctant")
     for name in ("index.md", "index.html"):
         assert "left alone: it is [not] worth it" in (directory / name).read_text()
+
+
+def test_fast_prefill_is_pictured(make_model, expected, tmp_path):
+    """Its graphs are drawn, and what it saves is in the index and in the session's report."""
+    session = compiled_session(make_model("llama"), fast_prefill="on")
+    with graphs.dump(tmp_path) as directory:
+        assert session.generate(PROMPTS, 6) == expected
+    before, after = (
+        (directory / "pictures" / f"main_fast_prefill_{when}.mmd").read_text()
+        for when in ("before", "after")
+    )
+    assert before.startswith("flowchart TD")
+    assert after.count(":::logits") > before.count(":::logits") > 0
+    line = (
+        "computes 5 of 14 products and 1 of 2 attentions for logits rows only; "
+        "saves 53,248 FLOP and 5,800 bytes a dead row"
+    )
+    assert session.report().fast_prefill == line
+    assert line in re.sub(r"\s+", " ", str(session.report()))
+    for name in ("index.md", "index.html"):
+        index = (directory / name).read_text()
+        assert f"Fast prefill: {line}." in index
+        assert "pictures/main_fast_prefill_after.mmd" in index
+    drawn = {p.name for p in (directory / "pictures").iterdir()}
+    passes = [p for p in session.compile_record.passes if p.stage == "dynamo" and p.matches]
+    assert drawn == {
+        f"main_{p.pass_name}_{when}.mmd" for p in passes for when in ("before", "after")
+    }
+
+
+@pytest.mark.parametrize("switch", ["off", "auto"])
+def test_fast_prefill_does_nothing(tmp_path, switch):
+    compiled = torch.compile(
+        lambda x, w: torch.relu(x @ w),
+        backend=fx_passes.attn_ops,
+        dynamic=True,
+        options={"fast_prefill": switch},
+    )
+    with graphs.dump(tmp_path) as directory:
+        compiled(torch.ones(3, 4), torch.ones(4, 5))
+    index = (directory / "index.md").read_text()
+    line = "Fast prefill: nothing is dropped: no rows are selected by a tensor of indices"
+    assert (line in index) == (switch == "auto")
+    assert ("Fast prefill" in index) == (switch == "auto")
+    assert not (directory / "pictures").exists()
 
 
 # -- depyf -----------------------------------------------------------------------------------------

@@ -267,7 +267,8 @@ def test_keys_in_words():
 
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))
 def test_every_mode(model, mode):
-    session = make(model, cudagraph_mode=mode, decode_steps=2)
+    debug = None if mode is CUDAGraphMode.NONE else "eager_replay"
+    session = make(model, cudagraph_mode=mode, decode_steps=2, debug=debug)
     session.generate(PROMPTS, 3)
     report = session.report()
     assert (report.mode_asked, report.mode_used) == (mode.name, mode.name)

@@ -110,8 +110,12 @@ def grouped_backend(
 
     Raises:
         ValueError: a group is no layers or no backend, is grouped itself, two backends have one
-            name, or no block size fits all of them.
+            name, the name is not upper case, or no block size fits all of them.
     """
+    if not isinstance(groups, Mapping):
+        raise ValueError(f"groups must be a mapping of layers to backends, got {groups!r:.80}")
+    if not isinstance(name, str) or not name or name != name.upper():
+        raise ValueError(f"name must be upper case, got {name!r}")
     pairs = tuple((_checked_layers(k), _checked_backend(b)) for k, b in groups.items())
     last = _checked_backend(default)
     if not pairs:

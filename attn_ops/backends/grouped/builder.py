@@ -197,6 +197,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         for chunk, plans in chunked.items():
             metadata.chunked[chunk] = self._routed(next(iter(plans.values())).common, plans)
         self._add_cascade(metadata)
+        metadata.reduce = self.build_logits_rows
         return metadata
 
     def _add_cascade(self, metadata: AttentionMetadata) -> None:

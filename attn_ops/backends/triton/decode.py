@@ -204,6 +204,8 @@ def decode_constants(padded_head_size: int, dtype: torch.dtype, fp8: bool) -> De
     """
     if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         return DecodeConstants(32, 4, 1) if padded_head_size <= 64 else DecodeConstants(16, 8, 1)
+    if padded_head_size > 256:
+        return DecodeConstants(16, 4, 2)
     if fp8:  # one warp converts a tile for itself; more of them hide that
         return DecodeConstants(32, 1, 4, long_programs_per_sm=16)
     return DecodeConstants(32, 2, 4) if padded_head_size <= 128 else DecodeConstants(32, 4, 3)

@@ -130,7 +130,12 @@ def choose_launch(q: torch.Tensor, cache: torch.Tensor, common: CommonAttentionM
     """
     (_, num_heads, head_size), num_kv_heads = q.shape, cache.shape[-2]
     padded_head_size = triton.next_power_of_2(head_size)
-    if q.dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
+    if padded_head_size > 256:  # q alone fills the registers of half as many rows
+        large = shared_memory(q.device) >= 132 * 1024
+        launch = Launch(64, 16, 8, 2) if large else Launch(32, 16, 8, 1)
+        if q.dtype == torch.float32:
+            launch = Launch(16, 16, 8, 1)
+    elif q.dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         launch = Launch(32, 32, 4, 1) if padded_head_size <= 64 else Launch(32, 16, 8, 1)
     elif padded_head_size > 128:
         launch = Launch(128 if shared_memory(q.device) >= 132 * 1024 else 64, 32, 8, 3)

@@ -3,7 +3,8 @@
 The model takes more forward keywords, which Transformers hands down to every layer untouched:
 
     attn_metadata        AttentionMetadata, the batch
-    kv_caches            per layer [num_blocks, 2, block_size, num_kv_heads, head_size]
+    kv_caches            per layer [num_blocks, 2, block_size, num_kv_heads, head_size]; none for
+                         layers that share another's (Gemma 3n, Gemma 4), see `cache_index`
     slot_mapping         [T] int64, optional: read from attn_metadata when it is not given
     kv_cache_dtype       auto, fp8_e4m3 or fp8_e5m2: what the caches hold
     cross_attn_metadata, cross_kv_caches, cross_slot_mapping
@@ -26,6 +27,7 @@ from attn_ops.integrations.transformers.forward import (
     no_mask,
     register,
 )
+from attn_ops.integrations.transformers.layers import cache_index
 from attn_ops.integrations.transformers.specs import attention_specs, cross_attention_specs
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "PackedPositions",
     "attention_forward",
     "attention_specs",
+    "cache_index",
     "check_lengths",
     "counts_positions",
     "cross_attention_specs",

@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 import torch.fx.experimental._config as symbolic_shapes_config
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_impls import _compute_stride
 
 
 def check_lengths(model: Any, max_tokens: int) -> None:
@@ -57,8 +59,23 @@ def dynamic_batch(
     # The meta of copy_, which torch.polar is traced through (Llama 4), asks whether its target
     # overlaps itself, and so guards on T > 1 (torch 2.13). 2 is torch's answer if it cannot say.
     overlap = mock.patch.object(torch, "_debug_has_internal_overlap", return_value=2)
-    with symbolic_shapes_config.patch(backed_size_oblivious=True), overlap:
+    strides = mock.patch.object(fake_impls, "_compute_stride", _strides_of_any_size)
+    with symbolic_shapes_config.patch(backed_size_oblivious=True), overlap, strides:
         yield
+
+
+def _strides_of_any_size(
+    old_shape: Any, old_stride: Any, new_shape: Any, size_oblivious: bool = False
+) -> Any:
+    """Strides of a view that hold for one token and for many, where there are such.
+
+    Inductor reshapes slices of strided tensors, as the per-layer inputs of Gemma 3n and Gemma 4, by
+    torch's strides, and torch guards on T > 1 on the way to them (torch 2.11 to 2.13).
+    """
+    strides = _compute_stride(old_shape, old_stride, new_shape, size_oblivious=True)
+    if strides is not None or size_oblivious:
+        return strides
+    return _compute_stride(old_shape, old_stride, new_shape)
 
 
 class PackedPositions:
@@ -98,3 +115,19 @@ class PackedPositions:
 def counts_positions(model: Any) -> bool:
     """Whether modules of the model count positions themselves, and need `PackedPositions`."""
     return any(getattr(m, "attn_temperature_tuning", False) for m in model.modules())
+
+
+def compute_all_rows(model: Any) -> None:
+    """Keep the model from dropping rows by itself before the layers that share KV caches.
+
+    Gemma 4 (Transformers 5.23) then goes on with the last rows of the batch, which is right for one
+    sequence only, and asks for that whether there is one row: a step of one would compile again.
+    """
+    for module in model.modules():
+        if hasattr(module, "_maybe_slice_kv_shared_inputs"):
+            module._maybe_slice_kv_shared_inputs = _untouched
+
+
+def _untouched(*inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Hidden states, per-layer inputs, position embeddings and masks, as they came."""
+    return inputs[:4]

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from attn_ops.integrations.transformers.layers import chunk_size, is_causal
+from attn_ops.integrations.transformers.layers import (
+    cache_index,
+    chunk_size,
+    is_causal,
+    shares_cache,
+)
 from attn_ops.metadata import AttentionMetadata
 from attn_ops.ops import attention, varlen_attention, write_kv
 
@@ -60,8 +65,9 @@ def attention_forward(
     """Attention function of one layer, as Transformers calls it.
 
     query [1, N, T, H], key and value [1, K, T, H], s_aux the sinks [N] (GPT-OSS). Causal layers
-    attend over `kv_caches`. Others attend over `cross_kv_caches` if they are given, where key and
-    value are the encoder's, [1, K, E, H], and else, without any caches, over key and value.
+    attend over `kv_caches`; one that shares another's cache writes nothing, and its key and value
+    are not read. Others attend over `cross_kv_caches` if they are given, where key and value are
+    the encoder's, [1, K, E, H], and else, without any caches, over key and value.
 
     Returns:
         [1, T, N, H] and None (no attention weights).
@@ -81,29 +87,40 @@ def attention_forward(
     if meta is None:
         raise ValueError(f"{name} must be an AttentionMetadata with its caches, got None")
     _check_batch(name, causal, meta)
-    # Transposed before squeezed: the other order makes Inductor guard on T > 1
-    # (torch 2.13, _compute_stride).
-    q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    q_TNH = _rows(query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = {"sliding_window": sliding_window, "soft_cap": softcap, "sinks": s_aux}
     if torch.compiler.is_compiling():  # eager has checked it, and calls with fewer options faster
         options["causal"] = causal
     if caches is None:
-        return varlen_attention(q_TNH, k_TKH, v_TKH, meta, scale, **options).unsqueeze(0), None
+        out_TNH = varlen_attention(q_TNH, _rows(key), _rows(value), meta, scale, **options)
+        return out_TNH.unsqueeze(0), None
     kv_cache = _cache_of(module, caches)
     stored = _storage(module, kv_cache_dtype)
-    write_kv(k_TKH, v_TKH, kv_cache, meta, slot_mapping=slot_mapping, **stored)
+    if not shares_cache(module):
+        write_kv(_rows(key), _rows(value), kv_cache, meta, slot_mapping=slot_mapping, **stored)
     chunk = chunk_size(module) if causal else None
     options |= {"attention_chunk_size": chunk, **stored}
     return attention(q_TNH, kv_cache, meta, scale, **options).unsqueeze(0), None
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, H] as [T, heads, H].
+
+    Transposed before squeezed: the other order makes Inductor guard on T > 1
+    (torch 2.13, _compute_stride).
+    """
+    return x.transpose(1, 2).squeeze(0)
+
+
 def _cache_of(module: Any, caches: Sequence[torch.Tensor]) -> torch.Tensor:
-    if len(caches) <= module.layer_idx:
+    index = cache_index(module)
+    if len(caches) <= index:
         raise ValueError(
-            f"kv_caches must hold one cache a layer, got {len(caches)} for {module.layer_idx}"
+            "kv_caches must hold one cache for each layer that shares no other's, "
+            f"got {len(caches)} for layer {module.layer_idx}, which takes number {index}"
         )
-    return caches[module.layer_idx]
+    return caches[index]
 
 
 def _storage(module: Any, kv_cache_dtype: str) -> dict[str, Any]:

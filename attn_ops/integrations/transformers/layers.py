@@ -14,3 +14,53 @@ def chunk_size(layer: Any) -> int | None:
     if not types or types[layer.layer_idx] != "chunked_attention":
         return None
     return layer.config.attention_chunk_size
+
+
+def shares_cache(layer: Any) -> bool:
+    """Whether the layer reads the keys and values that another one wrote (Gemma 3n, Gemma 4)."""
+    return getattr(layer, "is_kv_shared_layer", False)
+
+
+def cache_owner(layer: Any) -> int:
+    """`layer_idx` of the layer that writes the cache which `layer` reads: mostly its own.
+
+    Raises:
+        ValueError: the layer shares a cache, and none before it stores one for its layer type.
+    """
+    if not shares_cache(layer):
+        return layer.layer_idx
+    stated = getattr(layer, "kv_shared_layer_index", None)  # Gemma 3n in Transformers 5.17
+    if stated is not None:
+        return stated
+    modes = _sharing_modes(layer.config)
+    for index in range(layer.layer_idx - 1, -1, -1):
+        if modes[index] == "store" and layer.config.layer_types[index] == layer.layer_type:
+            return index
+    raise ValueError(
+        f"layer {layer.layer_idx} must share the cache of an earlier {layer.layer_type} layer, "
+        "got none that stores its keys and values"
+    )
+
+
+def cache_index(layer: Any) -> int:
+    """Which of `kv_caches` the layer reads: layers before its cache's owner that own one."""
+    owner = cache_owner(layer)
+    if not hasattr(layer, "is_kv_shared_layer"):
+        return owner
+    return owner - sum(mode == "reuse" for mode in _sharing_modes(layer.config)[:owner])
+
+
+def _sharing_modes(config: Any) -> list[str | None]:
+    """For every layer reuse, store, or None where no cache is shared; older configs do not say.
+
+    In those the last layers share, each with the last layer of its type before them.
+    """
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return modes
+    num_owners = config.num_hidden_layers - config.num_kv_shared_layers
+    types = config.layer_types
+    return [
+        "reuse" if i >= num_owners else None if t in types[i + 1 : num_owners] else "store"
+        for i, t in enumerate(types)
+    ]

@@ -1,9 +1,18 @@
 """Geometry of a model's attention layers, for builders and caches."""
 
+import dataclasses
 from typing import Any
 
+import torch
+
+from attn_ops.integrations.transformers.batch import compute_all_rows
 from attn_ops.integrations.transformers.forward import NAME
-from attn_ops.integrations.transformers.layers import chunk_size, is_causal
+from attn_ops.integrations.transformers.layers import (
+    cache_owner,
+    chunk_size,
+    is_causal,
+    shares_cache,
+)
 from attn_ops.metadata import AttentionSpec
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -12,17 +21,25 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionSpec]:
     """Geometry of each self-attention layer of a Transformers model, in the order of `layer_idx`.
 
+    A layer that shares another's KV cache has the other's geometry, and is left out: there is one
+    spec, and one cache, for each layer that writes. Of models with such layers, their own choice of
+    rows to compute is switched off: it knows one sequence, not a packed batch.
+
     Args:
         model: a decoder, or an encoder; of a model that has both, one of the two.
         kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the layers' caches hold.
 
     Raises:
-        ValueError: the model was not built with `attn_implementation="attn_ops"`,
-            or has no attention layers.
+        ValueError: the model was not built with `attn_implementation="attn_ops"`, has no attention
+            layers, or layers that share a cache differ in geometry or FP8 scales.
     """
+    compute_all_rows(model)
     layers = _layers(model)
-    causal = [layer for layer in layers if is_causal(layer)]
-    return [_spec(layer, model, kv_cache_dtype) for layer in causal or layers]
+    layers = [layer for layer in layers if is_causal(layer)] or layers
+    for sharer in filter(shares_cache, layers):
+        _check_sharing(sharer, layers, model, kv_cache_dtype)
+    owners = [layer for layer in layers if not shares_cache(layer)]
+    return [_spec(layer, model, kv_cache_dtype) for layer in owners]
 
 
 def cross_attention_specs(decoder: Any, kv_cache_dtype: str = "auto") -> list[AttentionSpec]:
@@ -92,6 +109,35 @@ def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
         causal=is_causal(layer),
         attention_chunk_size=chunk_size(layer),
     )
+
+
+def _check_sharing(sharer: Any, layers: list[Any], model: Any, kv_cache_dtype: str) -> None:
+    """Raise a ValueError unless the sharer can read the cache of the layer that it names."""
+    owner = next((m for m in layers if m.layer_idx == cache_owner(sharer)), None)
+    if owner is None or shares_cache(owner):
+        raise ValueError(
+            f"layer {sharer.layer_idx} must share the cache of a layer that has one, "
+            f"got layer {cache_owner(sharer)}"
+        )
+    mine, its = (_spec(layer, model, kv_cache_dtype) for layer in (sharer, owner))
+    for field in dataclasses.fields(mine):
+        got, wanted = getattr(mine, field.name), getattr(its, field.name)
+        if got != wanted:
+            raise ValueError(
+                f"{field.name} of layer {sharer.layer_idx} must be {wanted}, that of layer "
+                f"{owner.layer_idx}, whose cache it shares, got {got}"
+            )
+    for name in ("k_scale", "v_scale") if kv_cache_dtype != "auto" else ():
+        scales = [getattr(layer, name, None) for layer in (sharer, owner)]
+        if not _equal(*scales):
+            raise ValueError(
+                f"{name} of layer {sharer.layer_idx} must be that of layer {owner.layer_idx}, "
+                f"whose cache it shares, got {scales[0]} and {scales[1]}"
+            )
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
 def _first(layer: Any, *names: str) -> Any:

@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096
+BLOCK = 8192
 """Numbers that a program takes at a time."""
+
+WARPS = 32
 
 LOWEST = tl.constexpr(-float("inf"))
 UNIT = tl.constexpr(2.0**40)
@@ -39,27 +41,29 @@ def kth_largest_kernel(
     num_columns,
     BLOCK: tl.constexpr,
 ):
-    """Grid (R,): a digit of eight bits a pass. A row that keeps all gets -inf."""
+    """Grid (R,): two bits a pass. A row that keeps all gets -inf."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.load(k_ptr + row)
     kth = LOWEST
     if k < num_columns:
-        digits = tl.arange(0, 256)
         found = tl.full((), 0, tl.uint32)
-        for i in tl.static_range(4):
-            counts = tl.zeros((256,), tl.int32)
+        step = tl.full((), 0x40000000, tl.uint32)
+        for _ in range(16):
+            one, two, three = found + step, found + 2 * step, found + 3 * step
+            counts = tl.zeros((BLOCK,), tl.int32)  # of three digits, ten bits each
             for first in range(0, num_columns, BLOCK):
                 columns = first + tl.arange(0, BLOCK)
                 inside = columns < num_columns
-                key = ordered(tl.load(x_ptr + row * stride + columns, mask=inside, other=0.0))
-                if i > 0:
-                    inside = inside & ((key >> (32 - 8 * i)) == (found >> (32 - 8 * i)))
-                digit = ((key >> (24 - 8 * i)) & 0xFF).to(tl.int32)
-                counts += tl.histogram(digit, 256, mask=inside)
-            at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-            chosen = tl.max(tl.where(at_least >= k, digits, 0), 0)
-            k -= tl.sum(tl.where(digits > chosen, counts, 0), 0)
-            found = found | (chosen.to(tl.uint32) << (24 - 8 * i))
+                x = tl.load(x_ptr + row * stride + columns, mask=inside, other=LOWEST)
+                key = tl.where(inside, ordered(x), 0)
+                counts += (key >= one).to(tl.int32)
+                counts += tl.where(key >= two, 1 << 10, 0)
+                counts += tl.where(key >= three, 1 << 20, 0)
+            digit = (tl.sum(counts & 0x3FF, 0) >= k).to(tl.uint32)
+            digit += (tl.sum((counts >> 10) & 0x3FF, 0) >= k).to(tl.uint32)
+            digit += (tl.sum(counts >> 20, 0) >= k).to(tl.uint32)
+            found += digit * step
+            step = step >> 2
         kth = number(found)
     tl.store(kth_ptr + row, kth)
 
@@ -124,11 +128,11 @@ def kth_largest(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
     x holds no NaN, k is from 1 to V.
     """
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = _checked(x)
     kth = torch.empty_like(x[:, 0])
     with torch.cuda.device_of(x):
         kth_largest_kernel[(len(x),)](
-            x, k.contiguous(), kth, x.stride(0), x.shape[1], BLOCK=BLOCK, num_warps=8
+            x, k.contiguous(), kth, x.stride(0), x.shape[1], BLOCK=BLOCK, num_warps=WARPS
         )
     return kth
 
@@ -138,11 +142,16 @@ def nucleus(x: torch.Tensor, least: torch.Tensor, top_p: torch.Tensor) -> torch.
 
     Only numbers from `least` [R] up count. x holds no NaN, top_p [R] is above 0.
     """
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = _checked(x)
     threshold = torch.empty_like(least)
     with torch.cuda.device_of(x):
         nucleus_kernel[(len(x),)](
             x, x.amax(dim=-1), least.contiguous(), top_p.contiguous(), threshold,
-            x.stride(0), x.shape[1], BLOCK=BLOCK, num_warps=16,
+            x.stride(0), x.shape[1], BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return threshold
+
+
+def _checked(x: torch.Tensor) -> torch.Tensor:
+    assert x.shape[1] < 1023 * BLOCK, "ten bits of a lane count the blocks of a row"
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,197 @@
+"""`Attention`: one attention layer over the paged cache, for models of your own.
+
+T rows of the batch, N query heads, K kv heads, H head size, P physical blocks, B block size.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from attn_ops.metadata import AttentionMetadata, AttentionSpec
+from attn_ops.ops import attention, write_kv
+
+
+class Attention(nn.Module):
+    """What stands between a model's projections: write k and v, attend over the cache.
+
+    Args:
+        num_heads: N.
+        num_kv_heads: K, a divisor of N.
+        head_size: H.
+        scale: factor on q.k; None is H ** -0.5.
+        sliding_window: keys a query sees, its own included; None sees all.
+        soft_cap: c in c * tanh(s / c) on the scaled scores; None for none.
+        sinks: [N], a logit more in each head's softmax. A parameter stays one.
+        attention_chunk_size: a query sees the keys of its own chunk of so many tokens.
+        kv_sharing_target: the layer whose cache this one reads, instead of writing its own. It is
+            no submodule: its owner is the model.
+
+    Attributes:
+        k_scale, v_scale: [1] float32 or None: FP8 caches hold value / scale. Those of the target
+            count where there is one.
+
+    Raises:
+        ValueError: a number is out of range, or the target shares a cache itself or has another
+            geometry.
+    """
+
+    kv_sharing_target: "Attention | None"
+    sinks: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        *,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        attention_chunk_size: int | None = None,
+        kv_sharing_target: "Attention | None" = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.sliding_window, self.soft_cap = sliding_window, soft_cap
+        self.attention_chunk_size = attention_chunk_size
+        self._register("sinks", sinks)
+        for name in ("k_scale", "v_scale"):
+            self.register_buffer(name, None)
+        # Past nn.Module, which would register it: its parameters are the target's own.
+        object.__setattr__(self, "kv_sharing_target", kv_sharing_target)
+        if sinks is not None and sinks.shape != (num_heads,):
+            raise ValueError(f"sinks must have shape [{num_heads}], got {list(sinks.shape)}")
+        if kv_sharing_target is not None and kv_sharing_target.kv_sharing_target is not None:
+            raise ValueError(
+                "kv_sharing_target must have a cache of its own, got a layer that shares one; "
+                "supported: its own target"
+            )
+        self.spec(torch.float32)  # raises for numbers out of range
+        self.scale = head_size**-0.5 if scale is None else scale
+
+    def _register(self, name: str, value: torch.Tensor | None) -> None:
+        """As a parameter or a buffer, whichever the tensor is."""
+        if isinstance(value, nn.Parameter):
+            self.register_parameter(name, value)
+        else:
+            self.register_buffer(name, value)
+
+    def spec(self, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> AttentionSpec:
+        """Geometry of the layer, for builders; for `PagedKVCache` if it shares no other's cache.
+
+        Args:
+            dtype: of q.
+            kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the cache holds.
+
+        Raises:
+            ValueError: a number is out of range, or differs from that of `kv_sharing_target`.
+        """
+        spec = AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=dtype,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            kv_cache_dtype=kv_cache_dtype,
+            sinks=self.sinks is not None,
+            attention_chunk_size=self.attention_chunk_size,
+        )
+        if self.kv_sharing_target is not None:
+            _check_equal(spec, self.kv_sharing_target.spec(dtype, kv_cache_dtype))
+        return spec
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        slot_mapping: torch.Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+    ) -> torch.Tensor:
+        """Attention of the batch's rows over the cache, in which k and v are written before.
+
+        Args:
+            q: [T, N, H].
+            k, v: [T, K, H]; None with a `kv_sharing_target`, which has written its own.
+            kv_cache: [P, 2, B, K, H], that of the target if there is one.
+            attn_metadata: the batch.
+            slot_mapping: [T] int64, as of `write_kv`; None reads it from `attn_metadata`.
+            kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the cache holds.
+
+        Returns:
+            [T, N, H] in q's dtype.
+
+        Raises:
+            ValueError: k and v are given and the layer shares a cache, or are not and it does not;
+                shapes, dtypes or devices do not fit.
+        """
+        target = self.kv_sharing_target
+        self._check(q, k, v, kv_cache)
+        owner = self if target is None else target
+        stored: dict[str, Any] = {}
+        if kv_cache_dtype != "auto":
+            stored = {"k_scale": owner.k_scale, "v_scale": owner.v_scale}
+            stored["kv_cache_dtype"] = kv_cache_dtype
+        if k is not None and v is not None:  # as checked: it owns the cache
+            write_kv(k, v, kv_cache, attn_metadata, slot_mapping=slot_mapping, **stored)
+        return attention(
+            q,
+            kv_cache,
+            attn_metadata,
+            self.scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            attention_chunk_size=self.attention_chunk_size,
+            causal=True,
+            **stored,
+        )
+
+    def _check(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+    ) -> None:
+        """Raise a ValueError for what the operators do not know: the layer's own geometry."""
+        if self.kv_sharing_target is not None and not (k is None and v is None):
+            raise ValueError("k and v must be None with kv_sharing_target, got a tensor")
+        if self.kv_sharing_target is None and (k is None or v is None):
+            raise ValueError(
+                "k and v must be tensors, got None; supported: None with kv_sharing_target"
+            )
+        if q.dim() != 3 or q.shape[1:] != (self.num_heads, self.head_size):
+            raise ValueError(
+                f"q must have shape [num_tokens, {self.num_heads}, {self.head_size}], "
+                f"got {list(q.shape)}"
+            )
+        if kv_cache.dim() != 5 or kv_cache.shape[3:] != (self.num_kv_heads, self.head_size):
+            raise ValueError(
+                "kv_cache must have shape [num_blocks, 2, block_size, "
+                f"{self.num_kv_heads}, {self.head_size}], got {list(kv_cache.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        """The geometry; the target is another layer, and not printed."""
+        numbers = f"{self.num_heads}, {self.num_kv_heads}, {self.head_size}"
+        return numbers + (", shared cache" if self.kv_sharing_target is not None else "")
+
+
+def _check_equal(spec: AttentionSpec, target: AttentionSpec) -> None:
+    """Raise a ValueError that names the first number in which two geometries differ."""
+    for field in dataclasses.fields(AttentionSpec):
+        got, wanted = getattr(spec, field.name), getattr(target, field.name)
+        if got != wanted:
+            raise ValueError(
+                f"{field.name} must be that of kv_sharing_target {wanted}, got {got}; "
+                "supported: layers of equal geometry"
+            )

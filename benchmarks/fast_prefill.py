@@ -1,0 +1,277 @@
+"""Prefill with and without its dead rows: `python -m benchmarks.fast_prefill`.
+
+    off, on         time until the last request has its first token, through `DecodeSession.step`
+    gain            1 - on / off
+    theory          part of the floating point operations, attention's too, that is not done
+    memory          of the captured step of a whole chunk, beyond weights and caches
+    decode          one captured decode step, on / off
+
+bf16, random weights; prefill steps of whole chunks are CUDA graphs on both sides.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import fx_passes
+from benchmarks.attention import bar_table, commit, library_versions
+from benchmarks.attention_bars import Bar
+from benchmarks.decode_step import build, llama_3_8b
+from benchmarks.graphs import free
+from benchmarks.timing import median_ms
+from fx_passes.observe import recording
+from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
+
+CASES = [(1, 512, 2048), (16, 512, 2048), (1, 4096, 2048), (1, 4096, 8192), (4, 4096, 8192),
+         (16, 4096, 8192), (1, 32768, 8192)]  # fmt: skip
+"""Requests, tokens of each, and tokens of a step."""
+SHARE, DECODE, FROM = 0.90, 1.01, 4096
+"""Bars: part of the theoretical gain, from prompts of so many tokens on; decode on / off."""
+
+
+def gemma3n_e4b() -> Any:
+    from transformers import Gemma3nTextConfig
+
+    return Gemma3nTextConfig(max_position_embeddings=40960)
+
+
+def gemma4_e4b() -> Any:
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        hidden_size=2560, intermediate_size=10240, num_hidden_layers=42, num_attention_heads=8,
+        num_key_value_heads=2, num_kv_shared_layers=18,
+    )  # fmt: skip
+
+
+def llama() -> Any:
+    config = llama_3_8b()
+    config.max_position_embeddings = 40960
+    return config
+
+
+def tiny() -> Any:
+    """For a run on a CPU, whose figures mean nothing."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, max_position_embeddings=256,
+    )  # fmt: skip
+
+
+SHAPES = {"gemma3n-e4b": gemma3n_e4b, "gemma4-e4b": gemma4_e4b, "llama-3-8b": llama, "tiny": tiny}
+
+
+@dataclasses.dataclass
+class Case:
+    """Prompts of one kind through both sessions."""
+
+    shape: str
+    num_reqs: int
+    prompt_len: int
+    chunk: int
+    off_ms: float
+    on_ms: float
+    theory: float  # part of the operations that is not done
+
+    @property
+    def gain(self) -> float:
+        return 1.0 - self.on_ms / self.off_ms
+
+    def as_dict(self) -> dict[str, Any]:
+        tokens = self.num_reqs * self.prompt_len
+        rates = {
+            "off_tokens_s": tokens / self.off_ms * 1e3,
+            "on_tokens_s": tokens / self.on_ms * 1e3,
+        }
+        return dataclasses.asdict(self) | {"gain": self.gain} | rates
+
+
+def compiled(model: Any, fast_prefill: str) -> Any:
+    torch._dynamo.reset()
+    options = {"fast_prefill": fast_prefill}
+    return torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=options)
+
+
+def make_session(model: Any, cases: list[tuple[int, int, int]], chunk: int, device: str) -> Any:
+    requests = max(n for n, _, _ in cases)
+    longest = max(length for _, length, _ in cases)
+    sizes = sorted({min(chunk, n * length) for n, length, size in cases if size == chunk})
+    session = DecodeSession(
+        model, max_batch_size=requests, max_tokens=longest + 1, max_tokens_per_step=chunk,
+        cache_tokens=max(n * (length + 16) for n, length, _ in cases),
+        cudagraph_mode="FULL", capture_sizes=[1, requests], mixed_capture_sizes=sizes,
+        debug=None if device == "cuda" else "eager_replay",
+    )  # fmt: skip
+    session.warm_up()
+    return session
+
+
+def prefill_ms(session: DecodeSession, num_reqs: int, prompt_len: int, repeats: int) -> float:
+    """Median time from the first step to the last request's first token."""
+    generator = torch.Generator().manual_seed(0)
+    times = []
+    for _ in range(repeats + 1):
+        ids = []
+        for _ in range(num_reqs):
+            prompt = torch.randint(1, session.vocab_size, (prompt_len,), generator=generator)
+            ids.append(session.add(prompt.tolist(), 1))
+        begin = time.perf_counter()
+        while session.num_unfinished:
+            session.step()
+        times.append(1e3 * (time.perf_counter() - begin))
+        for request in ids:
+            session.discard(request)
+    return statistics.median(times[1:])
+
+
+def decode_ms(session: DecodeSession, batch: int) -> float:
+    captured = session.runner.captured(
+        BatchDescriptor(batch, batch, uniform=True), CUDAGraphMode.FULL
+    )
+    assert captured is not None
+    captured.tensors.host["seq_lens"].fill_(1024)
+    captured.tensors.upload()
+    return median_ms(lambda: captured.graph.replay(), repeats=50)
+
+
+def theory(model: Any, facts: dict[str, Any], num_reqs: int, prompt_len: int, chunk: int) -> float:
+    """Products and attention that are not done, by all that are."""
+    tokens, steps = num_reqs * prompt_len, -(-num_reqs * prompt_len // chunk)
+    rows = max(num_reqs, steps)  # logits rows: one a request that is in a step
+    attends = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "q_proj")]
+    attention = [num_reqs * _attention_flops(m, prompt_len) for m in attends]
+    dead = sum(attention[len(attention) - facts["num_attentions"] :])
+    removed = facts["flops_per_row"] * (tokens - rows) + dead * (1 - rows / tokens)
+    return removed / (facts["of_flops_per_row"] * tokens + sum(attention))
+
+
+def _attention_flops(layer: Any, length: int) -> float:
+    window = getattr(layer, "sliding_window", None) or length
+    keys = sum(min(p + 1, window) for p in range(length))
+    heads = layer.q_proj.out_features // layer.head_dim
+    return 4.0 * heads * layer.head_dim * keys
+
+
+def run_side(
+    model: Any, cases: list[tuple[int, int, int]], mode: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Times of every case, decode steps, memory and what the pass did, with the pass on or off."""
+    found: dict[str, Any] = {"ms": {}, "bytes": {}, "decode_ms": {}}
+    wrapped = compiled(model, mode)
+    for chunk in sorted({chunk for _, _, chunk in cases}):
+        with recording() as record:
+            session = make_session(wrapped, cases, chunk, args.device)
+        for one in record.passes:
+            if one.pass_name == "fast_prefill" and one.facts:
+                found["facts"] = one.facts
+        found["backend"] = session.backend_selection.backend.name
+        found["compile_s"] = max(found.get("compile_s", 0.0), session.compile_seconds)
+        for num_reqs, length, size in cases:
+            if size == chunk:
+                ms = prefill_ms(session, num_reqs, length, args.repeats)
+                found["ms"][num_reqs, length, size] = ms
+        largest = max(session.graphs, key=lambda captured: captured.key.num_tokens)
+        found["bytes"][chunk] = largest.num_bytes
+        if args.device == "cuda" and not found["decode_ms"]:
+            batches = (1, max(n for n, _, _ in cases))
+            found["decode_ms"] = {batch: decode_ms(session, batch) for batch in batches}
+        assert session.num_steps["called"] == 0, "every step is a graph"
+        session.release()
+        del session
+        free(args.device)
+    return found
+
+
+def measure_shape(name: str, cases: list[tuple[int, int, int]], args: Any) -> dict[str, Any]:
+    model = build(SHAPES[name](), "attn_ops", args.device)
+    off, on = (run_side(model, cases, mode, args) for mode in ("off", "on"))
+    rows = [
+        Case(name, *case, off["ms"][case], on["ms"][case], theory(model, on["facts"], *case))
+        for case in cases
+    ]
+    return {
+        "shape": name,
+        "backend": on["backend"],
+        "facts": on["facts"],
+        "compile_s": {"off": off["compile_s"], "on": on["compile_s"]},
+        "cases": [row.as_dict() for row in rows],
+        "bytes": {chunk: (off["bytes"][chunk], on["bytes"][chunk]) for chunk in on["bytes"]},
+        "decode_ms": {b: (off["decode_ms"][b], on["decode_ms"][b]) for b in on["decode_ms"]},
+    }
+
+
+def all_bars(shapes: list[dict[str, Any]]) -> Iterator[Bar]:
+    for shape in shapes:
+        name = shape["shape"]
+        for case in shape["cases"]:
+            if case["prompt_len"] >= FROM:
+                what = f"gain / theory: {name} {case['num_reqs']}x{case['prompt_len']}"
+                share = case["gain"] / case["theory"]
+                yield Bar(f"{what}, chunk {case['chunk']}", ">=", SHARE, share)
+        for batch, (off, on) in shape["decode_ms"].items():
+            yield Bar(f"decode on / off: {name} batch {batch}", "<=", DECODE, on / off)
+        for chunk, (off, on) in shape["bytes"].items():
+            yield Bar(f"memory on / off: {name} chunk {chunk}", "<=", 1.0, on / max(off, 1))
+
+
+def table_of(shape: dict[str, Any]) -> Table:
+    facts = shape["facts"]
+    table = Table(
+        title=f"{shape['shape']}, {shape['backend']}: {facts['num_attentions']} of "
+        f"{facts['of_attentions']} attentions and {facts['num_products']} of "
+        f"{facts['of_products']} products on logits rows"
+    )
+    for column in ("prompts", "chunk", "off, ms", "on, ms", "tokens/s on", "gain", "theory"):
+        table.add_column(column, justify="right")
+    for case in shape["cases"]:
+        table.add_row(
+            f"{case['num_reqs']} x {case['prompt_len']}", str(case["chunk"]),
+            f"{case['off_ms']:.1f}", f"{case['on_ms']:.1f}", f"{case['on_tokens_s']:,.0f}",
+            f"{case['gain']:.3f}", f"{case['theory']:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0] if __doc__ else None)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES)[:-1], choices=list(SHAPES))
+    parser.add_argument("--cases", nargs="+", default=None, help="like 4x4096x8192")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--json", default=None)
+    parser.add_argument("--commit", default=None)
+    args = parser.parse_args()
+    cases = CASES
+    if args.cases:
+        cases = [tuple(map(int, case.split("x"))) for case in args.cases]
+    console, shapes = Console(width=120), []
+    for name in args.shapes:
+        shapes.append(measure_shape(name, cases, args))
+        free(args.device)
+        console.print(table_of(shapes[-1]))
+    bars = list(all_bars(shapes))
+    console.print(bar_table([bar.as_dict() for bar in bars]))
+    if args.json:
+        result = {
+            "commit": args.commit or commit(),
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+            "versions": library_versions(),
+            "shapes": shapes,
+            "bars": [bar.as_dict() for bar in bars],
+        }
+        with open(args.json, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,448 @@
+"""Which rows of the batch each value of a Dynamo graph is needed for: all, or the logits rows.
+
+A backward dataflow. The model takes the rows whose logits are wanted out of its last hidden states
+(`h[:, logits_to_keep]`); from there, a value that is computed row by row is needed for no other
+rows either, up to what mixes rows or writes to a KV cache.
+
+Every node is run on fake tensors, and the ATen operators it calls are judged by `row_rules`; so the
+table need not know PyTorch's functions and methods, of which there are many more.
+
+T rows of the batch, R logits rows.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fx_passes.row_rules import Call, aten, expression, mentions, row_dim, tensors_of, why_not
+
+ATTENTION = (torch.ops.attn_ops.attention.default, torch.ops.attn_ops.attention_with_lse.default)
+"""Rows of q attend by themselves; a reduced batch tells where they stand."""
+
+
+class Need(enum.IntEnum):
+    """Which rows of a value somebody reads."""
+
+    NONE = 0
+    LOGITS = 1
+    ALL = 2
+
+
+class NotApplicableError(Exception):
+    """Why a graph has no rows that could be dropped."""
+
+
+class OneRowError(NotApplicableError):
+    """The graph was compiled for a batch of one row, which is no prefill."""
+
+
+@dataclasses.dataclass
+class Selection:
+    """Where the model takes logits rows out of a value: `node = source[..., indices, ...]`."""
+
+    node: Node
+    source: Node
+    indices: Node  # [R] int64
+
+
+@dataclasses.dataclass
+class Liveness:
+    """What is known of a graph's rows.
+
+    Attributes:
+        symbol: T in the shapes.
+        selections: all of one tensor of indices.
+        need: by node; NONE for nodes whose value nobody reads.
+        region: nodes that can be computed for the logits rows alone.
+        reasons: why a node of which only logits rows are needed is computed for all: where the
+            region ends.
+        calls: the ATen calls of each node.
+        rewritten: storages that some node writes to, by the nodes that hold a view of it.
+    """
+
+    symbol: sympy.Symbol
+    selections: list[Selection]
+    need: dict[Node, Need]
+    region: set[Node]
+    reasons: dict[Node, str]
+    calls: dict[Node, list[Call]]
+    rewritten: list[set[Node]]
+
+    @property
+    def indices(self) -> Node:
+        return self.selections[0].indices
+
+    def dim(self, node: Node) -> int | None:
+        """The row dimension of a node's tensor."""
+        return row_dim(node.meta["example_value"], self.symbol)
+
+    def num_attentions(self) -> tuple[int, int]:
+        """Attentions of the region, and of the graph."""
+        found = [node for node in self.need if node.target in ATTENTION]
+        return sum(node in self.region for node in found), len(found)
+
+
+def analyse(graph: Graph) -> Liveness:
+    """Find the region that only the logits rows need.
+
+    Raises:
+        NotApplicableError: no rows are selected, or by several tensors, or nothing can be dropped.
+    """
+    values = FakeRun(graph)
+    selections = _selections(values)
+    symbol = _symbol_of(selections, values)
+    calls = {
+        node: [Call(*call, symbol=symbol) for call in found] for node, found in values.calls.items()
+    }
+    chosen = {s.node: s for s in selections}
+    reasons = {
+        node: reason
+        for node in calls
+        if node not in chosen and (reason := _reason(node, calls[node], values, symbol))
+    }
+    groups = _rewritten(values, calls)
+    need = _needs(graph, values, symbol, reasons, chosen, groups)
+    region = _region(graph, values, calls, symbol, need, reasons, chosen)
+    ends = {
+        node: reason
+        for node, reason in reasons.items()
+        if need[node] is Need.LOGITS and _has_rows(values.of[node], symbol)
+    }
+    if not any(s.source in region for s in selections):
+        node = selections[-1].source
+        reason = reasons.get(node, "all its rows are read")
+        raise NotApplicableError(f"{node.name} ({_name(node)}) is needed for all rows: {reason}")
+    return Liveness(symbol, selections, need, region, ends, calls, groups)
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+class _Calls(TorchDispatchMode):
+    """Notes the ATen calls that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple, dict, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found.append((func, args, kwargs or {}, out))
+        return out
+
+
+class FakeRun:
+    """A Dynamo graph run on fake tensors.
+
+    Attributes:
+        of: value of each node.
+        calls: ATen calls of each node that is no input.
+        failed: nodes that could not be run, and why; their value is the one Dynamo noted.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.of: dict[Node, Any] = {}
+        self.calls: dict[Node, list[tuple[Any, tuple, dict, Any]]] = {}
+        self.failed: dict[Node, str] = {}
+        with fake_execution(graph):
+            for node in graph.nodes:
+                self._visit(node)
+
+    def _visit(self, node: Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            self.of[node] = node.meta.get("example_value")
+        elif node.op in ("call_function", "call_method"):
+            with _Calls() as calls:
+                try:
+                    self.of[node] = run_node(node, self.of)
+                except Exception as error:  # whatever a function raises: it is not understood
+                    self.of[node] = node.meta.get("example_value")
+                    self.failed[node] = f"it cannot be run on fake tensors: {error}"
+            self.calls[node] = calls.found + _hidden_write(node, self.of)
+
+
+def _hidden_write(node: Node, values: dict[Node, Any]) -> list[tuple[Any, tuple, dict, Any]]:
+    """The call of an operator of ours that writes, as to a KV cache, and is not run."""
+    if _namespace(node) != "attn_ops" or not node.target._schema.is_mutable:  # type: ignore
+        return []
+    args, kwargs = tree_map(
+        lambda a: values[a] if isinstance(a, Node) else a, (node.args, dict(node.kwargs))
+    )
+    return [(node.target, args, kwargs, None)]
+
+
+@contextlib.contextmanager
+def fake_execution(graph: Graph) -> Iterator[None]:
+    """Run nodes of the graph inside, without a guard or a gradient."""
+    values = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
+    # Their own mode: while a backend runs, the tracing context holds another one.
+    mode = next((x.fake_mode for x in tensors_of(values) if isinstance(x, FakeTensor)), None)
+    if mode is None or mode.shape_env is None:
+        raise NotApplicableError("its inputs have no symbolic shapes")
+    guards = mode.shape_env.suppress_guards()
+    with mode, guards, enable_python_dispatcher(), torch.no_grad():
+        yield
+
+
+def run_node(node: Node, values: dict[Node, Any]) -> Any:
+    """The value of a node from those of its arguments."""
+    args, kwargs = tree_map(
+        lambda a: values[a] if isinstance(a, Node) else a, (node.args, dict(node.kwargs))
+    )
+    if node.target in ATTENTION:  # metadata is no tensor, and its fake is none of torch's
+        out = args[0].new_empty(args[0].shape)
+        lse = args[0].new_empty(args[0].shape[:2], dtype=torch.float32)
+        return out if node.target is ATTENTION[0] else (out, lse)
+    if _namespace(node) == "attn_ops":
+        return node.meta.get("example_value")
+    if node.op == "call_method":
+        assert isinstance(node.target, str)
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+# -- where rows are selected -----------------------------------------------------------------------
+
+
+def _selections(values: FakeRun) -> list[Selection]:
+    """Nodes that take rows out of a value by one index tensor, which is an input of the graph."""
+    found, of_one_row = [], False
+    for node, calls in values.calls.items():
+        tensors = [a for a in node.all_input_nodes if isinstance(values.of[a], torch.Tensor)]
+        inputs = [a for a in tensors if a.op == "placeholder" and values.of[a].dim() == 1]
+        picked = [size for call in calls if (size := _picked_size(call)) is not None]
+        plain = [
+            size for size in picked if isinstance(size, int)
+        ]  # a symbol is not asked: it guards
+        of_one_row = of_one_row or (1 in plain and len(inputs) == 1)
+        picked = [size for size in picked if isinstance(size, torch.SymInt)]
+        if len(picked) == 1 and len(tensors) == 2 and len(inputs) == 1:
+            source = next(a for a in tensors if a is not inputs[0])
+            found.append(Selection(node, source, inputs[0]))
+    if not found and of_one_row:
+        raise OneRowError("it was compiled for a batch of one row")
+    if not found:
+        raise NotApplicableError(
+            "no rows are selected by a tensor of indices; pass logits_to_keep or logits_indices as "
+            "a tensor (a slice by an int is not recognized)"
+        )
+    if len({s.indices for s in found}) > 1:
+        names = ", ".join(dict.fromkeys(s.indices.name for s in found))
+        raise NotApplicableError(f"rows are selected by several tensors: {names}")
+    return found
+
+
+def _picked_size(call: tuple[Any, tuple, dict, Any]) -> int | torch.SymInt | None:
+    """Size of the dimension of x that an ATen call `x[..., indices, ...]` picks from; else None."""
+    op, args = call[0], call[1]
+    if op is aten.index.Tensor:
+        places = [d for d, index in enumerate(args[1]) if index is not None]
+        if len(places) != 1 or args[1][places[0]].dim() != 1:
+            return None
+        if args[1][places[0]].dtype not in (torch.int32, torch.int64):  # a mask
+            return None
+        dim = places[0]
+    elif op is aten.index_select.default:
+        dim = args[1]
+    else:
+        return None
+    return args[0].shape[dim]
+
+
+def _symbol_of(selections: Sequence[Selection], values: FakeRun) -> sympy.Symbol:
+    """T, from the source's shape: the size that the selected value has no longer."""
+    last = selections[-1]
+    source, out = values.of[last.source], values.of[last.node]
+    changed = [
+        expression(a)
+        for a, b in zip(source.shape, out.shape, strict=True)
+        if expression(a) != expression(b)
+    ]
+    if len(changed) != 1 or not isinstance(changed[0], sympy.Symbol):
+        raise NotApplicableError(
+            f"rows of {last.source.name} cannot be told apart, of shape {list(source.shape)}"
+        )
+    return changed[0]
+
+
+# -- what keeps rows apart -------------------------------------------------------------------------
+
+
+def _reason(node: Node, calls: list[Call], values: FakeRun, symbol: sympy.Symbol) -> str | None:
+    """Why a node mixes rows, None if it does not."""
+    if node in values.failed:
+        return values.failed[node]
+    if node.target in ATTENTION:
+        return None
+    touched = [x for call in calls for x in (*call.inputs, *call.outputs)]
+    if not any(mentions(x, symbol) for x in (*tensors_of(values.of[node]), *touched)):
+        return None
+    if _namespace(node) == "attn_ops":
+        return f"{_name(node)} reads the batch as a whole"
+    for size in _sizes(node, values):
+        if symbol in size.free_symbols and not (size / symbol).is_Integer:
+            return f"its size {size} is no multiple of the number of rows"
+    if any(isinstance(values.of.get(a), torch.Size | tuple | list) for a in _sized(node, values)):
+        return "it takes a shape as one value"
+    for call in calls:
+        if reason := why_not(call):
+            return f"{call.op}: {reason}"
+    return None
+
+
+def _results(value: Any, calls: Sequence[Call]) -> list[torch.Tensor]:
+    """Tensors that a node gives or writes to: `x[i] = y` gives nothing."""
+    return [*tensors_of(value), *(x for call in calls for x in call.mutated)]
+
+
+def _sizes(node: Node, values: FakeRun) -> list[sympy.Expr]:
+    found = [values.of[a] for a in node.all_input_nodes]
+    return [expression(x) for x in found if isinstance(x, torch.SymInt)]
+
+
+def _sized(node: Node, values: FakeRun) -> list[Node]:
+    """Arguments that are sizes, not tensors, and not one number."""
+    return [
+        a
+        for a in node.all_input_nodes
+        if isinstance(values.of.get(a), torch.Size | tuple | list)
+        and any(isinstance(leaf, torch.SymInt) for leaf in tree_leaves(values.of[a]))
+    ]
+
+
+def _rewritten(values: FakeRun, calls: dict[Node, list[Call]]) -> list[set[Node]]:
+    """For every storage that some node writes to, the nodes that hold a view of it or write it.
+
+    What is one memory has rows of one kind.
+    """
+    written = {
+        storage(x) for found in calls.values() for call in found for x in call.mutated
+    }  # fmt: skip
+    groups: dict[int, set[Node]] = {key: set() for key in written}
+    for node, value in values.of.items():
+        touched = {storage(x) for x in tensors_of(value)}
+        touched |= {storage(x) for call in calls.get(node, ()) for x in call.mutated}
+        for key in touched & written:
+            groups[key].add(node)
+    return list(groups.values())
+
+
+def storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+# -- who needs what --------------------------------------------------------------------------------
+
+
+def _needs(
+    graph: Graph,
+    values: FakeRun,
+    symbol: sympy.Symbol,
+    reasons: dict[Node, str],
+    selections: dict[Node, Selection],
+    groups: Sequence[set[Node]],
+) -> dict[Node, Need]:
+    """Backwards until nothing changes: members of a rewritten storage raise one another."""
+    need = dict.fromkeys(graph.nodes, Need.NONE)
+    for node in graph.nodes:
+        if node.op == "output":
+            need[node] = Need.ALL
+    for group in groups:
+        if any(
+            node.op in ("placeholder", "get_attr") for node in group
+        ):  # a cache: the caller will read it
+            need.update((node, Need.ALL) for node in group)
+    while True:
+        before = dict(need)
+        for node in reversed(graph.nodes):
+            _ask_inputs(node, need, values, symbol, reasons, selections)
+        for group in groups:
+            most = max(need[node] for node in group)
+            mixed = any(node in reasons and need[node] for node in group)
+            need.update((node, Need.ALL if mixed else most) for node in group)
+        if need == before:
+            return need
+
+
+def _ask_inputs(
+    node: Node,
+    need: dict[Node, Need],
+    values: FakeRun,
+    symbol: sympy.Symbol,
+    reasons: dict[Node, str],
+    selections: dict[Node, Selection],
+) -> None:
+    asked = need[node]
+    if asked is Need.NONE:
+        return
+    keeps = asked is Need.LOGITS and node not in reasons
+    for source in node.all_input_nodes:
+        wanted = Need.ALL
+        selected = node in selections and source is selections[node].source
+        if (keeps or selected) and _has_rows(values.of.get(source), symbol):
+            wanted = Need.LOGITS
+        need[source] = max(need[source], wanted)
+
+
+def _has_rows(value: Any, symbol: sympy.Symbol) -> bool:
+    """Whether every tensor of a value has one row dimension; such a value can be gathered."""
+    found = list(tensors_of(value))
+    try:
+        return bool(found) and all(row_dim(x, symbol) is not None for x in found)
+    except ValueError:
+        return False
+
+
+def _region(
+    graph: Graph,
+    values: FakeRun,
+    calls: dict[Node, list[Call]],
+    symbol: sympy.Symbol,
+    need: dict[Node, Need],
+    reasons: dict[Node, str],
+    selections: dict[Node, Selection],
+) -> set[Node]:
+    """Nodes of which logits rows are needed only, and which can be computed for those alone.
+
+    An entry of a tuple goes with its tuple.
+    """
+    region: set[Node] = set()
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method") or node in reasons:
+            continue
+        if need[node] is not Need.LOGITS or node in selections:
+            continue
+        if not _has_rows(_results(values.of[node], calls[node]), symbol):
+            continue
+        entry = node.target is operator.getitem and isinstance(node.args[0], Node)
+        if entry and isinstance(values.of[node.args[0]], tuple | list):  # type: ignore
+            if node.args[0] in region:
+                region.add(node)
+            continue
+        region.add(node)
+    return region
+
+
+def _namespace(node: Node) -> str | None:
+    return getattr(node.target, "namespace", None)
+
+
+def _name(node: Node) -> str:
+    return (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", str(node.target))
+    )

@@ -1,0 +1,85 @@
+"""Tokens on their way from the device to the caller: each is taken once and handed out once."""
+
+from collections.abc import Collection, Sequence
+
+from graphs.flight import Flight
+from graphs.scheduler import Request, Scheduled, Scheduler, StepOutput
+
+
+class Intake:
+    """Appends tokens to their requests, and remembers which ones the caller has not seen.
+
+    All of it may be interrupted and done again. A token is taken by one append to its request's
+    list; what else there is to know follows from that list.
+
+    Args:
+        scheduler: where requests leave that have ended.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._unseen: dict[int, tuple[Request, int]] = {}  # by id: its first unseen token
+
+    def __contains__(self, request_id: int) -> bool:
+        """Whether tokens of the request wait to be handed out."""
+        request, first = self._unseen.get(request_id, (None, 0))
+        return request is not None and len(request.token_ids) > first
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have ended, with tokens that wait to be handed out."""
+        return sum(bool(r.finish_reason) and i in self for i, (r, _) in self._unseen.items())
+
+    def take(self, step: Sequence[Scheduled], tokens: Sequence[Sequence[int]]) -> None:
+        """Take what a step has drawn; of a draft what was right, and one token more."""
+        for scheduled, drawn in zip(step, tokens, strict=True):
+            request, wanted = scheduled.request, scheduled.wants_token
+            if not wanted:
+                request.num_computed += scheduled.num_tokens
+                continue
+            for draft, token in zip((*scheduled.draft, None), drawn, strict=True):
+                self._take(request, token)
+                if token != draft or request.finish_reason:
+                    break
+
+    def land(self, flight: Flight, known: Collection[int]) -> None:
+        """Take a flight's tokens; what a request drew behind its end is dropped.
+
+        Those that were taken before an interrupt are not taken again.
+
+        Args:
+            known: ids of requests that have not been discarded.
+        """
+        for number, tokens in enumerate(flight.wait()):
+            for request, first, token in zip(
+                flight.requests, flight.num_known, tokens, strict=True
+            ):
+                is_next = len(request.token_ids) == first + number
+                if is_next and request.id in known and not request.finish_reason:
+                    self._take(request, token)
+
+    def hand_out(self) -> list[StepOutput]:
+        """What the caller has not seen, the first token of every request before the second."""
+        rows = [(r, r.token_ids[first:], first) for r, first in self._unseen.values()]
+        outputs = [
+            self._output(request, tokens[i], first + i)
+            for i in range(max((len(tokens) for _, tokens, _ in rows), default=0))
+            for request, tokens, first in rows
+            if i < len(tokens)
+        ]
+        self._unseen = {}
+        return outputs
+
+    def forget(self, request_id: int) -> None:
+        """Hand out nothing more of a request."""
+        self._unseen.pop(request_id, None)
+
+    def _take(self, request: Request, token: int) -> None:
+        self._unseen.setdefault(request.id, (request, len(request.token_ids)))
+        request.append(token)
+        if request.finish_reason:
+            self.scheduler.leave(request)
+
+    def _output(self, request: Request, token: int, index: int) -> StepOutput:
+        is_last = index == len(request.token_ids) - 1
+        return StepOutput(request.id, token, request.finish_reason if is_last else None)

@@ -1,0 +1,157 @@
+"""Steps of a session, one behind the other: what runs next, in which graph, and what follows it.
+
+Scheduler.next_step -> StepTensors.fill, upload -> model, sampling -> Intake
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from graphs.capture import CapturedStep, StepGraphs
+from graphs.context import in_surroundings
+from graphs.counters import CompileCounters
+from graphs.flight import Flight, Pilot
+from graphs.intake import Intake
+from graphs.modes import Sampling
+from graphs.planning import CapturePlan
+from graphs.runner import StepRunner
+from graphs.scheduler import Request, Scheduled, Scheduler
+
+
+class StepLoop:
+    """The part of a `DecodeSession` that runs steps.
+
+    Attributes:
+        num_steps: steps that were replayed ("captured") and called.
+    """
+
+    device: torch.device
+    decode_steps: int
+    plan: CapturePlan
+    runner: StepRunner
+    _requests: dict[int, Request]
+
+    def _start_loop(self, scheduler: Scheduler, always_fills: bool) -> None:
+        self.scheduler = scheduler
+        self.intake = Intake(scheduler)
+        self.pilot = Pilot(self.runner, always_fills)
+        self.counters = CompileCounters()
+        self.num_steps = {"captured": 0, "called": 0}
+        self._flight: Flight | None = None
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """`StepGraphs`; None where nothing is captured."""
+        return self.runner.graphs
+
+    def _warm_up(self) -> None:
+        """Whatever must come before the first step."""
+        raise NotImplementedError
+
+    @in_surroundings
+    def _advance(self) -> None:
+        """A step, whose tokens the intake takes. It may be interrupted and done again anywhere.
+
+        A flight stays until all of its tokens are taken. What was launched behind it counts only
+        once it has taken its place; the pilot goes on from no other flight.
+        """
+        self._warm_up()
+        if self._flight is None:
+            step = self.scheduler.next_step()
+            if not step:
+                return
+            captured = self._captured(step)
+            if captured is None or captured.key.query_len != 1:
+                self._run_alone(step, captured)
+                return
+            num_steps = self._num_steps(captured, [s.request for s in step])
+            self._flight = self.pilot.launch(captured, step, num_steps)
+        followed = self._followed(self._flight)  # refused: the flight is still there to be landed
+        self._land(self._flight)
+        self._flight = followed
+
+    @in_surroundings
+    def _advance_drafted(self, drafts: Mapping[int, list[int]]) -> None:
+        """A step with drafts, or without where a prompt comes first or the budget is too small."""
+        k = self.plan.num_draft_tokens
+        self._warm_up()
+        self._settle()
+        step = self.scheduler.next_step()
+        room = self.scheduler.max_tokens_per_step // (1 + k)
+        if not room or not step or not all(s.num_tokens == 1 and s.wants_token for s in step):
+            self._advance()
+            return
+        drafted = []
+        for s in step[:room]:
+            known = () if s.request.id in self.intake else drafts.get(s.request.id, ())
+            draft = (*known, *[0] * (k - len(known)))
+            drafted.append(dataclasses.replace(s, num_tokens=1 + k, draft=draft))
+        self._run_alone(drafted, self._captured(drafted))
+
+    def _captured(self, step: list[Scheduled]) -> CapturedStep | None:
+        """The graph that holds the step, captured if need be; None: it is called."""
+        if self.graphs is None:
+            return None
+        rows = 1 + len(step[0].draft)  # of each, where only decodes are in the step
+        uniform = all(s.num_tokens == rows and s.wants_token for s in step)
+        mode, key = self.plan.dispatcher.dispatch(
+            sum(s.num_tokens for s in step), len(step), rows if uniform else None, _kind(step)
+        )
+        if key is None or (rows > 1 and not key.uniform):  # mixed keys have logits of last rows
+            return None
+        return self.runner.captured(key, mode)
+
+    def _run_alone(self, step: list[Scheduled], captured: CapturedStep | None) -> None:
+        """A step that ends with its tokens on the host."""
+        self.pilot.land()
+        if captured is None:
+            self.intake.take(step, self._call(step))
+            return
+        self.runner.fill(captured.tensors, step, captured.key.sampling)
+        self.runner.launch(captured)
+        self.num_steps["captured"] += 1
+        tokens = captured.tensors.device["tokens"][0].tolist()
+        rows = len(step[0].draft) + 1
+        self.intake.take(step, [tokens[i * rows : (i + 1) * rows] for i in range(len(step))])
+
+    def _call(self, step: list[Scheduled]) -> list[list[int]]:
+        self.num_steps["called"] += 1
+        with self.counters.watching():
+            return self.runner.call(step, _kind(step))
+
+    def _num_steps(
+        self, captured: CapturedStep, requests: Sequence[Request], begun: int = 0
+    ) -> int:
+        """Steps to launch: no more than the longest of the requests still needs."""
+        if not self.pilot.may_stay(captured):
+            return 1
+        return min(self.decode_steps, max(r.remaining - begun for r in requests))
+
+    def _followed(self, flight: Flight) -> Flight | None:
+        """The next flight of the same requests, launched before the tokens of this one are read.
+
+        None where the batch changes: a request ends, or another one can run.
+        """
+        going = all(r.remaining > flight.num_steps for r in flight.requests)
+        same = flight.requests == self.scheduler.running and not self.scheduler.can_admit
+        captured = flight.captured
+        if not (going and same and self.pilot.may_follow(flight)):
+            return None
+        num_steps = self._num_steps(captured, flight.requests, flight.num_steps)
+        return self.pilot.follow(flight, num_steps)
+
+    def _land(self, flight: Flight) -> None:
+        self.intake.land(flight, self._requests)
+        self.num_steps["captured"] += flight.num_steps
+
+    def _settle(self) -> None:
+        """Take what is in the air, and let nothing follow."""
+        self.pilot.land()
+        if self._flight is not None:
+            self._land(self._flight)
+            self._flight = None
+
+
+def _kind(step: Sequence[Scheduled]) -> Sampling:
+    return max(s.request.sampling.kind for s in step)

@@ -1,0 +1,114 @@
+"""The arguments of a session: checked together, before anything is made."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from graphs.admission import check_bools, check_ints, check_known, check_positive
+from graphs.modes import CUDAGraphMode, checked_capture_sizes, checked_sizes
+from graphs.verify import Verifier
+
+DEBUGS = (None, "eager_replay")
+ON_FAILURE = ("raise", "continue")
+MOST_DRAFT_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionOptions:
+    """Arguments of `DecodeSession`, which says what they mean; with their defaults filled in.
+
+    Raises:
+        ValueError: an argument is out of range, or two contradict each other.
+    """
+
+    max_batch_size: int
+    max_tokens: int
+    cudagraph_mode: CUDAGraphMode | str
+    block_size: int
+    cache_tokens: int | None
+    max_tokens_per_step: int
+    capture_sizes: Sequence[int] | None
+    mixed_capture_sizes: Sequence[int] | None
+    seed: int
+    kv_cache_dtype: str
+    decode_steps: int
+    num_draft_tokens: int
+    verify: Verifier | str | int | None
+    debug: str | None
+    strict: bool
+    lazy_capture: bool
+    on_capture_failure: str
+
+    def __post_init__(self) -> None:
+        names = ["max_batch_size", "max_tokens", "max_tokens_per_step", "block_size"]
+        names += ["decode_steps"] + ["cache_tokens"] * (self.cache_tokens is not None)
+        check_positive(**{name: getattr(self, name) for name in names})
+        check_ints(seed=self.seed)
+        check_bools(strict=self.strict, lazy_capture=self.lazy_capture)
+        check_known("debug", self.debug, DEBUGS)
+        check_known("on_capture_failure", self.on_capture_failure, ON_FAILURE)
+        k = self.num_draft_tokens
+        if type(k) is not int or not 0 <= k <= MOST_DRAFT_TOKENS:
+            raise ValueError(
+                f"num_draft_tokens must be an int from 0 to {MOST_DRAFT_TOKENS}, got {k!r}"
+            )
+        _ = self.mode, self.decode_sizes, self.mixed_sizes  # each raises what is wrong with it
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.strict and self.on_capture_failure == "continue":
+            raise ValueError(
+                "on_capture_failure must be 'raise' with strict=True, got 'continue'; "
+                "supported: raise"
+            )
+        if self.debug is not None and self.mode is CUDAGraphMode.NONE:
+            names = ", ".join(m.name for m in CUDAGraphMode if m is not CUDAGraphMode.NONE)
+            raise ValueError(
+                f"cudagraph_mode must capture something with debug={self.debug!r}, got NONE; "
+                f"supported: {names}"
+            )
+
+    @property
+    def mode(self) -> CUDAGraphMode:
+        return CUDAGraphMode.parse(self.cudagraph_mode)
+
+    @property
+    def decode_sizes(self) -> list[int]:
+        return checked_capture_sizes(self.capture_sizes, self.max_batch_size)
+
+    @property
+    def mixed_sizes(self) -> list[int]:
+        """Token counts of captured steps with prompts: the wanted ones, or powers of 2 from 16."""
+        most = self.max_tokens_per_step
+        if self.mixed_capture_sizes is None:
+            return [*(2**i for i in range(4, 12) if 2**i < most), most]
+        sizes = self.mixed_capture_sizes
+        return checked_sizes("mixed_capture_sizes", sizes, "max_tokens_per_step", most)
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Tokens of every request in uniform batches."""
+        return (1, 1 + self.num_draft_tokens) if self.num_draft_tokens else (1,)
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the cache is made for."""
+        if self.cache_tokens is not None:
+            return self.cache_tokens
+        return self.max_batch_size * math.ceil(self.max_tokens / self.block_size) * self.block_size
+
+    def verifier(self) -> Verifier | None:
+        """What compares replays with calls; None: nothing does.
+
+        Raises:
+            ValueError: it is none, or made for caches of another type.
+        """
+        verify = self.verify
+        if not isinstance(verify, Verifier):
+            verify = Verifier(verify, kv_cache_dtype=self.kv_cache_dtype)
+        elif verify.kv_cache_dtype != self.kv_cache_dtype:
+            raise ValueError(
+                f"verify must be made for kv_cache_dtype={self.kv_cache_dtype!r}, "
+                f"got a Verifier for {verify.kv_cache_dtype!r}"
+            )
+        return None if verify.mode is None else verify

@@ -1,0 +1,182 @@
+"""Gemma 3n and Gemma 4, whose last layers read the KV caches of earlier ones, in sessions."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fx_passes
+from attn_ops import write_kv
+from attn_ops._compat import TORCH_VERSION
+from attn_ops.integrations.transformers import attention_specs, cache_index
+from attn_ops.integrations.transformers import forward as integration
+from graphs.parity import LogitsSession, Reference, compare
+
+FAMILIES = ["gemma3n", "gemma4"]
+LENGTHS = [1, 33, 20, 5, 2]  # longer than a step, longer than the window of 6, one token
+MODES = {
+    "called": {"cudagraph_mode": "NONE"},
+    "eager_replay": {"cudagraph_mode": "FULL_DECODE_ONLY", "debug": "eager_replay"},
+}
+# On a CPU, torch before 2.13 asks of a concatenation whether its channels are last (RoPE's halves),
+# and so guards on T > 1.
+MORE_GRAPHS = int(TORCH_VERSION < (2, 13))
+
+
+@pytest.fixture(scope="module")
+def make_sharing(make_model):
+    """Tied, the models repeat their last token."""
+    return lambda name, **overrides: make_model(name, tie_word_embeddings=False, **overrides)
+
+
+def generate_like_transformers(model, run, **mode: Any) -> LogitsSession:
+    """Two rounds of ragged prompts, over caches of NaN; tokens and logits are compared."""
+    session = LogitsSession(
+        run, max_batch_size=4, max_tokens=48, max_tokens_per_step=16, backend="TORCH", **mode
+    )
+    for cache in session.cache.tensors:
+        cache[1:] = float("nan")
+    reference, numbers, tokens = Reference(model), random.Random(0), set()
+    for first in (0, len(LENGTHS)):
+        prompts = [[numbers.randrange(64) for _ in range(n)] for n in LENGTHS]
+        session.logits.clear()
+        results = session.generate(prompts, 6)
+        rows = [session.logits.get(i, []) for i in range(first, first + len(prompts))]
+        if "debug" in mode:  # the logits of replayed steps are not kept
+            rows = [[] for _ in prompts]
+        parity = compare(reference, prompts, results, rows)
+        assert parity.num_identical == len(prompts)
+        assert parity.max_logits_difference < 1e-4
+        tokens |= {token for r in results for token in r.token_ids}
+    assert len(tokens) > 24, "a model that repeats itself agrees with any other that does"
+    return session
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sessions_equal_transformers(make_sharing, family, mode):
+    model = make_sharing(family)
+    session = generate_like_transformers(model, model, **MODES[mode])
+    assert len(session.cache.tensors) == 3  # of five layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_sessions_equal_transformers(make_sharing, family):
+    """One graph for steps of one row and of many, called and through the capture path."""
+    model = make_sharing(family)
+    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    for mode in MODES.values():
+        counters = generate_like_transformers(model, compiled, **mode).counters
+        assert (counters.num_breaks, counters.num_recompiles) <= (0, MORE_GRAPHS)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"num_kv_shared_layers": 0},
+        {"num_kv_shared_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 3,
+         "num_hidden_layers": 6},
+    ],
+    ids=["values_of_keys", "none_shares", "more_share"],
+)  # fmt: skip
+def test_variants_of_gemma4(make_sharing, overrides):
+    model = make_sharing("gemma4", **overrides)
+    generate_like_transformers(model, model, cudagraph_mode="NONE")
+
+
+# -- which cache -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_specs_and_indices(make_sharing, family):
+    model = make_sharing(family)
+    size = 32 if family == "gemma4" else 16
+    specs = attention_specs(model)
+    assert [(s.head_size, s.sliding_window) for s in specs] == [(16, 6), (16, 6), (size, None)]
+    assert [cache_index(layer.self_attn) for layer in model.model.layers] == [0, 1, 2, 1, 2]
+
+
+def test_indices_without_sharing(make_model):
+    assert [cache_index(layer.self_attn) for layer in make_model().model.layers] == [0, 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharers_write_nothing_and_read_no_keys(make_sharing, make_prompts, monkeypatch, family):
+    """Keys and values that reach a sharing layer may be anything."""
+    model = make_sharing(family)
+    prompts, written = make_prompts(model, [1, 7, 3]), []
+    wanted = model(**prompts.keywords).logits
+    plain = integration.attention_forward
+
+    def poisoned(module, query, key: Any, value: Any, *args, **kwargs):
+        if module.is_kv_shared_layer:
+            key = value = None
+        return plain(module, query, key, value, *args, **kwargs)
+
+    def counted(k, v, kv_cache, *args, **kwargs):
+        written.append(kv_cache.data_ptr())
+        write_kv(k, v, kv_cache, *args, **kwargs)
+
+    from transformers import AttentionInterface
+
+    monkeypatch.setattr(integration, "write_kv", counted)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "attn_ops", poisoned)
+    assert torch.equal(model(**prompts.keywords).logits, wanted)
+    assert written == [cache.data_ptr() for cache in prompts.caches]
+
+
+def test_every_row_is_computed_whatever_logits_are_kept(make_sharing, make_prompts):
+    """Asked for a number of logits, Gemma 4 would go on with the last rows of the batch alone."""
+    model = make_sharing("gemma4")
+    prompts = make_prompts(model, [1, 7, 3])
+    logits = model(**prompts.keywords).logits
+    last = model(**prompts.keywords, logits_to_keep=1).logits
+    torch.testing.assert_close(last, logits[:, -1:], atol=1e-5, rtol=1e-5)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("head_dim", 8, "head_size of layer 3 must be 16, that of layer 1, whose .* got 8"),
+        ("num_key_value_groups", 4, "num_kv_heads of layer 3 must be 2, that of layer 1"),
+        ("sliding_window", None, "sliding_window of layer 3 must be 6, that of layer 1"),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_geometry_is_refused(make_sharing, family, attribute, value, message):
+    model = make_sharing(family)
+    setattr(model.model.layers[3].self_attn, attribute, value)
+    with pytest.raises(ValueError, match=message):
+        attention_specs(model)
+
+
+def test_other_scales_are_refused(make_sharing):
+    model = make_sharing("gemma4")
+    layers = [layer.self_attn for layer in model.model.layers]
+    layers[1].k_scale = nn.Buffer(torch.tensor([0.5]))
+    attention_specs(model)
+    with pytest.raises(ValueError, match="k_scale of layer 3 must be that of layer 1"):
+        attention_specs(model, "fp8_e4m3")
+    layers[3].k_scale = nn.Buffer(torch.tensor([0.5]))
+    assert len(attention_specs(model, "fp8_e4m3")) == 3
+
+
+def test_a_layer_type_without_owner_is_refused(make_sharing):
+    model = make_sharing("gemma4")
+    sharer = model.model.layers[3].self_attn
+    sharer.layer_type = "chunked_attention"
+    with pytest.raises(ValueError, match="layer 3 must share the cache of an earlier chunked_"):
+        attention_specs(model)
+
+
+def test_too_few_caches(make_sharing, make_prompts):
+    keywords = make_prompts(model := make_sharing("gemma3n"), [3]).keywords
+    keywords["kv_caches"] = keywords["kv_caches"][:2]
+    with pytest.raises(ValueError, match="got 2 for layer 2, which takes number 2"):
+        model(**keywords)

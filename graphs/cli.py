@@ -33,6 +33,9 @@ def run(
     dump: Annotated[
         Path | None, typer.Option(help="Write what was compiled to this directory.")
     ] = None,
+    fast_prefill: Annotated[
+        str, typer.Option(help="Drop rows that no logits need: off, auto or on.")
+    ] = "off",
     as_json: Json = False,
 ) -> None:
     """Generate with a model, compare with Transformers, report what was compiled and how fast."""
@@ -47,6 +50,7 @@ def run(
             prompts=None if prompts is None else read_prompts(prompts),
             max_new_tokens=max_new_tokens,
             dump_directory=dump,
+            fast_prefill=fast_prefill,
         )
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))

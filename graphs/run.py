@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,6 +29,7 @@ def run(
     prompts: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int = 16,
     dump_directory: str | Path | None = None,
+    fast_prefill: str = "off",
 ) -> RunReport:
     """Run a model through everything: one batch, the longest prompt prefilled in chunks.
 
@@ -37,6 +38,7 @@ def run(
         backend: an attention backend by name; None lets `select_backend` choose.
         prompts: token ids; default: random ones of `PROMPT_LENGTHS`.
         dump_directory: where to write a dump, if at all.
+        fast_prefill: the option of `fx_passes.PassConfig`.
 
     Raises:
         ValueError: anything of it is not supported.
@@ -49,7 +51,11 @@ def run(
         raise ValueError("prompts must hold at least one prompt, got none")
     options = _session_options(prompts, max_new_tokens, backend)
     eager = DecodeSession(subject, cudagraph_mode=CUDAGraphMode.NONE, **options)
-    compiled = torch.compile(subject, backend=fx_passes.attn_ops, fullgraph=True)
+    switch = {"fast_prefill": fast_prefill}
+    fx_passes.PassConfig.split(switch)  # refuses what is wrong before the model is traced
+    compiled = torch.compile(
+        subject, backend=fx_passes.attn_ops, fullgraph=True, options=cast(Any, switch)
+    )
     session = LogitsSession(compiled, **options)
     with dump(dump_directory) if dump_directory is not None else contextlib.nullcontext():
         session.warm_up()

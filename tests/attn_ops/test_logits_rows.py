@@ -134,9 +134,7 @@ def test_metadata_must_know_how(make_batch):
 def test_as_many_queries_as_logits_rows(make_batch):
     batch = make_batch([3, 2], [5, 2])
     meta = reduced(batch, [2, 4])
-    with pytest.raises(
-        ValueError, match="those of the batch, 2 with padding, got 1"
-    ):
+    with pytest.raises(ValueError, match="those of the batch, 2 with padding, got 1"):
         attention(batch.q[:1], batch.kv_cache, meta, SCALE, logits_rows=True)
 
 

@@ -49,7 +49,7 @@ class Layer(nn.Module):
 def write(kv: torch.Tensor, kv_cache: torch.Tensor, batch: dict) -> None:
     """By the operator itself, as traced for a GPU; `attn_ops.write_kv` is torch code on a CPU."""
     k_TKH, v_TKH = kv[0].unflatten(-1, (2, K, H)).unbind(1)
-    torch.ops.attn_ops.write_kv(
+    torch.ops.attn_ops.write_kv.default(
         k_TKH, v_TKH, kv_cache, batch["attn_metadata"], slot_mapping=batch["slot_mapping"]
     )
 

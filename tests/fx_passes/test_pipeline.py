@@ -124,7 +124,7 @@ def test_refusals():
     assert pass_names() == BUILT_IN
     register_pass(Counting)
     with pytest.raises(
-        ValueError, match="pass name must be new, got 'counting'; taken: outline_layers"
+        ValueError, match="pass name must be new, got 'counting'; taken: fast_prefill, outline"
     ):
         register_pass(Counting)
 
@@ -141,11 +141,17 @@ def test_a_registered_pass_runs_in_its_place():
     assert recorder.matches()["counting"] == 1
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", BUILT_IN[1:])
 def test_a_disabled_pass_does_not_run(name):
     with recording() as recorder:
-        compiled(options={name: False})
+        compiled(options={name: False, "fast_prefill": "auto"})
     assert [r.pass_name for r in recorder.passes] == [n for n in BUILT_IN if n != name]
+
+
+def test_fast_prefill_runs_when_asked():
+    with recording() as recorder:
+        compiled()
+    assert [r.pass_name for r in recorder.passes] == BUILT_IN[1:]
 
 
 # -- the cache key ---------------------------------------------------------------------------------

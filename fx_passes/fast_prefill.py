@@ -15,16 +15,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fx_passes.base import Pass
 from fx_passes.config import PassConfig
-from fx_passes.row_liveness import (
-    ATTENTION,
-    Liveness,
-    NotApplicableError,
-    OneRowError,
-    analyse,
-    fake_execution,
-    run_node,
-    storage,
-)
+from fx_passes.fake_run import ATTENTION, NotApplicableError, fake_execution, run_node
+from fx_passes.row_liveness import Liveness, OneRowError, analyse, storage
 from fx_passes.row_rules import expression, tensors_of
 
 
@@ -121,7 +113,8 @@ class Savings:
             for call in calls:
                 count = flop_registry.get(call.op.overloadpacket)
                 cost = 0
-                if is_product := count is not None and call.has_rows:
+                is_product = count is not None and call.has_rows
+                if count is not None and is_product:
                     cost = _a_row(count(*call.args, out_val=call.out), liveness.symbol)
                 of_products, of_flops = of_products + is_product, of_flops + cost
                 if node not in liveness.region:

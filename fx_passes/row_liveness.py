@@ -10,25 +10,19 @@ table need not know PyTorch's functions and methods, of which there are many mor
 T rows of the batch, R logits rows.
 """
 
-import contextlib
 import dataclasses
 import enum
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from fx_passes.fake_run import ATTENTION, FakeRun, NotApplicableError, namespace
 from fx_passes.row_rules import Call, aten, expression, mentions, row_dim, tensors_of, why_not
-
-ATTENTION = (torch.ops.attn_ops.attention.default, torch.ops.attn_ops.attention_with_lse.default)
-"""Rows of q attend by themselves; a reduced batch tells where they stand."""
 
 
 class Need(enum.IntEnum):
@@ -37,10 +31,6 @@ class Need(enum.IntEnum):
     NONE = 0
     LOGITS = 1
     ALL = 2
-
-
-class NotApplicableError(Exception):
-    """Why a graph has no rows that could be dropped."""
 
 
 class OneRowError(NotApplicableError):
@@ -126,94 +116,6 @@ def analyse(graph: Graph) -> Liveness:
     return Liveness(symbol, selections, need, region, ends, calls, groups)
 
 
-# -- values ----------------------------------------------------------------------------------------
-
-
-class _Calls(TorchDispatchMode):
-    """Notes the ATen calls that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Any, tuple, dict, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.found.append((func, args, kwargs or {}, out))
-        return out
-
-
-class FakeRun:
-    """A Dynamo graph run on fake tensors.
-
-    Attributes:
-        of: value of each node.
-        calls: ATen calls of each node that is no input.
-        failed: nodes that could not be run, and why; their value is the one Dynamo noted.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.of: dict[Node, Any] = {}
-        self.calls: dict[Node, list[tuple[Any, tuple, dict, Any]]] = {}
-        self.failed: dict[Node, str] = {}
-        with fake_execution(graph):
-            for node in graph.nodes:
-                self._visit(node)
-
-    def _visit(self, node: Node) -> None:
-        if node.op in ("placeholder", "get_attr"):
-            self.of[node] = node.meta.get("example_value")
-        elif node.op in ("call_function", "call_method"):
-            with _Calls() as calls:
-                try:
-                    self.of[node] = run_node(node, self.of)
-                except Exception as error:  # whatever a function raises: it is not understood
-                    self.of[node] = node.meta.get("example_value")
-                    self.failed[node] = f"it cannot be run on fake tensors: {error}"
-            self.calls[node] = calls.found + _hidden_write(node, self.of)
-
-
-def _hidden_write(node: Node, values: dict[Node, Any]) -> list[tuple[Any, tuple, dict, Any]]:
-    """The call of an operator of ours that writes, as to a KV cache, and is not run."""
-    if _namespace(node) != "attn_ops" or not node.target._schema.is_mutable:  # type: ignore
-        return []
-    args, kwargs = tree_map(
-        lambda a: values[a] if isinstance(a, Node) else a, (node.args, dict(node.kwargs))
-    )
-    return [(node.target, args, kwargs, None)]
-
-
-@contextlib.contextmanager
-def fake_execution(graph: Graph) -> Iterator[None]:
-    """Run nodes of the graph inside, without a guard or a gradient."""
-    values = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
-    # Their own mode: while a backend runs, the tracing context holds another one.
-    mode = next((x.fake_mode for x in tensors_of(values) if isinstance(x, FakeTensor)), None)
-    if mode is None or mode.shape_env is None:
-        raise NotApplicableError("its inputs have no symbolic shapes")
-    guards = mode.shape_env.suppress_guards()
-    with mode, guards, enable_python_dispatcher(), torch.no_grad():
-        yield
-
-
-def run_node(node: Node, values: dict[Node, Any]) -> Any:
-    """The value of a node from those of its arguments."""
-    args, kwargs = tree_map(
-        lambda a: values[a] if isinstance(a, Node) else a, (node.args, dict(node.kwargs))
-    )
-    if node.target in ATTENTION:  # metadata is no tensor, and its fake is none of torch's
-        out = args[0].new_empty(args[0].shape)
-        lse = args[0].new_empty(args[0].shape[:2], dtype=torch.float32)
-        return out if node.target is ATTENTION[0] else (out, lse)
-    if _namespace(node) == "attn_ops":
-        return node.meta.get("example_value")
-    if node.op == "call_method":
-        assert isinstance(node.target, str)
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
-
-
 # -- where rows are selected -----------------------------------------------------------------------
 
 
@@ -286,11 +188,11 @@ def _reason(node: Node, calls: list[Call], values: FakeRun, symbol: sympy.Symbol
     if node in values.failed:
         return values.failed[node]
     if node.target in ATTENTION:
-        return None
+        return "it is not causal" if node.kwargs.get("causal") is False else None
     touched = [x for call in calls for x in (*call.inputs, *call.outputs)]
     if not any(mentions(x, symbol) for x in (*tensors_of(values.of[node]), *touched)):
         return None
-    if _namespace(node) == "attn_ops":
+    if namespace(node) == "attn_ops":
         return f"{_name(node)} reads the batch as a whole"
     for size in _sizes(node, values):
         if symbol in size.free_symbols and not (size / symbol).is_Integer:
@@ -434,10 +336,6 @@ def _region(
             continue
         region.add(node)
     return region
-
-
-def _namespace(node: Node) -> str | None:
-    return getattr(node.target, "namespace", None)
 
 
 def _name(node: Node) -> str:

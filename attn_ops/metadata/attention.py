@@ -13,6 +13,7 @@ from attn_ops._compat import OpaqueBase, register_opaque_reference
 from attn_ops.metadata.chunked_local import make_local_attention_virtual_batches
 from attn_ops.metadata.common import CommonAttentionMetadata
 from attn_ops.metadata.fast_prefill import (
+    all_rows_are_logits_rows,
     make_kv_sharing_fast_prefill_common_attn_metadata,
     with_known_logits_rows,
 )
@@ -186,9 +187,9 @@ class AttentionMetadata(OpaqueBase):
 
     def _reduced(self) -> "AttentionMetadata":
         common = self.common
-        if common.max_query_len <= 1:
-            return self
-        if common.num_logits is None and common.num_logits_indices == common.num_actual_tokens:
+        if not common.causal:
+            raise ValueError("common.causal must be True where logits rows attend, got False")
+        if all_rows_are_logits_rows(common):
             return self
         if self.reduce is None:
             raise ValueError(

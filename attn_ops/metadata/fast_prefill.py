@@ -87,9 +87,7 @@ def with_known_logits_rows(common: CommonAttentionMetadata) -> CommonAttentionMe
         ValueError: the rows are missing, unknown on the host without `num_logits`, or not the last
             rows of their requests.
     """
-    if common.logits_indices_padded is None and common.logits_indices is not None:
-        rows = common.logits_indices
-        common = common.replace(logits_indices_padded=rows, num_logits_indices=rows.shape[0])
+    common = _with_padded(common)
     padded, count = _logits_rows(common)
     if common.num_logits is None and _rows_on_host(common, padded, count) is None:
         raise ValueError(
@@ -98,6 +96,33 @@ def with_known_logits_rows(common: CommonAttentionMetadata) -> CommonAttentionMe
         )
     _check_last_rows(common, padded, count)
     return common
+
+
+def _with_padded(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """The batch; `logits_indices` stands in for the padded ones, where those are not given."""
+    rows = common.logits_indices
+    if common.logits_indices_padded is not None or rows is None:
+        return common
+    return common.replace(logits_indices_padded=rows, num_logits_indices=rows.shape[0])
+
+
+def all_rows_are_logits_rows(common: CommonAttentionMetadata) -> bool:
+    """Whether nothing is to be reduced: queries of one token, or logits rows of all.
+
+    Raises:
+        ValueError: the host sees that the rows are not those of the batch, in their order.
+    """
+    common, decodes = _with_padded(common), common.max_query_len <= 1
+    padded, count = common.logits_indices_padded, common.num_logits_indices
+    if not decodes and (common.num_logits is not None or count != common.num_actual_tokens):
+        return False
+    rows = None if padded is None or count is None else _rows_on_host(common, padded, count)
+    if rows is not None and not np.array_equal(rows, np.arange(common.num_actual_tokens)):
+        raise ValueError(
+            f"logits_indices_cpu must be the {common.num_actual_tokens} rows of the batch in their "
+            f"order, where all of them are wanted or queries have one token, got {rows.tolist()}"
+        )
+    return True
 
 
 def _logits_rows(common: CommonAttentionMetadata) -> tuple[torch.Tensor, int]:

@@ -138,15 +138,12 @@ def test_as_many_queries_as_logits_rows(make_batch):
         attention(batch.q[:1], batch.kv_cache, meta, SCALE, logits_rows=True)
 
 
-UNCHECKED = pytest.mark.xfail(strict=True, reason="rows are checked where they are reduced only")
-
-
 @pytest.mark.parametrize(
     ("query", "rows"),
     [
         pytest.param([1, 1, 1], [0, 2], id="some of a decode"),
-        pytest.param([1, 1, 1], [2, 1, 0], id="a decode turned round", marks=UNCHECKED),
-        pytest.param([2, 2], [1, 0, 3, 2], id="all, out of order", marks=UNCHECKED),
+        pytest.param([1, 1, 1], [2, 1, 0], id="a decode turned round"),
+        pytest.param([2, 2], [1, 0, 3, 2], id="all, out of order"),
     ],
 )
 def test_unreduced_batches_are_checked_too(make_batch, query, rows):

@@ -261,9 +261,9 @@ MOVES: dict[str, Callable[[DecodeSession], Undo]] = {
     r"kv_caches\[1\]": moved_cache,
     r"kv_caches\[\d\]": missing_cache,
     r"step\[seq_lens\]": moved_step_buffer,
-    r"weights\[\d+\]\[weight\] at": replaced_weight,
-    r"weights\[\d+\]\[weight\]": moved_weight,
-    r"weights\[\d+\]\[inv_freq\]": moved_buffer,
+    r"weights\.model\.layers\.1\.mlp\.down_proj\.weight": replaced_weight,
+    r"weights\.model\.embed_tokens\.weight": moved_weight,
+    r"weights\.model\.rotary_emb\.inv_freq": moved_buffer,
 }
 """By what the refusal says."""
 

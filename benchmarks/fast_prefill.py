@@ -30,9 +30,13 @@ from benchmarks.timing import median_ms
 from fx_passes.observe import recording
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 
-CASES = [(1, 512, 2048), (16, 512, 2048), (1, 4096, 2048), (1, 4096, 8192), (4, 4096, 8192),
-         (16, 4096, 8192), (1, 32768, 8192)]  # fmt: skip
+Prompts = tuple[int, int, int]
 """Requests, tokens of each, and tokens of a step."""
+
+CASES: list[Prompts] = [
+    (1, 512, 2048), (16, 512, 2048), (1, 4096, 2048), (1, 4096, 8192), (4, 4096, 8192),
+    (16, 4096, 8192), (1, 32768, 8192),
+]  # fmt: skip
 SHARE, DECODE, FROM = 0.90, 1.01, 4096
 """Bars: part of the theoretical gain, from prompts of so many tokens on; decode on / off."""
 
@@ -97,12 +101,11 @@ class Case:
 
 
 def compiled(model: Any, fast_prefill: str) -> Any:
-    torch._dynamo.reset()
     options = {"fast_prefill": fast_prefill}
     return torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=options)
 
 
-def make_session(model: Any, cases: list[tuple[int, int, int]], chunk: int, device: str) -> Any:
+def make_session(model: Any, cases: list[Prompts], chunk: int, device: str) -> Any:
     requests = max(n for n, _, _ in cases)
     longest = max(length for _, length, _ in cases)
     sizes = sorted({min(chunk, n * length) for n, length, size in cases if size == chunk})
@@ -116,22 +119,20 @@ def make_session(model: Any, cases: list[tuple[int, int, int]], chunk: int, devi
     return session
 
 
-def prefill_ms(session: DecodeSession, num_reqs: int, prompt_len: int, repeats: int) -> float:
-    """Median time from the first step to the last request's first token."""
+def prefill_ms(session: DecodeSession, num_reqs: int, prompt_len: int) -> float:
+    """From the first step to the last request's first token."""
     generator = torch.Generator().manual_seed(0)
-    times = []
-    for _ in range(repeats + 1):
-        ids = []
-        for _ in range(num_reqs):
-            prompt = torch.randint(1, session.vocab_size, (prompt_len,), generator=generator)
-            ids.append(session.add(prompt.tolist(), 1))
-        begin = time.perf_counter()
-        while session.num_unfinished:
-            session.step()
-        times.append(1e3 * (time.perf_counter() - begin))
-        for request in ids:
-            session.discard(request)
-    return statistics.median(times[1:])
+    ids = []
+    for _ in range(num_reqs):
+        prompt = torch.randint(1, session.vocab_size, (prompt_len,), generator=generator)
+        ids.append(session.add(prompt.tolist(), 1))
+    begin = time.perf_counter()
+    while session.num_unfinished:
+        session.step()
+    milliseconds = 1e3 * (time.perf_counter() - begin)
+    for request in ids:
+        session.discard(request)
+    return milliseconds
 
 
 def decode_ms(session: DecodeSession, batch: int) -> float:
@@ -162,51 +163,72 @@ def _attention_flops(layer: Any, length: int) -> float:
     return 4.0 * heads * layer.head_dim * keys
 
 
-def run_side(
-    model: Any, cases: list[tuple[int, int, int]], mode: str, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Times of every case, decode steps, memory and what the pass did, with the pass on or off."""
-    found: dict[str, Any] = {"ms": {}, "bytes": {}, "decode_ms": {}}
-    wrapped = compiled(model, mode)
-    for chunk in sorted({chunk for _, _, chunk in cases}):
+@dataclasses.dataclass
+class Side:
+    """The pass off or on: the compiled model, and what was measured of its sessions."""
+
+    model: Any
+    ms: dict[Prompts, list[float]] = dataclasses.field(default_factory=dict)
+    num_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
+    decode_ms: dict[int, float] = dataclasses.field(default_factory=dict)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    compile_s: float = 0.0
+    backend: str = ""
+
+    def session(self, cases: list[Prompts], chunk: int, device: str) -> DecodeSession:
         with recording() as record:
-            session = make_session(wrapped, cases, chunk, args.device)
-        for one in record.passes:
-            if one.pass_name == "fast_prefill" and one.facts:
-                found["facts"] = one.facts
-        found["backend"] = session.backend_selection.backend.name
-        found["compile_s"] = max(found.get("compile_s", 0.0), session.compile_seconds)
-        for num_reqs, length, size in cases:
-            if size == chunk:
-                ms = prefill_ms(session, num_reqs, length, args.repeats)
-                found["ms"][num_reqs, length, size] = ms
-        largest = max(session.graphs, key=lambda captured: captured.key.num_tokens)
-        found["bytes"][chunk] = largest.num_bytes
-        if args.device == "cuda" and not found["decode_ms"]:
+            session = make_session(self.model, cases, chunk, device)
+        found = [one.facts for one in record.passes if one.pass_name == "fast_prefill"]
+        self.facts = next(filter(None, found), self.facts)
+        self.backend = session.backend_selection.backend.name
+        self.compile_s = max(self.compile_s, session.compile_seconds)
+        largest = max(session.graphs or (), key=lambda captured: captured.key.num_tokens)
+        self.num_bytes[chunk] = largest.num_bytes
+        return session
+
+
+def measure_chunk(
+    sides: list[Side], cases: list[Prompts], chunk: int, args: argparse.Namespace
+) -> None:
+    """Both sides in turn, so that a clock that drifts meets both."""
+    sessions = [side.session(cases, chunk, args.device) for side in sides]
+    for num_reqs, length, size in cases:
+        for repeat in range(args.repeats + 1 if size == chunk else 0):
+            for side, session in zip(sides, sessions, strict=True):
+                ms = prefill_ms(session, num_reqs, length)
+                if repeat:  # the first warms up
+                    side.ms.setdefault((num_reqs, length, size), []).append(ms)
+    for side, session in zip(sides, sessions, strict=True):
+        if args.device == "cuda" and not side.decode_ms:
             batches = (1, max(n for n, _, _ in cases))
-            found["decode_ms"] = {batch: decode_ms(session, batch) for batch in batches}
+            side.decode_ms = {batch: decode_ms(session, batch) for batch in batches}
         assert session.num_steps["called"] == 0, "every step is a graph"
         session.release()
-        del session
-        free(args.device)
-    return found
 
 
-def measure_shape(name: str, cases: list[tuple[int, int, int]], args: Any) -> dict[str, Any]:
+def measure_shape(name: str, cases: list[Prompts], args: Any) -> dict[str, Any]:
+    torch._dynamo.reset()
     model = build(SHAPES[name](), "attn_ops", args.device)
-    off, on = (run_side(model, cases, mode, args) for mode in ("off", "on"))
+    sides = [Side(compiled(model, mode)) for mode in ("off", "on")]
+    for chunk in sorted({chunk for _, _, chunk in cases}):
+        measure_chunk(sides, cases, chunk, args)
+        free(args.device)
+    off, on = sides
     rows = [
-        Case(name, *case, off["ms"][case], on["ms"][case], theory(model, on["facts"], *case))
+        Case(
+            name, *case, statistics.median(off.ms[case]), statistics.median(on.ms[case]),
+            theory(model, on.facts, *case),
+        )
         for case in cases
-    ]
+    ]  # fmt: skip
     return {
         "shape": name,
-        "backend": on["backend"],
-        "facts": on["facts"],
-        "compile_s": {"off": off["compile_s"], "on": on["compile_s"]},
+        "backend": on.backend,
+        "facts": on.facts,
+        "compile_s": {"off": off.compile_s, "on": on.compile_s},
         "cases": [row.as_dict() for row in rows],
-        "bytes": {chunk: (off["bytes"][chunk], on["bytes"][chunk]) for chunk in on["bytes"]},
-        "decode_ms": {b: (off["decode_ms"][b], on["decode_ms"][b]) for b in on["decode_ms"]},
+        "bytes": {chunk: (off.num_bytes[chunk], on.num_bytes[chunk]) for chunk in on.num_bytes},
+        "decode_ms": {batch: (off.decode_ms[batch], on.decode_ms[batch]) for batch in on.decode_ms},
     }
 
 
@@ -222,6 +244,12 @@ def all_bars(shapes: list[dict[str, Any]]) -> Iterator[Bar]:
             yield Bar(f"decode on / off: {name} batch {batch}", "<=", DECODE, on / off)
         for chunk, (off, on) in shape["bytes"].items():
             yield Bar(f"memory on / off: {name} chunk {chunk}", "<=", 1.0, on / max(off, 1))
+
+
+def parsed(case: str) -> Prompts:
+    """`4x4096x8192` as numbers."""
+    num_reqs, length, chunk = map(int, case.split("x"))
+    return num_reqs, length, chunk
 
 
 def table_of(shape: dict[str, Any]) -> Table:
@@ -253,7 +281,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = CASES
     if args.cases:
-        cases = [tuple(map(int, case.split("x"))) for case in args.cases]
+        cases = [parsed(case) for case in args.cases]
     console, shapes = Console(width=120), []
     for name in args.shapes:
         shapes.append(measure_shape(name, cases, args))

@@ -95,7 +95,7 @@ def test_a_session_goes_on_after_bare_replays(make_session):
 def test_waits_are_counted_and_nothing_else():
     event = types.SimpleNamespace(synchronize=lambda: time.sleep(0.02))
     nobody: Any = [None, None]
-    flight = Flight(nobody, nobody, 1, 0, torch.tensor([[7, 8]]), cast(Any, event))
+    flight = Flight(nobody, nobody, [0, 0], 1, 0, torch.tensor([[7, 8]]), cast(Any, event))
     with watched_waits() as waits:
         assert flight.wait() == [[7, 8]]
         before = waits.seconds

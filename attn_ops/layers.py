@@ -3,7 +3,6 @@
 T rows of the batch, N query heads, K kv heads, H head size, P physical blocks, B block size.
 """
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -187,11 +186,11 @@ class Attention(nn.Module):
 
 
 def _check_equal(spec: AttentionSpec, target: AttentionSpec) -> None:
-    """Raise a ValueError that names the first number in which two geometries differ."""
-    for field in dataclasses.fields(AttentionSpec):
-        got, wanted = getattr(spec, field.name), getattr(target, field.name)
+    """Raise a ValueError that names the first number in which the caches differ."""
+    for name in ("num_kv_heads", "head_size", "dtype", "kv_cache_dtype"):
+        got, wanted = getattr(spec, name), getattr(target, name)
         if got != wanted:
             raise ValueError(
-                f"{field.name} must be that of kv_sharing_target {wanted}, got {got}; "
-                "supported: layers of equal geometry"
+                f"{name} must be that of kv_sharing_target {wanted}, got {got}; "
+                "supported: layers whose caches are equal"
             )

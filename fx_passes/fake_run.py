@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
@@ -63,6 +64,9 @@ class FakeRun:
                     self.of[node] = node.meta.get("example_value")
                     self.failed[node] = f"it cannot be run on fake tensors: {error}"
             self.calls[node] = calls.found + _hidden_write(node, self.of)
+            read = [self.of.get(a) for a in node.all_input_nodes]
+            if any(is_functorch_wrapped_tensor(x) for x in tensors_of((self.of[node], read))):
+                self.failed[node] = "it runs inside a vmap or a gradient"
 
 
 def _hidden_write(node: Node, values: dict[Node, Any]) -> list[tuple[Any, tuple, dict, Any]]:

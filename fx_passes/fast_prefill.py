@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from fx_passes.base import Pass
 from fx_passes.config import PassConfig
 from fx_passes.fake_run import ATTENTION, NotApplicableError, fake_execution, run_node
-from fx_passes.row_liveness import Liveness, OneRowError, analyse, storage
+from fx_passes.row_liveness import Liveness, OneRowError, Selection, analyse, storage
 from fx_passes.row_rules import expression, tensors_of
 
 
@@ -72,7 +72,9 @@ class FastPrefill(Pass):
             liveness = analyse(graph)
             savings = Savings.of(liveness)
             _refuse_useless(liveness, savings)
-        except NotApplicableError as reason:
+        except Exception as reason:
+            if not isinstance(reason, NotApplicableError):  # a graph that is not understood
+                reason = NotApplicableError(f"{type(reason).__name__}: {reason}")
             self.skip(str(reason))
             if self.mode == "on" and not isinstance(reason, OneRowError):
                 raise ValueError(
@@ -92,7 +94,7 @@ class Savings:
 
     Attributes:
         flops_per_row: of matrix products; attention saves more, by the length of the request.
-        of_flops_per_row: of all products that have a row for every row of the batch.
+        of_flops_per_row: of all products whose operations are a multiple of the rows.
         bytes_per_row: of the operators' results, as if each went to memory: an upper bound.
         num_attentions, of_attentions: attentions that see logits rows only, and all.
         num_products, of_products: the same of matrix products.
@@ -125,8 +127,9 @@ class Savings:
 
 
 def _a_row(total: Any, symbol: sympy.Symbol) -> int:
-    """Of an amount that is a multiple of T, that of one row."""
-    return int(sympy.simplify(expression(total) / symbol))
+    """Of an amount that is a multiple of T, that of one row; of any other nothing."""
+    amount = sympy.simplify(expression(total) / symbol)
+    return int(amount) if amount.is_Integer else 0
 
 
 def _bytes_a_row(x: torch.Tensor, call: Any) -> int:
@@ -169,9 +172,17 @@ class _Rewrite:
                 self._reduce(node)
         for selection in self.live.selections:
             if selection.source in self.live.region:
-                selection.node.replace_all_uses_with(selection.source)
-                self.graph.erase_node(selection.node)
+                self._drop(selection)
         self._propagate()
+
+    def _drop(self, selection: Selection) -> None:
+        """Put the region's value in a selection's place; a copy, if one of the two is written."""
+        value = selection.source
+        if any({selection.node, value} & group for group in self.live.rewritten):
+            with self.graph.inserting_before(selection.node):
+                value = self.graph.call_function(torch.clone, (value,))
+        selection.node.replace_all_uses_with(value)
+        self.graph.erase_node(selection.node)
 
     def _reduce(self, node: Node) -> None:
         """Gather what enters, put R where T was, and tell attention."""
@@ -186,10 +197,13 @@ class _Rewrite:
                 return self._size(expression(value), a)
             return a
 
+        if node.target in ATTENTION:  # the cache is read whole, whatever its sizes are
+            q, *others = node.args
+            node.args = (reduced(q), *others)
+            node.kwargs = {**node.kwargs, "logits_rows": True}
+            return
         node.args = tree_map(reduced, node.args)
         node.kwargs = tree_map(reduced, dict(node.kwargs))
-        if node.target in ATTENTION:
-            node.kwargs = {**node.kwargs, "logits_rows": True}
 
     def _gather(self, source: Node, user: Node) -> Node:
         """Rows of a value from outside: one node before its first user and in its layer.

@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -44,6 +44,7 @@ class Selection:
     node: Node
     source: Node
     indices: Node  # [R] int64
+    dim: int  # of the source
 
 
 @dataclasses.dataclass
@@ -107,7 +108,7 @@ def analyse(graph: Graph) -> Liveness:
     ends = {
         node: reason
         for node, reason in reasons.items()
-        if need[node] is Need.LOGITS and _has_rows(values.of[node], symbol)
+        if any(user in region or user in chosen for user in node.users)
     }
     if not any(s.source in region for s in selections):
         node = selections[-1].source
@@ -120,64 +121,78 @@ def analyse(graph: Graph) -> Liveness:
 
 
 def _selections(values: FakeRun) -> list[Selection]:
-    """Nodes that take rows out of a value by one index tensor, which is an input of the graph."""
-    found, of_one_row = [], False
-    for node, calls in values.calls.items():
-        tensors = [a for a in node.all_input_nodes if isinstance(values.of[a], torch.Tensor)]
-        inputs = [a for a in tensors if a.op == "placeholder" and values.of[a].dim() == 1]
-        picked = [size for call in calls if (size := _picked_size(call)) is not None]
-        plain = [
-            size for size in picked if isinstance(size, int)
-        ]  # a symbol is not asked: it guards
-        of_one_row = of_one_row or (1 in plain and len(inputs) == 1)
-        picked = [size for size in picked if isinstance(size, torch.SymInt)]
-        if len(picked) == 1 and len(tensors) == 2 and len(inputs) == 1:
-            source = next(a for a in tensors if a is not inputs[0])
-            found.append(Selection(node, source, inputs[0]))
-    if not found and of_one_row:
-        raise OneRowError("it was compiled for a batch of one row")
-    if not found:
+    """Nodes that do nothing but take rows out of a value by one index tensor, an input."""
+    found, sizes = [], []
+    for node in values.calls:
+        selection = _selection(node, values)
+        if selection is not None:
+            found.append(selection)
+            sizes.append(values.of[selection.source].shape[selection.dim])
+    dynamic = [s for s, size in zip(found, sizes, strict=True) if isinstance(size, torch.SymInt)]
+    if found and not dynamic:
+        if max(sizes) == 1:
+            raise OneRowError("it was compiled for a batch of one row")
+        raise NotApplicableError(f"its number of rows is a constant, {sizes[-1]}; mark it dynamic")
+    if not dynamic:
         raise NotApplicableError(
             "no rows are selected by a tensor of indices; pass logits_to_keep or logits_indices as "
-            "a tensor (a slice by an int is not recognized)"
+            "a tensor (a slice by an int is not recognized), and compile without graph breaks"
         )
-    if len({s.indices for s in found}) > 1:
-        names = ", ".join(dict.fromkeys(s.indices.name for s in found))
+    if len({s.indices for s in dynamic}) > 1:
+        names = ", ".join(dict.fromkeys(s.indices.name for s in dynamic))
         raise NotApplicableError(f"rows are selected by several tensors: {names}")
-    return found
+    return dynamic
 
 
-def _picked_size(call: tuple[Any, tuple, dict, Any]) -> int | torch.SymInt | None:
-    """Size of the dimension of x that an ATen call `x[..., indices, ...]` picks from; else None."""
-    op, args = call[0], call[1]
-    if op is aten.index.Tensor:
-        places = [d for d, index in enumerate(args[1]) if index is not None]
-        if len(places) != 1 or args[1][places[0]].dim() != 1:
-            return None
-        if args[1][places[0]].dtype not in (torch.int32, torch.int64):  # a mask
-            return None
-        dim = places[0]
-    elif op is aten.index_select.default:
-        dim = args[1]
-    else:
+def _selection(node: Node, values: FakeRun) -> Selection | None:
+    """`node` as `source[..., indices, ...]` and nothing else, if it is that."""
+    tensors = [a for a in node.all_input_nodes if isinstance(values.of[a], torch.Tensor)]
+    inputs = [a for a in tensors if a.op == "placeholder" and values.of[a].dim() == 1]
+    found = [picked for call in values.calls[node] if (picked := _picked(call)) is not None]
+    if not (len(tensors) == 2 and len(inputs) == 1 and len(found) == 1):
         return None
-    return args[0].shape[dim]
+    source = next(a for a in tensors if a is not inputs[0])
+    (x, dim), out = found[0], values.of[node]
+    if source.op == "placeholder" or not isinstance(out, torch.Tensor):
+        return None  # a table
+    shapes = [[expression(size) for size in one.shape] for one in (values.of[source], x, out)]
+    picked = [*shapes[0][:dim], expression(values.of[inputs[0]].shape[0]), *shapes[0][dim + 1 :]]
+    if shapes[1] != shapes[0] or shapes[2] != picked:
+        return None
+    return Selection(node, source, inputs[0], dim)
+
+
+def _picked(call: tuple[Any, tuple, dict, Any]) -> tuple[torch.Tensor, int] | None:
+    """x and the dimension that an ATen call `x[..., indices, ...]` picks from; else None."""
+    op, args = call[0], call[1]
+    if op is aten.index_select.default:
+        return args[0], int(args[1]) % args[0].dim()
+    if op is not aten.index.Tensor:
+        return None
+    places = [d for d, index in enumerate(args[1]) if index is not None]
+    if len(places) != 1 or args[1][places[0]].dim() != 1:
+        return None
+    if args[1][places[0]].dtype not in (torch.int32, torch.int64):  # a mask
+        return None
+    return args[0], places[0]
 
 
 def _symbol_of(selections: Sequence[Selection], values: FakeRun) -> sympy.Symbol:
-    """T, from the source's shape: the size that the selected value has no longer."""
+    """T, in whose dimension all selections pick."""
     last = selections[-1]
-    source, out = values.of[last.source], values.of[last.node]
-    changed = [
-        expression(a)
-        for a, b in zip(source.shape, out.shape, strict=True)
-        if expression(a) != expression(b)
-    ]
-    if len(changed) != 1 or not isinstance(changed[0], sympy.Symbol):
-        raise NotApplicableError(
-            f"rows of {last.source.name} cannot be told apart, of shape {list(source.shape)}"
-        )
-    return changed[0]
+    symbol = cast(sympy.Symbol, expression(values.of[last.source].shape[last.dim]))
+    for selection in selections:
+        source = values.of[selection.source]
+        try:
+            picks_rows = row_dim(source, symbol) == selection.dim
+        except ValueError:
+            picks_rows = False
+        if not (picks_rows and isinstance(symbol, sympy.Symbol)):
+            raise NotApplicableError(
+                f"rows of {selection.source.name} cannot be told apart, of shape "
+                f"{list(source.shape)}"
+            )
+    return symbol
 
 
 # -- what keeps rows apart -------------------------------------------------------------------------
@@ -188,7 +203,9 @@ def _reason(node: Node, calls: list[Call], values: FakeRun, symbol: sympy.Symbol
     if node in values.failed:
         return values.failed[node]
     if node.target in ATTENTION:
-        return "it is not causal" if node.kwargs.get("causal") is False else None
+        causal = node.kwargs.get("causal") is not False
+        q = values.of[cast(Node, node.args[0])]
+        return None if causal and _has_rows(q, symbol) else "it is not causal, or q has no rows"
     touched = [x for call in calls for x in (*call.inputs, *call.outputs)]
     if not any(mentions(x, symbol) for x in (*tensors_of(values.of[node]), *touched)):
         return None
@@ -230,9 +247,7 @@ def _rewritten(values: FakeRun, calls: dict[Node, list[Call]]) -> list[set[Node]
 
     What is one memory has rows of one kind.
     """
-    written = {
-        storage(x) for found in calls.values() for call in found for x in call.mutated
-    }  # fmt: skip
+    written = {storage(x) for found in calls.values() for call in found for x in call.mutated}
     groups: dict[int, set[Node]] = {key: set() for key in written}
     for node, value in values.of.items():
         touched = {storage(x) for x in tensors_of(value)}
@@ -243,7 +258,11 @@ def _rewritten(values: FakeRun, calls: dict[Node, list[Call]]) -> list[set[Node]
 
 
 def storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
+    """A key of x's memory; that of x itself where it has none, as in a vmap."""
+    try:
+        return x.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(x)
 
 
 # -- who needs what --------------------------------------------------------------------------------
@@ -259,13 +278,14 @@ def _needs(
 ) -> dict[Node, Need]:
     """Backwards until nothing changes: members of a rewritten storage raise one another."""
     need = dict.fromkeys(graph.nodes, Need.NONE)
+    in_place = set().union(*groups)
     for node in graph.nodes:
-        if node.op == "output":
+        # What nobody uses may be there for what it does, as an assertion; it is left as it was.
+        unused = node.op in ("call_function", "call_method") and not node.users
+        if node.op == "output" or (unused and node not in in_place):
             need[node] = Need.ALL
     for group in groups:
-        if any(
-            node.op in ("placeholder", "get_attr") for node in group
-        ):  # a cache: the caller will read it
+        if any(node.op in ("placeholder", "get_attr") for node in group):  # a cache, or a buffer
             need.update((node, Need.ALL) for node in group)
     while True:
         before = dict(need)
@@ -294,7 +314,8 @@ def _ask_inputs(
     for source in node.all_input_nodes:
         wanted = Need.ALL
         selected = node in selections and source is selections[node].source
-        if (keeps or selected) and _has_rows(values.of.get(source), symbol):
+        queries = node.target not in ATTENTION or source is node.args[0]
+        if ((keeps and queries) or selected) and _has_rows(values.of.get(source), symbol):
             wanted = Need.LOGITS
         need[source] = max(need[source], wanted)
 

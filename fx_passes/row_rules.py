@@ -111,6 +111,8 @@ def why_not(call: Call) -> str | None:
     """Why the call mixes rows, None if it does not."""
     if not (call.outputs or call.mutated):  # asks for a size or a device
         return None
+    if call.counts_rows:
+        return "it computes with the number of rows"
     try:
         if not call.has_rows:
             return None
@@ -120,8 +122,6 @@ def why_not(call: Call) -> str | None:
         return str(error)
     if any(d is None for d in outs) and any(d is not None for d in ins):
         return "its result has no row for every row"
-    if call.counts_rows:
-        return "it computes with the number of rows"
     rule = _rule_of(call.op)
     if rule is None:
         return "the table of row-wise operators does not have it"
@@ -276,7 +276,7 @@ RULES: dict[Any, Callable[[Call], bool]] = (
         [aten.clone, aten._to_copy, aten.copy, aten.copy_, aten.detach, aten.alias,
          aten.lift_fresh, aten.lift_fresh_copy, aten.zeros_like, aten.ones_like, aten.full_like,
          aten.empty_like, aten.where, aten.masked_fill, aten.expand, aten.repeat, aten.fill,
-         aten.native_dropout, aten.clamp, aten.contiguous],
+         aten.clamp, aten.contiguous],
         _aligned,
     )
     | dict.fromkeys(

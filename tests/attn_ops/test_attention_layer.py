@@ -194,7 +194,6 @@ def test_specs():
     [
         ({"head_size": 16}, "head_size must be that of kv_sharing_target 8, got 16"),
         ({"num_kv_heads": 4}, "num_kv_heads must be that of kv_sharing_target 2, got 4"),
-        ({"sliding_window": 3}, "sliding_window must be that of kv_sharing_target None, got 3"),
         ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
         ({"head_size": 0}, "head_size must be at least 1, got 0"),
         ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),
@@ -204,6 +203,11 @@ def test_geometry_is_refused(other, message):
     numbers: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, **other}
     with pytest.raises(ValueError, match=message):
         Attention(**numbers, kv_sharing_target=Attention(4, 2, 8))
+
+
+def test_only_the_cache_must_be_that_of_the_target():
+    sharer = Attention(8, 2, 8, sliding_window=3, kv_sharing_target=Attention(4, 2, 8))
+    assert sharer.spec(torch.float32) == AttentionSpec(8, 2, 8, torch.float32, 3)
 
 
 def test_a_sharer_is_no_target():

@@ -94,9 +94,7 @@ def test_packed_rows_equal_each_sequence_alone(name, compiled):
             wanted = reference(input_ids=torch.tensor([x])).last_hidden_state[0]
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     graphs = (counters.num_graphs, counters.num_breaks, counters.num_recompiles)
-    # ModernBERT's code guards on more than one row (torch 2.13): a batch of one is a second graph.
-    more = 1 if name == "modernbert" else 0
-    assert graphs == ((1, 0, more) if compiled else (0, 0, 0))
+    assert graphs == ((1, 0, 0) if compiled else (0, 0, 0))
 
 
 def test_neighbours_in_a_batch_would_matter():

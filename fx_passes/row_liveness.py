@@ -185,6 +185,7 @@ def _symbol_of(selections: Sequence[Selection], values: FakeRun) -> sympy.Symbol
         source = values.of[selection.source]
         try:
             picks_rows = row_dim(source, symbol) == selection.dim
+            picks_rows &= not mentions(values.of[selection.indices], symbol)  # R is not T
         except ValueError:
             picks_rows = False
         if not (picks_rows and isinstance(symbol, sympy.Symbol)):

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -51,11 +51,7 @@ def run(
         raise ValueError("prompts must hold at least one prompt, got none")
     options = _session_options(prompts, max_new_tokens, backend)
     eager = DecodeSession(subject, cudagraph_mode=CUDAGraphMode.NONE, **options)
-    switch = {"fast_prefill": fast_prefill}
-    fx_passes.PassConfig.split(switch)  # refuses what is wrong before the model is traced
-    compiled = torch.compile(
-        subject, backend=fx_passes.attn_ops, fullgraph=True, options=cast(Any, switch)
-    )
+    compiled = _compiled(subject, fast_prefill)
     session = LogitsSession(compiled, **options)
     with dump(dump_directory) if dump_directory is not None else contextlib.nullcontext():
         session.warm_up()
@@ -86,6 +82,12 @@ def run(
         tokens_per_second=parity.num_tokens / seconds,
         dump=str(dump_directory) if dump_directory is not None else None,
     )
+
+
+def _compiled(model: Any, fast_prefill: str) -> Any:
+    switch: Any = {"fast_prefill": fast_prefill}
+    fx_passes.PassConfig.split(switch)  # refuses what is wrong before the model is traced
+    return torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=switch)
 
 
 def read_prompts(path: str | Path) -> list[list[int]]:

@@ -7,12 +7,10 @@ step on the device. Nothing here reads device memory, except `validate` when ask
 
 from attn_ops.metadata.advance import advance_step
 from attn_ops.metadata.attention import (
-    KV_CACHE_DTYPES,
     METADATA_TYPE,
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionSpec,
     M,
 )
 from attn_ops.metadata.buffers import MetadataBuffers
@@ -48,6 +46,7 @@ from attn_ops.metadata.positions import (
     positions_of_step,
     slots_of_step,
 )
+from attn_ops.metadata.spec import KV_CACHE_DTYPES, AttentionSpec
 from attn_ops.metadata.speculative import (
     reshape_attn_output_for_spec_decode,
     reshape_query_for_spec_decode,

@@ -12,6 +12,7 @@ class PassConfig:
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
     """
 
+    device_constants: bool = True
     fast_prefill: str = "off"
     outline_layers: bool = True
     share_products: bool = True

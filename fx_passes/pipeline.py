@@ -1,5 +1,6 @@
 """The passes in order, and how they are put into Inductor's slot. This list is the whole pipeline:
 
+device_constants dynamo   numbers are made on the device, not copied from the host
 fast_prefill     dynamo   rows that no logits need are not computed
 outline_layers   dynamo   equal layers become calls of one subgraph
 share_products   aten     equal matrix products are computed once
@@ -15,6 +16,7 @@ from torch.fx import Graph, GraphModule
 
 from fx_passes.base import Pass, Stage
 from fx_passes.config import PassConfig
+from fx_passes.constants import DeviceConstants
 from fx_passes.fast_prefill import FastPrefill
 from fx_passes.flowchart import before_and_after
 from fx_passes.layers import OutlineLayers
@@ -30,7 +32,9 @@ It runs before Inductor looks into its cache, so passes run, and are counted, on
 the post-grad slots run only when the cache misses.
 """
 
-_PIPELINE: list[type[Pass]] = [FastPrefill, OutlineLayers, ShareProducts, CollapseViews]
+_PIPELINE: list[type[Pass]] = [
+    DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, CollapseViews,
+]  # fmt: skip
 
 
 def register_pass(new: type[Pass], *, before: str | None = None, after: str | None = None) -> None:

@@ -23,7 +23,10 @@ from fx_passes import (
 from fx_passes.base import Pass
 from fx_passes.pipeline import SLOT, AtenPipeline, with_user_pass
 
-BUILT_IN = ["fast_prefill", "outline_layers", "share_products", "collapse_views"]
+BUILT_IN = [
+    "device_constants", "fast_prefill", "outline_layers", "share_products", "collapse_views",
+]  # fmt: skip
+OFF = {"fast_prefill": "off"}
 aten = torch.ops.aten
 
 
@@ -96,10 +99,10 @@ def test_built_in_order():
 @pytest.mark.parametrize(
     ("where", "index"),
     [
-        ({}, 4),
-        ({"before": "outline_layers"}, 1),
-        ({"after": "share_products"}, 3),
-        ({"before": "collapse_views"}, 3),
+        ({}, 5),
+        ({"before": "outline_layers"}, 2),
+        ({"after": "share_products"}, 4),
+        ({"before": "collapse_views"}, 4),
     ],
 )
 def test_register_and_unregister(where, index):
@@ -116,7 +119,7 @@ def test_refusals():
     ):
         register_pass(Counting, before="share_products", after="collapse_views")
     with pytest.raises(
-        ValueError, match="must name a pass, got 'nothing'; supported: fast_prefill, outline_layers"
+        ValueError, match="must name a pass, got 'nothing'; supported: device_constants, fast_pre"
     ):
         register_pass(Counting, after="nothing")
     with pytest.raises(ValueError, match="name must be a pass, got 'counting'"):
@@ -124,7 +127,7 @@ def test_refusals():
     assert pass_names() == BUILT_IN
     register_pass(Counting)
     with pytest.raises(
-        ValueError, match="pass name must be new, got 'counting'; taken: fast_prefill, outline"
+        ValueError, match="pass name must be new, got 'counting'; taken: device_constants, fast"
     ):
         register_pass(Counting)
 
@@ -144,14 +147,14 @@ def test_a_registered_pass_runs_in_its_place():
 @pytest.mark.parametrize("name", BUILT_IN[1:])
 def test_a_disabled_pass_does_not_run(name):
     with recording() as recorder:
-        compiled(options={name: False, "fast_prefill": "auto"})
+        compiled(options={"fast_prefill": "auto"} | {name: OFF.get(name, False)})
     assert [r.pass_name for r in recorder.passes] == [n for n in BUILT_IN if n != name]
 
 
 def test_fast_prefill_runs_when_asked():
     with recording() as recorder:
         compiled()
-    assert [r.pass_name for r in recorder.passes] == BUILT_IN[1:]
+    assert [r.pass_name for r in recorder.passes] == [n for n in BUILT_IN if n != "fast_prefill"]
 
 
 # -- the cache key ---------------------------------------------------------------------------------
@@ -245,7 +248,7 @@ def test_split_refuses_what_is_no_bool(value):
 def test_split_refuses_unknown_options():
     with pytest.raises(
         ValueError,
-        match="got 'share_product'; supported: collapse_views, fast_prefill, outline_layers",
+        match="got 'share_product'; supported: collapse_views, device_constants, fast_prefill",
     ):
         PassConfig.split({"share_product": False})
 

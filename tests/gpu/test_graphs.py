@@ -241,3 +241,17 @@ def test_release_gives_the_memory_back(make_model):
     assert session.graph_mode is CUDAGraphMode.NONE
     assert session.generate(PROMPTS, 8) == want
     assert session.num_steps["called"] > 0
+
+
+def test_sessions_one_after_the_other_leave_nothing(make_model):
+    """Not even cuBLAS's workspace, which it keeps for every stream it has run on."""
+    model, left = cases.wide(make_model), []
+    for _ in range(4):
+        session = cases.small(model, cudagraph_mode="FULL", mixed_capture_sizes=[16, 32])
+        session.generate(PROMPTS, 8)
+        session.release()
+        del session
+        gc.collect()
+        torch.cuda.empty_cache()
+        left.append(torch.cuda.memory_allocated())
+    assert max(left[1:]) - left[0] < MIB, left

@@ -1,0 +1,91 @@
+"""device_constants: numbers that a device needs. `meta` and fake CUDA tensors stand for it."""
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
+
+from fx_passes.constants import DeviceConstants
+from fx_passes.observe import graph_text
+
+META = torch.zeros(3, 4, device="meta")
+
+
+def rewritten(function, *args):
+    """Texts before and after, the number of matches; the compiled graph has been run."""
+    texts, one = [], DeviceConstants()
+
+    def backend(gm, example_inputs):
+        texts.append(graph_text(gm.graph))
+        texts.append(one.run(gm.graph))
+        gm.recompile()
+        texts.append(graph_text(gm.graph))
+        assert one.run(gm.graph) == 0, "again, it changes nothing"
+        assert graph_text(gm.graph) == texts[-1]
+        return aot_eager(gm, example_inputs)
+
+    result = torch.compile(function, backend=backend, fullgraph=True)(*args)
+    return *texts, result
+
+
+def test_contract():
+    """As Gemma 3n uses its epsilon."""
+
+    def function(x):
+        epsilon = torch.tensor(1e-5)
+        y = torch.maximum(x, epsilon.to(x.device))
+        return y.sqrt(), epsilon.to(device=x.device, dtype=torch.float64)
+
+    before, matches, after, result = rewritten(function, META)
+    assert matches == 2
+    assert (before.count("torch.tensor"), after.count("torch.tensor")) == (1, 0)
+    assert "torch.full((), 1e-05, dtype = torch.float32, device = device(type='meta'))" in after
+    assert result[1].dtype == torch.float64, "what .to does besides stays"
+
+
+LEFT = {
+    "used on the host": lambda x, h: (h + (n := torch.tensor(3)), x * n.to(x.device)),
+    "written on the host": lambda x, h: x * torch.tensor(3.0).add_(1).to(x.device),
+    "written and copied": lambda x, h: ((n := torch.tensor(3.0)).add_(1), x * n.to(x.device)),
+    "a list": lambda x, h: x * torch.tensor([1.0, 2, 3, 4]).to(x.device),
+    "an argument": lambda x, h: x * h.to(x.device),
+    "stays on the host": lambda x, h: (x, h * torch.tensor(2.0).to("cpu"), torch.tensor(1)),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_skipped(case):
+    before, matches, after, _ = rewritten(LEFT[case], META, torch.zeros(()))
+    assert (matches, after) == (0, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "more", "dtype"),
+    [(0.95, {}, torch.float32), (3, {}, torch.int64), (True, {}, torch.bool),
+     (2, {"dtype": torch.bfloat16}, torch.bfloat16)],
+)  # fmt: skip
+def test_numbers_that_are_made_for_a_device(number, more, dtype):
+    """`torch.tensor(x, device="cuda")` is a copy too. Values are looked at on the host."""
+    graph = Graph()
+    node = graph.call_function(torch.tensor, (number,), {"device": torch.device("cuda"), **more})
+    with FakeTensorMode():
+        node.meta["example_value"] = torch.full((), number, device="cuda", **more)
+    graph.output(node)
+    one = DeviceConstants()
+    assert one.run(graph) == 1
+    assert one.run(graph) == 0
+    (full,) = graph.find_nodes(op="call_function", target=torch.full)
+    assert full.kwargs == {"dtype": dtype, "device": torch.device("cuda", 0)}
+    got = torch.full(*full.args, dtype=full.kwargs["dtype"])
+    assert torch.equal(got, torch.tensor(number, **more))
+
+
+def test_a_tensor_that_requires_grad_stays():
+    graph = Graph()
+    keywords = {"device": torch.device("cuda"), "requires_grad": True}
+    node = graph.call_function(torch.tensor, (1.0,), keywords)
+    with FakeTensorMode():
+        node.meta["example_value"] = torch.full((), 1.0, device="cuda")
+    graph.output(node)
+    assert DeviceConstants().run(graph) == 0

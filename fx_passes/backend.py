@@ -13,6 +13,8 @@ import torch._inductor.config as inductor_config
 from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.ir import ConcatKernel
+from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 
 from attn_ops._compat import TORCH_VERSION
@@ -53,36 +55,46 @@ def attn_ops(
 
     # AOTAutograd's own cache would skip our passes and with them their counts; Inductor's
     # cache behind it stays on.
-    with functorch_config.patch(enable_autograd_cache=False), _repeated_cat_kept():
+    with functorch_config.patch(enable_autograd_cache=False), _cat_without_guards():
         return compile_regions(gm, example_inputs, compile_piece)
 
 
 @contextlib.contextmanager
-def _repeated_cat_kept() -> Iterator[None]:
-    """On torch before 2.13, take Inductor's treatment of `cat((x, x))`, which RoPE uses, away.
+def _cat_without_guards() -> Iterator[None]:
+    """On torch before 2.13, let no `cat`, which RoPE uses, guard on more than one token.
 
-    There, that decomposition flattens an expanded view, which guards on more than one token:
-    the first decode step of a batch of one would compile the model again. Inductor's
-    lowering of `cat` needs no guard. The entry is changed in place for the time of our
-    compilation, because a table of one's own becomes part of Inductor's cache key and cannot
-    be pickled: nothing would be cached.
+    The first decode step of a batch of one would compile the model again. There are two such
+    guards: Inductor's decomposition of `cat((x, x))` flattens an expanded view, and its
+    lowering asks whether arguments of four dimensions lie channels last (Gemma 3n, Gemma 4). The
+    answers only choose a layout, and the one found for many tokens is right for one.
+
+    The decomposition's entry is changed in place for the time of our compilation, because a table
+    of one's own becomes part of Inductor's cache key and cannot be pickled: nothing would be
+    cached.
     """
     table, cat = select_decomp_table(), torch.ops.aten.cat.default
     decompose = table.get(cat)
     if TORCH_VERSION >= (2, 13) or decompose is None:
         yield
         return
+    create: Any = ConcatKernel.create
 
     def cat_unless_repeated(tensors: list[torch.Tensor], dim: int = 0) -> Any:
         if len(tensors) > 1 and all(t is tensors[0] for t in tensors):
             return NotImplemented
         return decompose(tensors, dim)
 
+    def create_without_guards(inputs: Sequence[Any], dim: int) -> Any:
+        with V.graph.sizevars.shape_env.suppress_guards():
+            return create(inputs, dim)
+
     table[cat] = cat_unless_repeated
+    ConcatKernel.create = staticmethod(create_without_guards)  # pyright: ignore
     try:
         yield
     finally:
         table[cat] = decompose
+        ConcatKernel.create = create
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

@@ -202,7 +202,7 @@ class _Rewrite:
             node.args = (reduced(q), *others)
             node.kwargs = {**node.kwargs, "logits_rows": True}
             return
-        node.args = tree_map(reduced, node.args)
+        node.args = tree_map(reduced, _inferred(node))
         node.kwargs = tree_map(reduced, dict(node.kwargs))
 
     def _gather(self, source: Node, user: Node) -> Node:
@@ -256,6 +256,23 @@ class _Rewrite:
                     if new or any(a in self.live.region for a in node.all_input_nodes):
                         node.meta["example_value"] = run_node(node, values)
                     values[node] = node.meta.get("example_value")
+
+
+def _inferred(node: Node) -> Any:
+    """Arguments with the size in -1's place, which a shape of no rows would leave open."""
+    value = node.meta.get("example_value")
+    views = node.target in ("view", "reshape", torch.reshape) and len(node.args) > 1
+    if not views or not isinstance(value, torch.Tensor):
+        return node.args
+    source, *shape = node.args
+    sizes = shape[0] if isinstance(shape[0], list | tuple) else shape
+    if not isinstance(sizes, list | tuple) or -1 not in sizes:
+        return node.args
+    found = value.shape[list(sizes).index(-1)]
+    if not isinstance(found, int):  # the rows themselves
+        return node.args
+    known = tuple(found if size == -1 else size for size in sizes)
+    return (source, known) if isinstance(shape[0], list | tuple) else (source, *known)
 
 
 def _behind_inputs(node: Node) -> Node:

@@ -51,6 +51,7 @@ class StepTensors:
         *,
         query_len: int | None = None,
         num_steps: int = 1,
+        logits: bool = True,
     ) -> "StepTensors":
         """Room for T = `num_tokens` rows and S = `num_reqs` requests, filled as padding.
 
@@ -59,9 +60,10 @@ class StepTensors:
         `graphs.sampling.FIELDS` [S]; stop_tokens [S, K] int64; remaining [S] int32, tokens that a
         request may still get; active [S] bool, requests that go on; step [1] int64; num_logits [1]
         int32, rows of logits that are a request's; tokens [N, R] int64, what was drawn. R is T in a
-        batch of equal queries of several rows, else S.
+        batch of equal queries of several rows, else S; 0 where no `logits` are wanted.
         """
         num_rows = num_tokens if query_len is not None else num_reqs
+        num_rows = num_rows if logits else 0
         layout = _layout(num_tokens, num_reqs, num_rows, max_blocks, num_steps)
         sizes = [_align(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values()]
         on_gpu, uint8 = device.type == "cuda", torch.uint8
@@ -131,6 +133,7 @@ class StepTensors:
         host["query_start_loc"][: num_reqs + 1] = start
         if self.query_len is None:
             host["query_start_loc"][num_reqs + 1 : -1] = num_tokens
+        if self.query_len is None and self.num_rows:
             host["logits_indices"][:num_reqs] = start[1:] - 1
             host["num_logits"][0] = num_reqs
         host["seq_lens"][:num_reqs] = computed + query
@@ -147,6 +150,11 @@ class StepTensors:
         self.device_bytes.copy_(self.host_bytes, non_blocking=True)
         if self.uploaded is not None:
             self.uploaded.record()
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.host["logits_indices"].shape[0]
 
     @property
     def max_query_len(self) -> int:

@@ -98,6 +98,8 @@ class CudagraphDispatcher:
         num_reqs: int,
         uniform_query_len: int | None = None,
         sampling: Sampling = Sampling.GREEDY,
+        *,
+        logits: bool = True,
     ) -> tuple[CUDAGraphMode, BatchDescriptor | None]:
         """Runtime mode and key of a batch; NONE without a key if no key holds it.
 
@@ -109,12 +111,15 @@ class CudagraphDispatcher:
             num_reqs: requests, none of them padding.
             uniform_query_len: tokens of every request; None: a mixed batch.
             sampling: the strongest kind that a request wants; the key has the same.
+            logits: whether any row's are wanted; if not, the key of a mixed batch says so.
 
         Raises:
             ValueError: the numbers contradict each other, or `sampling` is no `Sampling`.
         """
         _check_type("sampling", sampling, Sampling)
         _check_batch(num_tokens, num_reqs, uniform_query_len)
+        if not logits and uniform_query_len is not None:
+            raise ValueError(f"logits of a uniform batch must be True, got {logits!r}")
         tables = (None,) if uniform_query_len is None else (uniform_query_len, None)
         for mode in RUNTIME_MODES[:-1]:
             for query_len in tables:
@@ -122,7 +127,7 @@ class CudagraphDispatcher:
                     continue
                 key = self._smallest(query_len, num_tokens, num_reqs)
                 if key is not None:
-                    return mode, self._sampling_as(key, sampling, mode)
+                    return mode, self._for(key, sampling, logits, mode)
         return CUDAGraphMode.NONE, None
 
     def _table(self, query_len: int | None) -> list[BatchDescriptor]:
@@ -145,11 +150,11 @@ class CudagraphDispatcher:
         key = self._tables[query_len][at]
         return key if fits(key, num_tokens, num_reqs, query_len) else None
 
-    def _sampling_as(
-        self, key: BatchDescriptor, sampling: Sampling, mode: CUDAGraphMode
+    def _for(
+        self, key: BatchDescriptor, sampling: Sampling, logits: bool, mode: CUDAGraphMode
     ) -> BatchDescriptor:
-        if sampling is not key.sampling:
-            key = dataclasses.replace(key, sampling=sampling)
+        if (sampling, logits) != (key.sampling, key.logits):
+            key = dataclasses.replace(key, sampling=sampling, logits=logits)
             self._keys[mode].add(key)
         return key
 

@@ -96,11 +96,16 @@ class StepLoop:
         rows = 1 + len(step[0].draft)  # of each, where only decodes are in the step
         uniform = all(s.num_tokens == rows and s.wants_token for s in step)
         mode, key = self.plan.dispatcher.dispatch(
-            sum(s.num_tokens for s in step), len(step), rows if uniform else None, _kind(step)
+            sum(s.num_tokens for s in step),
+            len(step),
+            rows if uniform else None,
+            self._kind(step),
+            logits=self._wants_logits(step),
         )
         if key is None or (rows > 1 and not key.uniform):  # mixed keys have logits of last rows
             return None
-        return self.runner.captured(key, mode)
+        with self.counters.watching():
+            return self.runner.captured(key, mode)
 
     def _run_alone(self, step: list[Scheduled], captured: CapturedStep | None) -> None:
         """A step that ends with its tokens on the host."""
@@ -118,7 +123,16 @@ class StepLoop:
     def _call(self, step: list[Scheduled]) -> list[list[int]]:
         self.num_steps["called"] += 1
         with self.counters.watching():
-            return self.runner.call(step, _kind(step))
+            return self.runner.call(step, self._kind(step), logits=self._wants_logits(step))
+
+    def _wants_logits(self, step: Sequence[Scheduled]) -> bool:
+        """Whether any are computed: not of chunks of prompts, if the model then does less."""
+        return not self.runner.drops_rows or any(s.wants_token for s in step)
+
+    def _kind(self, step: Sequence[Scheduled]) -> Sampling:
+        if not self._wants_logits(step):
+            return Sampling.GREEDY
+        return max(s.request.sampling.kind for s in step)
 
     def _num_steps(
         self, captured: CapturedStep, requests: Sequence[Request], begun: int = 0
@@ -151,7 +165,3 @@ class StepLoop:
         if self._flight is not None:
             self._land(self._flight)
             self._flight = None
-
-
-def _kind(step: Sequence[Scheduled]) -> Sampling:
-    return max(s.request.sampling.kind for s in step)

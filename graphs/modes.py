@@ -97,6 +97,7 @@ class BatchDescriptor:
     num_reqs: int  # requests, padding included
     uniform: bool = False  # every request brings num_tokens / num_reqs tokens
     sampling: Sampling = Sampling.GREEDY
+    logits: bool = True  # False: chunks of prompts, none of which ends; no token is drawn
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_reqs"):
@@ -106,6 +107,8 @@ class BatchDescriptor:
             raise ValueError(
                 f"num_reqs must be from 1 to num_tokens={self.num_tokens}, got {self.num_reqs}"
             )
+        if self.uniform and not self.logits:
+            raise ValueError("logits of a uniform batch must be True, got False")
         if self.uniform and self.num_tokens % self.num_reqs:
             raise ValueError(
                 f"num_tokens of a uniform batch must be a multiple of num_reqs={self.num_reqs}, "

@@ -44,6 +44,8 @@ class StepRunner:
 
     Attributes:
         on_logits: called with the logits [R, V] of every step that is called, not of replays.
+        drops_rows: whether some layers see only the rows whose logits are wanted (fast prefill), so
+            that a step without any is worth its own graph. Known when the model was compiled.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class StepRunner:
         self.device = cache.tensors[0].device
         self.graphs: StepGraphs | None = None
         self.on_logits: Callable[[torch.Tensor], None] | None = None
+        self.drops_rows = False
         self._penalties: PenaltyState | None = None
         self._logits_RV: torch.Tensor | None = None  # of the last step, for the verifier
         self._kept: dict[BatchDescriptor, torch.Tensor] = {}  # those that graphs write
@@ -98,19 +101,24 @@ class StepRunner:
 
     # -- called ------------------------------------------------------------------------------------
 
-    def call(self, step: Sequence[Scheduled], kind: Sampling) -> list[list[int]]:
+    def call(
+        self, step: Sequence[Scheduled], kind: Sampling, *, logits: bool = True
+    ) -> list[list[int]]:
         """Run a step as it is, without padding; returns the drawn tokens of every request.
 
-        One each; of requests with a draft one a row, where all have drafts of one length.
+        One each; of requests with a draft one a row, where all have drafts of one length. None
+        where no `logits` are wanted.
         """
         lengths = {s.num_tokens for s in step}
         query_len = lengths.pop() if len(lengths) == 1 and step[0].draft else None
         num_tokens = sum(s.num_tokens for s in step)
         tensors = StepTensors.allocate(
-            num_tokens, len(step), self.max_blocks, self.device, query_len=query_len
+            num_tokens, len(step), self.max_blocks, self.device, query_len=query_len, logits=logits
         )
         self.fill(tensors, step, kind)
         logits_RV = self._logits(tensors, self._planned(tensors))
+        if not logits:
+            return [[] for _ in step]
         if self.on_logits is not None:
             self.on_logits(logits_RV)
         tokens_R = self._sampled(logits_RV, tensors, kind)
@@ -161,7 +169,7 @@ class StepRunner:
         graphs.check_addresses(captured)
         metadata = self._planned(tensors)
         rows_S = tensors.device["seq_lens"] > 0
-        rows_R = rows_S.repeat_interleave(key.query_len or 1)
+        rows_R = rows_S.repeat_interleave(key.query_len or 1)[: tensors.num_rows]
 
         def replay() -> None:
             self._logits_RV = None
@@ -227,6 +235,7 @@ class StepRunner:
             self.device,
             query_len=key.query_len,
             num_steps=self.num_steps if key.query_len == 1 else 1,
+            logits=key.logits,
         )
 
     def _batch_of(self, tensors: StepTensors, key: BatchDescriptor) -> CommonAttentionMetadata:
@@ -248,6 +257,8 @@ class StepRunner:
         logits_RV = self._logits(tensors, metadata)
         if self.verifier is not None:
             self._logits_RV = logits_RV
+        if not key.logits:
+            return
         tokens_R = self._sampled(logits_RV, tensors, key.sampling)
         if key.query_len != 1:
             tensors.device["tokens"][0].copy_(tokens_R)
@@ -297,9 +308,10 @@ class StepRunner:
         tensors.device.update({name: t.clone() for name, t in tensors.device.items()})
         device = tensors.device
         batch = {name: device[name] for name in ("input_ids", "position_ids", "slot_mapping")}
-        common = tensors.common(17, 1)
+        metadata = self.builder.build(0, tensors.common(17, 1))
         with first_call(**batch, logits_to_keep=device["logits_indices"]):
-            self._logits(tensors, self.builder.build(0, common))
+            self._logits(tensors, metadata)
+        self.drops_rows = metadata.is_reduced
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begin

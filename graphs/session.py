@@ -379,11 +379,13 @@ class DecodeSession(StepLoop):
         self.scheduler.waiting.append(request)
 
     def _capture_first(self) -> None:
-        keys, guess = self.plan.first_keys(), self.report().graph_bytes_estimated
+        chunk = self.scheduler.max_tokens_per_step if self.runner.drops_rows else None
+        keys, guess = self.plan.first_keys(chunk), self.report().graph_bytes_estimated
         if guess is not None:
             logger.info("capturing %d graphs, estimated at %s", len(keys), human(guess))
-        for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
-            self.runner.captured(key, mode)
+        with self.counters.watching():
+            for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
+                self.runner.captured(key, mode)
 
     def _compile_again(self) -> None:
         """Forget what was compiled and compile it anew; graphs are captured again when needed."""

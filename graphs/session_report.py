@@ -175,11 +175,15 @@ class SessionReport:
 
 
 def in_words(key: BatchDescriptor) -> str:
-    """A key: decode 8; uniform 8 x 4; mixed 64 tokens, 9 requests."""
+    """A key: decode 8; uniform 8 x 4; mixed 64 tokens, 9 requests;
+    chunks of 64 tokens, 9 requests, no logits.
+    """
     if key.query_len == 1:
         return f"decode {key.num_reqs}"
     if key.uniform:
         return f"uniform {key.num_reqs} x {key.query_len}"
+    if not key.logits:
+        return f"chunks of {key.num_tokens} tokens, {key.num_reqs} requests, no logits"
     return f"mixed {key.num_tokens} tokens, {key.num_reqs} requests"
 
 

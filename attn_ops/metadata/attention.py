@@ -105,6 +105,15 @@ class AttentionMetadata(OpaqueBase):
         return self._logits_rows
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether a layer has asked for `logits_rows`."""
+        return self._logits_rows is not None
+
+    def wants_no_logits(self, num_rows: int) -> bool:
+        """Whether the layer sees no row, as the batch has no logits rows: chunks of prompts."""
+        return num_rows == 0 == self.num_logits_rows
+
+    @property
     def num_logits_rows(self) -> int:
         """Entries of the batch's logits indices, padding included."""
         padded = self.common.logits_indices_padded

@@ -45,6 +45,8 @@ def _attention(
     logits_rows: bool = False,
     **options: object,
 ) -> torch.Tensor:
+    if logits_rows and meta.wants_no_logits(q.shape[0]):
+        return torch.empty_like(q)
     if breaks.hook is not None:
         more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
         more |= {"logits_rows": logits_rows}
@@ -95,6 +97,8 @@ def _attention_with_lse(
     logits_rows: bool = False,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if logits_rows and meta.wants_no_logits(q.shape[0]):
+        return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if breaks.hook is not None:
         more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
         more |= {"logits_rows": logits_rows}

@@ -73,6 +73,22 @@ def test_logits_indices_stand_in_for_the_padded_ones(make_batch):
     torch.testing.assert_close(got, attention(batch.q, batch.kv_cache, meta, SCALE)[rows])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rows_of_a_batch_that_wants_none(make_batch, name):
+    """Nothing is reduced or launched; a model that sees rows although none are wanted is wrong."""
+    batch = make_batch([3, 2], [5, 2], head_size=16, block_size=16)
+    none = torch.empty(0, dtype=torch.int64)
+    more = {"logits_indices_padded": none, "num_logits_indices": 0}
+    meta = build(batch, name, batch.common.replace(**more))
+    out, lse = attention_with_lse(batch.q[:0], batch.kv_cache, meta, SCALE, logits_rows=True)
+    assert (out.shape, lse.shape) == ((0, *batch.q.shape[1:]), (0, batch.q.shape[1]))
+    got = attention(batch.q[:0], batch.kv_cache, meta, SCALE, logits_rows=True)
+    assert (got.shape, got.dtype) == (out.shape, batch.q.dtype)
+    assert not meta.is_reduced
+    with pytest.raises(ValueError, match="logits rows must be those of the batch, 0 with padding"):
+        attention(batch.q[:2], batch.kv_cache, meta, SCALE, logits_rows=True)
+
+
 def test_metadata_is_reduced_once(make_batch):
     meta = reduced(make_batch([3, 2], [5, 2]), [2, 4])
     assert meta.logits_rows(2) is meta.logits_rows(2)

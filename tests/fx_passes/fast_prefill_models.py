@@ -204,7 +204,7 @@ class Batches:
         assert positions is not None
         ends = common.query_start_loc_cpu[1:].tolist()
         rows = [end - i for end, n in zip(ends, logits, strict=True) for i in range(n, 0, -1)]
-        indices = torch.tensor(rows + [0] * padding)
+        indices = torch.tensor(rows + [0] * padding, dtype=torch.int64)
         common = common.replace(logits_indices_padded=indices, num_logits_indices=len(rows))
         ids = torch.randint(1, VOCAB, (1, num_rows), generator=self.generator)
         keywords = {

@@ -208,7 +208,9 @@ def test_own_result_of_an_outlined_graph(make_model):
 def refused(model, match, mode="auto"):
     """The model is left as it is, and the report says why; mode "on" raises the same."""
     with recording() as recorder:
-        fast = compiled(model, backend=eager_backend(PassConfig(mode, outline_layers=False)))
+        fast = compiled(
+            model, backend=eager_backend(PassConfig(fast_prefill=mode, outline_layers=False))
+        )
     record = record_of(recorder)
     assert record.matches == 0
     assert any(match in reason for reason in record.skipped), record.skipped
@@ -323,7 +325,7 @@ def test_skipped_when_no_tensor_selects():
 def refused_at(model, match, **changes):
     step = Batches(model).of([2, 3, 4], [0, 1, 0], [1, 1, 1])
     step.keywords |= changes
-    backend = eager_backend(PassConfig("auto", outline_layers=False))
+    backend = eager_backend(PassConfig(fast_prefill="auto", outline_layers=False))
     with recording() as recorder:
         call(torch.compile(model, backend=backend, fullgraph=True, dynamic=True), step)
     record = record_of(recorder)
@@ -357,5 +359,8 @@ def test_other_values_are_refused(value):
 
 def test_off_runs_no_pass():
     with recording() as recorder:
-        compiled(seeded(Plain()), backend=eager_backend(PassConfig("off", outline_layers=False)))
-    assert recorder.passes == []
+        compiled(
+            seeded(Plain()),
+            backend=eager_backend(PassConfig(fast_prefill="off", outline_layers=False)),
+        )
+    assert "fast_prefill" not in [record.pass_name for record in recorder.passes]

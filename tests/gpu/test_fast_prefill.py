@@ -75,14 +75,18 @@ def compiled(model, fast_prefill):
 def test_sessions_give_the_same_tokens(make_model, family, mode):
     """In float32, with mixed steps captured where the mode does; the replays are verified."""
     model = cases.wide(make_model, family, dtype=torch.float32)
-    want = cases.uncaptured(model)
+    want, long = cases.uncaptured(model), [list(range(1, 101))]
+    want_long = cases.uncaptured(model, long, 8)
     fast = compiled(model, "on")
     options = {"cudagraph_mode": mode, "mixed_capture_sizes": [16, 32]}
     for more in ({}, {"verify": "always"}):
         session = cases.small(fast, **options, **more)
         assert cases.tokens(session.generate(cases.PROMPTS, 16)) == want
+        assert cases.tokens(session.generate(long, 8)) == want_long
         assert session.counters.num_recompiles == 0
-    if mode == "FULL":
+    if mode != "FULL_DECODE_ONLY":  # three chunks of 32 tokens want no logits
+        (chunks,) = (one for one in session.graphs if not one.key.logits)
+        assert chunks.num_replays == 3
         assert session.num_steps["called"] == 0
 
 
@@ -94,16 +98,20 @@ def test_models_that_share_caches_are_captured_whole(make_model, family):
         make_model, family, dtype=torch.float32, sliding_window=40, tie_word_embeddings=False,
         vocab_size_per_layer_input=cases.VOCAB, **sizes,
     )  # fmt: skip
-    want = cases.uncaptured(model)
+    want, long = cases.uncaptured(model), [list(range(1, 101))]
+    want_long = cases.uncaptured(model, long, 8)
     assert len({token for row in want for token in row}) > 5
     for mode in ("off", "on"):
+        fast, before = compiled(model, mode), cases.num_compiled()
         session = cases.small(
-            compiled(model, mode), cudagraph_mode="FULL", mixed_capture_sizes=[16, 32],
+            fast, cudagraph_mode="FULL", mixed_capture_sizes=[16, 32],
             verify="always",
         )  # fmt: skip
         assert cases.tokens(session.generate(cases.PROMPTS, 16)) == want
+        assert cases.tokens(session.generate(long, 8)) == want_long
         assert session.num_steps["called"] == 0
         assert session.counters.num_recompiles == 0
+        assert cases.num_compiled() - before == 1
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "FLASHINFER", "AUTO"])

@@ -1,5 +1,6 @@
 """Which key a batch gets: tables for every mode, and what must hold for any sizes."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -218,6 +219,22 @@ def test_keys_of_other_kinds_follow_when_they_are_asked_for():
     made.dispatch(4, 4, 1, Sampling.FILTERED)
     assert set(made.keys(FULL)) == {*before[0], key}
     assert made.keys(PIECEWISE) == before[1]
+
+
+@pytest.mark.parametrize("mode", CUDAGraphMode)
+def test_steps_without_logits_have_keys_of_their_own(mode):
+    """Of the same sizes; none comes back for a step that wants some."""
+    for num_tokens, num_reqs, query_len in BATCHES:
+        made = dispatcher(mode)
+        wanted_mode, wanted = made.dispatch(num_tokens, num_reqs)
+        found_mode, key = made.dispatch(num_tokens, num_reqs, logits=False)
+        assert found_mode is wanted_mode
+        assert key == (None if wanted is None else dataclasses.replace(wanted, logits=False))
+        assert key is None or key in made.keys(mode.mixed_mode())
+        assert made.dispatch(num_tokens, num_reqs) == (wanted_mode, wanted)
+        if query_len is not None:
+            with pytest.raises(ValueError, match="^logits of a uniform batch must be True"):
+                made.dispatch(num_tokens, num_reqs, query_len, logits=False)
 
 
 # -- what must hold for any sizes ------------------------------------------------------------------

@@ -18,6 +18,12 @@ MODES = {
         "mixed_capture_sizes": [16],
         "verify": "always",
     },
+    "piecewise": {
+        "cudagraph_mode": "PIECEWISE",
+        "debug": "eager_replay",
+        "mixed_capture_sizes": [16],
+        "verify": "always",
+    },
 }
 
 
@@ -72,6 +78,50 @@ def test_sessions_by_inductor(make_model, num_graphs):
             assert session.counters.num_recompiles == 0
     assert matches(recorder) == [True]
     assert num_graphs() - before == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "gemma4"])
+@pytest.mark.parametrize("mode", ["called", "full", "piecewise"])
+def test_chunks_of_a_prompt_compute_no_logits(make_model, num_graphs, name, mode):
+    """Three chunks of 16 tokens want none, the fourth wants one: behind the last cache write the
+    model sees no row. Replays are compared with calls.
+    """
+    model = make_model(name, tie_word_embeddings=False)
+    prompts = [list(range(1, 56))]
+    wanted = [r.token_ids for r in session_of(model).generate(prompts, 8)]
+    fast = torch.compile(model, backend=eager, fullgraph=True)
+    before = num_graphs()
+    session = session_of(fast, **MODES[mode])
+    sizes = []
+    session.runner.on_logits = lambda logits_RV: sizes.append(logits_RV.shape[0])
+    assert [r.token_ids for r in session.generate(prompts, 8)] == wanted
+    assert num_graphs() - before == 1
+    if mode == "called":
+        assert sizes == [1] * 8, "one of the last chunk, seven of decodes"
+        return
+    (graph,) = (one for one in session.graphs or () if not one.key.logits)
+    assert (graph.key.num_tokens, graph.num_replays) == (16, 3)
+    assert "chunks of 16 tokens, 5 requests, no logits" in str(session.report())
+
+
+def test_chunks_by_inductor(make_model, num_graphs):
+    """The graph that was compiled for some rows runs for none."""
+    model, prompts = make_model(), [list(range(1, 56))]
+    wanted = [r.token_ids for r in session_of(model).generate(prompts, 8)]
+    options = {"fast_prefill": "on"}
+    fast = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=options)
+    before = num_graphs()
+    session = session_of(fast, **MODES["full"])
+    assert [r.token_ids for r in session.generate(prompts, 8)] == wanted
+    assert [one.num_replays for one in session.graphs or () if not one.key.logits] == [3]
+    assert num_graphs() - before == 1
+
+
+def test_other_models_compute_all_logits(make_model):
+    """Without the pass a chunk costs its lm_head a row, and no second graph."""
+    session = session_of(make_model(), **MODES["full"])
+    session.generate([list(range(1, 56))], 2)
+    assert all(one.key.logits for one in session.graphs or ())
 
 
 def test_auto_leaves_other_sessions_alone(make_model):

@@ -84,8 +84,9 @@ def test_every_field_tells_keys_apart():
         BatchDescriptor(8, 2, uniform=True),
         BatchDescriptor(8, 4),
         *(BatchDescriptor(8, 4, True, kind) for kind in list(Sampling)[1:]),
+        BatchDescriptor(8, 4, logits=False),
     ]
-    assert len(dataclasses.fields(key)) == 4  # one more needs a line above
+    assert len(dataclasses.fields(key)) == 5  # one more needs a line above
     assert len({key, *others}) == len(others) + 1
     assert key == BatchDescriptor(8, 4, True, Sampling.GREEDY)
     assert hash(key) == hash(BatchDescriptor(8, 4, True, Sampling.GREEDY))
@@ -104,6 +105,7 @@ def test_keys_are_frozen_and_ordered_by_tokens():
         ((4, 0), "^num_reqs must be from 1 to num_tokens=4, got 0"),
         ((4, 5), "^num_reqs must be from 1 to num_tokens=4, got 5"),
         ((9, 4, True), "^num_tokens of a uniform batch must be a multiple of num_reqs=4, got 9"),
+        ((8, 4, True, Sampling.GREEDY, False), "^logits of a uniform batch must be True, got"),
     ],
 )
 def test_impossible_keys_are_refused(arguments, message):

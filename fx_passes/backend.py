@@ -14,6 +14,7 @@ from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.ir import ConcatKernel
+from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 
@@ -55,7 +56,8 @@ def attn_ops(
 
     # AOTAutograd's own cache would skip our passes and with them their counts; Inductor's
     # cache behind it stays on.
-    with functorch_config.patch(enable_autograd_cache=False), _cat_without_guards():
+    no_cache = functorch_config.patch(enable_autograd_cache=False)
+    with no_cache, _cat_without_guards(), _empty_grids():
         return compile_regions(gm, example_inputs, compile_piece)
 
 
@@ -95,6 +97,29 @@ def _cat_without_guards() -> Iterator[None]:
     finally:
         table[cat] = decompose
         ConcatKernel.create = create
+
+
+@contextlib.contextmanager
+def _empty_grids() -> Iterator[None]:
+    """On torch before 2.13, let kernels be launched for no rows: chunks of a prompt want no logits.
+
+    Their launchers divide by the number of blocks; later versions ask for zero first.
+    """
+    generate = Grid2DWithYZOverflow.generate
+    if TORCH_VERSION >= (2, 13):
+        yield
+        return
+
+    def generate_for_any(self: Any, meta: dict[str, int]) -> None:
+        generate(self, meta)
+        if self.mode == "python":
+            self.y_grid = f"(0 if y_grid_div_ == 0 else {self.y_grid})"
+
+    Grid2DWithYZOverflow.generate = generate_for_any
+    try:
+        yield
+    finally:
+        Grid2DWithYZOverflow.generate = generate
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ S requests, R rows of logits, V vocabulary.
 """
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from graphs.sampling import PenaltyState, argmax, sample
 from graphs.scheduler import Scheduled
 from graphs.step import ModelInputs
 from graphs.verify import Verifier
+
+logger = logging.getLogger(__name__)
 
 
 class StepRunner:
@@ -311,7 +314,18 @@ class StepRunner:
         metadata = self.builder.build(0, tensors.common(17, 1))
         with first_call(**batch, logits_to_keep=device["logits_indices"]):
             self._logits(tensors, metadata)
-        self.drops_rows = metadata.is_reduced
+        self.drops_rows = metadata.is_reduced and self._runs_without_logits()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begin
+
+    def _runs_without_logits(self) -> bool:
+        """Whether the model takes a step that wants no row's logits; not all take empty tensors."""
+        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, logits=False)
+        tensors.upload()
+        try:
+            self._logits(tensors, self.builder.build(0, tensors.common(17, 1)))
+        except Exception as error:
+            logger.warning("chunks of prompts compute a row of logits a request: %s", error)
+            return False
+        return True

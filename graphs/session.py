@@ -251,19 +251,28 @@ class DecodeSession(StepLoop):
         )
         bar = tqdm(total=len(requests), desc="generate", unit="request", disable=None, leave=False)
         try:
-            with bar:
-                for request in requests:
-                    self._queue(request)
-                going = requests
-                while going:
-                    self._advance()
-                    still = [r for r in going if not r.finish_reason]
-                    bar.update(len(going) - len(still))
-                    going = still
-            return [cast(Generation, self.result(r.id)) for r in requests]
-        finally:  # also when interrupted: nothing of this call stays behind
-            for request in requests:
-                self.discard(request.id)
+            try:
+                with bar:
+                    self._finish(requests, bar)
+                return [cast(Generation, self.result(r.id)) for r in requests]
+            finally:  # also when interrupted: nothing of this call stays behind
+                self._discard_all(requests)
+        finally:  # and when interrupted there
+            self._discard_all(requests)
+
+    def _finish(self, requests: Sequence[Request], bar: Any) -> None:
+        for request in requests:
+            self._queue(request)
+        going = requests
+        while going:
+            self._advance()
+            still = [r for r in going if not r.finish_reason]
+            bar.update(len(going) - len(still))
+            going = still
+
+    def _discard_all(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.discard(request.id)
 
     def discard(self, request_id: int) -> None:
         """Forget a request, finished or not; its blocks go back to the cache.

@@ -233,7 +233,7 @@ def test_steps_without_logits_have_keys_of_their_own(mode):
         assert key is None or key in made.keys(mode.mixed_mode())
         assert made.dispatch(num_tokens, num_reqs) == (wanted_mode, wanted)
         if query_len is not None:
-            with pytest.raises(ValueError, match="^logits of a uniform batch must be True"):
+            with pytest.raises(ValueError, match=r"^logits of a uniform batch must be True, got"):
                 made.dispatch(num_tokens, num_reqs, query_len, logits=False)
 
 

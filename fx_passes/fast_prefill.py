@@ -260,19 +260,19 @@ class _Rewrite:
 
 def _inferred(node: Node) -> Any:
     """Arguments with the size in -1's place, which a shape of no rows would leave open."""
-    value = node.meta.get("example_value")
-    views = node.target in ("view", "reshape", torch.reshape) and len(node.args) > 1
+    value, arguments = node.meta.get("example_value"), list(node.args)
+    views = node.target in ("view", "reshape", torch.reshape) and len(arguments) > 1
     if not views or not isinstance(value, torch.Tensor):
         return node.args
-    source, *shape = node.args
-    sizes = shape[0] if isinstance(shape[0], list | tuple) else shape
-    if not isinstance(sizes, list | tuple) or -1 not in sizes:
+    listed = isinstance(arguments[1], list | tuple)
+    sizes: Any = arguments[1] if listed else arguments[1:]
+    if not any(isinstance(size, int) and size == -1 for size in sizes):
         return node.args
-    found = value.shape[list(sizes).index(-1)]
-    if not isinstance(found, int):  # the rows themselves
-        return node.args
-    known = tuple(found if size == -1 else size for size in sizes)
-    return (source, known) if isinstance(shape[0], list | tuple) else (source, *known)
+    known = [
+        found if size == -1 and isinstance(found, int) else size  # a symbol: the rows themselves
+        for size, found in zip(sizes, value.shape, strict=True)
+    ]
+    return (arguments[0], tuple(known)) if listed else (arguments[0], *known)
 
 
 def _behind_inputs(node: Node) -> Node:

@@ -1,0 +1,95 @@
+"""Inductor before torch 2.13, mended while our backend compiles: one graph for steps of any size.
+
+All of this only chooses layouts, padding and grids; what is chosen for many rows is right for one.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import pad_mm
+from torch._inductor.ir import ConcatKernel
+from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
+from torch._inductor.virtualized import V
+
+from attn_ops._compat import TORCH_VERSION
+
+
+@contextlib.contextmanager
+def old_inductor_mended() -> Iterator[None]:
+    """Take away what would compile a model again for its first decode step, or for no rows.
+
+    - Its decomposition of `cat((x, x))`, which RoPE uses, flattens an expanded view, and so guards
+      on more than one row. Its lowering of `cat` needs no guard.
+    - That lowering asks whether arguments of four dimensions (Gemma 3n, Gemma 4) lie channels last.
+    - Products of unaligned sizes (Gemma 3n's of 4 columns) are padded if they are bound by
+      arithmetic, which it asks of the symbolic sizes.
+    - Launchers of kernels with two dimensions divide by the number of blocks, which is zero
+      where a chunk of a prompt wants no logits.
+    """
+    if TORCH_VERSION >= (2, 13):
+        yield
+        return
+    with (
+        _repeated_cat_kept(),
+        patch.object(ConcatKernel, "create", _concat_without_guards(ConcatKernel.create)),
+        patch.object(pad_mm, "is_mm_compute_bound", _by_hints(pad_mm.is_mm_compute_bound)),
+        patch.object(
+            Grid2DWithYZOverflow, "generate", _for_empty_grids(Grid2DWithYZOverflow.generate)
+        ),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _repeated_cat_kept() -> Iterator[None]:
+    """The table's entry is changed in place.
+
+    A table of one's own becomes part of Inductor's cache key and cannot be pickled: nothing would
+    be cached.
+    """
+    table, cat = select_decomp_table(), torch.ops.aten.cat.default
+    decompose = table.get(cat)
+    if decompose is None:
+        yield
+        return
+
+    def cat_unless_repeated(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+        if len(tensors) > 1 and all(t is tensors[0] for t in tensors):
+            return NotImplemented
+        return decompose(tensors, dim)
+
+    table[cat] = cat_unless_repeated
+    try:
+        yield
+    finally:
+        table[cat] = decompose
+
+
+def _concat_without_guards(create: Any) -> Any:
+    def create_without_guards(inputs: Sequence[Any], dim: int) -> Any:
+        with V.graph.sizevars.shape_env.suppress_guards():
+            return create(inputs, dim)
+
+    return staticmethod(create_without_guards)
+
+
+def _by_hints(is_mm_compute_bound: Any) -> Any:
+    def by_hints(*sizes_and_dtype: Any) -> bool:
+        return is_mm_compute_bound(
+            *(x.node.require_hint() if isinstance(x, torch.SymInt) else x for x in sizes_and_dtype)
+        )
+
+    return by_hints
+
+
+def _for_empty_grids(generate: Any) -> Any:
+    def generate_for_any(self: Any, meta: dict[str, int]) -> None:
+        generate(self, meta)
+        if self.mode == "python":
+            self.y_grid = f"(0 if y_grid_div_ == 0 else {self.y_grid})"
+
+    return generate_for_any

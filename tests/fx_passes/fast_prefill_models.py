@@ -258,7 +258,7 @@ def compiled(model: nn.Module, backend: Callable | str | None = None, **options:
 
 
 def compare(model: Callable, fast: Callable, step: Step, *, exact: bool = True) -> None:
-    """Logits within 1e-5; caches equal to the bit. If not `exact`, both within 1e-5 of the largest."""
+    """Logits within 1e-5; caches equal to the bit, or, if not `exact`, 1e-5 of the largest."""
     other = step.copy()
     wanted = logits_of(call(model, step))[:, : step.num_logits]
     got = logits_of(call(fast, other))[:, : step.num_logits]

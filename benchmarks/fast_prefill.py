@@ -1,7 +1,7 @@
 """Prefill with and without its dead rows: `python -m benchmarks.fast_prefill`.
 
     off, on         time until the last request has its first token, through `DecodeSession.step`
-    gain            1 - on / off
+    gain            1 - on / off, the median over pairs that ran one behind the other
     theory          part of the floating point operations, attention's too, that is not done
     memory          of the captured step of a whole chunk, beyond weights and caches
     decode          one captured decode step, on / off
@@ -85,13 +85,10 @@ class Case:
     num_reqs: int
     prompt_len: int
     chunk: int
-    off_ms: float
+    off_ms: float  # medians
     on_ms: float
+    gain: float
     theory: float  # part of the operations that is not done
-
-    @property
-    def gain(self) -> float:
-        return 1.0 - self.on_ms / self.off_ms
 
     def as_dict(self) -> dict[str, Any]:
         tokens = self.num_reqs * self.prompt_len
@@ -99,7 +96,16 @@ class Case:
             "off_tokens_s": tokens / self.off_ms * 1e3,
             "on_tokens_s": tokens / self.on_ms * 1e3,
         }
-        return dataclasses.asdict(self) | {"gain": self.gain} | rates
+        return dataclasses.asdict(self) | rates
+
+    @classmethod
+    def of(
+        cls, shape: str, prompts: Prompts, off: list[float], on: list[float], theory: float
+    ) -> "Case":
+        ratio = statistics.median(b / a for a, b in zip(off, on, strict=True))
+        return cls(
+            shape, *prompts, statistics.median(off), statistics.median(on), 1.0 - ratio, theory
+        )
 
 
 def compiled(model: Any, fast_prefill: str) -> Any:
@@ -147,10 +153,9 @@ def decode_ms(session: DecodeSession, batch: int) -> float:
     return median_ms(lambda: captured.graph.replay(), repeats=50)
 
 
-def theory(model: Any, facts: dict[str, Any], num_reqs: int, prompt_len: int, chunk: int) -> float:
+def theory(model: Any, facts: dict[str, Any], num_reqs: int, prompt_len: int) -> float:
     """Products and attention that are not done, by all that are."""
-    tokens, steps = num_reqs * prompt_len, -(-num_reqs * prompt_len // chunk)
-    rows = max(num_reqs, steps)  # logits rows: one a request that is in a step
+    tokens, rows = num_reqs * prompt_len, num_reqs  # chunks before a prompt's last want no logits
     attends = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "q_proj")]
     attention = [num_reqs * _attention_flops(m, prompt_len) for m in attends]
     dead = sum(attention[len(attention) - facts["num_attentions"] :])
@@ -192,11 +197,12 @@ class Side:
 def measure_chunk(
     sides: list[Side], cases: list[Prompts], chunk: int, args: argparse.Namespace
 ) -> None:
-    """Both sides in turn, so that a clock that drifts meets both."""
+    """Both sides in turn, each first every other time, so that a clock that drifts meets both."""
     sessions = [side.session(cases, chunk, args.device) for side in sides]
     for num_reqs, length, size in cases:
         for repeat in range(args.repeats + 1 if size == chunk else 0):
-            for side, session in zip(sides, sessions, strict=True):
+            turn = list(zip(sides, sessions, strict=True))
+            for side, session in turn if repeat % 2 else reversed(turn):
                 ms = prefill_ms(session, num_reqs, length)
                 if repeat:  # the first warms up
                     side.ms.setdefault((num_reqs, length, size), []).append(ms)
@@ -217,12 +223,9 @@ def measure_shape(name: str, cases: list[Prompts], args: Any) -> dict[str, Any]:
         free(args.device)
     off, on = sides
     rows = [
-        Case(
-            name, *case, statistics.median(off.ms[case]), statistics.median(on.ms[case]),
-            theory(model, on.facts, *case),
-        )
+        Case.of(name, case, off.ms[case], on.ms[case], theory(model, on.facts, *case[:2]))
         for case in cases
-    ]  # fmt: skip
+    ]
     return {
         "shape": name,
         "backend": on.backend,
@@ -276,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0] if __doc__ else None)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES)[:-1], choices=list(SHAPES))
     parser.add_argument("--cases", nargs="+", default=None, help="like 4x4096x8192")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", default=None)
     parser.add_argument("--commit", default=None)

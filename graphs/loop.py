@@ -4,7 +4,7 @@ Scheduler.next_step -> StepTensors.fill, upload -> model, sampling -> Intake
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from graphs.context import in_surroundings
 from graphs.counters import CompileCounters
 from graphs.flight import Flight, Pilot
 from graphs.intake import Intake
-from graphs.modes import Sampling
+from graphs.modes import BatchDescriptor, CUDAGraphMode, Sampling
 from graphs.planning import CapturePlan
 from graphs.runner import StepRunner
 from graphs.scheduler import Request, Scheduled, Scheduler
@@ -71,6 +71,15 @@ class StepLoop:
         self._land(self._flight)
         self._flight = followed
 
+    def _finish(self, requests: Sequence[Request], progress: Callable[[int], object]) -> None:
+        """Steps until the requests have ended; `progress` is told how many have in each."""
+        going = list(requests)
+        while going:
+            self._advance()
+            still = [r for r in going if not r.finish_reason]
+            progress(len(going) - len(still))
+            going = still
+
     @in_surroundings
     def _advance_drafted(self, drafts: Mapping[int, list[int]]) -> None:
         """A step with drafts, or without where a prompt comes first or the budget is too small."""
@@ -104,6 +113,9 @@ class StepLoop:
         )
         if key is None or (rows > 1 and not key.uniform):  # mixed keys have logits of last rows
             return None
+        return self._capture(key, mode)
+
+    def _capture(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:
         with self.counters.watching():
             return self.runner.captured(key, mode)
 

@@ -58,9 +58,8 @@ class DecodeSession(StepLoop):
         cache_layout: of `PagedKVCache`.
         decode_steps: decode steps that the device runs without the host; the tokens are those of 1.
         num_draft_tokens: k of `verify_draft`; batches of 1 + k tokens a request are captured too.
-        verify: compare replays with calls: "first" of every graph, an int for every so many replays
-            of a graph, "always"; a `Verifier` of one's own; None: never. A difference raises
-            `VerificationError`.
+        verify: compare replays with calls: "first" of a graph, an int for every so many, "always";
+            a `Verifier` of one's own; None: never. A difference raises `VerificationError`.
         debug: "eager_replay" runs every step through the capture path, but calls it anew instead of
             replaying a graph; None. Modes are lowered as on CUDA, but on a CPU only where groups of
             layers have backends of their own.
@@ -253,22 +252,14 @@ class DecodeSession(StepLoop):
         try:
             try:
                 with bar:
-                    self._finish(requests, bar)
+                    for request in requests:
+                        self._queue(request)
+                    self._finish(requests, bar.update)
                 return [cast(Generation, self.result(r.id)) for r in requests]
             finally:  # also when interrupted: nothing of this call stays behind
                 self._discard_all(requests)
         finally:  # and when interrupted there
             self._discard_all(requests)
-
-    def _finish(self, requests: Sequence[Request], bar: Any) -> None:
-        for request in requests:
-            self._queue(request)
-        going = requests
-        while going:
-            self._advance()
-            still = [r for r in going if not r.finish_reason]
-            bar.update(len(going) - len(still))
-            going = still
 
     def _discard_all(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -392,9 +383,8 @@ class DecodeSession(StepLoop):
         keys, guess = self.plan.first_keys(chunk), self.report().graph_bytes_estimated
         if guess is not None:
             logger.info("capturing %d graphs, estimated at %s", len(keys), human(guess))
-        with self.counters.watching():
-            for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
-                self.runner.captured(key, mode)
+        for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
+            self._capture(key, mode)
 
     def _compile_again(self) -> None:
         """Forget what was compiled and compile it anew; graphs are captured again when needed."""

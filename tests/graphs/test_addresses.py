@@ -62,78 +62,96 @@ def test_names():
     assert book.places["inputs.tables[b]"] == Place.of(held.tables["b"])
 
 
-def moves():
-    """Ways to move what `inputs` holds, with the names that are then moved."""
+CACHE, TABLE = ["inputs.caches[1]"], ["inputs.tables[b]"]
 
-    def replaces_entry(held):
-        held.caches[1] = zeros(4)
 
-    def replaces_list(held):
-        held.caches = [held.caches[0], zeros(4)]
+def replaces_entry(held):
+    held.caches[1] = zeros(4)
 
-    def replaces_value(held):
-        held.tables["b"] = zeros(3)
 
-    def replaces_dict(held):
-        held.tables = {"a": held.tables["a"], "b": zeros(3)}
+def replaces_list(held):
+    held.caches = [held.caches[0], zeros(4)]
 
-    def replaces_tuple(held):
-        held.pair = (held.pair[0], zeros(1))
 
-    def points_elsewhere(held):
-        held.caches[1].data = zeros(4)
+def replaces_value(held):
+    held.tables["b"] = zeros(3)
 
-    def grows(held):
-        held.caches[1].resize_(1000)
 
-    def shrinks(held):
-        held.caches[1].resize_(3)
+def replaces_dict(held):
+    held.tables = {"a": held.tables["a"], "b": zeros(3)}
 
-    def shows_less(held):
-        held.caches[1] = held.caches[1][:3]
 
-    def shows_other_strides(held):
-        held.caches[1] = held.caches[1].as_strided((4,), (0,))
+def replaces_tuple(held):
+    held.pair = (held.pair[0], zeros(1))
 
-    def shows_other_dtype(held):
-        held.caches[1] = held.caches[1].view(torch.int32)
 
-    def drops_entry(held):
-        held.caches.pop()
+def points_elsewhere(held):
+    held.caches[1].data = zeros(4)
 
-    def drops_key(held):
-        del held.tables["b"]
 
-    def drops_attribute(held):
-        del held.caches
+def grows(held):
+    held.caches[1].resize_(1000)
 
-    def empties_entry(held):
-        held.caches[1] = None
 
-    def empties_attribute(held):
-        held.tables = None
+def shrinks(held):
+    held.caches[1].resize_(3)
 
-    cache, table = ["inputs.caches[1]"], ["inputs.tables[b]"]
-    yield replaces_entry, cache, "at another address"
-    yield replaces_list, cache, "at another address"
-    yield replaces_value, table, "at another address"
-    yield replaces_dict, table, "at another address"
-    yield replaces_tuple, ["inputs.pair[1]"], "at another address"
-    yield points_elsewhere, cache, "at another address"
-    yield grows, cache, "of shape [1000], not [4]"
-    yield shrinks, cache, "of shape [3], not [4]"
-    yield shows_less, cache, "of shape [3], not [4]"
-    yield shows_other_strides, cache, "of stride [0], not [1]"
-    yield shows_other_dtype, cache, "of dtype int32, not float32"
-    yield drops_entry, cache, "gone"
-    yield drops_key, table, "gone"
-    yield drops_attribute, ["inputs.caches[0]", *cache], "gone"
-    yield empties_entry, cache, "gone"
-    yield empties_attribute, ["inputs.tables[a]", *table], "gone"
+
+def shows_less(held):
+    held.caches[1] = held.caches[1][:3]
+
+
+def shows_other_strides(held):
+    held.caches[1] = held.caches[1].as_strided((4,), (0,))
+
+
+def shows_other_dtype(held):
+    held.caches[1] = held.caches[1].view(torch.int32)
+
+
+def drops_entry(held):
+    held.caches.pop()
+
+
+def drops_key(held):
+    del held.tables["b"]
+
+
+def drops_attribute(held):
+    del held.caches
+
+
+def empties_entry(held):
+    held.caches[1] = None
+
+
+def empties_attribute(held):
+    held.tables = None
+
+
+MOVES = [
+    (replaces_entry, CACHE, "at another address"),
+    (replaces_list, CACHE, "at another address"),
+    (replaces_value, TABLE, "at another address"),
+    (replaces_dict, TABLE, "at another address"),
+    (replaces_tuple, ["inputs.pair[1]"], "at another address"),
+    (points_elsewhere, CACHE, "at another address"),
+    (grows, CACHE, "of shape [1000], not [4]"),
+    (shrinks, CACHE, "of shape [3], not [4]"),
+    (shows_less, CACHE, "of shape [3], not [4]"),
+    (shows_other_strides, CACHE, "of stride [0], not [1]"),
+    (shows_other_dtype, CACHE, "of dtype int32, not float32"),
+    (drops_entry, CACHE, "gone"),
+    (drops_key, TABLE, "gone"),
+    (drops_attribute, ["inputs.caches[0]", *CACHE], "gone"),
+    (empties_entry, CACHE, "gone"),
+    (empties_attribute, ["inputs.tables[a]", *TABLE], "gone"),
+]
+"""Ways to move what `inputs` holds, with the names that are then moved."""
 
 
 @pytest.mark.parametrize(
-    ("move", "names", "how"), list(moves()), ids=lambda value: getattr(value, "__name__", "")
+    ("move", "names", "how"), MOVES, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_moves(move, names, how):
     held = inputs()

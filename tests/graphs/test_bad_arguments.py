@@ -1,0 +1,92 @@
+"""Wrong arguments of sessions, keys and groups: a ValueError that names them, nothing changed."""
+
+# pyright: reportArgumentType=false
+
+import pytest
+import torch
+
+from attn_ops.backends.grouped import grouped_backend
+from graphs import CUDAGraphMode, DecodeSession
+from graphs.dispatch import CudagraphDispatcher
+from graphs.modes import BatchDescriptor, default_capture_sizes
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return make_model()
+
+
+def make(model, **options) -> DecodeSession:
+    sizes = {"max_batch_size": 4, "max_tokens": 64, "block_size": 4, "debug": "eager_replay"}
+    return DecodeSession(model, **(sizes | {"lazy_capture": True} | options))
+
+
+SESSIONS = [
+    *({"cache_tokens": bad} for bad in (0, -5, 10.5, "x", True)),
+    *({"capture_sizes": bad} for bad in (3, [1.5], ["a"], [True], "12", torch.tensor(3))),
+    *({"mixed_capture_sizes": bad} for bad in (7, [2.5], [0])),
+    *({"seed": bad} for bad in ("x", 1.5, None, True)),
+    *({"cudagraph_mode": bad} for bad in (None, 1, "NONE")),
+    *({name: bad} for name in ("strict", "lazy_capture") for bad in ("yes", 1, None)),
+    {"strict": True, "on_capture_failure": "continue"},
+]
+
+
+@pytest.mark.parametrize("options", SESSIONS, ids=str)
+def test_bad_sessions(model, options):
+    with pytest.raises(ValueError, match=f"^{list(options)[-1]} must "):
+        make(model, **options)
+
+
+CALLS = {
+    "0-d prompt": (lambda s: s.add(torch.tensor(3)), "prompt must be a sequence of token ids"),
+    "bool": (lambda s: s.add([True]), "prompt must hold ints, got True"),
+    "dict": (lambda s: s.add({1: 2}), "prompt must be a sequence of token ids"),
+    "set": (lambda s: s.add({1, 2}), "prompt must have an order"),
+    "0-d eos": (lambda s: s.add([1], 3, eos=torch.tensor(3)), "eos must be a sequence"),
+    "name": (
+        lambda s: s.add([1], 3, temprature=1),
+        "got temprature; supported: temperature, top_k",
+    ),
+    "huge": (lambda s: s.add([1], 3, temperature=10**400), "temperature must be a number in range"),
+    "prompts": (lambda s: s.generate(None), "prompts must be a sequence of prompts, got None"),
+    "no drafts": (lambda s: s.verify_draft(None), "drafts must be a mapping"),
+    "list": (lambda s: s.verify_draft([1]), "drafts must be a mapping"),
+    "draft": (lambda s: s.verify_draft({(1, 2): [1]}), "drafts must be for requests"),
+    "result": (lambda s: s.result([1]), r"request_id must come from add\(\), got \[1\]"),
+    "discard": (lambda s: s.discard([1]), r"request_id must come from add\(\), got \[1\]"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_bad_calls_change_nothing(model, case):
+    session = make(model, num_draft_tokens=2)
+    call, message = CALLS[case]
+    with pytest.raises(ValueError, match=message):
+        call(session)
+    assert (session.num_unfinished, session._next_id, session._requests) == (0, 0, {})
+
+
+FULL = CUDAGraphMode.FULL
+DISPATCH = {
+    "mode": (lambda: CudagraphDispatcher("FULL", [1], [1], 1), "mode must be a CUDAGraphMode"),
+    "size": (lambda: CudagraphDispatcher(FULL, [1.5], [1], 2), "decode_sizes must be ints from 1"),
+    "most": (lambda: CudagraphDispatcher(FULL, [1], [1], None), "max_num_reqs must be ints"),
+    "key": (lambda: BatchDescriptor(1.5, 1), "num_tokens must be an int, got 1.5"),
+    "keys": (lambda: CudagraphDispatcher(FULL, [1], [8], 4).keys("FULL"), "mode must be a CUDA"),
+    "kind": (
+        lambda: CudagraphDispatcher(FULL, [1], [8], 4).dispatch(2, 2, 1, "GREEDY"),
+        "sampling must be a Sampling, got 'GREEDY'; supported: GREEDY, RANDOM",
+    ),
+    "default": (lambda: default_capture_sizes(0), "max_batch_size must be a positive int, got 0"),
+    "groups": (lambda: grouped_backend([("a", "b")], default="TORCH"), "groups must be a mapping"),
+    "lower": (lambda: grouped_backend({len: "FLEX"}, default="TORCH", name="x"), "name must be up"),
+    "named 3": (lambda: grouped_backend({len: "FLEX"}, default="TORCH", name=3), "name must be up"),
+}
+
+
+@pytest.mark.parametrize("case", DISPATCH)
+def test_bad_keys_and_groups(case):
+    call, message = DISPATCH[case]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()

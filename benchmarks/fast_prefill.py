@@ -284,6 +284,8 @@ def main() -> None:
     parser.add_argument("--json", default=None)
     parser.add_argument("--commit", default=None)
     args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {args.repeats}")
     cases = CASES
     if args.cases:
         cases = [parsed(case) for case in args.cases]

@@ -1,7 +1,5 @@
 """Make numbers on the device that needs them: none are copied from the host in a step."""
 
-from typing import Any
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
@@ -15,17 +13,19 @@ class DeviceConstants(Pass):
     """Replace a number's copy from the host by a fill on the device.
 
     Gemma 3n's epsilon and sparsity are such numbers. A copy from memory that is not pinned
-    makes the host wait, which no CUDA graph can record. A fill is a constant for Inductor.
+    makes the host wait, which no CUDA graph can record. A fill is a constant for Inductor, which
+    does not round it to the tensor's dtype; so the number is rounded here, as `torch.tensor` does.
 
     Before::
 
         epsilon = torch.tensor(1e-05); to = epsilon.to(device)
-        sparsity = torch.tensor(0.95, device=device)
+        sparsity = torch.tensor(0.95, dtype=bfloat16, device=device)
 
     After::
 
-        epsilon = torch.full((), 1e-05, dtype=float32, device=device); to = epsilon.to(device)
-        sparsity = torch.full((), 0.95, dtype=float32, device=device)
+        epsilon = torch.full((), 9.99999975e-06, dtype=float32, device=device)
+        to = epsilon.to(device)
+        sparsity = torch.full((), 0.94921875, dtype=bfloat16, device=device)
 
     Skipped when:
         - the number is used on the host, too;
@@ -40,15 +40,19 @@ class DeviceConstants(Pass):
         matches = 0
         for node in graph.find_nodes(op="call_function", target=torch.tensor):
             if _is_number(node):
-                matches += _at_copies(node) if _device(node) == CPU else _on_device(node)
+                rewrite = _fill_at_copies if _device(node) == CPU else _fill_in_place
+                matches += rewrite(node)
         return matches
 
 
+def _number(node: Node) -> object:
+    return node.args[0] if node.args else node.kwargs.get("data")
+
+
 def _is_number(node: Node) -> bool:
-    value = node.args[0] if node.args else node.kwargs.get("data")
     fake = isinstance(node.meta.get("example_value"), FakeTensor)
     plain = fake and not node.kwargs.get("requires_grad")
-    return plain and isinstance(value, bool | int | float)
+    return plain and isinstance(_number(node), bool | int | float)
 
 
 def _device(node: Node) -> torch.device:
@@ -57,27 +61,26 @@ def _device(node: Node) -> torch.device:
 
 def _filled(node: Node, device: torch.device) -> Node:
     """The number as a new node on `device`, where the graph stands."""
-    value: Any = node.args[0] if node.args else node.kwargs["data"]
-    dtype = node.meta["example_value"].dtype
-    full = node.graph.create_node(
-        "call_function", torch.full, ((), value), {"dtype": dtype, "device": device}, name=node.name
-    )
-    full.meta = {key: of for key, of in node.meta.items() if key != "example_value"}
     fake = node.meta["example_value"]
+    value = torch.tensor(_number(node), dtype=fake.dtype, device="cpu").item()
+    how = {"dtype": fake.dtype, "device": device}
+    full = node.graph.create_node("call_function", torch.full, ((), value), how, name=node.name)
+    full.meta = {key: of for key, of in node.meta.items() if key != "example_value"}
     with fake.fake_mode:
-        full.meta["example_value"] = torch.full((), value, dtype=dtype, device=device)
+        full.meta["example_value"] = torch.full((), value, dtype=fake.dtype, device=device)
     return full
 
 
-def _on_device(node: Node) -> int:
+def _fill_in_place(node: Node) -> int:
+    """The number stands on its device already."""
     with node.graph.inserting_before(node):
         node.replace_all_uses_with(_filled(node, _device(node)))
     node.graph.erase_node(node)
     return 1
 
 
-def _at_copies(node: Node) -> int:
-    """Every `.to(device)` of a number on the host gets a number on its device."""
+def _fill_at_copies(node: Node) -> int:
+    """Every `.to(device)` of a number on the host gets one on its device; how many."""
     copies = list(node.users)
     if not all(_is_copy(user, node) for user in copies):
         return 0  # what else uses it may write to it

@@ -202,8 +202,7 @@ class _Rewrite:
             node.args = (reduced(q), *others)
             node.kwargs = {**node.kwargs, "logits_rows": True}
             return
-        node.args = tree_map(reduced, _inferred(node))
-        node.kwargs = tree_map(reduced, dict(node.kwargs))
+        node.args, node.kwargs = tree_map(reduced, _inferred(node))
 
     def _gather(self, source: Node, user: Node) -> Node:
         """Rows of a value from outside: one node before its first user and in its layer.
@@ -258,21 +257,23 @@ class _Rewrite:
                     values[node] = node.meta.get("example_value")
 
 
-def _inferred(node: Node) -> Any:
+def _inferred(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with the size in -1's place, which a shape of no rows would leave open."""
-    value, arguments = node.meta.get("example_value"), list(node.args)
-    views = node.target in ("view", "reshape", torch.reshape) and len(arguments) > 1
-    if not views or not isinstance(value, torch.Tensor):
-        return node.args
-    listed = isinstance(arguments[1], list | tuple)
-    sizes: Any = arguments[1] if listed else arguments[1:]
-    if not any(isinstance(size, int) and size == -1 for size in sizes):
-        return node.args
-    known = [
+    value, arguments, keywords = node.meta.get("example_value"), list(node.args), dict(node.kwargs)
+    views = node.target in ("view", "reshape", torch.reshape) and isinstance(value, torch.Tensor)
+    named = next((name for name in ("size", "shape") if name in keywords), None)
+    sizes: Any = arguments[1:] if named is None else keywords[named]
+    listed = named is None and len(sizes) == 1 and isinstance(sizes[0], list | tuple)
+    sizes = sizes[0] if listed else sizes
+    if not views or not any(isinstance(size, int) and size == -1 for size in sizes):
+        return node.args, keywords
+    known = tuple(
         found if size == -1 and isinstance(found, int) else size  # a symbol: the rows themselves
-        for size, found in zip(sizes, value.shape, strict=True)
-    ]
-    return (arguments[0], tuple(known)) if listed else (arguments[0], *known)
+        for size, found in zip(sizes, value.shape, strict=True)  # type: ignore
+    )
+    if named is not None:
+        return node.args, keywords | {named: known}
+    return (arguments[0], *((known,) if listed else known)), keywords
 
 
 def _behind_inputs(node: Node) -> Node:

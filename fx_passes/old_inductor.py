@@ -4,18 +4,17 @@ All of this only chooses layouts, padding and grids; what is chosen for many row
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes import pad_mm
-from torch._inductor.ir import ConcatKernel
-from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
-from torch._inductor.virtualized import V
 
 from attn_ops._compat import TORCH_VERSION
+
+_lock = threading.RLock()
+"""Contexts that overlap would put the wrong originals back."""
 
 
 @contextlib.contextmanager
@@ -28,12 +27,18 @@ def old_inductor_mended() -> Iterator[None]:
     - Products of unaligned sizes (Gemma 3n's of 4 columns) are padded if they are bound by
       arithmetic, which it asks of the symbolic sizes.
     - Launchers of kernels with two dimensions divide by the number of blocks, which is zero
-      where a chunk of a prompt wants no logits.
+      where a chunk of a prompt wants no logits. (Those that `mode="max-autotune"` makes when a
+      kernel first runs still do; a session then computes such rows.)
     """
     if TORCH_VERSION >= (2, 13):
         yield
         return
+    from torch._inductor.fx_passes import pad_mm
+    from torch._inductor.ir import ConcatKernel
+    from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
+
     with (
+        _lock,
         _repeated_cat_kept(),
         patch.object(ConcatKernel, "create", _concat_without_guards(ConcatKernel.create)),
         patch.object(pad_mm, "is_mm_compute_bound", _by_hints(pad_mm.is_mm_compute_bound)),
@@ -51,6 +56,8 @@ def _repeated_cat_kept() -> Iterator[None]:
     A table of one's own becomes part of Inductor's cache key and cannot be pickled: nothing would
     be cached.
     """
+    from torch._inductor.decomposition import select_decomp_table
+
     table, cat = select_decomp_table(), torch.ops.aten.cat.default
     decompose = table.get(cat)
     if decompose is None:
@@ -70,6 +77,8 @@ def _repeated_cat_kept() -> Iterator[None]:
 
 
 def _concat_without_guards(create: Any) -> Any:
+    from torch._inductor.virtualized import V
+
     def create_without_guards(inputs: Sequence[Any], dim: int) -> Any:
         with V.graph.sizevars.shape_env.suppress_guards():
             return create(inputs, dim)

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -143,17 +143,17 @@ def _forget_error(device: torch.device) -> None:
             return
 
 
-_unused_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
-"""Of pools that were released, by device. cuBLAS keeps 32 MiB for every stream it has run on (H200,
-torch 2.11), so a new stream for every session would be a leak."""
-
-
 class GraphPool:
     """One memory pool for all graphs, and the stream on which they are captured.
 
     A graph of one kernel lives as long as the pool. Without it the allocator would retire the pool
     with the last graph, a failed first one included, and refuse the next capture in it.
+
+    Streams of released pools are used again: cuBLAS keeps 32 MiB for every stream it has run on
+    (H200, torch 2.11).
     """
+
+    _unused: ClassVar[dict[torch.device, list[torch.cuda.Stream]]] = {}
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -165,7 +165,7 @@ class GraphPool:
     def stream(self) -> torch.cuda.Stream:
         """The pool's own until `release`: graphs of one stream share cuBLAS's workspace."""
         if self._stream is None:
-            unused = _unused_streams.setdefault(self._word.device, [])
+            unused = self._unused.setdefault(self._word.device, [])
             self._stream = unused.pop() if unused else torch.cuda.Stream(self._word.device)
         return self._stream
 
@@ -185,9 +185,9 @@ class GraphPool:
 
     def release(self) -> None:
         """Give back the memory, and the stream, of a pool whose graphs and outputs are gone."""
+        if self._stream is not None:
+            self._unused[self._word.device].append(self._stream)
+            self._stream = None
         self._anchor.reset()
         self._handle = None
-        if self._stream is not None:
-            _unused_streams[self._word.device].append(self._stream)
-            self._stream = None
         torch.cuda.empty_cache()

@@ -114,12 +114,14 @@ class CudagraphDispatcher:
             logits: whether any row's are wanted; if not, the key of a mixed batch says so.
 
         Raises:
-            ValueError: the numbers contradict each other, or `sampling` is no `Sampling`.
+            ValueError: the numbers contradict each other, `sampling` is no `Sampling`, or `logits`
+                is no bool or False for a uniform batch.
         """
         _check_type("sampling", sampling, Sampling)
         _check_batch(num_tokens, num_reqs, uniform_query_len)
-        if not logits and uniform_query_len is not None:
-            raise ValueError(f"logits of a uniform batch must be True, got {logits!r}")
+        if type(logits) is not bool or (uniform_query_len is not None and not logits):
+            supported = "True or False" if uniform_query_len is None else "True in a uniform batch"
+            raise ValueError(f"logits must be {supported}, got {logits!r}")
         tables = (None,) if uniform_query_len is None else (uniform_query_len, None)
         for mode in RUNTIME_MODES[:-1]:
             for query_len in tables:

@@ -107,8 +107,10 @@ class BatchDescriptor:
             raise ValueError(
                 f"num_reqs must be from 1 to num_tokens={self.num_tokens}, got {self.num_reqs}"
             )
+        if type(self.logits) is not bool:
+            raise ValueError(f"logits must be True or False, got {self.logits!r}")
         if self.uniform and not self.logits:
-            raise ValueError("logits of a uniform batch must be True, got False")
+            raise ValueError("logits must be True in a uniform batch, got False")
         if self.uniform and self.num_tokens % self.num_reqs:
             raise ValueError(
                 f"num_tokens of a uniform batch must be a multiple of num_reqs={self.num_reqs}, "

@@ -96,13 +96,12 @@ class CapturePlan:
         """Nothing is captured from here on."""
         self.used, self.why = CUDAGraphMode.NONE, why
 
-    def first_keys(self, chunk: int | None = None) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
-        """What is captured before the first step: greedy steps of all sizes, largest first.
+    def add_chunks(self, num_tokens: int) -> None:
+        """Make a step of so many tokens, of prompts that do not end in it, one of the keys."""
+        self.dispatcher.dispatch(num_tokens, 1, logits=False)
 
-        `chunk`: also a step of so many tokens of prompts that do not end in it.
-        """
-        if chunk is not None:
-            self.dispatcher.dispatch(chunk, 1, logits=False)  # from here on it is among the keys
+    def first_keys(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
+        """What is captured before the first step: greedy steps of all sizes, largest first."""
         modes = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
         keys = [(mode, key) for mode in modes for key in self.dispatcher.keys(mode)]
         return sorted(keys, key=lambda pair: -pair[1].num_tokens)

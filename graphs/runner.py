@@ -46,9 +46,11 @@ class StepRunner:
         verifier: compares replays with calls; None: never.
 
     Attributes:
-        on_logits: called with the logits [R, V] of every step that is called, not of replays.
+        on_logits: called with the logits [R, V] of every step that is called and wants some, not of
+            replays.
         drops_rows: whether some layers see only the rows whose logits are wanted (fast prefill), so
             that a step without any is worth its own graph. Known when the model was compiled.
+        keeps_rows_why: why not, where the model could not be called without any; else None.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class StepRunner:
         self.graphs: StepGraphs | None = None
         self.on_logits: Callable[[torch.Tensor], None] | None = None
         self.drops_rows = False
+        self.keeps_rows_why: str | None = None
         self._penalties: PenaltyState | None = None
         self._logits_RV: torch.Tensor | None = None  # of the last step, for the verifier
         self._kept: dict[BatchDescriptor, torch.Tensor] = {}  # those that graphs write
@@ -314,7 +317,7 @@ class StepRunner:
         metadata = self.builder.build(0, tensors.common(17, 1))
         with first_call(**batch, logits_to_keep=device["logits_indices"]):
             self._logits(tensors, metadata)
-        self.drops_rows = metadata.is_reduced and self._runs_without_logits()
+        self.drops_rows = metadata.has_logits_rows and self._runs_without_logits()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begin
@@ -325,7 +328,10 @@ class StepRunner:
         tensors.upload()
         try:
             self._logits(tensors, self.builder.build(0, tensors.common(17, 1)))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
-            logger.warning("chunks of prompts compute a row of logits a request: %s", error)
+            self.keeps_rows_why = f"chunks of prompts compute a row of logits a request: {error}"
+            logger.warning(self.keeps_rows_why)
             return False
         return True

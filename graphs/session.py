@@ -288,10 +288,9 @@ class DecodeSession(StepLoop):
     def step(self) -> list[StepOutput]:
         """Run the next step, or `decode_steps` of them, of all running requests; their new tokens.
 
-        Empty while prompts are computed only in part, where a flight lands whose requests have
-        ended, and when nothing is left: `num_unfinished` tells. Where nothing speaks against it,
-        the device has begun with what comes next when this returns. Tokens that were taken in the
-        course of something else (`release`, `generate`, a step that raised) come with the next.
+        Empty while prompts are computed in part, where a flight lands whose requests have ended,
+        and when nothing is left: `num_unfinished` tells. The device may have begun with what comes
+        next when this returns. Tokens taken meanwhile (`release`, `generate`) come with the next.
         """
         self._advance()
         return self.intake.hand_out()
@@ -379,8 +378,9 @@ class DecodeSession(StepLoop):
         self.scheduler.waiting.append(request)
 
     def _capture_first(self) -> None:
-        chunk = self.scheduler.max_tokens_per_step if self.runner.drops_rows else None
-        keys, guess = self.plan.first_keys(chunk), self.report().graph_bytes_estimated
+        if self.runner.drops_rows:
+            self.plan.add_chunks(self.scheduler.max_tokens_per_step)
+        keys, guess = self.plan.first_keys(), self.report().graph_bytes_estimated
         if guess is not None:
             logger.info("capturing %d graphs, estimated at %s", len(keys), human(guess))
         for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):

@@ -149,7 +149,7 @@ class SessionReport:
             num_verified=0 if verifier is None else verifier.num_checked,
             num_forgiven=0 if verifier is None else verifier.num_forgiven,
             compile_seconds=session.compile_seconds,
-            fast_prefill=fast_prefill_line(session.compile_record.passes),
+            fast_prefill=_fast_prefill(session),
             num_graphs=counters.num_graphs,
             num_breaks=counters.num_breaks,
             num_recompiles=counters.num_recompiles,
@@ -288,6 +288,11 @@ def _captured(r: SessionReport) -> str:
     for i, line in enumerate(r.graphs):
         memory.add(i, max(0, line.num_bytes))  # less where the allocator gave something back
     return f"{memory}, {r.capture_seconds:.2f} s, of {r.num_keys} keys"
+
+
+def _fast_prefill(session: "DecodeSession") -> str | None:
+    lines = fast_prefill_line(session.compile_record.passes), session.runner.keeps_rows_why
+    return "; ".join(line for line in lines if line) or None
 
 
 def _verified(r: SessionReport) -> str:

@@ -105,12 +105,12 @@ class AttentionMetadata(OpaqueBase):
         return self._logits_rows
 
     @property
-    def is_reduced(self) -> bool:
+    def has_logits_rows(self) -> bool:
         """Whether a layer has asked for `logits_rows`."""
         return self._logits_rows is not None
 
     def wants_no_logits(self, num_rows: int) -> bool:
-        """Whether the layer sees no row, as the batch has no logits rows: chunks of prompts."""
+        """Whether a layer that sees `num_rows` rows is right to see none: the batch wants none."""
         return num_rows == 0 == self.num_logits_rows
 
     @property

@@ -117,6 +117,8 @@ def all_rows_are_logits_rows(common: CommonAttentionMetadata) -> bool:
     if not decodes and (common.num_logits is not None or count != common.num_actual_tokens):
         return False
     rows = None if padded is None or count is None else _rows_on_host(common, padded, count)
+    if padded is not None and count == 0 and padded.shape[0] == common.num_actual_tokens:
+        return True  # all of it is padding
     if rows is not None and not np.array_equal(rows, np.arange(common.num_actual_tokens)):
         raise ValueError(
             f"logits_indices_cpu must be the {common.num_actual_tokens} rows of the batch in their "

@@ -84,7 +84,7 @@ def test_no_rows_of_a_batch_that_wants_none(make_batch, name):
     assert (out.shape, lse.shape) == ((0, *batch.q.shape[1:]), (0, batch.q.shape[1]))
     got = attention(batch.q[:0], batch.kv_cache, meta, SCALE, logits_rows=True)
     assert (got.shape, got.dtype) == (out.shape, batch.q.dtype)
-    assert not meta.is_reduced
+    assert not meta.has_logits_rows
     with pytest.raises(ValueError, match="logits rows must be those of the batch, 0 with padding"):
         attention(batch.q[:2], batch.kv_cache, meta, SCALE, logits_rows=True)
 

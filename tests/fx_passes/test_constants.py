@@ -1,11 +1,14 @@
 """device_constants: numbers that a device needs. `meta` and fake CUDA tensors stand for it."""
 
+import sys
+
 import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
+from fx_passes import attn_ops, constants, recording
 from fx_passes.constants import DeviceConstants
 from fx_passes.observe import graph_text
 
@@ -40,7 +43,10 @@ def test_contract():
     before, matches, after, result = rewritten(function, META)
     assert matches == 2
     assert (before.count("torch.tensor"), after.count("torch.tensor")) == (1, 0)
-    assert "torch.full((), 1e-05, dtype = torch.float32, device = device(type='meta'))" in after
+    assert (
+        "torch.full((), 9.999999747378752e-06, dtype = torch.float32, device = device(type='meta'))"
+        in after
+    )
     assert result[1].dtype == torch.float64, "what .to does besides stays"
 
 
@@ -60,25 +66,54 @@ def test_skipped(case):
     assert (matches, after) == (0, before)
 
 
-@pytest.mark.parametrize(
-    ("number", "more", "dtype"),
-    [(0.95, {}, torch.float32), (3, {}, torch.int64), (True, {}, torch.bool),
-     (2, {"dtype": torch.bfloat16}, torch.bfloat16)],
-)  # fmt: skip
+NUMBERS = [
+    (0.95, {}, torch.float32),
+    (3, {}, torch.int64),
+    (True, {}, torch.bool),
+    (2, {"dtype": torch.bfloat16}, torch.bfloat16),
+    (0.1, {"dtype": torch.bfloat16}, torch.bfloat16),
+    (1e39, {}, torch.float32),
+    (-1e300, {"dtype": torch.float16}, torch.float16),
+    (float("nan"), {}, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("number", "more", "dtype"), NUMBERS)
 def test_numbers_that_are_made_for_a_device(number, more, dtype):
     """`torch.tensor(x, device="cuda")` is a copy too. Values are looked at on the host."""
     graph = Graph()
     node = graph.call_function(torch.tensor, (number,), {"device": torch.device("cuda"), **more})
     with FakeTensorMode():
-        node.meta["example_value"] = torch.full((), number, device="cuda", **more)
+        node.meta["example_value"] = torch.zeros((), device="cuda", dtype=dtype)
     graph.output(node)
     one = DeviceConstants()
     assert one.run(graph) == 1
     assert one.run(graph) == 0
     (full,) = graph.find_nodes(op="call_function", target=torch.full)
     assert full.kwargs == {"dtype": dtype, "device": torch.device("cuda", 0)}
+    wanted = torch.tensor(number, **more)
+    assert full.args[1] == wanted.item() or number != number, "rounded: Inductor does not round"
     got = torch.full(*full.args, dtype=full.kwargs["dtype"])
-    assert torch.equal(got, torch.tensor(number, **more))
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
+
+
+def test_numbers_by_inductor(monkeypatch):
+    """`CPU` taken for a device: what compiled code computes with is what eager code does."""
+
+    def function(x):
+        scale = torch.tensor(55.4256, dtype=torch.bfloat16, device=x.device)
+        most = torch.tensor(sys.float_info.max, device=x.device)
+        tenth = torch.tensor(0.1, dtype=torch.bfloat16, device=x.device)
+        return x * scale, torch.minimum(x.float(), most), x == tenth
+
+    monkeypatch.setattr(constants, "CPU", torch.device("meta"))
+    x = torch.linspace(-3, 3, 4096).to(torch.bfloat16)
+    x[0] = 0.1
+    with recording() as recorder:
+        compiled = torch.compile(function, backend=attn_ops, fullgraph=True)
+        for got, wanted in zip(compiled(x), function(x), strict=True):
+            assert torch.equal(got, wanted)
+    assert recorder.matches()["device_constants"] == 3
 
 
 def test_a_tensor_that_requires_grad_stays():

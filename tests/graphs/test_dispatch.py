@@ -233,8 +233,10 @@ def test_steps_without_logits_have_keys_of_their_own(mode):
         assert key is None or key in made.keys(mode.mixed_mode())
         assert made.dispatch(num_tokens, num_reqs) == (wanted_mode, wanted)
         if query_len is not None:
-            with pytest.raises(ValueError, match=r"^logits of a uniform batch must be True, got"):
+            with pytest.raises(ValueError, match=r"^logits must be True in a uniform batch, got F"):
                 made.dispatch(num_tokens, num_reqs, query_len, logits=False)
+        with pytest.raises(ValueError, match=r"^logits must be True or False, got 0"):
+            made.dispatch(num_tokens, num_reqs, logits=0)  # pyright: ignore[reportArgumentType]
 
 
 # -- what must hold for any sizes ------------------------------------------------------------------

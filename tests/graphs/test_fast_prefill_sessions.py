@@ -117,6 +117,37 @@ def test_chunks_by_inductor(make_model, num_graphs):
     assert num_graphs() - before == 1
 
 
+@pytest.mark.parametrize("size", [1, 16])
+def test_mixed_steps_of_one_token_are_recorded(make_model, size):
+    """Their padding is one row of one request, and no logits row."""
+    model = make_model()
+    wanted = tokens(session_of(model))
+    fast = torch.compile(model, backend=eager, fullgraph=True)
+    more = {"mixed_capture_sizes": sorted({1, size}), "max_tokens_per_step": size}
+    session = session_of(fast, **(MODES["piecewise"] | more))
+    assert tokens(session) == wanted
+    assert session.num_steps["called"] == 0
+
+
+def test_a_model_that_needs_rows_gets_one_a_request(make_model, caplog):
+    """The session says so; tokens are the same."""
+    model = make_model()
+
+    def needs_rows(module, arguments, logits):
+        return logits + 0 * logits.amax(dim=1, keepdim=True)  # of no rows there is none
+
+    model.lm_head.register_forward_hook(needs_rows)
+    prompts = [list(range(1, 56))]
+    wanted = [r.token_ids for r in session_of(model).generate(prompts, 8)]
+    fast = torch.compile(model, backend=eager)
+    session = session_of(fast, **MODES["full"])
+    assert [r.token_ids for r in session.generate(prompts, 8)] == wanted
+    assert all(one.key.logits for one in session.graphs or ())
+    assert "chunks of prompts compute a row of logits a request" in caplog.text
+    report = " ".join(str(session.report()).split())
+    assert "chunks of prompts compute a row of logits a request" in report
+
+
 def test_other_models_compute_all_logits(make_model):
     """Without the pass a chunk costs its lm_head a row, and no second graph."""
     session = session_of(make_model(), **MODES["full"])

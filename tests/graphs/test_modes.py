@@ -105,7 +105,8 @@ def test_keys_are_frozen_and_ordered_by_tokens():
         ((4, 0), "^num_reqs must be from 1 to num_tokens=4, got 0"),
         ((4, 5), "^num_reqs must be from 1 to num_tokens=4, got 5"),
         ((9, 4, True), "^num_tokens of a uniform batch must be a multiple of num_reqs=4, got 9"),
-        ((8, 4, True, Sampling.GREEDY, False), "^logits of a uniform batch must be True, got"),
+        ((8, 4, True, Sampling.GREEDY, False), "^logits must be True in a uniform batch, got"),
+        ((8, 4, False, Sampling.GREEDY, "no"), "^logits must be True or False, got 'no'"),
     ],
 )
 def test_impossible_keys_are_refused(arguments, message):

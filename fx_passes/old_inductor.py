@@ -87,17 +87,19 @@ def _concat_without_guards(create: Any) -> Any:
 
 
 def _by_hints(is_mm_compute_bound: Any) -> Any:
+    def hinted(size: Any) -> Any:
+        hint = size.node.hint if isinstance(size, torch.SymInt) else None
+        return size if hint is None else hint
+
     def by_hints(*sizes_and_dtype: Any) -> bool:
-        return is_mm_compute_bound(
-            *(x.node.require_hint() if isinstance(x, torch.SymInt) else x for x in sizes_and_dtype)
-        )
+        return is_mm_compute_bound(*map(hinted, sizes_and_dtype))
 
     return by_hints
 
 
 def _for_empty_grids(generate: Any) -> Any:
-    def generate_for_any(self: Any, meta: dict[str, int]) -> None:
-        generate(self, meta)
+    def generate_for_any(self: Any, *arguments: Any) -> None:
+        generate(self, *arguments)
         if self.mode == "python":
             self.y_grid = f"(0 if y_grid_div_ == 0 else {self.y_grid})"
 

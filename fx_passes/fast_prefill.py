@@ -265,9 +265,8 @@ def _inferred(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     sizes: Any = arguments[1:] if named is None else keywords[named]
     listed = named is None and len(sizes) == 1 and isinstance(sizes[0], list | tuple)
     sizes = sizes[0] if listed else sizes
-    if not (views and isinstance(sizes, list | tuple)) or not any(
-        isinstance(size, int) and size == -1 for size in sizes
-    ):
+    views = views and isinstance(sizes, list | tuple)
+    if not views or not any(isinstance(size, int) and size == -1 for size in sizes):
         return node.args, keywords
     known = tuple(
         found if size == -1 and isinstance(found, int) else size  # a symbol: the rows themselves

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fx_passes
 from fx_passes import PassConfig, recording
-from fx_passes.fast_prefill import FastPrefill, _inferred
+from fx_passes.fast_prefill import FastPrefill
 
 OWN = {"plain": Plain, "yoco": Yoco, "two stages": TwoStage}
 FAMILIES = ["llama", "qwen3", "gemma3n", "gemma4"]
@@ -368,36 +368,3 @@ def test_off_runs_no_pass():
             backend=eager_backend(PassConfig(fast_prefill="off", outline_layers=False)),
         )
     assert "fast_prefill" not in [record.pass_name for record in recorder.passes]
-
-
-SHAPES = {
-    "sizes": ("view", (1, 5, -1, 4), {}, (1, 5, 3, 4)),
-    "tuple": ("reshape", ((1, 5, -1, 4),), {}, ((1, 5, 3, 4),)),
-    "function": (torch.reshape, ((1, 5, -1, 4),), {}, ((1, 5, 3, 4),)),
-    "keyword": ("view", (), {"size": (1, 5, -1, 4)}, {"size": (1, 5, 3, 4)}),
-    "function's keyword": (torch.reshape, (), {"shape": [1, 5, -1, 4]}, {"shape": (1, 5, 3, 4)}),
-    "no -1": ("view", (1, 5, 3, 4), {}, (1, 5, 3, 4)),
-    "a dtype": ("view", (torch.int32,), {}, (torch.int32,)),
-    "expand": ("expand", (1, 5, -1, 4), {}, (1, 5, -1, 4)),
-}
-
-
-@pytest.mark.parametrize("case", SHAPES)
-def test_sizes_that_no_rows_would_leave_open_are_written_out(case):
-    """-1 of `view` and `reshape` only; of `expand` it means another thing."""
-    target, arguments, keywords, wanted = SHAPES[case]
-    graph = torch.fx.Graph()
-    x, call = graph.placeholder("x"), graph.call_method if isinstance(target, str) else None
-    node = (call or graph.call_function)(target, (x, *arguments), keywords)
-    node.meta["example_value"] = torch.empty(1, 5, 3, 4)
-    got, named = _inferred(node)
-    assert got[0] is x
-    assert (named if keywords else got[1:]) == wanted
-
-
-def test_sizes_by_a_node_are_left_alone():
-    graph = torch.fx.Graph()
-    x, shape = graph.placeholder("x"), graph.placeholder("shape")
-    node = graph.call_method("view", (x,), {"size": shape})
-    node.meta["example_value"] = torch.empty(1, 5, 3, 4)
-    assert _inferred(node) == ((x,), {"size": shape})

@@ -4,6 +4,7 @@ device_constants dynamo   numbers are made on the device, not copied from the ho
 fast_prefill     dynamo   rows that no logits need are not computed
 outline_layers   dynamo   equal layers become calls of one subgraph
 share_products   aten     equal matrix products are computed once
+narrow_products  aten     of a batched product only what others take of it is computed
 collapse_views   aten     q, k, v reach attention as one view of their product
 """
 
@@ -20,6 +21,7 @@ from fx_passes.constants import DeviceConstants
 from fx_passes.fast_prefill import FastPrefill
 from fx_passes.flowchart import before_and_after
 from fx_passes.layers import OutlineLayers
+from fx_passes.narrow import NarrowProducts
 from fx_passes.observe import PassRecord, graph_text, recorders, wants_texts
 from fx_passes.picture import chart_of
 from fx_passes.products import ShareProducts
@@ -33,7 +35,7 @@ the post-grad slots run only when the cache misses.
 """
 
 _PIPELINE: list[type[Pass]] = [
-    DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, CollapseViews,
+    DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, NarrowProducts, CollapseViews,
 ]  # fmt: skip
 
 

@@ -24,7 +24,8 @@ from fx_passes.base import Pass
 from fx_passes.pipeline import SLOT, AtenPipeline, with_user_pass
 
 BUILT_IN = [
-    "device_constants", "fast_prefill", "outline_layers", "share_products", "collapse_views",
+    "device_constants", "fast_prefill", "outline_layers", "share_products", "narrow_products",
+    "collapse_views",
 ]  # fmt: skip
 OFF = {"fast_prefill": "off"}
 aten = torch.ops.aten
@@ -99,10 +100,10 @@ def test_built_in_order():
 @pytest.mark.parametrize(
     ("where", "index"),
     [
-        ({}, 5),
+        ({}, 6),
         ({"before": "outline_layers"}, 2),
         ({"after": "share_products"}, 4),
-        ({"before": "collapse_views"}, 4),
+        ({"before": "collapse_views"}, 5),
     ],
 )
 def test_register_and_unregister(where, index):
@@ -138,6 +139,7 @@ def test_a_registered_pass_runs_in_its_place():
         compiled()
     assert [r.pass_name for r in recorder.passes if r.stage == "aten"] == [
         "share_products",
+        "narrow_products",
         "counting",
         "collapse_views",
     ]
@@ -219,6 +221,7 @@ def test_options_run_our_passes_in_plain_inductor():
         compiled(backend="inductor", options=options())
     assert recorder.matches() == {
         "share_products": 1,
+        "narrow_products": 0,
         "collapse_views": recorder.matches()["collapse_views"],
     }
 

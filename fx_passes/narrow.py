@@ -1,20 +1,25 @@
 """Compute of a batched product only the part that others take of it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fx_passes.base import Pass
-from fx_passes.graph_ops import aten
+from fx_passes.graph_ops import VIEWS, aten
 
 _SHORT = 16
-"""A column of a product with at most so many terms is written as a sum."""
+"""Terms of a product's sums up to which a part of it costs no more than reading its factors."""
+
+_FEW = 64
+"""Nodes between a product and what is taken of it; behind more it is not looked for."""
+
+_ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "seq_nr")
+"""What errors and profiles tell of a node."""
 
 _CONVERT = torch.ops.prims.convert_element_type.default
-_CASTS = {_CONVERT, aten.clone.default}
 _RESHAPES = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -29,7 +34,7 @@ Taken = int | Node
 
 
 class NarrowProducts(Pass):
-    """Move selections in front of a batched product whose result nobody reads whole.
+    """Move selections in front of a batched product of short sums that nobody reads whole.
 
     AltUp of Gemma 3n predicts four streams of hidden states by a product of [H, 4] and [4, 4] a
     token. Keys and values need the first of them; in the layer with the last keys and values,
@@ -53,79 +58,139 @@ class NarrowProducts(Pass):
         index_3 = aten.index(x, [None, indices]); add_2 = aten.add(permute_3, index_3)
         index = aten.clone(add_2)
 
-    One column of few terms is written as a sum, in float32 at least, as inside a product.
+    One column is written as a sum, in float32 at least, as inside a product.
 
     Skipped when:
-        - something reads the result other than by one index or one vector of indices;
-        - not exactly one index is taken: rows alone are not worth a second product;
-        - what is taken is not a part of the product, but of what it is broadcast to;
-        - the strides of what is taken would be others.
+        - sums of the product have more than 16 terms, or are no floating point numbers;
+        - something reads the result other than by one index and one vector of indices;
+        - no single index is taken, or several of them: not much would be saved;
+        - a dimension is taken of that the product does not have, only what it is broadcast to;
+        - what is taken leaves the graph, has strides of its own, or is read by `as_strided`;
+        - a policy of activation checkpointing names the product.
     """
 
     name = "narrow_products"
     stage = "aten"
 
     def apply(self, graph: Graph) -> int:
-        products = graph.find_nodes(op="call_function", target=aten.bmm.default)
-        return sum(self._narrow(graph, product) for product in products)
+        """Again while something is found: a part of a product may be read in part, too."""
+        matches, more = 0, 1
+        while more:
+            self.skipped = []
+            products = graph.find_nodes(op="call_function", target=aten.bmm.default)
+            more = sum(self._narrow(graph, product) for product in products if _is_short(product))
+            matches += more
+        return matches
 
     def _narrow(self, graph: Graph, product: Node) -> bool:
-        between, ends = _reach(product)
-        taken = {node: ends[node] for node in graph.nodes if node in ends}
-        if len({found for found in taken.values() if isinstance(found[1], int)}) != 1:
+        between, ends, reader = _reach(product)
+        if not any(isinstance(what, int) for _, what in ends.values()):
             return False
-        if not all(_is_part(_source(end), dim, between) for end, (dim, _) in taken.items()):
-            self.skip(f"{product.name}: what is taken is no part of it")
+        if reason := _why_not(between, ends, reader):
+            self.skip(f"{product.name} is computed whole: {reason}")
             return False
-        parts = {what: _Part(graph, between, what) for _, what in taken.values()}
-        made = {end: parts[what].in_place_of(end, dim) for end, (dim, what) in taken.items()}
+        ordered = [node for node in graph.nodes if node in ends]
+        parts = {what: _Part(graph, between, what) for _, what in ends.values()}
+        made = {end: parts[ends[end][1]].in_place_of(end, ends[end][0]) for end in ordered}
         same = all(_strides(end) == _strides(new) for end, new in made.items())
         if same:
             for end, new in made.items():
                 end.replace_all_uses_with(new)
         else:
-            self.skip(f"{product.name}: what is taken would have other strides")
-        for node in taken if same else [n for part in parts.values() for n in reversed(part.nodes)]:
+            self.skip(f"{product.name} is computed whole: its part would have other strides")
+        for node in made if same else [n for part in parts.values() for n in reversed(part.nodes)]:
             graph.erase_node(node)
         return same
+
+
+def _is_short(product: Node) -> bool:
+    value = product.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not all(_is_tensor(a) for a in product.args):
+        return False
+    terms = _value(product.args[0]).shape[2]
+    return value.dtype.is_floating_point and type(terms) is int and terms <= _SHORT
 
 
 # -- who reads a product ---------------------------------------------------------------------------
 
 
-def _reach(product: Node) -> tuple[set[Node], dict[Node, tuple[int, Taken]]]:
-    """Nodes from a product to the selections of it, and those; none if something reads it whole."""
-    between, waiting = {product}, [product]
-    ends: dict[Node, tuple[int, Taken]] = {}
+Ends = dict[Node, tuple[int, Taken]]
+"""Selections, with the dimension and what is taken of it."""
+
+
+def _reach(product: Node) -> tuple[set[Node], Ends, Node | None]:
+    """Nodes from a product to selections of it, those, and a node that reads it in another way."""
+    between, waiting, reader = {product}, [product], None
+    ends: Ends = {}
     while waiting:
         node = waiting.pop()
         for user in node.users:
-            if user in between or user in ends:
-                continue
             found = _selection(user) if user.args[:1] == (node,) else None
-            if found is not None:
+            if found is not None and found[1] is not node:
                 ends[user] = found
-            elif _is_passed(user):
+            elif user in ends or not _is_passed(user):
+                reader = user
+            elif user not in between:
                 between.add(user)
                 waiting.append(user)
-            else:
-                return between, {}
-    return between, ends
+    return between, ends, reader
+
+
+def _why_not(between: set[Node], ends: Ends, reader: Node | None) -> str:
+    """Why a product that is selected from is not narrowed; nothing if it can be."""
+    if reader is not None:
+        return f"{reader.name} reads all of it"
+    if len(between) > _FEW:
+        return f"more than {_FEW} operators stand between it and what is taken"
+    numbers = {found for found in ends.values() if isinstance(found[1], int)}
+    vectors = {found for found in ends.values() if isinstance(found[1], Node)}
+    if len(numbers) > 1 or len(vectors) > 1:
+        return "several parts of it are taken"
+    if any(_is_longer(end, ends[end]) for end in ends):
+        return "more rows are taken than there are"
+    if not all(_is_part(_source(end), dim, between) for end, (dim, _) in ends.items()):
+        return "a dimension is taken of that it is broadcast to"
+    if any("recompute" in node.meta for node in between):
+        return "activation checkpointing has a policy for it"
+    escape = next((name for end in ends if (name := _escapes(end))), None)
+    return f"what is taken is read by {escape}" if escape else ""
+
+
+def _is_longer(end: Node, found: tuple[int, Taken]) -> bool:
+    """Whether a vector has more entries than the dimension, as far as both are known."""
+    dim, what = found
+    if isinstance(what, int):
+        return False
+    size, count = _value(end.args[0]).shape[dim], _value(what).shape[0]
+    return type(size) is int and (type(count) is not int or count > size)
+
+
+def _escapes(end: Node) -> str | None:
+    """An output, or an operator that looks at the memory behind views of a selection."""
+    seen, waiting = {end}, [end]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output" or user.target is aten.as_strided.default:
+                return user.name
+            if user.target in VIEWS and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return None
 
 
 def _selection(node: Node) -> tuple[int, Taken] | None:
     """The dimension that a node takes a part of, and what; None for other nodes."""
-    if node.target is aten.select.int:
-        shape, (_, dim, index) = _value(node.args[0]).shape, node.args
-        size = shape[dim]  # type: ignore
+    args: tuple[Any, ...] = node.args
+    if node.target is aten.select.int and _is_tensor(args[0]):
+        shape, (dim, index) = _value(args[0]).shape, args[1:]
+        size = shape[dim]
         static = type(size) is int and size > 1 and type(index) is int
-        return (int(dim) % len(shape), int(index) % size) if static else None  # type: ignore
-    if node.target is aten.index_select.default:
-        _, dim, indices = node.args
-        return int(dim) % _value(node.args[0]).dim(), indices  # type: ignore
-    if node.target is not aten.index.Tensor:
+        return (dim % len(shape), index % size) if static else None
+    if node.target is aten.index_select.default and _is_tensor(args[0]):
+        return args[1] % _value(args[0]).dim(), args[2]
+    if node.target is not aten.index.Tensor or not _is_tensor(args[0]):
         return None
-    found = [(dim, index) for dim, index in enumerate(node.args[1]) if index is not None]  # type: ignore
+    found = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
     vector = len(found) == 1 and _value(found[0][1]).dim() == 1
     numbers = vector and _value(found[0][1]).dtype in (torch.int32, torch.int64)
     return found[0] if numbers else None
@@ -133,19 +198,22 @@ def _selection(node: Node) -> tuple[int, Taken] | None:
 
 def _is_passed(node: Node) -> bool:
     """Whether a part of the node's result is the node's result of a part."""
+    values = [node.meta.get("val"), *(a.meta.get("val") for a in node.all_input_nodes)]
+    if not isinstance(values[0], torch.Tensor) or any(v is None for v in values):
+        return False
     if node.target is aten.permute.default:
         return True
     if node.target in _RESHAPES:
         return _units(node) is not None
-    plain = isinstance(node.meta.get("val"), torch.Tensor) and not any(
-        isinstance(argument, list | tuple) for argument in node.args
-    )
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return plain and (pointwise or node.target in _CASTS)
+    nested = any(isinstance(a, list | tuple) for a in node.args)
+    named = any(isinstance(a, Node) for a in node.kwargs.values())
+    tags = getattr(node.target, "tags", ())
+    plain = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return (plain or node.target is _CONVERT) and not (nested or named)
 
 
 def _units(node: Node) -> tuple[list[int], list[int]] | None:
-    """Dimensions of size 1 that a view takes away and puts in, if it does nothing else."""
+    """Dimensions of size 1 before and after a view, if it does no more than change those."""
     before, after = _value(node.args[0]).shape, _value(node).shape
     gone, new = _ones(before), _ones(after)
     kept = [str(size) for dim, size in enumerate(before) if dim not in gone]
@@ -171,20 +239,27 @@ def _dims(node: Node, dim: int) -> list[tuple[Node, int | None]]:
         kept = [d for d in range(_value(node).dim()) if d not in new]
         return [(_source(node), None if dim in new else places[kept.index(dim)])]
     behind = _value(node).dim() - dim
-    tensors = [a for a in node.args if _is_tensor(a)]
+    tensors = [a for a in node.args if isinstance(a, Node) and _is_tensor(a)]
     inner = [_value(a).dim() - behind for a in tensors]
     return [
-        (a, d if d >= 0 and d not in _ones(_value(a).shape) else None)  # type: ignore
+        (a, d if d >= 0 and d not in _ones(_value(a).shape) else None)
         for a, d in zip(tensors, inner, strict=True)
     ]
 
 
 def _is_part(node: Node, dim: int, between: set[Node]) -> bool:
     """Whether taking of `dim` takes a part of the product, on all ways to it."""
-    if node.target is aten.bmm.default:
-        return True
-    ways = [(a, d) for a, d in _dims(node, dim) if a in between]
-    return all(d is not None and _is_part(a, d, between) for a, d in ways)
+    seen, waiting = set(), [(node, dim)]
+    while waiting:
+        one = waiting.pop()
+        if one in seen or one[0].target is aten.bmm.default:
+            continue
+        seen.add(one)
+        ways = [(a, d) for a, d in _dims(*one) if a in between]
+        if not ways or any(d is None for _, d in ways):
+            return False
+        waiting += [(a, d) for a, d in ways if d is not None]
+    return True
 
 
 # -- what is taken of it ---------------------------------------------------------------------------
@@ -197,10 +272,12 @@ class _Part:
         self.graph = graph
         self.between, self.taken = between, taken
         self.nodes: list[Node] = []
+        self._origin: dict[str, Any] = {}
         self._made: dict[tuple[Node, int], Node] = {}
 
     def in_place_of(self, end: Node, dim: int) -> Node:
         """What a selection gives, made in front of it."""
+        self._origin = {key: end.meta[key] for key in _ORIGIN if key in end.meta}
         with self.graph.inserting_before(end):
             new = self.of(_source(end), dim)
             return self._call(aten.select.int, new, dim, 0) if isinstance(self.taken, int) else new
@@ -232,16 +309,14 @@ class _Part:
         return self._call(node.target, *arguments, **node.kwargs)
 
     def _product(self, node: Node, dim: int) -> Node:
-        left, right = node.args
-        left = left if dim == 2 else self.of(left, dim)  # type: ignore
-        right = right if dim == 1 else self.of(right, dim)  # type: ignore
-        terms = _value(left).shape[2]
-        short = type(terms) is int and terms <= _SHORT and _value(left).dtype.is_floating_point
-        if dim == 2 and isinstance(self.taken, int) and short:
+        left, right = cast(tuple[Node, Node], node.args)
+        left = left if dim == 2 else self.of(left, dim)
+        right = right if dim == 1 else self.of(right, dim)
+        if dim == 2 and isinstance(self.taken, int):
             return self._column(left, right)
         return self._call(node.target, left, right)
 
-    def _column(self, left: Any, right: Any) -> Node:
+    def _column(self, left: Node, right: Node) -> Node:
         """[B, M, K] times [B, K, 1] as a sum of K terms."""
         dtype = _value(left).dtype
         wide = dtype if dtype == torch.float64 else torch.float32
@@ -254,6 +329,7 @@ class _Part:
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A new node with its value, where the graph stands."""
         node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self._origin)
         self.nodes.append(node)
         fakes = [_value(a) for a in node.all_input_nodes if _is_tensor(a)]
         with fakes[0].fake_mode:
@@ -270,7 +346,7 @@ def _strides(node: Node) -> list[str]:
 
 
 def _source(node: Node) -> Node:
-    return node.args[0]  # type: ignore
+    return cast(Node, node.args[0])
 
 
 def _value(node: Any) -> Any:

@@ -75,7 +75,7 @@ def test_what_is_read_is_copied(case):
 
 def test_values_are_noted_as_they_are():
     """Strides of what is taken, and behind it, are those of the copy."""
-    fast, graph = graph_of(seeded(Inputs()))
+    _, graph = graph_of(seeded(Inputs()))
     (copy,) = copies(graph)
     for user in copy.users:
         strides = [str(stride) for stride in user.meta["example_value"].stride()]

@@ -81,14 +81,15 @@ def _hidden_write(node: Node, values: dict[Node, Any]) -> list[tuple[Any, tuple,
 
 @contextlib.contextmanager
 def fake_execution(graph: Graph) -> Iterator[None]:
-    """Run nodes of the graph inside, without a guard or a gradient."""
+    """Run nodes of the graph inside, without a guard, a gradient or a symbol that stays pending."""
     values = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
     # Their own mode: while a backend runs, the tracing context holds another one.
     mode = next((x.fake_mode for x in tensors_of(values) if isinstance(x, FakeTensor)), None)
     if mode is None or mode.shape_env is None:
         raise NotApplicableError("its inputs have no symbolic shapes")
     guards = mode.shape_env.suppress_guards()
-    with mode, guards, enable_python_dispatcher(), torch.no_grad():
+    numbers = mode.shape_env.ignore_fresh_unbacked_symbols()  # of `item()`
+    with mode, guards, numbers, enable_python_dispatcher(), torch.no_grad():
         yield
 
 

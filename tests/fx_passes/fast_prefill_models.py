@@ -214,6 +214,7 @@ class Batches:
             "kv_caches": [self._cache(spec) for spec in self.specs],
             "slot_mapping": common.slot_mapping.clone(),
             "logits_to_keep": indices,
+            "use_cache": False,
         }
         return Step(keywords, len(rows))
 

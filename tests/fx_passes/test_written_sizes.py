@@ -1,8 +1,10 @@
-"""fast_prefill writes sizes in -1's place, so that views of no rows are not ambiguous."""
+"""What fast_prefill leaves to torch: views of no rows with their sizes written, no symbols."""
 
 import pytest
 import torch
+from fast_prefill_models import Batches, Plain, compare, compiled, eager_backend, seeded
 
+import fx_passes
 from fx_passes.fast_prefill import _inferred
 
 SHAPES = {
@@ -36,3 +38,21 @@ def test_sizes_by_a_node_are_left_alone():
     node = graph.call_method("view", (x,), {"size": shape})
     node.meta["example_value"] = torch.empty(1, 5, 3, 4)
     assert _inferred(node) == ((x,), {"size": shape})
+
+
+def test_numbers_read_from_tensors(monkeypatch):
+    """`item()` in a forward is a symbol that torch looks for afterwards; the analysis, which runs
+    the node again, leaves none of its own behind.
+    """
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+
+    class Scaled(Plain):
+        def run(self, h, kv_caches, batch):
+            return super().run(h * self.place.weight.abs().amax().item(), kv_caches, batch)
+
+    model = seeded(Scaled())
+    for backend in (eager_backend(), fx_passes.attn_ops):
+        torch._dynamo.reset()
+        options = {} if backend is not fx_passes.attn_ops else {"options": {"fast_prefill": "on"}}
+        fast = compiled(model, backend=backend, **options)
+        compare(model, fast, Batches(model).step("mixed"), exact=False)

@@ -6,11 +6,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fx_passes.fake_run import run_node
+from fx_passes.row_liveness import storage
+from fx_passes.row_rules import expression, tensors_of
+
 _LEAST = 0.25
 """A copy of what stays is made if at least this part goes."""
 
 
-def keep_read_columns(graph: Graph, source: Node, rows: Node) -> set[Node]:
+def keep_read_columns(graph: Graph, source: Node, rows: Node) -> bool:
     """Copy what is still read of `source`, whose rows have been gathered, so that it can be freed.
 
     Gemma 3n and Gemma 4 compute the inputs of all layers at the start, [T, layers, D], and every
@@ -24,38 +28,82 @@ def keep_read_columns(graph: Graph, source: Node, rows: Node) -> set[Node]:
         v = ...; rows = index_select(v, 0, indices); read = clone(v[:, 0:2])
         first = read[:, 0]; second = read[:, 1]
 
+    Run inside `fake_execution`. Returns whether it was done. It is not where there is nothing to
+    gain, as something reads all columns, most are read, or by one node alone; where the value does
+    not lie in memory of its own in the order of its dimensions; and where a reader is looked at by
+    more than operators that compute something new of it, in the same layout as before.
+
     Args:
         graph: Dynamo's graph; it is rewritten.
         source: a value that nothing writes to.
         rows: its gathered rows; they are moved behind it.
-
-    Returns:
-        The nodes whose values have other sizes or strides now; none if there is nothing to gain:
-        something reads all columns, most are read, or by one node alone.
     """
     users = [user for user in source.users if user is not rows]
     taken = [_taken(user) for user in users]
     found = [one for one in taken if one is not None]
-    if source.op == "placeholder" or len(found) < max(2, len(taken)):  # one reader frees it itself
-        return set()
+    if len(found) < max(2, len(taken)) or not _owns_memory(graph, source):
+        return False
     dims, places = {dim for dim, _ in found}, [place for _, place in found]
     (dim, *others), low, high = dims, min(places), max(places) + 1
-    size = source.meta["example_value"].shape[dim]
-    if others or type(size) is not int or high - low > (1 - _LEAST) * size:
-        return set()
+    value = source.meta["example_value"]
+    if others or high - low > (1 - _LEAST) * value.shape[dim]:
+        return False
+    copy = value[_index(dim, slice(low, high))].clone(memory_format=torch.contiguous_format)
+    new = {user: copy[_index(dim, place - low)] for user, place in zip(users, places, strict=True)}
+    if not all(_is_plain(reader, user, new[user]) for user in users for reader in user.users):
+        return False
     source.append(rows)
     with graph.inserting_after(rows):
         part = graph.call_function(operator.getitem, (source, _index(dim, slice(low, high))))
     with graph.inserting_after(part):
         how: dict[str, Any] = {"memory_format": torch.contiguous_format}
         read = graph.call_function(torch.clone, (part,), how)
+    part.meta["example_value"] = value[_index(dim, slice(low, high))]
+    read.meta["example_value"] = copy
     for node in (rows, part, read):  # they belong where the value does
         node.meta.pop("nn_module_stack", None)
         if "nn_module_stack" in source.meta:
             node.meta["nn_module_stack"] = source.meta["nn_module_stack"]
     for user, place in zip(users, places, strict=True):
         user.args = (read, _index(dim, place - low))
-    return {part, read, *users}
+        user.meta["example_value"] = new[user]
+    return True
+
+
+def _owns_memory(graph: Graph, source: Node) -> bool:
+    """Whether a value is an operator's, no view of an input, in the order of its dimensions."""
+    value = source.meta["example_value"]
+    inputs = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
+    theirs = {storage(x) for n in inputs for x in tensors_of(n.meta.get("example_value"))}
+    strides, expected = [], 1
+    for size in reversed(value.shape):
+        strides.append(expected)
+        expected = expected * size
+    pairs = zip(value.shape, value.stride(), reversed(strides), strict=True)
+    dense = all(
+        (type(size) is int and size == 1) or expression(stride) == expression(wanted)
+        for size, stride, wanted in pairs
+    )
+    return storage(value) not in theirs and dense
+
+
+def _is_plain(reader: Node, user: Node, value: torch.Tensor) -> bool:
+    """Whether `reader` computes something new of `user`, in one layout, if that becomes `value`."""
+    values = {a: a.meta.get("example_value") for a in reader.all_input_nodes} | {user: value}
+    if reader.op not in ("call_function", "call_method"):
+        return False
+    try:
+        result = run_node(reader, values)
+    except Exception:  # as of values that a later node reshapes in place
+        return False
+    old, new = list(tensors_of(reader.meta.get("example_value"))), list(tensors_of(result))
+    same = [_layout(x) for x in old] == [_layout(x) for x in new]
+    return bool(new) and same and storage(value) not in {storage(x) for x in new}
+
+
+def _layout(x: torch.Tensor) -> tuple[str, str]:
+    """Sizes and strides, symbols as they are written."""
+    return str(tuple(x.shape)), str(x.stride())
 
 
 def _index(dim: int, what: int | slice) -> tuple[Any, ...]:

@@ -162,7 +162,6 @@ class _Rewrite:
         self.graph, self.live = graph, liveness
         self.values: dict[Node, Any] = {}
         self._gathered: dict[Node, Node] = {}
-        self._changed: set[Node] = set(liveness.region)
         self._rows: Node | None = None
         self._sizes: dict[sympy.Expr, Node] = {}
         self._rewritten = set().union(*liveness.rewritten) - liveness.region
@@ -175,9 +174,10 @@ class _Rewrite:
         for selection in self.live.selections:
             if selection.source in self.live.region:
                 self._drop(selection)
-        for source, rows in self._gathered.items():
-            self._changed |= keep_read_columns(self.graph, source, rows)
-        self._propagate()
+        with fake_execution(self.graph):
+            self._propagate()
+            for source, rows in self._gathered.items():
+                keep_read_columns(self.graph, source, rows)
 
     def _drop(self, selection: Selection) -> None:
         """Put the region's value in a selection's place; a copy, if one of the two is written."""
@@ -248,24 +248,16 @@ class _Rewrite:
         return self.graph.call_function(torch.ops.aten.sym_size.int, (self.live.indices, 0))
 
     def _propagate(self) -> None:
-        """Note the values of all nodes anew whose sizes or strides are others now."""
+        """Note the values of all nodes anew: those of the region have other sizes."""
         values: dict[Node, Any] = {}
-        changed = set(self._changed)
-        with fake_execution(self.graph):
-            for node in self.graph.nodes:
-                old = values[node] = node.meta.get("example_value")
-                new = node in changed or "example_value" not in node.meta
-                if node.op not in ("call_function", "call_method"):
-                    continue
-                if new or not changed.isdisjoint(node.all_input_nodes):
-                    node.meta["example_value"] = values[node] = run_node(node, values)
-                    if new or _layout(values[node]) != _layout(old):
-                        changed.add(node)
-
-
-def _layout(value: Any) -> list[Any]:
-    """Sizes and strides of a value's tensors, symbols as they are written."""
-    return [(str(x.shape), str(x.stride()), str(x.storage_offset())) for x in tensors_of(value)]
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                values[node] = node.meta.get("example_value")
+            elif node.op in ("call_function", "call_method"):
+                new = node in self.live.region or "example_value" not in node.meta
+                if new or any(a in self.live.region for a in node.all_input_nodes):
+                    node.meta["example_value"] = run_node(node, values)
+                values[node] = node.meta.get("example_value")
 
 
 def _inferred(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

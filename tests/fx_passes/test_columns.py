@@ -15,13 +15,14 @@ LAYERS = 5  # the last three see logits rows only
 class Inputs(Yoco):
     """Every layer adds an input of its own, which all are computed at the start."""
 
-    def __init__(self, take=lambda v, i: v[:, :, i], change=lambda v: v) -> None:
+    def __init__(self, take=lambda v, i: v[:, :, i], make=lambda v: v, change=lambda v: v) -> None:
         super().__init__()
+        self.make = make
         self.table = nn.Linear(D, LAYERS * D, bias=False)
         self.take, self.change = take, change
 
     def run(self, h, kv_caches, batch):
-        v = torch.tanh(self.table(h)).unflatten(-1, (LAYERS, D)) * 0.5
+        v = self.make(torch.tanh(self.table(h)).unflatten(-1, (LAYERS, D)) * 0.5)
         for i, layer in enumerate(self.layers):
             if i == 2:
                 write(self.shared(h), kv_caches[2], batch)
@@ -92,6 +93,20 @@ LEFT = {
     "a part is read": {"take": lambda v, i: v[:, :, i : i + 1].squeeze(2)},
     "in two dimensions": {"take": lambda v, i: v[:, :, i] * v[:, :, :, 0].sum(-1, keepdim=True)},
     "one node reads it": {"take": lambda v, i: v[:, :, 0] if i == 1 else v[:, :, 4] * (i > 1)},
+    "a view of it is read": {
+        "take": lambda v, i: v[:, :, i].unsqueeze(0)[0] if i < 2 else v[:, :, i]
+    },
+    "its memory is read": {
+        "take": lambda v, i: (
+            v[:, :, i]
+            + (torch.as_strided(v[:, :, i], (1, 1, D), (D, D, 1), 2 * D) if i == 1 else 0)
+        )
+    },
+    "it lies in another order": {
+        "make": lambda v: v.transpose(2, 3),
+        "take": lambda v, i: v[..., i] if i > 1 else v[:, :, :, i] + v[:, :, :, i].sum(-1, True),
+    },
+    "it is an expanded one": {"make": lambda v: v[:, :, :1].expand(-1, -1, LAYERS, -1)},
     "it is written": {"change": scaled_in_place},
 }
 
@@ -102,6 +117,38 @@ def test_left_alone(case):
     fast, graph = graph_of(model)
     assert copies(graph) == []
     batches = Batches(model)
+    for kind in KINDS:
+        compare(model, fast, batches.step(kind))
+
+
+class Between(Inputs):
+    """What two layers read is written between their parts."""
+
+    def run(self, h, kv_caches, batch):
+        v = torch.tanh(self.table(h)).unflatten(-1, (LAYERS, D)) * 0.5
+        for i, layer in enumerate(self.layers):
+            if i == 2:
+                write(self.shared(h), kv_caches[2], batch)
+            x = h + v[:, :, i]
+            view = x.view(1, -1, 4, D // 4)
+            mlp = layer.mlp(x)
+            view.mul_(2.0)
+            h = layer(x + mlp, kv_caches[min(i, 2)], batch)
+        return h
+
+
+@pytest.mark.parametrize("outlined", [True, False])
+def test_what_shares_memory_still_does(outlined):
+    """In the values that are noted: layers are not cut out around a write to what they read."""
+    model = seeded(Between())
+
+    def backend(gm, example_inputs):
+        config = PassConfig(fast_prefill="on", outline_layers=outlined)
+        run_dynamo_stage(gm, config)
+        assert len(copies(gm.graph)) == 1
+        return gm.forward
+
+    fast, batches = compiled(model, backend=backend), Batches(model)
     for kind in KINDS:
         compare(model, fast, batches.step(kind))
 

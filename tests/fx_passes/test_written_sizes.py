@@ -40,11 +40,11 @@ def test_sizes_by_a_node_are_left_alone():
     assert _inferred(node) == ((x,), {"size": shape})
 
 
-def test_numbers_read_from_tensors(monkeypatch):
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_numbers_read_from_tensors():
     """`item()` in a forward is a symbol that torch looks for afterwards; the analysis, which runs
     the node again, leaves none of its own behind.
     """
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
 
     class Scaled(Plain):
         def run(self, h, kv_caches, batch):

@@ -11,7 +11,7 @@ from fx_passes.row_liveness import storage
 from fx_passes.row_rules import expression, tensors_of
 
 _LEAST = 0.25
-"""A copy of what stays is made if at least this part goes."""
+"""A copy of what stays is made if at least this part goes. A choice, not a measurement."""
 
 
 def keep_read_columns(graph: Graph, source: Node, rows: Node) -> bool:

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from fast_prefill_models import KINDS, Batches, D, Yoco, call, compare, compiled, seeded, write
+from fast_prefill_models import (
+    KINDS,
+    Batches,
+    D,
+    Layer,
+    Yoco,
+    call,
+    compare,
+    compiled,
+    seeded,
+    write,
+)
 from torch import nn
 
 import fx_passes
@@ -121,8 +132,23 @@ def test_left_alone(case):
         compare(model, fast, batches.step(kind))
 
 
+class Parts(Layer):
+    """A layer of which two parts are called before the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x, y, kv_cache, batch):
+        return super().forward(x + y, kv_cache, batch)
+
+
 class Between(Inputs):
-    """What two layers read is written between their parts."""
+    """What the first two layers read is written between their parts, through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0], self.layers[1] = Parts(), Parts()
 
     def run(self, h, kv_caches, batch):
         v = torch.tanh(self.table(h)).unflatten(-1, (LAYERS, D)) * 0.5
@@ -130,10 +156,13 @@ class Between(Inputs):
             if i == 2:
                 write(self.shared(h), kv_caches[2], batch)
             x = h + v[:, :, i]
-            view = x.view(1, -1, 4, D // 4)
-            mlp = layer.mlp(x)
-            view.mul_(2.0)
-            h = layer(x + mlp, kv_caches[min(i, 2)], batch)
+            if i < 2:
+                view = x.view(1, -1, 4, D // 4)
+                first = layer.first(x)
+                view.mul_(2.0)
+                h = layer(first, layer.second(x), kv_caches[i], batch)
+            else:
+                h = layer(x, kv_caches[2], batch)
         return h
 
 

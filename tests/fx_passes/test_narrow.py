@@ -11,7 +11,7 @@ import pytest
 import torch
 from fast_prefill_models import compiled
 
-from fx_passes import attn_ops, recording
+from fx_passes import attn_ops, narrow, recording
 from fx_passes.narrow import NarrowProducts
 from fx_passes.observe import graph_text
 
@@ -277,7 +277,7 @@ def test_operators_that_are_not_passed(aten_graph, contract, odd_operators, name
 
 
 def test_checkpointing_keeps_its_policy():
-    """What is recomputed in the backward pass still is: nothing but the inputs is saved."""
+    """The product is left as it is, with what says whether it is saved or computed again."""
     from torch.utils.checkpoint import checkpoint
 
     def function(h, c):
@@ -288,6 +288,8 @@ def test_checkpointing_keeps_its_policy():
     h, c = numbers(T, H, K).requires_grad_(), numbers(T, K, K).requires_grad_()
     with recording() as recorder:
         got = torch.compile(function, backend=attn_ops, fullgraph=True)(h, c)
+    skipped = [r.skipped for r in recorder.passes if r.pass_name == "narrow_products"]
+    assert any("activation checkpointing has a policy for it" in str(one) for one in skipped)
     assert recorder.matches()["narrow_products"] == 0
     torch.testing.assert_close(got, function(h, c))
 
@@ -300,8 +302,10 @@ def test_nodes_without_values_are_left(aten_graph):
     assert NarrowProducts().run(found.graph) == 0
 
 
-def test_diamonds(aten_graph, contract):
+def test_diamonds(aten_graph, contract, monkeypatch):
     """Ways to the product are not walked one by one, of which there are 2 to the 20."""
+    asked, dims = [], narrow._dims
+    monkeypatch.setattr(narrow, "_dims", lambda *node: asked.append(node) or dims(*node))
     function = of_h(
         lambda h, c, x, r: functools.reduce(
             lambda p, _: p * 0.5 + p.sign(), range(20), predicted(h, c, x)
@@ -309,6 +313,18 @@ def test_diamonds(aten_graph, contract):
     )
     args = arguments()
     contract(NarrowProducts(), aten_graph(function, *args), *args, matches=1)
+    assert len(asked) < 1000
+
+
+@pytest.mark.parametrize("rows", [[], [3]])
+def test_no_row_and_one_row(rows):
+    function, indices = of_h(streams), torch.tensor(rows, dtype=torch.int64)
+    h = numbers(T, H, K)
+    with recording() as recorder:
+        got = torch.compile(function, backend=attn_ops, fullgraph=True)(h, indices)
+    assert recorder.matches()["narrow_products"] == 1
+    for ours, wanted in zip(got, function(h, indices), strict=True):
+        torch.testing.assert_close(ours, wanted, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [[0, 7], [5, 2, 2]])

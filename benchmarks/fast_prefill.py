@@ -2,16 +2,20 @@
 
     off, on         time until the last request has its first token, through `DecodeSession.step`
     gain            1 - on / off, the median over pairs that ran one behind the other
+    from, to        its 95 percent interval, by the pairs' order statistics
     theory          part of the floating point operations, attention's too, that is not done
     memory          of the captured step of a whole chunk, beyond weights and caches
     decode          one captured decode step, on / off, in turn
 
-bf16, random weights; prefill steps of whole chunks are CUDA graphs on both sides.
+bf16, random weights; prefill steps of whole chunks are CUDA graphs on both sides. A prefill's time
+varies by a percent or two, and Llama's whole gain is three: pairs are run until the interval is
+narrow, whatever the gain.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -39,6 +43,8 @@ CASES: list[Prompts] = [
 ]  # fmt: skip
 SHARE, DECODE, FROM = 0.90, 1.01, 4096
 """Bars: part of the theoretical gain, from prompts of so many tokens on; decode on / off."""
+WITHIN, MOST_SECONDS = 0.1, 90.0
+"""A barred gain's interval is brought to theory -+ so much of it, in so much time at most."""
 DECODE_TURNS = 9
 TEXT = 262144
 """Gemma 3n's tokens from here on are images and sounds, for which its layers have no inputs."""
@@ -89,6 +95,9 @@ class Case:
     off_ms: float  # medians
     on_ms: float
     gain: float
+    low: float  # of the gain's 95 percent interval
+    high: float
+    num_pairs: int
     theory: float  # part of the operations that is not done
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,10 +112,19 @@ class Case:
     def of(
         cls, shape: str, prompts: Prompts, off: list[float], on: list[float], theory: float
     ) -> "Case":
-        ratio = statistics.median(b / a for a, b in zip(off, on, strict=True))
-        return cls(
-            shape, *prompts, statistics.median(off), statistics.median(on), 1.0 - ratio, theory
-        )
+        medians = statistics.median(off), statistics.median(on)
+        return cls(shape, *prompts, *medians, *gain_of(off, on), len(off), theory)
+
+
+def gain_of(off: list[float], on: list[float]) -> tuple[float, float, float]:
+    """1 - on / off, the median over pairs, and the ends of its 95 percent interval.
+
+    The ends are two of the sorted gains: the median of all that could be measured lies between
+    them with that probability, whatever their distribution. Of fewer than 6 pairs, the extremes.
+    """
+    gains = sorted(1.0 - b / a for a, b in zip(off, on, strict=True))
+    below = max(0, math.floor(len(gains) / 2 - 0.98 * math.sqrt(len(gains))))
+    return statistics.median(gains), gains[below], gains[-1 - below]
 
 
 def compiled(model: Any, fast_prefill: str) -> Any:
@@ -200,19 +218,38 @@ def measure_chunk(
 ) -> None:
     """Both sides in turn, each first every other time, so that a clock that drifts meets both."""
     sessions = [side.session(cases, chunk, args.device) for side in sides]
-    for num_reqs, length, size in cases:
-        for repeat in range(args.repeats + 1 if size == chunk else 0):
-            turn = list(zip(sides, sessions, strict=True))
-            for side, session in turn if repeat % 2 else reversed(turn):
-                ms = prefill_ms(session, num_reqs, length)
-                if repeat:  # the first warms up
-                    side.ms.setdefault((num_reqs, length, size), []).append(ms)
+    for case in cases:
+        if case[2] == chunk:
+            measure_case(sides, sessions, case, args)
     if args.device == "cuda" and not sides[0].decode_ms:
         for batch in sorted({1, max(n for n, _, _ in cases)}):
             measure_decode(sides, sessions, batch)
     for session in sessions:
         assert session.num_steps["called"] == 0, "every step is a graph"
         session.release()
+
+
+def measure_case(
+    sides: list[Side], sessions: list[DecodeSession], case: Prompts, args: argparse.Namespace
+) -> None:
+    """`--repeats` pairs, and more where a bar asks for a narrower interval."""
+    num_reqs, length, _ = case
+    for session in sessions:  # warms up
+        prefill_ms(session, num_reqs, length)
+    off, on = (side.ms.setdefault(case, []) for side in sides)
+    width = 2 * WITHIN * theory(sides[0].model, sides[1].facts, num_reqs, length)
+    end = time.perf_counter() + args.seconds
+    while len(off) < args.repeats or (
+        length >= FROM and time.perf_counter() < end and is_wide(off, on, width)
+    ):
+        turn = [(off, sessions[0]), (on, sessions[1])]
+        for times, session in turn if len(off) % 2 else reversed(turn):
+            times.append(prefill_ms(session, num_reqs, length))
+
+
+def is_wide(off: list[float], on: list[float], width: float) -> bool:
+    _, low, high = gain_of(off, on)
+    return high - low > width
 
 
 def measure_decode(sides: list[Side], sessions: list[DecodeSession], batch: int) -> None:
@@ -272,13 +309,15 @@ def table_of(shape: dict[str, Any]) -> Table:
         f"{facts['of_attentions']} attentions and {facts['num_products']} of "
         f"{facts['of_products']} products on logits rows"
     )
-    for column in ("prompts", "chunk", "off, ms", "on, ms", "tokens/s on", "gain", "theory"):
+    columns = ("prompts", "chunk", "off, ms", "on, ms", "tokens/s on")
+    for column in (*columns, "gain", "from", "to", "pairs", "theory"):
         table.add_column(column, justify="right")
     for case in shape["cases"]:
         table.add_row(
             f"{case['num_reqs']} x {case['prompt_len']}", str(case["chunk"]),
             f"{case['off_ms']:.1f}", f"{case['on_ms']:.1f}", f"{case['on_tokens_s']:,.0f}",
-            f"{case['gain']:.3f}", f"{case['theory']:.3f}",
+            *(f"{case[name]:.4f}" for name in ("gain", "low", "high")), str(case["num_pairs"]),
+            f"{case['theory']:.4f}",
         )  # fmt: skip
     return table
 
@@ -287,7 +326,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0] if __doc__ else None)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES)[:-1], choices=list(SHAPES))
     parser.add_argument("--cases", nargs="+", default=None, help="like 4x4096x8192")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="pairs at least")
+    parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="a barred case at most")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", default=None)
     parser.add_argument("--commit", default=None)

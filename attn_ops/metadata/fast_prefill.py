@@ -40,7 +40,8 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     (`logits_indices_cpu`, or a batch on the CPU) the result is exact. Else it is computed on the
     device, without reading it, and can be captured: query_start_loc is exact, its mirror None,
     max_query_len a bound (`max_logits_per_req`, or the smaller of max_query_len and the number of
-    logits rows). `num_logits` on the device, where set, says how many rows count in a replay.
+    logits rows). `num_logits` on the device, where set, says how many rows count in a replay; the
+    reduced batch keeps it: most of its requests may be padding.
 
     slot_mapping stays that of the whole batch; layers that share a cache write nothing.
 
@@ -74,7 +75,7 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
         known = dict.fromkeys(("query_start_loc_cpu", "num_computed_tokens_cpu"))
         most = (common.max_logits_per_req, common.max_query_len, count)
         known |= {"max_query_len": min(n for n in most if n is not None)}
-    dropped = dict.fromkeys(("positions", "num_logits", "num_logits_indices", *_LOGITS_TENSORS))
+    dropped = dict.fromkeys(("positions", "num_logits_indices", *_LOGITS_TENSORS))
     return common.replace(
         query_start_loc=start, num_actual_tokens=count, causal=True, **known, **dropped
     )

@@ -1,8 +1,22 @@
 """What `benchmarks.fast_prefill` counts, against sums by hand."""
 
+import argparse
+import math
+import random
+
 import pytest
 
-from benchmarks.fast_prefill import Case, all_bars, parsed, theory
+from benchmarks import fast_prefill
+from benchmarks.fast_prefill import (
+    Case,
+    Side,
+    all_bars,
+    gain_of,
+    is_wide,
+    measure_case,
+    parsed,
+    theory,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +33,9 @@ def test_theory_is_the_part_that_is_not_done(make_model, family, windows):
 
 
 def test_bars_of_long_prompts_only():
-    cases = [Case("x", 1, n, 8192, 100.0, 70.0, 0.3, 0.3).as_dict() for n in (512, 4096)]
+    cases = [
+        Case("x", 1, n, 8192, 100.0, 70.0, 0.3, 0.29, 0.31, 9, 0.3).as_dict() for n in (512, 4096)
+    ]
     shape = {"shape": "x", "cases": cases, "decode_ms": {1: (2.0, 2.1)}, "bytes": {8192: (10, 9)}}
     verdicts = {bar.what: bar.verdict for bar in all_bars([shape])}
     assert verdicts == {
@@ -36,3 +52,44 @@ def test_the_gain_is_that_of_pairs():
     assert case.gain == pytest.approx(0.1)
     assert (case.off_ms, case.on_ms) == (20.0, 12.0)
     assert case.as_dict()["on_tokens_s"] == pytest.approx(1024 / 12e-3)
+    assert (case.low, case.high) == (pytest.approx(0.1), pytest.approx(0.4)), "the extremes of few"
+
+
+def test_the_interval_holds_the_median_of_all_gains():
+    """In 95 of 100 samples, with some tolerance, and of a skewed distribution, too."""
+    generator = random.Random(0)
+    median, found = 1.0 - (90.0 + math.log(2)) / 100.0, 0
+    for _ in range(1000):
+        on = [90.0 + generator.expovariate(1.0) for _ in range(30)]
+        _, low, high = gain_of([100.0] * 30, on)
+        found += low <= median <= high
+    assert 930 <= found <= 990
+
+
+@pytest.mark.parametrize(
+    ("noise", "prompt_len", "seconds", "num_pairs"),
+    [(0.0, 4096, 60.0, 9), (5.0, 512, 60.0, 9), (5.0, 4096, 0.0, 9), (5.0, 4096, 60.0, None)],
+    ids=["narrow", "no bar", "no time", "wide"],
+)
+def test_pairs_until_the_interval_is_narrow(
+    make_model, monkeypatch, noise, prompt_len, seconds, num_pairs
+):
+    generator, turns = random.Random(1), []
+
+    def measured(session, num_reqs, length):
+        turns.append(session)
+        return session + generator.uniform(0, noise)
+
+    monkeypatch.setattr(fast_prefill, "prefill_ms", measured)
+    monkeypatch.setattr(fast_prefill, "theory", lambda *args: 0.1)
+    case, sides = (2, prompt_len, 8192), [Side(make_model()), Side(None)]
+    measure_case(sides, [100.0, 90.0], case, argparse.Namespace(repeats=9, seconds=seconds))
+    off, on = (side.ms[case] for side in sides)
+    assert len(off) == len(on) == len(turns) // 2 - 1, "and one that warms up"
+    if num_pairs is None:
+        assert 20 < len(off) < 1000
+        assert not is_wide(off, on, 0.02)
+        assert is_wide(off[:-1], on[:-1], 0.02)
+    else:
+        assert len(off) == num_pairs
+    assert {tuple(turns[2 + 4 * i : 6 + 4 * i]) for i in range(4)} == {(90.0, 100.0, 100.0, 90.0)}

@@ -90,6 +90,19 @@ def test_sessions_give_the_same_tokens(make_model, family, mode):
         assert session.num_steps["called"] == 0
 
 
+@pytest.mark.parametrize("size", [1, 32])
+def test_mixed_steps_of_one_token_are_recorded(make_model, size):
+    """Their padding is one row of one request, and no logits row."""
+    model = cases.wide(make_model, dtype=torch.float32)
+    session = cases.small(
+        compiled(model, "on"), cudagraph_mode="PIECEWISE", mixed_capture_sizes=sorted({1, size}),
+        max_tokens_per_step=size, verify="always",
+    )  # fmt: skip
+    assert cases.tokens(session.generate(cases.PROMPTS, 16)) == cases.uncaptured(model)
+    assert session.num_steps["called"] == 0
+    assert session.counters.num_recompiles == 0
+
+
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
 def test_models_that_share_caches_are_captured_whole(make_model, family):
     """Gemma 3n's numbers of the host are made on the device: no capture can copy them."""

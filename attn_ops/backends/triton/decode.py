@@ -26,6 +26,7 @@ from attn_ops.backends.triton.decode_parts import (
     choose_num_splits,
     combine,
     empty_parts,
+    expected_reqs,
     key_ranges,
 )
 from attn_ops.backends.triton.tiles import (
@@ -244,7 +245,7 @@ def decode_attention(
     if num_splits is None:
         max_keys = min(common.max_seq_len, options.sliding_window or common.max_seq_len)
         num_splits = choose_num_splits(
-            num_reqs * items, max_keys, num_sms(q.device), chosen.long_programs_per_sm
+            expected_reqs(common) * items, max_keys, num_sms(q.device), chosen.long_programs_per_sm
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     part, part_lse = empty_parts(out, num_reqs * items, num_splits, heads)

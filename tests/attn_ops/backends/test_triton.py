@@ -230,6 +230,30 @@ def test_number_of_splits():
     assert choose_num_splits(num_programs=0, max_keys=0, multiprocessors=132) == 1
 
 
+def test_number_of_requests_that_splits_are_chosen_for():
+    """Of a captured step with prompts few want logits; how many, a replay's tensor says."""
+    from attn_ops.backends.triton.decode_parts import expected_reqs
+
+    _, _, common = make_case(([1] * 17, [5] * 17))
+    assert expected_reqs(common) == 17
+    assert expected_reqs(common.replace(num_actual_tokens=2)) == 2  # the others are padding
+    captured = common.replace(num_logits=torch.tensor([2], dtype=torch.int32, device=DEVICE))
+    assert expected_reqs(captured) == 2
+    assert expected_reqs(captured.replace(**first_requests(captured, 3))) == 1
+
+
+def first_requests(common: CommonAttentionMetadata, count: int) -> dict:
+    return {
+        "num_reqs": count,
+        "query_start_loc": common.query_start_loc[: count + 1],
+        "query_start_loc_cpu": None,
+        "num_computed_tokens_cpu": None,
+        "seq_lens": common.seq_lens[:count],
+        "seq_lens_cpu": None,
+        "block_table_tensor": common.block_table_tensor[:count],
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

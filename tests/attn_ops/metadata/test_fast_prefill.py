@@ -93,6 +93,7 @@ def test_rows_known_on_the_device(batch):
         "max_query_len": min(most_logits or most_tokens, most_tokens, len(rows)),
     }
     assert_fields(got, **expected)
+    assert got.num_logits is common.num_logits
 
 
 @check(batches())

@@ -81,9 +81,12 @@ def test_pairs_until_the_interval_is_narrow(
         return session + generator.uniform(0, noise)
 
     monkeypatch.setattr(fast_prefill, "prefill_ms", measured)
+    monkeypatch.setattr(fast_prefill, "turn_ms", measured)
     monkeypatch.setattr(fast_prefill, "theory", lambda *args: 0.1)
     case, sides = (2, prompt_len, 8192), [Side(make_model()), Side(None)]
-    measure_case(sides, [100.0, 90.0], case, argparse.Namespace(repeats=9, seconds=seconds))
+    measure_case(
+        sides, [100.0, 90.0], case, argparse.Namespace(repeats=9, within=0.1, seconds=seconds)
+    )
     off, on = (side.ms[case] for side in sides)
     assert len(off) == len(on) == len(turns) // 2 - 1, "and one that warms up"
     if num_pairs is None:
@@ -93,3 +96,10 @@ def test_pairs_until_the_interval_is_narrow(
     else:
         assert len(off) == num_pairs
     assert {tuple(turns[2 + 4 * i : 6 + 4 * i]) for i in range(4)} == {(90.0, 100.0, 100.0, 90.0)}
+
+
+def test_a_turn_is_the_median_of_a_second_and_a_half(make_model, monkeypatch):
+    times = iter([300.0, 900.0, 200.0, 100.0, 400.0])
+    monkeypatch.setattr(fast_prefill, "prefill_ms", lambda *args: next(times))
+    assert fast_prefill.turn_ms(None, 1, 512) == 250.0
+    assert next(times) == 400.0

@@ -2,17 +2,17 @@
 
     off, on         time until the last request has its first token, through `DecodeSession.step`
     gain            1 - on / off, the median over pairs of turns, one behind the other
-    from, to        its 95 percent interval, by the pairs' order statistics
+    from, to        its 95 percent interval, by the pairs' order statistics; about 90 percent where
+                    pairs ended because it was narrow
     theory          part of the floating point operations, attention's too, that is not done
     memory          of the captured step of a whole chunk, beyond weights and caches
     decode          one captured decode step, on / off, in turn
 
 bf16, random weights; prefill steps of whole chunks are CUDA graphs on both sides. A prefill's time
 varies by a percent or two, and Llama's whole gain is three: pairs are run until the interval is
-narrow, whatever the gain. A turn is a second or two of prefills of one side, and the median of
-their times: at its power limit a GPU makes up for what it took shortly before, so that shorter
-turns measure the other side's heat as well (Llama, 4x4096 in turns of one prefill of 0.4 s: the
-times of both sides correlate by -0.5).
+narrow, whatever the gain. A turn is 1.5 s of prefills of one side, or one that takes longer, and
+the median of their times: in turns of one prefill of 0.4 s (Llama, 4x4096, H200) the times of both
+sides correlate by -0.5, as power is limited over longer times than that.
 """
 
 import argparse
@@ -47,7 +47,7 @@ CASES: list[Prompts] = [
 SHARE, DECODE, FROM = 0.90, 1.01, 4096
 """Bars: part of the theoretical gain, from prompts of so many tokens on; decode on / off."""
 WITHIN, MOST_SECONDS = 0.05, 180.0
-"""A barred gain's interval is brought to theory -+ so much of it, in so much time at most."""
+"""Pairs are run until half of a barred gain's interval is so much of the theory, or for so long."""
 TURN_SECONDS = 1.5
 DECODE_TURNS = 9
 TEXT = 262144
@@ -123,12 +123,20 @@ class Case:
 def gain_of(off: list[float], on: list[float]) -> tuple[float, float, float]:
     """1 - on / off, the median over pairs, and the ends of its 95 percent interval.
 
-    The ends are two of the sorted gains: the median of all that could be measured lies between
-    them with that probability, whatever their distribution. Of fewer than 6 pairs, the extremes.
+    The ends are two of the sorted gains: in so many of 100 samples the median of all that could be
+    measured lies between them, whatever the distribution. Of fewer than 6 pairs, the extremes.
     """
     gains = sorted(1.0 - b / a for a, b in zip(off, on, strict=True))
-    below = max(0, math.floor(len(gains) / 2 - 0.98 * math.sqrt(len(gains))))
-    return statistics.median(gains), gains[below], gains[-1 - below]
+    return statistics.median(gains), gains[num_outside(len(gains))], gains[~num_outside(len(gains))]
+
+
+def num_outside(num_pairs: int) -> int:
+    """Gains below the interval, and above: half of all are below their median, up to chance."""
+    probability, below = 0.0, -1
+    while probability <= 0.025:
+        below += 1
+        probability += math.comb(num_pairs, below) / 2**num_pairs
+    return max(below - 1, 0)
 
 
 def compiled(model: Any, fast_prefill: str) -> Any:
@@ -340,7 +348,12 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES)[:-1], choices=list(SHAPES))
     parser.add_argument("--cases", nargs="+", default=None, help="like 4x4096x8192")
     parser.add_argument("--repeats", type=int, default=9, help="pairs at least")
-    parser.add_argument("--within", type=float, default=WITHIN, help="a barred gain -+, of theory")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=WITHIN,
+        help="half of a barred gain's interval, of the theory",
+    )
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="a barred case at most")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", default=None)

@@ -89,7 +89,7 @@ class StepTensors:
         host = self.arrays
         if self.uploaded is not None:
             self.uploaded.synchronize()  # the copy of a step that was interrupted may be on its way
-        self.host_bytes.numpy().fill(0)  # torch would wake its threads, which takes a millisecond
+        self.host_bytes.numpy().fill(0)  # by this thread: torch would wake all of them
         host["slot_mapping"].fill(PAD_SLOT_ID)
         host["stop_tokens"].fill(-1)
         for name, (_, neutral) in FIELDS.items():

@@ -26,8 +26,8 @@ from attn_ops.backends.triton.decode_parts import (
     choose_num_splits,
     combine,
     empty_parts,
-    expected_reqs,
     key_ranges,
+    num_splits_of,
 )
 from attn_ops.backends.triton.tiles import (
     LN_2,
@@ -244,9 +244,10 @@ def decode_attention(
     items = num_kv_heads * triton.cdiv(group, heads)
     if num_splits is None:
         max_keys = min(common.max_seq_len, options.sliding_window or common.max_seq_len)
-        num_splits = choose_num_splits(
-            expected_reqs(common) * items, max_keys, num_sms(q.device), chosen.long_programs_per_sm
-        )
+        num_splits = num_splits_of(
+            common, max_keys, items, row_bytes=4 * items * heads * q.shape[2],
+            multiprocessors=num_sms(q.device), long_programs_per_sm=chosen.long_programs_per_sm,
+        )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     part, part_lse = empty_parts(out, num_reqs * items, num_splits, heads)
     arguments, flags = option_arguments(options, unused=out)

@@ -21,17 +21,38 @@ MIN_TOKENS_PER_SPLIT = 32
 LONG_RANGE = 512
 """Tokens from which a range may be cut further, to `long_programs_per_sm`."""
 
-REQS_PER_LOGITS_ROW = 8
-"""Requests that a captured step with prompts has room for, by those expected to want logits. Of 17
-requests, 32/8 heads of 128, one with 4096 keys takes 43.6 us with 3 ranges, as if all were there,
-and 15.4 with 32; 16 of them take 71.2 and 77.2. One H200, 2026-11-21."""
+REQS_PER_QUERY = 8
+"""Requests of a batch with padding, by those expected to have a query. Of 17, 32/8 heads of 128,
+one with 4096 keys takes 43.6 us with 3 ranges, as if all were there, and 15.4 with 32; 16 of them
+take 71.2 and 77.2. Of 65, 16 take 110.9 with 1 and 76.2 with 8. One H200, 2026-11-21."""
+
+MAX_PARTS_BYTES = 32 << 20
+"""Of parts, where padding makes them more: they are made for all requests."""
 
 
 def expected_reqs(common: CommonAttentionMetadata) -> int:
     """Requests that have a query, as far as the host knows; the others' programs end at once."""
+    few = common.num_reqs // REQS_PER_QUERY
     if common.num_logits is not None:  # a replay's, of a step that also has chunks of prompts
-        return max(common.num_reqs // REQS_PER_LOGITS_ROW, 1)
-    return min(common.num_reqs, common.num_actual_tokens)
+        return max(few, 1)
+    return max(min(common.num_reqs, common.num_actual_tokens), few, 1)
+
+
+def num_splits_of(
+    common: CommonAttentionMetadata, max_keys: int, items: int, row_bytes: int, **limits: int
+) -> int:
+    """Ranges per request of a batch.
+
+    Args:
+        common: the batch, whose requests need not all have a query.
+        max_keys: most keys that a query sees, or an upper bound.
+        items: I.
+        row_bytes: of the parts of a request and range.
+        limits: of `choose_num_splits`.
+    """
+    whole = choose_num_splits(common.num_reqs * items, max_keys, **limits)
+    few = choose_num_splits(expected_reqs(common) * items, max_keys, **limits)
+    return max(whole, min(few, MAX_PARTS_BYTES // max(common.num_reqs * row_bytes, 1)))
 
 
 def choose_num_splits(

@@ -230,28 +230,70 @@ def test_number_of_splits():
     assert choose_num_splits(num_programs=0, max_keys=0, multiprocessors=132) == 1
 
 
+def without_mirrors(common: CommonAttentionMetadata, num_reqs: int, **changes):
+    """The first requests, as a captured step knows them."""
+    return common.replace(
+        num_reqs=num_reqs, query_start_loc=common.query_start_loc[: num_reqs + 1],
+        query_start_loc_cpu=None, num_computed_tokens_cpu=None, seq_lens_cpu=None,
+        seq_lens=common.seq_lens[:num_reqs],
+        block_table_tensor=common.block_table_tensor[:num_reqs], **changes,
+    )  # fmt: skip
+
+
 def test_number_of_requests_that_splits_are_chosen_for():
-    """Of a captured step with prompts few want logits; how many, a replay's tensor says."""
+    """Of a captured step with prompts few have a query; how many, a replay's tensor says."""
     from attn_ops.backends.triton.decode_parts import expected_reqs
 
     _, _, common = make_case(([1] * 17, [5] * 17))
     assert expected_reqs(common) == 17
-    assert expected_reqs(common.replace(num_actual_tokens=2)) == 2  # the others are padding
-    captured = common.replace(num_logits=torch.tensor([2], dtype=torch.int32, device=DEVICE))
-    assert expected_reqs(captured) == 2
-    assert expected_reqs(captured.replace(**first_requests(captured, 3))) == 1
+    assert expected_reqs(common.replace(num_actual_tokens=5)) == 5  # the others are padding
+    assert expected_reqs(common.replace(num_actual_tokens=0)) == 2  # a capture's first run
+    count = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    for num_reqs, wanted in ((17, 2), (3, 1)):
+        assert expected_reqs(without_mirrors(common, num_reqs, num_logits=count)) == wanted
 
 
-def first_requests(common: CommonAttentionMetadata, count: int) -> dict:
-    return {
-        "num_reqs": count,
-        "query_start_loc": common.query_start_loc[: count + 1],
-        "query_start_loc_cpu": None,
-        "num_computed_tokens_cpu": None,
-        "seq_lens": common.seq_lens[:count],
-        "seq_lens_cpu": None,
-        "block_table_tensor": common.block_table_tensor[:count],
-    }
+def test_parts_are_bounded():
+    from attn_ops.backends.triton.decode_parts import MAX_PARTS_BYTES, num_splits_of
+
+    _, _, common = make_case(([1] * 300, [5] * 300))
+    limits = {"multiprocessors": 132, "long_programs_per_sm": 4}
+    for num_reqs in (1, 17, 65, 257, 300):
+        part = without_mirrors(common, num_reqs, num_actual_tokens=1)
+        for row_bytes in (2**14, 2**16, 2**20):
+            num_splits = num_splits_of(part, 32768, 8, row_bytes, **limits)
+            whole = num_splits_of(part.replace(num_actual_tokens=300), 32768, 8, 2**14, **limits)
+            assert num_splits >= whole
+            assert num_splits == whole or num_splits * num_reqs * row_bytes <= MAX_PARTS_BYTES
+    assert (
+        num_splits_of(without_mirrors(common, 17, num_actual_tokens=1), 4096, 8, 2**14, **limits)
+        == 33
+    )
+
+
+@pytest.mark.parametrize("num_logits", [None, 1])
+def test_keys_of_few_requests_among_many_are_split(monkeypatch, num_logits):
+    """As on a GPU of 132 multiprocessors; the result is that of one range."""
+    from attn_ops.backends.triton import decode
+
+    lengths = ([1] + [0] * 16, [200] + [0] * 16)
+    q, kv_cache, common = make_case(lengths, num_padding_rows=16)
+    if num_logits:
+        count = torch.tensor([num_logits], dtype=torch.int32, device=DEVICE)
+        common = common.replace(num_logits=count)
+    made, parts = [], decode.empty_parts
+
+    def noted(out, num_items, num_splits, heads):
+        made.append(num_splits)
+        return parts(out, num_items, num_splits, heads)
+
+    monkeypatch.setattr(decode, "empty_parts", noted)
+    monkeypatch.setattr(decode, "num_sms", lambda device: 132)
+    options = AttentionOptions(scale=0.25)
+    out = decode.decode_attention(q, kv_cache, common, options)
+    assert made == [7], "200 keys, 32 a range"
+    whole = decode.decode_attention(q, kv_cache, common, options, num_splits=1)
+    torch.testing.assert_close(out, whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@
 bf16, random weights; prefill steps of whole chunks are CUDA graphs on both sides. A prefill's time
 varies by a percent or two, and Llama's whole gain is three: pairs are run until the interval is
 narrow, whatever the gain. A turn is 1.5 s of prefills of one side, or one that takes longer, and
-the median of their times: in turns of one prefill of 0.4 s (Llama, 4x4096, H200) the times of both
-sides correlate by -0.5, as power is limited over longer times than that.
+the median of their times: in turns of one prefill of 0.4 s (Llama, 4x4096, one H200, b6ca7d7,
+2026-11-21) the times of both sides correlate by -0.5, in longer ones they do not.
 """
 
 import argparse

@@ -23,7 +23,6 @@ from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.triton.decode_loop import attend_range
 from attn_ops.backends.triton.decode_parts import (
     PROGRAMS_PER_SM,
-    choose_num_splits,
     combine,
     empty_parts,
     key_ranges,
@@ -41,7 +40,7 @@ from attn_ops.backends.triton.tiles import (
 )
 from attn_ops.metadata import CommonAttentionMetadata
 
-__all__ = ["MAX_SPLITS", "DecodeConstants", "choose_num_splits", "decode_attention"]
+__all__ = ["MAX_SPLITS", "DecodeConstants", "decode_attention"]
 
 MAX_HEADS = 32
 """Query heads of one program; larger groups are cut."""

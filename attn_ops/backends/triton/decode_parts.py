@@ -24,7 +24,8 @@ LONG_RANGE = 512
 REQS_PER_QUERY = 8
 """Requests of a batch with padding, by those expected to have a query. Of 17, 32/8 heads of 128,
 one with 4096 keys takes 43.6 us with 3 ranges, as if all were there, and 15.4 with 32; 16 of them
-take 71.2 and 77.2. Of 65, 16 take 110.9 with 1 and 76.2 with 8. One H200, 2026-11-21."""
+take 71.2 and 77.2. Of 65, 16 take 110.9 with 1 and 76.2 with 8. One H200, 2026-11-21, before
+bbef76b, a script that is not kept; 65 at once were not measured."""
 
 MAX_PARTS_BYTES = 32 << 20
 """Of parts, where padding makes them more: they are made for all requests."""

@@ -217,7 +217,7 @@ def test_smallest_batches(lengths, num_padding_rows):
 
 
 def test_number_of_splits():
-    from attn_ops.backends.triton.decode import MAX_SPLITS, choose_num_splits
+    from attn_ops.backends.triton.decode_parts import MAX_SPLITS, choose_num_splits
 
     assert choose_num_splits(num_programs=8, max_keys=100_000, multiprocessors=132) == MAX_SPLITS
     assert choose_num_splits(num_programs=8, max_keys=32, multiprocessors=132) == 1
@@ -265,10 +265,8 @@ def test_parts_are_bounded():
             whole = num_splits_of(part.replace(num_actual_tokens=300), 32768, 8, 2**14, **limits)
             assert num_splits >= whole
             assert num_splits == whole or num_splits * num_reqs * row_bytes <= MAX_PARTS_BYTES
-    assert (
-        num_splits_of(without_mirrors(common, 17, num_actual_tokens=1), 4096, 8, 2**14, **limits)
-        == 33
-    )
+    part = without_mirrors(common, 17, num_actual_tokens=1)
+    assert num_splits_of(part, 4096, 8, 2**14, **limits) == 33
 
 
 @pytest.mark.parametrize("num_logits", [None, 1])

@@ -16,7 +16,7 @@ class PassConfig:
     fast_prefill: str = "off"
     outline_layers: bool = True
     share_products: bool = True
-    narrow_products: bool = True
+    short_products: bool = True
     collapse_views: bool = True
 
     @classmethod

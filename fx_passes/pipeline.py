@@ -4,7 +4,7 @@ device_constants dynamo   numbers are made on the device, not copied from the ho
 fast_prefill     dynamo   rows that no logits need are not computed
 outline_layers   dynamo   equal layers become calls of one subgraph
 share_products   aten     equal matrix products are computed once
-narrow_products  aten     of a batched product only what others take of it is computed
+short_products   aten     products of few terms are written as sums
 collapse_views   aten     q, k, v reach attention as one view of their product
 """
 
@@ -21,10 +21,10 @@ from fx_passes.constants import DeviceConstants
 from fx_passes.fast_prefill import FastPrefill
 from fx_passes.flowchart import before_and_after
 from fx_passes.layers import OutlineLayers
-from fx_passes.narrow import NarrowProducts
 from fx_passes.observe import PassRecord, graph_text, recorders, wants_texts
 from fx_passes.picture import chart_of
 from fx_passes.products import ShareProducts
+from fx_passes.short_products import ShortProducts
 from fx_passes.views import CollapseViews
 
 SLOT = "joint_custom_post_pass"
@@ -35,7 +35,8 @@ the post-grad slots run only when the cache misses.
 """
 
 _PIPELINE: list[type[Pass]] = [
-    DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, NarrowProducts, CollapseViews,
+    DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, ShortProducts,
+    CollapseViews,
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from fx_passes.base import Pass
 from fx_passes.pipeline import SLOT, AtenPipeline, with_user_pass
 
 BUILT_IN = [
-    "device_constants", "fast_prefill", "outline_layers", "share_products", "narrow_products",
+    "device_constants", "fast_prefill", "outline_layers", "share_products", "short_products",
     "collapse_views",
 ]  # fmt: skip
 OFF = {"fast_prefill": "off"}
@@ -139,7 +139,7 @@ def test_a_registered_pass_runs_in_its_place():
         compiled()
     assert [r.pass_name for r in recorder.passes if r.stage == "aten"] == [
         "share_products",
-        "narrow_products",
+        "short_products",
         "counting",
         "collapse_views",
     ]
@@ -221,7 +221,7 @@ def test_options_run_our_passes_in_plain_inductor():
         compiled(backend="inductor", options=options())
     assert recorder.matches() == {
         "share_products": 1,
-        "narrow_products": 0,
+        "short_products": 0,
         "collapse_views": recorder.matches()["collapse_views"],
     }
 

@@ -1,0 +1,129 @@
+"""Write batched products of few terms as sums, which are fused with what stands around them."""
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fx_passes.base import Pass
+from fx_passes.graph_ops import PRODUCTS, VIEWS, aten
+
+_SHORT = 4
+"""Terms of a sum. AltUp has 4; where the limit lies best was not measured."""
+
+_FEW = 4
+"""Times that an operand may be computed where Inductor fuses it into the sum."""
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+_COPIES = frozenset({_CONVERT, aten.expand.default, aten.clone.default})
+
+_OWN = frozenset({"val", "tensor_meta", "recompute", "eager_input_vals"})
+"""What a node's meta says of its own value; the rest is that of the product."""
+
+
+class ShortProducts(Pass):
+    """Replace a batched product whose sums have at most four terms by those sums.
+
+    AltUp of Gemma 3n predicts four streams of hidden states by a product of [H, 4] and [4, 4] a
+    token: a kernel of a library that reads and writes all streams once more, and takes a fifth of a
+    layer. As a sum it belongs to the kernel that adds the streams.
+
+    Before::
+
+        bmm = aten.bmm(h, c)
+
+    After::
+
+        slice = aten.slice(h, 2, 0, 1); slice_1 = aten.slice(c, 1, 0, 1)
+        mul = aten.mul(slice, slice_1)
+        ...
+        add = aten.add(mul, mul_1); clone = aten.clone(add, memory_format=torch.contiguous_format)
+
+    Sums are in float32 at least, as inside a product, and in the order of their terms; a sum of
+    zeros may be -0, a product's is +0. The clone has the strides of a product; Inductor copies
+    nothing for it.
+
+    Skipped when:
+        - the number of terms, rows or columns changes, or the result is no floating point number;
+        - an operand would be computed more than four times, once an element of the result, as
+          nothing shows that it is in memory: it is no input of the graph and no product;
+        - the graph has `as_strided`, which might look at the memory of the product;
+        - activation checkpointing says what becomes of the product.
+    """
+
+    name = "short_products"
+    stage = "aten"
+
+    def apply(self, graph: Graph) -> int:
+        if graph.find_nodes(op="call_function", target=aten.as_strided.default):
+            return 0
+        found = graph.find_nodes(op="call_function", target=aten.bmm.default)
+        short = [node for node in found if _is_short(node) and _is_cheap(node)]
+        for product in short:
+            with graph.inserting_before(product):
+                product.replace_all_uses_with(_Sum(graph, product).node)
+            graph.erase_node(product)
+        return len(short)
+
+
+def _is_short(product: Node) -> bool:
+    nodes = [product, *product.all_input_nodes]
+    if not all(isinstance(node.meta.get("val"), torch.Tensor) for node in nodes):
+        return False
+    terms, dtype = _value(product.args[0]).shape[2], _value(product).dtype
+    short = type(terms) is int and 0 < terms <= _SHORT and dtype.is_floating_point
+    return short and "recompute" not in product.meta
+
+
+def _is_cheap(product: Node) -> bool:
+    """Whether rows and columns are few, or the operand that is read for each of them in memory."""
+    _, rows, columns = _value(product).shape
+    left, right = product.args
+    return all(
+        type(repeats) is int and (repeats <= _FEW or _is_in_memory(operand))
+        for operand, repeats in ((left, columns), (right, rows))
+    )
+
+
+def _is_in_memory(node: Any) -> bool:
+    """Whether an input or a product is read, as it is, copied or in another dtype."""
+    while node.target in VIEWS or node.target in _COPIES:
+        node = node.args[0]
+    return node.op == "placeholder" or node.target in PRODUCTS
+
+
+class _Sum:
+    """[B, M, K] times [B, K, N] as K products of [B, M, 1] and [B, 1, N]."""
+
+    def __init__(self, graph: Graph, product: Node) -> None:
+        self.graph = graph
+        self._origin = {key: what for key, what in product.meta.items() if key not in _OWN}
+        dtype = _value(product).dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        left, right = (self._converted(factor, wide) for factor in product.args)
+        total: Node | None = None
+        for k in range(_value(left).shape[2]):
+            columns = self._call(aten.slice.Tensor, left, 2, k, k + 1)
+            rows = self._call(aten.slice.Tensor, right, 1, k, k + 1)
+            term = self._call(aten.mul.Tensor, columns, rows)
+            total = term if total is None else self._call(aten.add.Tensor, total, term)
+        assert total is not None, "a product that is rewritten has terms"
+        total = self._converted(total, dtype)
+        self.node = self._call(aten.clone.default, total, memory_format=torch.contiguous_format)
+
+    def _converted(self, node: Any, dtype: torch.dtype) -> Node:
+        return node if _value(node).dtype == dtype else self._call(_CONVERT, node, dtype)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A new node with its value, where the graph stands."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self._origin)
+        with _value(node.all_input_nodes[0]).fake_mode:
+            node.meta["val"] = target(*map_arg(args, _value), **kwargs)
+        return node
+
+
+def _value(node: Any) -> Any:
+    return node.meta["val"]

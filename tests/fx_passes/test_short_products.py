@@ -1,0 +1,153 @@
+"""short_products: which batched products become sums, which are left, and the numbers."""
+
+import pytest
+import torch
+from fast_prefill_models import compiled
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fx_passes import attn_ops, recording
+from fx_passes.short_products import ShortProducts
+
+aten = torch.ops.aten
+T, H = 6, 8
+
+
+def numbers(*shape, dtype=torch.float32):
+    """Small integers: sums are exact in any order."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(-4, 5, shape, generator=generator).to(dtype)
+
+
+def product(x, c=None):
+    """As AltUp writes it, for x [T, K, H]: K streams come last, and in front again."""
+    c = x[:, :, : x.shape[1]].contiguous() if c is None else c  # [T, K, K]
+    h = x.transpose(0, 1)
+    return aten.bmm(h.permute(1, 2, 0), c).permute(2, 0, 1) + h
+
+
+@pytest.mark.parametrize("terms", [1, 2, 4])
+def test_contract(aten_graph, contract, terms):
+    x = numbers(T, terms, H)
+    before, after = contract(ShortProducts(), aten_graph(product, x), x, matches=1)
+    assert (before.count("aten.bmm.default"), after.count("aten.bmm.default")) == (1, 0)
+    assert after.count("aten.mul.Tensor") == terms
+    assert after.count("aten.add.Tensor") == terms, "and the one that was there"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_sums_are_in_float32_at_least(aten_graph, contract, dtype):
+    x = numbers(T, 4, H, dtype=dtype)
+    found = aten_graph(product, x)
+    contract(ShortProducts(), found, x, matches=1)
+    terms = found.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {node.meta["val"].dtype for node in terms} == {wide}
+
+
+def test_the_strides_are_a_products(aten_graph):
+    """Views behind it are still views."""
+    x = numbers(T, 4, H)
+    found = aten_graph(lambda x: aten.bmm(x.mT, x[:, :, :4]).view(x.shape[0], -1), x)
+    ShortProducts().run(found.graph)
+    (clone,) = found.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert clone.meta["val"].is_contiguous()
+    found.recompile()
+    torch.testing.assert_close(found(x)[0], (x.mT @ x[:, :, :4]).view(T, -1))
+
+
+@pytest.mark.parametrize(
+    ("x", "function"),
+    {
+        "five terms": (numbers(T, H, 5), lambda a: aten.bmm(a, a.mT)),
+        "integers": (numbers(T, H, 4, dtype=torch.int64), lambda a: aten.bmm(a, a.mT)),
+        "no terms": (numbers(T, H, 0), lambda a: aten.bmm(a, a.mT)),
+        "as_strided": (
+            numbers(T, H, 4),
+            lambda a: aten.bmm(a, a.mT).split(4, 2)[1].as_strided((2, H), (1, 2)),
+        ),
+        "fused operands": (numbers(T, H, 4), lambda a: aten.bmm(a.sin(), a.mT.cos())),
+    }.values(),
+    ids=["five terms", "integers", "no terms", "as_strided", "fused operands"],
+)
+def test_left(aten_graph, contract, x, function):
+    contract(ShortProducts(), aten_graph(function, x), x, matches=0)
+
+
+@pytest.mark.parametrize("sizes", [(3, 7, 2), (1, 7, 2, 1, 0, 5), (6, 1, 3)])
+def test_by_inductor(sizes):
+    """A product by hand is equal to 1e-6, for any number of tokens; compiled once, as off."""
+    fast = torch.compile(product, backend=attn_ops, fullgraph=True)
+    matches = []
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        for tokens in sizes:
+            x, c = torch.randn(tokens, 4, H), torch.randn(tokens, 4, 4)
+            for one in (x, c):
+                torch._dynamo.mark_dynamic(one, 0)
+            with recording() as recorder, torch.no_grad():
+                got = fast(x, c)
+            torch.testing.assert_close(got, product(x, c), atol=1e-6, rtol=1e-6)
+            matches += [p.matches for p in recorder.passes if p.pass_name == "short_products"]
+    assert matches == [1], "compiled once"
+
+
+def test_rows_that_change_are_left():
+    """Elementwise operators fail for a first size of 0 where a product does not (torch 2.13)."""
+
+    def bmm(a, b):
+        return aten.bmm(a, b)
+
+    fast = torch.compile(bmm, backend=attn_ops, fullgraph=True)
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True), torch.no_grad():
+        for rows in (0, 5):
+            a, b = torch.randn(3, rows, 4), torch.randn(3, 4, 2)
+            torch._dynamo.mark_dynamic(a, 1)
+            torch.testing.assert_close(fast(a, b), bmm(a, b), atol=1e-6, rtol=1e-6)
+
+
+def test_checkpointing_keeps_what_it_says(aten_graph, contract):
+    x = numbers(T, 4, H)
+    found = aten_graph(product, x)
+    (bmm,) = found.graph.find_nodes(op="call_function", target=aten.bmm.default)
+    bmm.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    contract(ShortProducts(), found, x, matches=0)
+
+
+def test_sums_keep_what_is_said_of_the_product(aten_graph):
+    """A stream, for instance."""
+    found = aten_graph(product, numbers(T, 4, H))
+    (bmm,) = found.graph.find_nodes(op="call_function", target=aten.bmm.default)
+    bmm.meta |= {"custom": {"stream": 1}, "tensor_meta": "its own"}
+    ShortProducts().run(found.graph)
+    for target, count in ((aten.mul.Tensor, 4), (aten.clone.default, 1)):
+        made = found.graph.find_nodes(op="call_function", target=target)
+        made = [n for n in made if n.meta.get("custom") == {"stream": 1}]
+        assert len(made) == count
+        assert not any("tensor_meta" in n.meta for n in made)
+
+
+def test_a_number_of_terms_that_changes_is_left():
+    fast = torch.compile(product, backend=attn_ops, fullgraph=True, dynamic=True)
+    x, c = torch.randn(3, 4, H), torch.randn(3, 4, 4)
+    with recording() as recorder, torch.no_grad():
+        torch.testing.assert_close(fast(x, c), product(x, c), atol=1e-6, rtol=1e-6)
+    assert [p.matches for p in recorder.passes if p.pass_name == "short_products"] == [0]
+
+
+def test_gradients():
+    """In a graph with its backward, too."""
+    x, c = (one.requires_grad_() for one in (torch.randn(3, 4, H), torch.randn(3, 4, 4)))
+    fast = torch.compile(product, backend=attn_ops)
+    got = torch.autograd.grad(fast(x, c).square().sum(), (x, c))
+    want = torch.autograd.grad(product(x, c).square().sum(), (x, c))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_gemma_3n(make_model):
+    """Every layer's prediction. Angles of RoPE, one product for all tokens, change in columns: they
+    are a product as late as here with torch 2.11, and stay one.
+    """
+    with recording() as recorder:
+        compiled(make_model("gemma3n", num_layers=6), backend=attn_ops)
+    assert sum(p.matches for p in recorder.passes if p.pass_name == "short_products") >= 3
+    lines = [line for _, text in recorder.final_graphs for line in text.splitlines()]
+    assert all('"f32[1, ' in line for line in lines if "= torch.ops.aten.bmm" in line)

@@ -10,16 +10,17 @@ from fx_passes.base import Pass
 from fx_passes.graph_ops import PRODUCTS, VIEWS, aten
 
 _SHORT = 4
-"""Terms of a sum. AltUp has 4; where the limit lies best was not measured."""
+"""Terms of a sum, and its rows or columns. AltUp has 4; where the limit lies best was not measured.
 
-_FEW = 4
-"""Times that an operand may be computed where Inductor fuses it into the sum."""
+With many rows and many columns it is the result that takes the time, and a product writes it well:
+[1024, 4] times [4, 1024] in bf16 took about 20 times longer as a sum (a CPU, torch 2.13).
+"""
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 _COPIES = frozenset({_CONVERT, aten.expand.default, aten.clone.default})
 
-_OWN = frozenset({"val", "tensor_meta", "recompute", "eager_input_vals"})
+_OWN = frozenset({"val", "tensor_meta", "eager_input_vals"})
 """What a node's meta says of its own value; the rest is that of the product."""
 
 
@@ -42,25 +43,28 @@ class ShortProducts(Pass):
         add = aten.add(mul, mul_1); clone = aten.clone(add, memory_format=torch.contiguous_format)
 
     Sums are in float32 at least, as inside a product, and in the order of their terms; a sum of
-    zeros may be -0, a product's is +0. The clone has the strides of a product; Inductor copies
-    nothing for it.
+    zeros may be -0, a product's is +0. Like all that Inductor fuses, a sum is rounded to its dtype
+    only where it goes to memory: in float16, one that a product would make infinite may not be. The
+    clone has the strides of a product; Inductor copies nothing for it.
 
     Skipped when:
-        - the number of terms, rows or columns changes, or the result is no floating point number;
-        - an operand would be computed more than four times, once an element of the result, as
-          nothing shows that it is in memory: it is no input of the graph and no product;
+        - the number of terms, rows or columns changes, the result is no floating point number, or
+          it has more than four rows and more than four columns;
+        - an operand is read more than four times, once a row or column, and nothing shows that it
+          is in memory, as an input of the graph or a product is: it would be computed as often;
+        - what reads the result has more elements: the sum would be computed for each;
         - the graph has `as_strided`, which might look at the memory of the product;
-        - activation checkpointing says what becomes of the product.
+        - the graph is for training, of which nothing was measured.
     """
 
     name = "short_products"
     stage = "aten"
 
     def apply(self, graph: Graph) -> int:
-        if graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        if graph.find_nodes(op="call_function", target=aten.as_strided.default) or _trains(graph):
             return 0
         found = graph.find_nodes(op="call_function", target=aten.bmm.default)
-        short = [node for node in found if _is_short(node) and _is_cheap(node)]
+        short = [node for node in found if _is_short(node) and not _is_spread(node)]
         for product in short:
             with graph.inserting_before(product):
                 product.replace_all_uses_with(_Sum(graph, product).node)
@@ -68,22 +72,26 @@ class ShortProducts(Pass):
         return len(short)
 
 
+def _trains(graph: Graph) -> bool:
+    """Whether AOTAutograd has traced gradients, which it calls tangents, too."""
+    return any("tangents" in str(node.target) for node in graph.find_nodes(op="placeholder"))
+
+
 def _is_short(product: Node) -> bool:
+    """Whether terms, and rows or columns, are few, and no operand is computed more often."""
     nodes = [product, *product.all_input_nodes]
     if not all(isinstance(node.meta.get("val"), torch.Tensor) for node in nodes):
         return False
-    terms, dtype = _value(product.args[0]).shape[2], _value(product).dtype
-    short = type(terms) is int and 0 < terms <= _SHORT and dtype.is_floating_point
-    return short and "recompute" not in product.meta
-
-
-def _is_cheap(product: Node) -> bool:
-    """Whether rows and columns are few, or the operand that is read for each of them in memory."""
-    _, rows, columns = _value(product).shape
     left, right = product.args
-    return all(
-        type(repeats) is int and (repeats <= _FEW or _is_in_memory(operand))
-        for operand, repeats in ((left, columns), (right, rows))
+    terms, (_, rows, columns) = _value(left).shape[2], _value(product).shape
+    if any(type(size) is not int for size in (terms, rows, columns)):
+        return False
+    few = 0 < terms <= _SHORT and min(rows, columns) <= _SHORT
+    return (
+        few
+        and _value(product).dtype.is_floating_point
+        and (columns <= _SHORT or _is_in_memory(left))
+        and (rows <= _SHORT or _is_in_memory(right))
     )
 
 
@@ -92,6 +100,35 @@ def _is_in_memory(node: Any) -> bool:
     while node.target in VIEWS or node.target in _COPIES:
         node = node.args[0]
     return node.op == "placeholder" or node.target in PRODUCTS
+
+
+def _is_spread(product: Node) -> bool:
+    """Whether what reads it, up to the next library kernels, has more elements, as far as known."""
+    most, behind, seen = _num_elements(product), [product], {product}
+    while behind:
+        for user in behind.pop().users:
+            target = user.target
+            fused = isinstance(target, torch._ops.OpOverload) and target.namespace in _FUSED
+            if user in seen or not fused or target in PRODUCTS or target is aten.bmm.default:
+                continue
+            if _num_elements(user) > most:
+                return True
+            seen.add(user)
+            behind.append(user)
+    return False
+
+
+_FUSED = ("aten", "prims")
+"""Namespaces of the operators that Inductor may fuse."""
+
+
+def _num_elements(node: Node) -> int:
+    """By the sizes that were traced with, which guards nothing; 0 for what is no tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    size = value.numel()
+    return size if isinstance(size, int) else size.node.hint or 0
 
 
 class _Sum:

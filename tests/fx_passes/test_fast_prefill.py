@@ -124,7 +124,7 @@ def test_llama_loses_its_last_layers_dead_rows(make_model):
         compiled(model)
     facts = record_of(recorder).facts
     hidden, middle = 64, 96
-    assert facts["num_products"], facts["of_products"] == (5, 14)
+    assert (facts["num_products"], facts["of_products"]) == (5, 14)
     assert (facts["num_attentions"], facts["of_attentions"]) == (1, 2)
     assert facts["flops_per_row"] == 2 * (2 * hidden * hidden + 3 * hidden * middle)
     k_and_v = 2 * 2 * hidden * 32

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from fast_prefill_models import compiled
-from torch.utils.checkpoint import CheckpointPolicy
 
 from fx_passes import attn_ops, recording
 from fx_passes.short_products import ShortProducts
@@ -55,21 +54,33 @@ def test_the_strides_are_a_products(aten_graph):
     torch.testing.assert_close(found(x)[0], (x.mT @ x[:, :, :4]).view(T, -1))
 
 
-@pytest.mark.parametrize(
-    ("x", "function"),
-    {
-        "five terms": (numbers(T, H, 5), lambda a: aten.bmm(a, a.mT)),
-        "integers": (numbers(T, H, 4, dtype=torch.int64), lambda a: aten.bmm(a, a.mT)),
-        "no terms": (numbers(T, H, 0), lambda a: aten.bmm(a, a.mT)),
-        "as_strided": (
-            numbers(T, H, 4),
-            lambda a: aten.bmm(a, a.mT).split(4, 2)[1].as_strided((2, H), (1, 2)),
-        ),
-        "fused operands": (numbers(T, H, 4), lambda a: aten.bmm(a.sin(), a.mT.cos())),
-    }.values(),
-    ids=["five terms", "integers", "no terms", "as_strided", "fused operands"],
-)
-def test_left(aten_graph, contract, x, function):
+LEFT = {
+    "five terms": (numbers(T, 4, 5), lambda a: aten.bmm(a, a.mT)),
+    "integers": (numbers(T, 4, 4, dtype=torch.int64), lambda a: aten.bmm(a, a.mT)),
+    "no terms": (numbers(T, 4, 0), lambda a: aten.bmm(a, a.mT)),
+    "as_strided": (
+        numbers(T, 4, 4),
+        lambda a: aten.bmm(a, a.mT).split(2, 2)[1].as_strided((2, 4), (1, 2)),
+    ),
+    "rows and columns": (numbers(T, H, 4), lambda a: aten.bmm(a, a.mT)),
+    "fused operand": (
+        numbers(T, H, 4),
+        lambda a: aten.bmm(a[:, :4].sin(), a.mT).mT + aten.bmm(a, a.mT[:, :, :4].cos()),
+    ),
+    "gathered": (
+        numbers(T, H, 4),
+        lambda a: aten.bmm(a, a.mT[:, :, :4])[torch.zeros(2 * T, dtype=torch.int64)],
+    ),
+    "broadcast": (
+        numbers(T, H, 4),
+        lambda a: aten.bmm(a, a.mT[:, :, :4]).relu().unsqueeze(-1) * a[0, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_left(aten_graph, contract, why):
+    x, function = LEFT[why]
     contract(ShortProducts(), aten_graph(function, x), x, matches=0)
 
 
@@ -104,12 +115,22 @@ def test_rows_that_change_are_left():
             torch.testing.assert_close(fast(a, b), bmm(a, b), atol=1e-6, rtol=1e-6)
 
 
-def test_checkpointing_keeps_what_it_says(aten_graph, contract):
-    x = numbers(T, 4, H)
-    found = aten_graph(product, x)
-    (bmm,) = found.graph.find_nodes(op="call_function", target=aten.bmm.default)
-    bmm.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    contract(ShortProducts(), found, x, matches=0)
+def test_a_gather_of_fewer_rows_is_no_spread(aten_graph, contract):
+    """As where fast prefill begins."""
+    x, rows = numbers(T, 4, H), torch.tensor([1, 3])
+    found = aten_graph(lambda x, rows: product(x).index_select(1, rows), x, rows)
+    contract(ShortProducts(), found, x, rows, matches=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_by_inductor(dtype):
+    """Within a rounding of the result, of numbers that are no integers."""
+    x = torch.randn(5, 4, H).to(dtype)
+    want = product(x.double())
+    with recording() as recorder, torch.no_grad():
+        got = torch.compile(product, backend=attn_ops, fullgraph=True)(x)
+    assert [p.matches for p in recorder.passes if p.pass_name == "short_products"] == [1]
+    torch.testing.assert_close(got.double(), want, atol=0, rtol=2 * torch.finfo(dtype).eps)
 
 
 def test_sums_keep_what_is_said_of_the_product(aten_graph):
@@ -133,11 +154,12 @@ def test_a_number_of_terms_that_changes_is_left():
     assert [p.matches for p in recorder.passes if p.pass_name == "short_products"] == [0]
 
 
-def test_gradients():
-    """In a graph with its backward, too."""
+def test_training_is_left():
     x, c = (one.requires_grad_() for one in (torch.randn(3, 4, H), torch.randn(3, 4, 4)))
-    fast = torch.compile(product, backend=attn_ops)
-    got = torch.autograd.grad(fast(x, c).square().sum(), (x, c))
+    with recording() as recorder:
+        got = torch.compile(product, backend=attn_ops)(x, c)
+        got = torch.autograd.grad(got.square().sum(), (x, c))
+    assert [p.matches for p in recorder.passes if p.pass_name == "short_products"] == [0]
     want = torch.autograd.grad(product(x, c).square().sum(), (x, c))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 

@@ -38,7 +38,7 @@ def build(make_model, name):
     return make_model(name, num_layers=6 if name.startswith("gemma") else 2)
 
 
-# -- numbers: 516 batches, and 576 by Inductor -----------------------------------------------------
+# -- numbers: 516 batches, and 504 by Inductor -----------------------------------------------------
 
 
 @pytest.mark.parametrize(

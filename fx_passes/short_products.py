@@ -1,5 +1,6 @@
 """Write batched products of few terms as sums, which are fused with what stands around them."""
 
+import operator
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ _SHORT = 4
 """Terms of a sum, and its rows or columns. AltUp has 4; where the limit lies best was not measured.
 
 With many rows and many columns it is the result that takes the time, and a product writes it well:
-[1024, 4] times [4, 1024] in bf16 took about 20 times longer as a sum (a CPU, torch 2.13).
+[1024, 4] times [4, 1024] in bf16 took about 20 times longer as a sum, and [50000, 4] times [4, 4]
+with nothing around it 5 times (a CPU, torch 2.13); on a GPU only AltUp was measured.
 """
 
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -52,9 +54,11 @@ class ShortProducts(Pass):
           it has more than four rows and more than four columns;
         - an operand is read more than four times, once a row or column, and nothing shows that it
           is in memory, as an input of the graph or a product is: it would be computed as often;
-        - what reads the result has more elements: the sum would be computed for each;
+        - what reads the result has more elements, by the sizes of the first call: the sum would be
+          computed for each;
         - the graph has `as_strided`, which might look at the memory of the product;
-        - the graph is for training, of which nothing was measured.
+        - the graph has gradients, as nothing was measured of training; a region that is compiled
+          by itself (`nested_compile_region`) does not show them.
     """
 
     name = "short_products"
@@ -103,13 +107,11 @@ def _is_in_memory(node: Any) -> bool:
 
 
 def _is_spread(product: Node) -> bool:
-    """Whether what reads it, up to the next library kernels, has more elements, as far as known."""
+    """Whether what reads it, up to the next library kernels, has more elements."""
     most, behind, seen = _num_elements(product), [product], {product}
     while behind:
         for user in behind.pop().users:
-            target = user.target
-            fused = isinstance(target, torch._ops.OpOverload) and target.namespace in _FUSED
-            if user in seen or not fused or target in PRODUCTS or target is aten.bmm.default:
+            if user in seen or not _is_fused(user.target):
                 continue
             if _num_elements(user) > most:
                 return True
@@ -118,12 +120,16 @@ def _is_spread(product: Node) -> bool:
     return False
 
 
-_FUSED = ("aten", "prims")
-"""Namespaces of the operators that Inductor may fuse."""
+def _is_fused(target: Any) -> bool:
+    """Whether Inductor may compute its arguments within it; library kernels read them."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    is_product = target in PRODUCTS or target is aten.bmm.default
+    return target.namespace in ("aten", "prims") and not is_product
 
 
 def _num_elements(node: Node) -> int:
-    """By the sizes that were traced with, which guards nothing; 0 for what is no tensor."""
+    """By the sizes that were traced with, which guards nothing; 0 for what has none."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0

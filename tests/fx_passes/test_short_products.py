@@ -75,6 +75,10 @@ LEFT = {
         numbers(T, H, 4),
         lambda a: aten.bmm(a, a.mT[:, :, :4]).relu().unsqueeze(-1) * a[0, 0],
     ),
+    "broadcast in parts": (
+        numbers(T, H, 4),
+        lambda a: [x[..., None] * a[0, 0] for x in aten.bmm(a, a.mT[:, :, :4]).split(4, 1)],
+    ),
 }
 
 
@@ -113,6 +117,17 @@ def test_rows_that_change_are_left():
             a, b = torch.randn(3, rows, 4), torch.randn(3, 4, 2)
             torch._dynamo.mark_dynamic(a, 1)
             torch.testing.assert_close(fast(a, b), bmm(a, b), atol=1e-6, rtol=1e-6)
+
+
+def test_products_are_in_memory(aten_graph, contract):
+    """As an operand, and behind the sum, where the result has more elements."""
+    x, wide = numbers(T, H, 4), numbers(4, 16)
+
+    def function(x, wide):
+        c = (x[:, 0] @ wide).view(-1, 4, 4)
+        return aten.bmm(x, c).view(-1, 4) @ wide
+
+    contract(ShortProducts(), aten_graph(function, x, wide), x, wide, matches=1)
 
 
 def test_a_gather_of_fewer_rows_is_no_spread(aten_graph, contract):
@@ -165,8 +180,8 @@ def test_training_is_left():
 
 
 def test_gemma_3n(make_model):
-    """Every layer's prediction. Angles of RoPE, one product for all tokens, change in columns: they
-    are a product as late as here with torch 2.11, and stay one.
+    """The prediction of every kind of layer. Angles of RoPE, one product for all tokens, change in
+    columns: they are a product as late as here with torch 2.11, and stay one.
     """
     with recording() as recorder:
         compiled(make_model("gemma3n", num_layers=6), backend=attn_ops)

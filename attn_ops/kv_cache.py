@@ -139,11 +139,16 @@ class PagedKVCache:
         Raises:
             ValueError: the request owns none (never reserved, or freed); the cache is as it was.
         """
-        if request not in self._tables:
+        self._known(request)
+        self._free.extend(reversed(self._tables.pop(request).blocks))
+
+    def _known(self, request: Hashable) -> BlockTable:
+        table = self._tables.get(request)
+        if table is None:
             raise ValueError(
                 f"request must own blocks, got {request!r}, which is unknown or already freed"
             )
-        self._free.extend(reversed(self._tables.pop(request).blocks))
+        return table
 
     def blocks(self, request: Hashable) -> list[int]:
         """Blocks of `request` in logical order; empty if it owns none."""
@@ -151,8 +156,13 @@ class PagedKVCache:
         return list(table.blocks) if table else []
 
     def block_table(self, requests: Sequence[Hashable], width: int | None = None) -> torch.Tensor:
-        """[S, M] int32 on the CPU: blocks of each request, the null block behind them."""
-        rows = [self.blocks(request) for request in requests]
+        """[S, M] int32 on the CPU: blocks of each request, the null block behind them.
+
+        Raises:
+            ValueError: a request owns no blocks (never reserved, or freed), or `width` is too
+                small.
+        """
+        rows = [self._known(request).blocks for request in requests]
         longest = max([1, *map(len, rows)])
         if width is not None and width < longest:
             raise ValueError(f"width must be at least {longest}, got {width}")

@@ -1,4 +1,7 @@
-"""The surroundings in which a session makes its tensors and runs its steps, whoever calls it."""
+"""The surroundings in which a session makes its tensors and runs its steps, whoever calls it.
+
+One thread at a time; ordinary tensors without gradients; the session's own device.
+"""
 
 import contextlib
 import functools
@@ -35,3 +38,26 @@ def in_surroundings(
             return method(self, *args, **kwargs)
 
     return inside
+
+
+def exclusive(
+    method: Callable[Concatenate[Owner, P], R],
+) -> Callable[Concatenate[Owner, P], R]:
+    """A method that holds its owner's `lock`, a `threading.RLock`: other threads wait.
+
+    Raises:
+        RuntimeError: this thread holds it already: a hook of the model calls the session that runs
+            it. Half a step has no state that another could start from.
+    """
+
+    @functools.wraps(method)
+    def alone(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.lock._is_owned():
+            raise RuntimeError(
+                f"{method.__name__}() must not be called from inside a step of the same session, "
+                "as a hook of its model would"
+            )
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return alone

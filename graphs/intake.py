@@ -33,6 +33,9 @@ class Intake:
     def take(self, step: Sequence[Scheduled], tokens: Sequence[Sequence[int]]) -> None:
         """Take what a step has drawn; of a draft what was right, and one token more."""
         for scheduled, drawn in zip(step, tokens, strict=True):
+            wanted = len(scheduled.draft) + 1 if scheduled.wants_token else None
+            assert wanted in (None, len(drawn)), f"a step draws {wanted} tokens, got {drawn}"
+        for scheduled, drawn in zip(step, tokens, strict=True):
             request, wanted = scheduled.request, scheduled.wants_token
             if not wanted:
                 request.num_computed += scheduled.num_tokens

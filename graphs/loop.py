@@ -4,15 +4,17 @@ Scheduler.next_step -> StepTensors.fill, upload -> model, sampling -> Intake
 """
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from graphs.capture import CapturedStep, StepGraphs
-from graphs.context import in_surroundings
+from graphs.context import exclusive, in_surroundings
 from graphs.counters import CompileCounters
 from graphs.flight import Flight, Pilot
 from graphs.intake import Intake
+from graphs.model_state import ModelState
 from graphs.modes import BatchDescriptor, CUDAGraphMode, Sampling
 from graphs.planning import CapturePlan
 from graphs.runner import StepRunner
@@ -30,9 +32,11 @@ class StepLoop:
     decode_steps: int
     plan: CapturePlan
     runner: StepRunner
+    state: ModelState
     _requests: dict[int, Request]
 
     def _start_loop(self, scheduler: Scheduler, always_fills: bool) -> None:
+        self.lock = threading.RLock()
         self.scheduler = scheduler
         self.intake = Intake(scheduler)
         self.pilot = Pilot(self.runner, always_fills)
@@ -68,14 +72,19 @@ class StepLoop:
             num_steps = self._num_steps(captured, [s.request for s in step])
             self._flight = self.pilot.launch(captured, step, num_steps)
         followed = self._followed(self._flight)  # refused: the flight is still there to be landed
+        self.state.check()  # while the device computes
         self._land(self._flight)
         self._flight = followed
+
+    @exclusive
+    def _advance_alone(self) -> None:
+        self._advance()
 
     def _finish(self, requests: Sequence[Request], progress: Callable[[int], object]) -> None:
         """Steps until the requests have ended; `progress` is told how many have in each."""
         going = list(requests)
         while going:
-            self._advance()
+            self._advance_alone()
             still = [r for r in going if not r.finish_reason]
             progress(len(going) - len(still))
             going = still
@@ -127,12 +136,14 @@ class StepLoop:
             return
         self.runner.fill(captured.tensors, step, captured.key.sampling)
         self.runner.launch(captured)
+        self.state.check()  # while the device computes
         self.num_steps["captured"] += 1
         tokens = captured.tensors.device["tokens"][0].tolist()
         rows = len(step[0].draft) + 1
         self.intake.take(step, [tokens[i * rows : (i + 1) * rows] for i in range(len(step))])
 
     def _call(self, step: list[Scheduled]) -> list[list[int]]:
+        self.state.check()
         self.num_steps["called"] += 1
         with self.counters.watching():
             return self.runner.call(step, self._kind(step), logits=self._wants_logits(step))

@@ -17,6 +17,7 @@ from attn_ops import (
     CommonAttentionMetadata,
     PagedKVCache,
 )
+from attn_ops.integrations.transformers import check_logits
 from graphs.batch import StepTensors
 from graphs.capture import CapturedStep, StepGraphs
 from graphs.finish import finish_step
@@ -276,7 +277,9 @@ class StepRunner:
 
     def _logits(self, tensors: StepTensors, metadata: AttentionMetadata) -> torch.Tensor:
         inputs = self.inputs(tensors.device, metadata, self.cache.tensors)
-        return self.model(**inputs).logits[0]
+        logits_1RV = self.model(**inputs).logits
+        check_logits(logits_1RV, tensors.num_rows)
+        return logits_1RV[0]
 
     def _sampled(
         self, logits_RV: torch.Tensor, tensors: StepTensors, kind: Sampling

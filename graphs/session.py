@@ -13,15 +13,21 @@ from tqdm import tqdm
 
 from attn_ops import Backend, PagedKVCache
 from attn_ops.integrations.merged import check_merged
-from attn_ops.integrations.transformers import attention_specs, check_lengths, dynamic_batch
+from attn_ops.integrations.transformers import (
+    Contract,
+    attention_specs,
+    check_lengths,
+    dynamic_batch,
+)
 from attn_ops.metadata import KVCacheLayoutType
 from fx_passes.backend import start_compile_workers
 from fx_passes.observe import Recorder, recorders, recording
 from graphs.admission import Limits, checked_drafts, checked_requests, known_request
 from graphs.collector import paused_collector
-from graphs.context import in_surroundings, surroundings
+from graphs.context import exclusive, in_surroundings, surroundings
 from graphs.loop import StepLoop
 from graphs.memory import human
+from graphs.model_state import ModelState
 from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
 from graphs.planning import CapturePlan, selected
@@ -139,6 +145,11 @@ class DecodeSession(StepLoop):
         check_lengths(self.original, self.max_tokens)
         check_merged(self.original)
         self.specs = attention_specs(self.original, kv_cache_dtype)
+        inputs = ModelInputs(self.original, kv_cache_dtype)
+        contract = Contract(
+            self.original, self.specs, inputs.probe, self.vocab_size, self.max_tokens
+        )
+        self.state = ModelState(self.original, contract)
         self.backend_selection = selected(self.specs, block_size, self.device, backend)
         chosen = self.backend_selection.backend
         self.builder = chosen.builder(chosen, self.specs, block_size, self.device)
@@ -155,7 +166,7 @@ class DecodeSession(StepLoop):
         )
         self.runner = StepRunner(
             self.model,
-            ModelInputs(self.original, kv_cache_dtype),
+            inputs,
             self.cache,
             self.builder,
             max_batch_size=self.max_batch_size,
@@ -194,6 +205,7 @@ class DecodeSession(StepLoop):
 
     # -- requests ----------------------------------------------------------------------------------
 
+    @exclusive
     def add(
         self,
         prompt: Sequence[int],
@@ -245,15 +257,13 @@ class DecodeSession(StepLoop):
         Arguments and errors as in `add`. A prompt that is refused refuses the call before
         anything is queued. Tokens of other requests are kept for the next `step`.
         """
-        requests = checked_requests(
-            self._next_id, prompts, max_new_tokens, sampling, eos, self.limits
-        )
-        bar = tqdm(total=len(requests), desc="generate", unit="request", disable=None, leave=False)
+        requests: list[Request] = []
+        bar = tqdm(desc="generate", unit="request", disable=None, leave=False)
         try:
             try:
                 with bar:
-                    for request in requests:
-                        self._queue(request)
+                    self._queue_all(requests, prompts, max_new_tokens, sampling, eos)
+                    bar.reset(len(requests))
                     self._finish(requests, bar.update)
                 return [cast(Generation, self.result(r.id)) for r in requests]
             finally:  # also when interrupted: nothing of this call stays behind
@@ -261,10 +271,27 @@ class DecodeSession(StepLoop):
         finally:  # and when interrupted there
             self._discard_all(requests)
 
+    @exclusive
+    def _queue_all(
+        self,
+        requests: list[Request],
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Mapping[str, Any],
+        eos: int | Iterable[int] | None,
+    ) -> None:
+        """Queue all prompts, or none; `requests` gets what they have become."""
+        requests += checked_requests(
+            self._next_id, prompts, max_new_tokens, sampling, eos, self.limits
+        )
+        for request in requests:
+            self._queue(request)
+
     def _discard_all(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.discard(request.id)
 
+    @exclusive
     def discard(self, request_id: int) -> None:
         """Forget a request, finished or not; its blocks go back to the cache.
 
@@ -285,6 +312,7 @@ class DecodeSession(StepLoop):
 
     # -- steps -------------------------------------------------------------------------------------
 
+    @exclusive
     def step(self) -> list[StepOutput]:
         """Run the next step, or `decode_steps` of them, of all running requests; their new tokens.
 
@@ -295,6 +323,7 @@ class DecodeSession(StepLoop):
         self._advance()
         return self.intake.hand_out()
 
+    @exclusive
     def verify_draft(self, drafts: Mapping[int, Sequence[int]]) -> list[StepOutput]:
         """One step in which decoding requests bring tokens that they may generate next.
 
@@ -325,6 +354,7 @@ class DecodeSession(StepLoop):
         """Requests that wait or run, or whose last tokens `step` has yet to hand out."""
         return len(self.scheduler.waiting) + len(self.scheduler.running) + self.intake.num_ended
 
+    @exclusive
     @in_surroundings
     def warm_up(self) -> None:
         """Compile the model and capture the decode steps, largest first.
@@ -342,10 +372,12 @@ class DecodeSession(StepLoop):
             if unseen:
                 self._compile_again()
             return
+        self.state.check()
         bar = tqdm(total=1, desc="compile", unit="model", disable=None, leave=False)
         with bar, recording(self.compile_record), self.counters.watching():
             self._compile()
             bar.update()
+        self.state.settle()
         self.counters.warm()
         if self.graphs is not None and not self.plan.lazy:
             self._capture_first()
@@ -357,6 +389,7 @@ class DecodeSession(StepLoop):
 
         return SessionReport.of(self)
 
+    @exclusive
     @in_surroundings
     def release(self) -> None:
         """Give captured graphs and their memory back; the session goes on uncaptured.

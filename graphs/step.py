@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attn_ops import AttentionMetadata
-from attn_ops.integrations.transformers import PackedPositions, counts_positions
+from attn_ops.integrations.transformers import AttentionProbe, PackedPositions, counts_positions
 
 
 class ModelInputs:
@@ -18,6 +18,7 @@ class ModelInputs:
     """
 
     def __init__(self, model: Any, kv_cache_dtype: str) -> None:
+        self.model = model
         self.counts_positions = counts_positions(model)
         self.constants: dict[str, Any] = {"use_cache": False}
         if kv_cache_dtype != "auto":
@@ -26,7 +27,7 @@ class ModelInputs:
     def __call__(
         self,
         tensors: Mapping[str, torch.Tensor],
-        metadata: AttentionMetadata,
+        metadata: AttentionMetadata | None,
         kv_caches: list[torch.Tensor],
     ) -> dict[str, Any]:
         """Keywords for the device side of a step's tensors."""
@@ -41,3 +42,25 @@ class ModelInputs:
             "slot_mapping": tensors["slot_mapping"],
             "logits_to_keep": tensors["logits_indices"],
         }
+
+    def probe(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logits_rows: torch.Tensor,
+        probe: AttentionProbe,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Call the model as a step does, uncompiled, with a probe in place of attention.
+
+        Arguments as of `attn_ops.integrations.transformers.contract.Forward`.
+        """
+        tensors = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "slot_mapping": position_ids[0],
+            "logits_indices": logits_rows,
+        }
+        more = {} if attention_mask is None else {"attention_mask": attention_mask}
+        with torch.compiler.set_stance("force_eager"):
+            return self.model(**self(tensors, None, []), **more, attn_probe=probe).logits

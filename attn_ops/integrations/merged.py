@@ -7,6 +7,7 @@ in-place updates reach both.
 """
 
 import copy
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,22 +104,57 @@ def merge_projections(model: nn.Module) -> int:
             layer.weight.data = merged.weight[begin:end]
             if merged.bias is not None:
                 layer.bias.data = merged.bias[begin:end]
-            setattr(parent, name, MergedSlice(layer.weight, layer.bias, merged, begin, end))
+            twin = MergedSlice(layer.weight, layer.bias, merged, begin, end)
+            setattr(parent, name, twin.train(layer.training))
             begin = end
         count += 1
     return count
 
 
+class MergedViews:
+    """The slices of a model, to see at every step whether they still are views.
+
+    A compiled model reads the merged tensor. A weight or bias that was replaced, by `p.data = new`
+    or as a parameter, would be read by nobody.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = [(n, m) for n, m in model.named_modules() if isinstance(m, MergedSlice)]
+        places = [
+            (f"{name}.{part}", layer, part, layer.begin)
+            for name, layer in layers
+            for part in ("weight", "bias")
+            if getattr(layer, part) is not None
+        ]
+        self._names = [name for name, *_ in places]
+        self._slices = [layer._parameters for _, layer, _, _ in places]
+        self._merged = [layer.merged._buffers for _, layer, _, _ in places]
+        self._parts = [part for _, _, part, _ in places]
+        self._offsets = [
+            begin * getattr(layer.merged, part).stride(0) * getattr(layer, part).itemsize
+            for _, layer, part, begin in places
+        ]
+
+    def check(self) -> None:
+        """Raise a ValueError if a merged tensor and a layer's own have been taken apart."""
+        mine = map(operator.getitem, self._slices, self._parts)
+        merged = map(operator.getitem, self._merged, self._parts)
+        starts = (0 if x is None else x.data_ptr() for x in merged)
+        wanted = list(map(operator.add, starts, self._offsets))
+        got = [-1 if x is None else x.data_ptr() for x in mine]
+        if got == wanted:
+            return
+        index = next(i for i, pair in enumerate(zip(got, wanted, strict=True)) if len({*pair}) > 1)
+        raise ValueError(
+            f"{self._names[index]} must be a view of its merged {self._parts[index]}, got a tensor "
+            "of its own; "
+            "write weights in place, or call merge_projections after moving or converting it"
+        )
+
+
 def check_merged(model: nn.Module) -> None:
-    """Raise a ValueError if a merged weight and the layers' weights have been taken apart."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, MergedSlice):
-            rows = layer.merged.weight[layer.begin : layer.end]
-            if layer.weight.data_ptr() != rows.data_ptr():
-                raise ValueError(
-                    f"{name}.weight must be a view of its merged weight, got a tensor of its own; "
-                    "call merge_projections after moving or converting the model"
-                )
+    """Raise a ValueError if a merged tensor and the layers' own have been taken apart."""
+    MergedViews(model).check()
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:

@@ -73,7 +73,10 @@ class Lengths:
         return cls(packed, start, all_seq, computed, real, rows, *longest)
 
     def check_table(self, block_table: torch.Tensor, block_size: int) -> None:
-        """Raise a ValueError unless the table has a row a request and blocks for every token."""
+        """Raise a ValueError unless the table has a row a request and blocks for every token.
+
+        A table on a GPU is not read: what its entries are, `validate` tells.
+        """
         check_int("block_size", block_size, 1)
         if block_table.dim() != 2 or block_table.shape[0] != self.num_real_reqs:
             raise ValueError(
@@ -87,6 +90,8 @@ class Lengths:
                 f"seq_lens must fit block_table, got seq_lens[{bad}]={self.seq[bad]}; "
                 f"supported: up to {capacity} tokens"
             )
+        if block_table.is_cpu:
+            _check_blocks(block_table.numpy(), self.seq[: self.num_real_reqs], block_size)
 
     def upload(self, out: MetadataBuffers) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy start and seq to `out.lengths`, without waiting; returns their CPU mirrors.
@@ -111,6 +116,20 @@ class Lengths:
         source = block_table.clone() if block_table.is_pinned() else block_table
         out.block_table[:real, :width].copy_(source, non_blocking=True)
         return out.block_table[: self.num_reqs]
+
+
+def _check_blocks(table_SM: np.ndarray, seq_S: np.ndarray, block_size: int) -> None:
+    """Raise a ValueError for a negative block of a request; it would wrap to the cache's end."""
+    if table_SM.min(initial=0) >= 0:
+        return
+    first_M = np.arange(table_SM.shape[1]) * block_size  # tokens before each block
+    negative_SM = (table_SM < 0) & (first_M < seq_S[:, None])
+    if negative_SM.any():
+        row, column = np.unravel_index(int(negative_SM.argmax()), negative_SM.shape)
+        raise ValueError(
+            "block_table must hold block ids from 0 for the tokens of a request, "
+            f"got block_table[{row}][{column}]={table_SM[row, column]}"
+        )
 
 
 def stands_in(block_table: torch.Tensor, out: MetadataBuffers) -> bool:

@@ -47,11 +47,11 @@ def _attention(
 ) -> torch.Tensor:
     if logits_rows and meta.wants_no_logits(q.shape[0]):
         return torch.empty_like(q)
-    if breaks.hook is not None:
+    if breaks.hooks:
         more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
         more |= {"logits_rows": logits_rows}
         call = AttentionCall(_attention, q, kv_cache, meta, scale, more, with_lse=False)
-        if (results := breaks.hook(call)) is not None:
+        if (results := breaks.asked(call)) is not None:
             return results[0]
     asked = _asked(scale, **options) if options else _plain(scale)
     if causal is not None:
@@ -99,11 +99,11 @@ def _attention_with_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if logits_rows and meta.wants_no_logits(q.shape[0]):
         return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if breaks.hook is not None:
+    if breaks.hooks:
         more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
         more |= {"logits_rows": logits_rows}
         call = AttentionCall(_attention_with_lse, q, kv_cache, meta, scale, more, with_lse=True)
-        if (results := breaks.hook(call)) is not None:
+        if (results := breaks.asked(call)) is not None:
             return results[0], results[1]
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     asked = _asked(scale, **options, lse=lse)

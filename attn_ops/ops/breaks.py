@@ -71,8 +71,8 @@ class AttentionCall:
 Hook = Callable[[AttentionCall], tuple[torch.Tensor, ...] | None]
 """Takes a call over and returns its results, or None: then the operator runs as ever."""
 
-hook: Hook | None = None
-"""What is asked; set by `around_attention` alone."""
+hooks: dict[int, Hook] = {}
+"""What is asked, by thread; set by `around_attention` alone. Global, as operators have no owner."""
 
 
 @contextlib.contextmanager
@@ -81,13 +81,12 @@ def around_attention(new: Hook) -> Iterator[None]:
 
     Calls that the hook itself makes are not asked about.
     """
-    global hook
-    assert hook is None, "attention is hooked already"
     thread, busy = threading.get_ident(), False
+    assert thread not in hooks, "attention is hooked already"
 
     def ask_once(call: AttentionCall) -> tuple[torch.Tensor, ...] | None:
         nonlocal busy
-        if threading.get_ident() != thread or busy:
+        if busy:
             return None
         busy = True
         try:
@@ -95,8 +94,14 @@ def around_attention(new: Hook) -> Iterator[None]:
         finally:
             busy = False
 
-    hook = ask_once
+    hooks[thread] = ask_once
     try:
         yield
     finally:
-        hook = None
+        del hooks[thread]
+
+
+def asked(call: AttentionCall) -> tuple[torch.Tensor, ...] | None:
+    """What this thread's hook gives for a call; None without one."""
+    hook = hooks.get(threading.get_ident())
+    return None if hook is None else hook(call)

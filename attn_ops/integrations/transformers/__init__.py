@@ -20,6 +20,7 @@ from attn_ops.integrations.transformers.batch import (
     counts_positions,
     dynamic_batch,
 )
+from attn_ops.integrations.transformers.contract import Contract, check_contract
 from attn_ops.integrations.transformers.cross import cross_metadata
 from attn_ops.integrations.transformers.forward import (
     NAME,
@@ -28,15 +29,21 @@ from attn_ops.integrations.transformers.forward import (
     register,
 )
 from attn_ops.integrations.transformers.layers import cache_index
+from attn_ops.integrations.transformers.probe import AttentionProbe
+from attn_ops.integrations.transformers.rows import check_logits
 from attn_ops.integrations.transformers.specs import attention_specs, cross_attention_specs
 
 __all__ = [
     "NAME",
+    "AttentionProbe",
+    "Contract",
     "PackedPositions",
     "attention_forward",
     "attention_specs",
     "cache_index",
+    "check_contract",
     "check_lengths",
+    "check_logits",
     "counts_positions",
     "cross_attention_specs",
     "cross_metadata",

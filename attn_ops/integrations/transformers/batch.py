@@ -4,6 +4,7 @@ T rows of the batch.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,6 +13,9 @@ import torch
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_impls import _compute_stride
+
+PATCHING = threading.RLock()
+"""Held by whoever changes torch or Transformers for a while, so that all of it is changed back."""
 
 
 def check_lengths(model: Any, max_tokens: int) -> None:
@@ -51,7 +55,8 @@ def dynamic_batch(
     """Call a compiled model for the first time inside, and no later batch recompiles it.
 
     Marks the sizes that change between steps as dynamic, and keeps Dynamo from taking a batch of
-    one token for a special case. The tensors must not be views: Dynamo guards on their bases.
+    one token for a special case. The tensors must not be views: Dynamo guards on their bases. One
+    thread at a time is inside.
     """
     for tensor, dim in ((input_ids, 1), (position_ids, 1), (slot_mapping, 0), (logits_to_keep, 0)):
         if tensor is not None:
@@ -60,7 +65,7 @@ def dynamic_batch(
     # overlaps itself, and so guards on T > 1 (torch 2.13). 2 is torch's answer if it cannot say.
     overlap = mock.patch.object(torch, "_debug_has_internal_overlap", return_value=2)
     strides = mock.patch.object(fake_impls, "_compute_stride", _strides_of_any_size)
-    with symbolic_shapes_config.patch(backed_size_oblivious=True), overlap, strides:
+    with PATCHING, symbolic_shapes_config.patch(backed_size_oblivious=True), overlap, strides:
         yield
 
 
@@ -129,5 +134,5 @@ def compute_all_rows(model: Any) -> None:
 
 
 def _untouched(*inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Hidden states, per-layer inputs, position embeddings and masks, as they came."""
-    return inputs[:4]
+    """What the caller gets back, as it came: all inputs but the last, `logits_to_keep`."""
+    return inputs[:-1]

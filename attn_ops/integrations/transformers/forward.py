@@ -14,7 +14,8 @@ from attn_ops.integrations.transformers.layers import (
     is_causal,
     shares_cache,
 )
-from attn_ops.metadata import AttentionMetadata
+from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
+from attn_ops.metadata import AttentionMetadata, AttentionSpec
 from attn_ops.ops import attention, varlen_attention, write_kv
 
 NAME = "attn_ops"
@@ -60,6 +61,7 @@ def attention_forward(
     cross_kv_caches: Sequence[torch.Tensor] | None = None,
     cross_slot_mapping: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    attn_probe: AttentionProbe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of one layer, as Transformers calls it.
@@ -67,17 +69,35 @@ def attention_forward(
     query [1, N, T, H], key and value [1, K, T, H], s_aux the sinks [N] (GPT-OSS). Causal layers
     attend over `kv_caches`; one that shares another's cache writes nothing, and its key and value
     are not read. Others attend over `cross_kv_caches` if they are given, where key and value are
-    the encoder's, [1, K, E, H], and else, without any caches, over key and value.
+    the encoder's, [1, K, E, H], and else, without any caches, over key and value. An `attn_probe`
+    is shown the call, and stands in for the operators.
 
     Returns:
         [1, T, N, H] and None (no attention weights).
     """
+    causal = is_causal(module) and kwargs.get("is_causal") is not False
+    options = {"sliding_window": sliding_window, "soft_cap": softcap, "sinks": s_aux}
+    if attn_probe is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        _refuse_ignored(None, dropout, kwargs)
+        call = ProbedCall(
+            attn_probe.name(module),
+            module,
+            cache_index(module),
+            _rows(query),
+            _rows(key),
+            _rows(value),
+            _spec_of_call(module, query, key, causal, options),
+            scale,
+            attention_mask,
+            kwargs,
+        )
+        return attn_probe.attend(call), None
     _refuse_ignored(attention_mask, dropout, kwargs)
     if query.shape[0] != 1:
         raise ValueError(
             f"input_ids must have shape [1, num_tokens], got a batch dimension of {query.shape[0]}"
         )
-    causal = is_causal(module) and kwargs.get("is_causal") is not False
     if not causal and cross_kv_caches is not None:
         name, meta, caches = "cross_attn_metadata", cross_attn_metadata, cross_kv_caches
         slot_mapping = cross_slot_mapping
@@ -89,7 +109,6 @@ def attention_forward(
     _check_batch(name, causal, meta)
     q_TNH = _rows(query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = {"sliding_window": sliding_window, "soft_cap": softcap, "sinks": s_aux}
     if torch.compiler.is_compiling():  # eager has checked it, and calls with fewer options faster
         options["causal"] = causal
     if caches is None:
@@ -102,6 +121,23 @@ def attention_forward(
     chunk = chunk_size(module) if causal else None
     options |= {"attention_chunk_size": chunk, **stored}
     return attention(q_TNH, kv_cache, meta, scale, **options).unsqueeze(0), None
+
+
+def _spec_of_call(
+    module: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, options: dict[str, Any]
+) -> AttentionSpec:
+    """What a layer asks for in a call."""
+    return AttentionSpec(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_size=query.shape[3],
+        dtype=query.dtype,
+        sliding_window=options["sliding_window"],
+        soft_cap=options["soft_cap"],
+        sinks=options["sinks"] is not None,
+        causal=causal,
+        attention_chunk_size=chunk_size(module) if causal else None,
+    )
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,40 @@ def is_causal(layer: Any) -> bool:
     return getattr(layer, "is_causal", True) is not False
 
 
+def window(layer: Any) -> int | None:
+    """Keys that a row sees, its own included; None: all.
+
+    Where the config tells layers apart (EXAONE-4), a window is the sliding ones' alone, whatever
+    the layer holds. Mistral and Phi-3 read it from the config, for every layer; Llama has none.
+    """
+    if _layer_type(layer) not in (None, "sliding_attention"):
+        return None
+    holder = layer if hasattr(layer, "sliding_window") else getattr(layer, "config", None)
+    return getattr(holder, "sliding_window", None) or None
+
+
 def chunk_size(layer: Any) -> int | None:
     """Tokens of a chunk that a row sees the keys of; None: it sees all (Llama 4's other layers)."""
-    types = getattr(getattr(layer, "config", None), "layer_types", None)
-    if not types or types[layer.layer_idx] != "chunked_attention":
+    if _layer_type(layer) != "chunked_attention":
         return None
     return layer.config.attention_chunk_size
+
+
+def _layer_type(layer: Any) -> str | None:
+    """What the config says of the layer; None: it does not tell layers apart.
+
+    Raises:
+        ValueError: it tells of fewer layers.
+    """
+    types = getattr(getattr(layer, "config", None), "layer_types", None)
+    if not types:
+        return None
+    if not 0 <= layer.layer_idx < len(types):
+        raise ValueError(
+            f"layer_idx must be from 0 to {len(types) - 1}, as config.layer_types has no more, "
+            f"got {layer.layer_idx}"
+        )
+    return types[layer.layer_idx]
 
 
 def shares_cache(layer: Any) -> bool:

@@ -12,6 +12,7 @@ from attn_ops.integrations.transformers.layers import (
     chunk_size,
     is_causal,
     shares_cache,
+    window,
 )
 from attn_ops.metadata import AttentionSpec
 
@@ -34,12 +35,21 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
             layers, or layers that share a cache differ in geometry or FP8 scales.
     """
     compute_all_rows(model)
-    layers = _layers(model)
-    layers = [layer for layer in layers if is_causal(layer)] or layers
+    layers = attention_layers(model)
     for sharer in filter(shares_cache, layers):
         _check_sharing(sharer, layers, model, kv_cache_dtype)
     owners = [layer for layer in layers if not shares_cache(layer)]
     return [_spec(layer, model, kv_cache_dtype) for layer in owners]
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The self-attention layers of a model, in the order of `layer_idx`.
+
+    Raises:
+        ValueError: as of `attention_specs`.
+    """
+    layers = _layers(model)
+    return [layer for layer in layers if is_causal(layer)] or layers
 
 
 def cross_attention_specs(decoder: Any, kv_cache_dtype: str = "auto") -> list[AttentionSpec]:
@@ -95,14 +105,13 @@ def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
             f"attention layers must have head_dim, got {type(layer).__name__}; "
             "supported: families built like Llama, BERT or BART"
         )
-    window = layer.sliding_window if hasattr(layer, "sliding_window") else _config_window(config)
     num_heads = _first(layer, "num_heads", "num_attention_heads") or config.num_attention_heads
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_heads // getattr(layer, "num_key_value_groups", 1),
         head_size=head_size,
         dtype=model.dtype,
-        sliding_window=window,
+        sliding_window=window(layer),
         soft_cap=getattr(layer, "attn_logit_softcapping", None),
         kv_cache_dtype=kv_cache_dtype,
         sinks=getattr(layer, "sinks", None) is not None,
@@ -143,8 +152,3 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def _first(layer: Any, *names: str) -> Any:
     """The first of the attributes that the layer has, None without any."""
     return next((getattr(layer, n) for n in names if getattr(layer, n, None) is not None), None)
-
-
-def _config_window(config: Any) -> int | None:
-    """Mistral and Phi-3 read the window from the config, for every layer; Llama has none."""
-    return getattr(config, "sliding_window", None)

@@ -1,0 +1,227 @@
+"""What a model must do to be decoded over a paged cache: checked by three forwards of a few rows.
+
+A packed batch holds rows of several requests. It gives each request what the model alone would,
+if rows meet in attention only, each layer attends once over a cache of its own, and what it asks
+for is what the operators compute. docs/contract.md has the list.
+
+V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+
+from attn_ops.integrations.transformers.layers import shares_cache
+from attn_ops.integrations.transformers.masks import check_masks
+from attn_ops.integrations.transformers.probe import ProbedCall
+from attn_ops.integrations.transformers.rows import (
+    NUM_ROWS,
+    Forward,
+    Probes,
+    Run,
+    check_rows,
+    module_names,
+)
+from attn_ops.integrations.transformers.specs import attention_layers
+from attn_ops.metadata import AttentionSpec
+
+_HARMLESS = frozenset(
+    (
+        "cache_position",
+        "config",
+        "is_causal",
+        "is_cross_attention",
+        "layer_idx",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    )
+)
+"""Keywords of attention functions that change nothing of what is computed."""
+
+
+class Contract:
+    """The contract of one model with its caches.
+
+    Args:
+        model: as Transformers made it.
+        specs: of its `attention_specs`.
+        forward: calls it.
+        vocab_size: V, token ids that a request may hold.
+        longest: tokens of a request at most.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        specs: Sequence[AttentionSpec],
+        forward: Forward,
+        vocab_size: int,
+        longest: int,
+    ) -> None:
+        self.model, self.specs, self.vocab_size, self.longest = model, specs, vocab_size, longest
+        self._probes = Probes(model, forward, vocab_size, max(1, min(NUM_ROWS, longest)))
+
+    def check(self) -> Run:
+        """What the model did with a few rows in order; equal, while it stays as it is.
+
+        Raises:
+            ValueError: batches over paged caches would not give what the model alone gives.
+        """
+        check_eval(self.model)
+        _check_embeddings(self.model, self.vocab_size)
+        layers = attention_layers(self.model)
+        first = self._probes.in_order()
+        names = module_names(self.model)
+        _check_calls(first.calls, layers, self.specs, names)
+        check_masks(first.calls, self.longest)
+        for run in (self._probes.some(), self._probes.single()):
+            _check_calls(run.calls, layers, self.specs, names)
+            if [c.asked() for c in run.calls] != [c.asked() for c in first.calls]:
+                raise ValueError(
+                    "layers must attend in the same way in every forward, got calls of attention "
+                    f"that differ between {first.rows.numel()} and {run.rows.numel()} tokens"
+                )
+            check_rows(first, run, self._probes)
+        _check_columns(first.logits, self.vocab_size)
+        return first
+
+
+def check_contract(
+    model: Any, specs: Sequence[AttentionSpec], forward: Forward, vocab_size: int, longest: int
+) -> None:
+    """Raise a ValueError unless batches over paged caches give what the model alone gives.
+
+    Arguments as of `Contract`.
+    """
+    Contract(model, specs, forward, vocab_size, longest).check()
+
+
+def check_eval(model: Any) -> None:
+    """Raise a ValueError if the model, or a dropout in it, is in training mode.
+
+    What else draws shows in the rows, which are then others in every forward.
+    """
+    for name, module in model.named_modules():
+        draws = isinstance(module, _DropoutNd) and module.p > 0
+        if module.training and (module is model or draws):
+            raise ValueError(
+                f"{name or 'model'}.training must be False, got True; call model.eval()"
+            )
+
+
+def _check_calls(
+    calls: Sequence[ProbedCall],
+    layers: Sequence[Any],
+    specs: Sequence[AttentionSpec],
+    names: dict[int, str],
+) -> None:
+    """Every layer attends once, over a cache of its own or one that is written, as its spec says.
+
+    A layer that never attends (cross-attention without an encoder) needs no cache.
+    """
+    known = {id(layer) for layer in layers}
+    owners: dict[int, str] = {}
+    attended: set[int] = set()
+    for call in calls:
+        if id(call.layer) not in known:
+            raise ValueError(
+                f"is_causal must be True of {call.name}, and layer_idx its own, got a call of "
+                f"attention that is none of the model's {len(layers)} causal layers"
+            )
+        if id(call.layer) in attended:
+            raise ValueError(
+                f"{call.name} must attend once in a forward, got more calls of its attention; "
+                "supported: layers with a cache of their own that are run once"
+            )
+        attended.add(id(call.layer))
+        _check_cache(call, owners, len(specs))
+        _check_spec(call, specs[call.cache], call.name)
+        _check_extras(call)
+    if not calls:
+        raise ValueError(
+            f"{names[id(layers[0])]} must call the attention function of its config, got no call "
+            "of any layer; supported: layers that attend by Transformers' interface"
+        )
+
+
+def _check_cache(call: ProbedCall, owners: dict[int, str], num_caches: int) -> None:
+    """The cache is there, and written by the layer alone or by one before it that it names."""
+    if not 0 <= call.cache < num_caches:
+        raise ValueError(
+            f"layer_idx of {call.name} must be from 0 to {num_caches - 1}, one a layer, "
+            f"got {call.layer.layer_idx}"
+        )
+    if shares_cache(call.layer):
+        if call.cache not in owners:
+            raise ValueError(f"{call.name} must attend behind the layer whose cache it shares")
+    elif call.cache in owners:
+        raise ValueError(
+            f"{call.name} must have a layer_idx of its own, got {call.layer.layer_idx}, that of "
+            f"{owners[call.cache]} too; they would write one cache"
+        )
+    owners.setdefault(call.cache, call.name)
+
+
+def _check_spec(call: ProbedCall, spec: AttentionSpec, name: str) -> None:
+    """What the layer asks for is what its batches are planned for."""
+    for field in dataclasses.fields(spec):
+        if field.name in ("kv_cache_dtype", "alibi"):
+            continue  # the session's; never asked for
+        if field.name == "num_kv_heads" and shares_cache(call.layer):
+            continue  # its own keys are not read
+        got, wanted = getattr(call.spec, field.name), getattr(spec, field.name)
+        if got != wanted:
+            raise ValueError(
+                f"{field.name} of {name}'s attention must be {wanted}, as the layer's attributes "
+                f"and config say, got {got}"
+            )
+    if call.v.shape != call.k.shape and not shares_cache(call.layer):
+        raise ValueError(
+            f"values of {name} must have the shape of its keys {list(call.k.shape)}, "
+            f"got {list(call.v.shape)}"
+        )
+
+
+def _check_extras(call: ProbedCall) -> None:
+    """Nothing is handed to attention that it would not look at."""
+    if isinstance(call.mask, torch.Tensor) and call.mask.dim() != 2:
+        raise ValueError(f"attention_mask of {call.name} must be None, got a tensor of its own")
+    passed = {
+        key: value
+        for key, value in call.extras.items()
+        if value is not None and value is not False and key not in _HARMLESS
+    }
+    if passed:
+        raise ValueError(
+            f"attention of {call.name} must ask for what the operators compute, "
+            f"got the keywords {', '.join(sorted(passed))}; supported: scaling, sliding_window, "
+            "softcap, s_aux, is_causal"
+        )
+
+
+def _check_embeddings(model: Any, vocab_size: int) -> None:
+    """Every token that a request may hold can be looked up."""
+    count = getattr(model.get_input_embeddings(), "num_embeddings", vocab_size)
+    if count < vocab_size:
+        raise ValueError(
+            f"input embeddings must have the config's vocab_size {vocab_size}, got {count}"
+        )
+
+
+def _check_columns(logits: torch.Tensor, vocab_size: int) -> None:
+    """Every token that can be drawn can be looked up."""
+    if logits.shape[-1] > vocab_size:
+        raise ValueError(
+            f"logits must have at most the config's vocab_size {vocab_size} columns, "
+            f"got {logits.shape[-1]}"
+        )

@@ -1,0 +1,62 @@
+"""A forward in which attention is only watched: what every layer asks for, of which rows.
+
+In place of attention stands a sum of each row's own query, key and value. Rows then meet nowhere,
+unless the model lets them meet outside its attention.
+
+T rows of the batch, N query heads, K kv heads, H head size.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from attn_ops.metadata import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProbedCall:
+    """One call of the attention function."""
+
+    name: str  # of the layer, in the model
+    layer: Any
+    cache: int  # which of `kv_caches` it reads
+    q: torch.Tensor  # [T, N, H]
+    k: torch.Tensor  # [T, K, H]
+    v: torch.Tensor  # [T, K, H]
+    spec: AttentionSpec  # what the call asks for, its dtype q's
+    scale: float
+    mask: Any  # LayerMask, a tensor or None: what the layer was given
+    extras: dict[str, Any]  # further keywords, which the operators do not compute
+
+    def asked(self) -> tuple:
+        """What the call asks for, of which cache: equal in every forward."""
+        return id(self.layer), self.cache, self.spec, self.scale
+
+
+class AttentionProbe:
+    """Forward keyword `attn_probe`: takes the calls of attention in place of the operators.
+
+    Args:
+        names: of modules, by id.
+
+    Attributes:
+        calls: in the order in which the model made them.
+    """
+
+    def __init__(self, names: dict[int, str] | None = None) -> None:
+        self.names = names or {}
+        self.calls: list[ProbedCall] = []
+
+    def name(self, layer: Any) -> str:
+        return self.names.get(id(layer), type(layer).__name__)
+
+    def attend(self, call: ProbedCall) -> torch.Tensor:
+        """[1, T, N, H]: of each row a mixture of what it brought."""
+        self.calls.append(call)
+        groups = call.q.shape[1] // call.k.shape[1]
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (call.k, call.v))
+        out = v.clone()  # a position is in q and k alone, and may not cancel out
+        width = min(v.shape[2], call.q.shape[2])
+        out[..., :width] += (0.5 * call.q + 0.25 * k)[..., :width]
+        return out.unsqueeze(0)

@@ -1,0 +1,222 @@
+"""Forwards of a few rows, and whether rows meet anywhere but in attention.
+
+T rows of the batch, R rows whose logits are wanted, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+
+from attn_ops.integrations.transformers.forward import NAME
+from attn_ops.integrations.transformers.masks import tagged_masks
+from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
+
+NUM_ROWS = 12
+
+
+class Forward(Protocol):
+    """Calls the model, uncompiled, as every step does, and with the probe.
+
+    input_ids and position_ids [1, T] int64, logits_rows [R] int64, attention_mask [1, T] or None.
+    Returns the logits, [1, R, V].
+    """
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logits_rows: torch.Tensor,
+        probe: AttentionProbe,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """What one forward showed."""
+
+    calls: list[ProbedCall]
+    logits: torch.Tensor  # [R, V]
+    rows: torch.Tensor  # [T]: number of each row in the first run
+    logits_rows: torch.Tensor  # [R]
+
+    def traces(self) -> list[tuple[str, torch.Tensor]]:
+        """Name and value [T, ...] of what can be compared row by row, in order."""
+        found = []
+        for call in self.calls:
+            parts = (("query", call.q), ("key", call.k), ("value", call.v))
+            found += [(f"{part} of {call.name}", x) for part, x in parts]
+        return found
+
+    def equals(self, other: "Run") -> bool:
+        """Whether the same layers asked for the same, of equal numbers."""
+        if [call.asked() for call in self.calls] != [call.asked() for call in other.calls]:
+            return False
+        mine, its = ([x for _, x in run.traces()] + [run.logits] for run in (self, other))
+        return all(
+            a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+            for a, b in zip(mine, its, strict=True)
+        )
+
+
+class Probes:
+    """The forwards."""
+
+    def __init__(self, model: Any, forward: Forward, vocab_size: int, num_rows: int) -> None:
+        self.model, self.forward = model, forward
+        device = next(model.parameters()).device
+        self.ids = _ordinary_tokens(model, vocab_size, num_rows).to(device)
+        self.rows = torch.arange(num_rows, device=device)
+        kept = self.rows.flip(0)
+        self.kept = kept[kept % 5 != 1] if num_rows > 2 else kept
+        self.spoilt = 1 if self.kept.numel() > 2 else None  # its number in the second batch
+
+    def in_order(self) -> Run:
+        """All rows, their logits, and masks that say what they are."""
+        mask = torch.ones_like(self.rows)[None]
+        with tagged_masks(NAME):
+            try:
+                return self._run(self.rows, self.rows, mask)
+            except ValueError:
+                raise
+            except Exception:  # of a model that takes no mask
+                return self._run(self.rows, self.rows)
+
+    def some(self) -> Run:
+        """Fewer rows in another order, one of them NaN: whatever reads it becomes NaN."""
+        return self._spoilt(float("nan"))
+
+    def another(self) -> Run:
+        """The same with a finite row in its place."""
+        return self._spoilt(-8.0)
+
+    def single(self) -> Run:
+        """The last row alone, as in a decode step."""
+        last = self.rows[-1:]
+        return self._run(last, torch.zeros_like(last))
+
+    def _spoilt(self, factor: float) -> Run:
+        wanted = self.rows[: self.kept.numel()]
+        if wanted.numel() > 4:  # neither the last nor the one that is spoilt
+            wanted = wanted[wanted != self.spoilt][:-1]
+        if not _is_exact(self.model.dtype):
+            wanted = wanted[:3]  # so few that one of them counts
+        with _spoiling(self.model, self.spoilt, self.kept.numel(), factor):
+            return self._run(self.kept, wanted)
+
+    def _run(
+        self, rows: torch.Tensor, wanted: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> Run:
+        probe = AttentionProbe(module_names(self.model))
+        more = {} if mask is None else {"attention_mask": mask}
+        logits = self.forward(self.ids[rows][None], rows[None], wanted, probe, **more)
+        check_logits(logits, wanted.numel())
+        return Run(probe.calls, logits[0], rows, wanted)
+
+
+def module_names(model: Any) -> dict[int, str]:
+    """The name of every module, by id; of one that stands in two places the first."""
+    return {id(module): name for name, module in reversed(list(model.named_modules()))}
+
+
+def check_logits(logits: torch.Tensor, num_rows: int) -> None:
+    """Raise a ValueError unless these are the logits of as many rows as were asked for."""
+    if logits.dim() != 3 or logits.shape[:2] != (1, num_rows):
+        raise ValueError(
+            f"logits must have shape [1, {num_rows}, vocab_size], a row for each entry of "
+            f"logits_to_keep, got {list(logits.shape)}; supported: models that compute the rows "
+            "which a logits_to_keep tensor names"
+        )
+
+
+def _ordinary_tokens(model: Any, vocab_size: int, count: int) -> torch.Tensor:
+    """Token ids that the config gives no meaning: no padding, no images."""
+    special = {v for v in vars(model.config).values() if type(v) is int}
+    special |= {v for v in vars(model.config.get_text_config()).values() if type(v) is int}
+    ordinary = [i for i in range(min(vocab_size, 4096)) if i not in special] or [0]
+    return torch.tensor([ordinary[(7 * i + 3) % len(ordinary)] for i in range(count)])
+
+
+class _spoiling:
+    """Multiplies one row of the embedded tokens, inside the block."""
+
+    def __init__(self, model: Any, row: int | None, num_rows: int, factor: float) -> None:
+        self.model, self.row, self.num_rows, self.factor = model, row, num_rows, factor
+
+    def __enter__(self) -> None:
+        self.handle = None
+        if self.row is not None:
+            self.handle = self.model.get_input_embeddings().register_forward_hook(self._spoil)
+
+    def __exit__(self, *error: object) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+    def _spoil(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if output.dim() != 3 or output.shape[1] != self.num_rows:
+            return output
+        spoilt = output.clone()
+        spoilt[:, self.row] *= self.factor
+        return spoilt
+
+
+def check_rows(first: Run, run: Run, probes: Probes) -> None:
+    """Rows meet in attention alone: each is what it was, wherever it stands and beside whom."""
+    spoilt = probes.spoilt if run.rows.numel() == probes.kept.numel() else None
+    found = _first_difference(first, run, spoilt)
+    if found is not None and found[1] == "all":  # perhaps one FP8 scale for all rows
+        found = _first_difference(first, probes.another(), spoilt)
+    if found is not None:
+        raise ValueError(
+            "rows of a batch must meet in attention only, and depend on their own token and "
+            f"position, got another {found[0]} for rows that stood elsewhere and beside others; "
+            "supported: models that take input_ids and position_ids, without convolutions, "
+            "recurrences or statistics over tokens outside their attention"
+        )
+
+
+def _first_difference(first: Run, second: Run, spoilt: int | None) -> tuple[str, str] | None:
+    """What differs first, and of how many rows: "all" have become NaN, or "some" differ."""
+    sound = torch.ones_like(second.rows, dtype=torch.bool)
+    if spoilt is not None:
+        sound[spoilt] = False
+    pairs = [
+        (name, before[second.rows[sound]], now[sound])
+        for (name, before), (_, now) in zip(first.traces(), second.traces(), strict=False)
+    ]
+    kept = sound[second.logits_rows]
+    before = first.logits[second.rows[second.logits_rows[kept]]]
+    pairs.append(("row of logits", before, second.logits[kept]))
+    for name, before, now in pairs:
+        kind = _differ(before, now)
+        if kind:
+            return name, kind
+    return None
+
+
+def _differ(before: torch.Tensor, now: torch.Tensor) -> str:
+    """Compare [T, ...] row by row: "" for equal, "all" where each row is NaN, else "some"."""
+    if not before.numel():
+        return ""
+    if before.shape != now.shape:
+        return "some"
+    is_exact = _is_exact(before.dtype)
+    tolerance = 1e-3 if is_exact else 5e-2
+    before, now = before.float().flatten(1), now.float().flatten(1)
+    known = before.isfinite().all(1)
+    lost = known & now.isnan().any(1)
+    if lost.any():
+        return "all" if lost.equal(known) else "some"
+    before, now = before[known], now[known]
+    if not before.numel():
+        return ""
+    scale = before.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    changed = (now - before).abs().amax(1) > tolerance * scale
+    # In low precision a router's tie may fall the other way for a row; a rule concerns more.
+    return "some" if changed.float().mean() > (0 if is_exact else 0.25) else ""
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    """Whether equal rows are so nearly equal that every one can be asked to be."""
+    return dtype in (torch.float32, torch.float64)

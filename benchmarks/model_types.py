@@ -1,0 +1,160 @@
+"""Every causal model type of Transformers, small and random: does a session generate its tokens?
+
+`python -m benchmarks.model_types [--types llama gpt2 ...] [--compile] [--out results.json]`
+
+Each type is built from a small config (`model_type_configs`), once with Transformers' eager
+attention, whose `generate` is the reference, and once with attn_ops in a `DecodeSession`, which
+computes all prompts together. Outcomes:
+
+    equal        the same tokens and logits, up to the first token that the reference all but tied
+    wrong        others, and nothing raised: the only outcome that must never happen
+    refused      attn_ops raised a ValueError or TypeError on purpose
+    crash        anything else was raised, or the process died or took too long
+    unbuildable  there is no reference: Transformers could not build or run the type
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from benchmarks.model_type_run import Options, Outcome, run_type
+
+KINDS = ("equal", "wrong", "refused", "crash", "unbuildable")
+
+
+@dataclasses.dataclass
+class Child:
+    """A process that runs one type; it sends the stages it enters, then its outcome."""
+
+    model_type: str
+    process: Any
+    receiver: Connection
+    deadline: float
+    begin: float
+    stage: str = "start"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--types", nargs="+", help="model types; default: all")
+    parser.add_argument("--compile", action="store_true", help="torch.compile, fullgraph")
+    parser.add_argument("--merge", action="store_true", help="merge_projections")
+    parser.add_argument("--backend", default="TORCH", help="attention backend")
+    parser.add_argument("--window", type=int, default=8, help="tokens of sliding windows")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds a type may take")
+    parser.add_argument("--out", type=Path, help="write the outcomes there, as JSON")
+    args = parser.parse_args()
+    known = _prepare()
+    types = args.types or known
+    if unknown := set(types) - set(known):
+        parser.error(f"--types must be causal model types, got {', '.join(sorted(unknown))}")
+    options = Options(args.backend, args.compile, args.merge, args.window)
+    outcomes = []
+    begin = time.perf_counter()
+    for outcome in run_all(types, options, args.jobs, args.timeout):
+        outcomes.append(outcome)
+        print(_line(outcome), flush=True)
+    outcomes.sort(key=lambda o: types.index(o.model_type))
+    _summarize(outcomes, time.perf_counter() - begin)
+    if args.out:
+        args.out.write_text(json.dumps([dataclasses.asdict(o) for o in outcomes], indent=1))
+    raise SystemExit(any(o.kind == "wrong" for o in outcomes))
+
+
+def _prepare() -> list[str]:
+    """Import once what every child needs; the causal types that Transformers knows."""
+    import torch
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    import graphs  # noqa: F401
+    from attn_ops.integrations.transformers import register
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    register()
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def run_all(types: Sequence[str], options: Options, jobs: int, timeout: float) -> Iterator[Outcome]:
+    """Outcomes as they come, each type in a forked process of its own."""
+    waiting, running = list(types), []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(_start(waiting.pop(0), options, timeout))
+        patience = max(0.0, min(c.deadline for c in running) - time.perf_counter())
+        ready = wait([c.receiver for c in running], timeout=patience)
+        for child in list(running):
+            late = time.perf_counter() > child.deadline
+            if child.receiver not in ready and not late:
+                continue
+            outcome = _received(child) if child.receiver in ready else _late(child, timeout)
+            if outcome is not None:
+                child.process.join()
+                running.remove(child)
+                yield outcome
+
+
+def _start(model_type: str, options: Options, timeout: float) -> Child:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run_type, args=(model_type, options, sender), daemon=True)
+    process.start()
+    sender.close()
+    begin = time.perf_counter()
+    return Child(model_type, process, receiver, begin + timeout, begin)
+
+
+def _received(child: Child) -> Outcome | None:
+    """The child's outcome; None if it has told that it goes on."""
+    try:
+        message = child.receiver.recv()
+    except EOFError:
+        child.process.join()
+        return _failed(child, f"the process ended with status {child.process.exitcode}")
+    if isinstance(message, str):
+        child.stage = message
+        return None
+    return message
+
+
+def _late(child: Child, timeout: float) -> Outcome:
+    child.process.kill()
+    return _failed(child, f"took more than {timeout:g} s")
+
+
+def _failed(child: Child, reason: str) -> Outcome:
+    """Until there is a reference, the failure is Transformers' own."""
+    kind = "unbuildable" if child.stage in ("start", "reference") else "crash"
+    seconds = time.perf_counter() - child.begin
+    return Outcome(child.model_type, kind, child.stage, reason, seconds=seconds)
+
+
+def _line(outcome: Outcome) -> str:
+    details = [outcome.stage if outcome.kind in ("refused", "crash") else "", outcome.where]
+    reason = " ".join(outcome.reason.split())[:300]
+    rest = "; ".join(x for x in (*details, reason, outcome.note) if x)
+    return f"{outcome.model_type:26} {outcome.kind:12} {outcome.seconds:5.1f} s  {rest}"
+
+
+def _summarize(outcomes: Sequence[Outcome], seconds: float) -> None:
+    counts = collections.Counter(o.kind for o in outcomes)
+    print(f"\n{len(outcomes)} types in {seconds:.0f} s:", end=" ")
+    print(", ".join(f"{counts[kind]} {kind}" for kind in KINDS))
+    for kind in KINDS:
+        names = [o.model_type for o in outcomes if o.kind == kind]
+        if names:
+            print(f"\n{kind} ({len(names)}): {' '.join(names)}")
+
+
+if __name__ == "__main__":
+    main()

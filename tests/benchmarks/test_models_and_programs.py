@@ -1,0 +1,38 @@
+"""The searches for silent wrong tokens: a sample of each, and that they find what is planted."""
+
+import multiprocessing
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from attn_ops.integrations.transformers import Contract
+from benchmarks.model_type_run import Options
+from benchmarks.model_types import _prepare as prepare_types
+from benchmarks.model_types import run_all
+from benchmarks.programs.draw import drawn
+from benchmarks.programs.drive import run
+
+EQUAL = ["llama", "qwen2", "gemma3_text", "gpt_oss", "exaone4", "phi", "gemma4_unified_text"]
+REFUSED = ["diffllama", "hrm_text", "mvp", "xglm", "qwen2_moe", "phimoe", "trocr", "bart"]
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
+def test_model_types_are_equal_or_refused():
+    known = prepare_types()
+    types = [name for name in (*EQUAL, *REFUSED) if name in known]
+    outcomes = {o.model_type: o.kind for o in run_all(types, Options(), jobs=2, timeout=120)}
+    wanted = {name: "equal" if name in EQUAL else "refused" for name in types}
+    assert outcomes == wanted
+
+
+def test_random_programs_are_equal_or_refused():
+    kinds = [run(drawn(7, number, 0, 0.0)).kind for number in range(24)]
+    assert "WRONG" not in kinds
+    assert {"equal", "refused"} <= set(kinds)
+
+
+def test_without_the_checks_programs_go_wrong(monkeypatch):
+    monkeypatch.setattr(Contract, "check", lambda self: None)
+    kinds = [run(drawn(7, number, 0, 0.0)).kind for number in range(12)]
+    assert "WRONG" in kinds

@@ -1,0 +1,492 @@
+"""What a model must do to be decoded, and what finds it when it does not (docs/contract.md).
+
+Every model here gave other tokens than its own `generate`, silently, before it was refused.
+"""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import fx_passes
+from attn_ops.integrations.merged import merge_projections
+from attn_ops.integrations.transformers import attention_specs, dynamic_batch
+from graphs import DecodeSession
+from graphs.parity import Reference
+
+PROMPTS = [[5, 9, 3], list(range(20)), [60]]
+
+
+def session_of(model, **options) -> DecodeSession:
+    defaults = {"max_batch_size": 3, "max_tokens": 48, "max_tokens_per_step": 16, "block_size": 4}
+    return DecodeSession(model, **(defaults | options))
+
+
+def refuses(model, match: str, **options) -> None:
+    with pytest.raises(ValueError, match=match):
+        session_of(model, **options)
+
+
+@pytest.fixture
+def model(make_model):
+    return make_model("llama", num_layers=4)
+
+
+def of_class(model, **methods):
+    """The model as an instance of a subclass of its class with other methods."""
+    model.__class__ = type("Changed", (type(model),), methods)
+    return model
+
+
+# -- logits ----------------------------------------------------------------------------------------
+
+
+def ignores_rows(self, *args, logits_to_keep=0, **kwargs):
+    return super(type(self), self).forward(*args, **kwargs)
+
+
+def takes_the_last_rows(self, *args, logits_to_keep=0, **kwargs):
+    count = logits_to_keep.numel() if isinstance(logits_to_keep, torch.Tensor) else logits_to_keep
+    return super(type(self), self).forward(*args, logits_to_keep=count, **kwargs)
+
+
+def turns_rows_around(self, *args, **kwargs):
+    output = super(type(self), self).forward(*args, **kwargs)
+    output.logits = output.logits.flip(1)
+    return output
+
+
+def test_a_model_that_ignores_logits_to_keep(model):
+    refuses(of_class(model, forward=ignores_rows), r"logits must have shape \[1, .*logits_to_keep")
+
+
+@pytest.mark.parametrize("forward", [takes_the_last_rows, turns_rows_around])
+def test_logits_of_other_rows(model, forward):
+    refuses(of_class(model, forward=forward), "got another row of logits")
+
+
+def test_logits_are_counted_at_every_step(model):
+    session = session_of(model)
+    session.generate(PROMPTS, 2)
+    of_class(model, forward=ignores_rows)
+    session.state.check = lambda: None  # which would refuse it first
+    with pytest.raises(ValueError, match="logits must have shape"):
+        session.generate(PROMPTS, 2)
+
+
+def test_an_lm_head_larger_than_the_vocabulary(model):
+    model.lm_head = nn.Linear(64, 80, bias=False)
+    refuses(model, "logits must have at most the config's vocab_size 64 columns, got 80")
+
+
+def test_fewer_embeddings_than_the_vocabulary(model):
+    model.model.embed_tokens = nn.Embedding(50, 64)
+    refuses(model, "input embeddings must have the config's vocab_size 64, got 50")
+
+
+# -- each cache is written and attended once -------------------------------------------------------
+
+
+def test_a_layer_that_is_run_twice(model):
+    model.model.layers[3] = model.model.layers[2]
+    refuses(model, "model.layers.2.self_attn must attend once in a forward")
+
+
+def test_layers_that_are_looped_over(model):
+    def twice(self, *args, **kwargs):
+        first = super(type(self), self).forward(*args, **kwargs)
+        kwargs |= {"input_ids": None, "inputs_embeds": first.last_hidden_state}
+        return super(type(self), self).forward(**kwargs)
+
+    of_class(model.model, forward=twice)
+    refuses(model, "model.layers.0.self_attn must attend once in a forward")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_with_one_layer_idx(model, compiled):
+    model.model.layers[3] = copy.deepcopy(model.model.layers[2])
+    wrapped = torch.compile(model, backend=fx_passes.attn_ops) if compiled else model
+    refuses(wrapped, "model.layers.3.self_attn must have a layer_idx of its own, got 2, that of")
+
+
+def test_a_gap_between_layers(model):
+    del model.model.layers[1]
+    model.config.num_hidden_layers = 3
+    refuses(model, "layer_idx of model.layers.2.self_attn must be from 0 to 2, .* got 3")
+
+
+def test_layers_in_another_order_are_decoded(model):
+    layers = model.model.layers
+    layers[1], layers[2] = layers[2], layers[1]
+    reference = Reference(model)
+    wanted = [reference.generate(p, 6)[0] for p in PROMPTS]
+    assert [r.token_ids for r in session_of(model).generate(PROMPTS, 6)] == wanted
+
+
+def test_a_layer_that_never_attends(model):
+    class Skipped(nn.Module):
+        def __init__(self, attention):
+            super().__init__()
+            self.attention = attention  # there, with its layer_idx, and not called
+
+        def forward(self, hidden_states, **kwargs):
+            return self.attention.v_proj(hidden_states).repeat(1, 1, 2), None
+
+    layer = model.model.layers[1]
+    layer.self_attn = Skipped(layer.self_attn)
+    session_of(model)  # rows do not meet in it
+    for layer in (layer for i, layer in enumerate(model.model.layers) if i != 1):
+        layer.self_attn = Skipped(layer.self_attn)
+    refuses(model, "model.layers.0.self_attn.* must call the attention function")
+
+
+def test_a_layer_that_attends_by_itself(model):
+    class Own(nn.Module):
+        def __init__(self, attention):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, hidden_states, **kwargs):
+            q = self.attention.q_proj(hidden_states).view(1, -1, 4, 16).transpose(1, 2)
+            out = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            return self.attention.o_proj(out.transpose(1, 2).reshape(hidden_states.shape)), None
+
+    model.model.layers[1].self_attn = Own(model.model.layers[1].self_attn)
+    refuses(model, "rows of a batch must meet in attention only")
+
+
+def test_a_layer_that_attends_now_and_then(model):
+    class Sometimes(type(model.model.layers[1])):
+        def forward(self, hidden_states, **kwargs):
+            return (
+                super().forward(hidden_states, **kwargs)
+                if hidden_states.shape[1] > 4
+                else (hidden_states)
+            )
+
+    model.model.layers[1].__class__ = Sometimes
+    refuses(model, "layers must attend in the same way in every forward|rows of a batch")
+
+
+# -- what attention is asked for -------------------------------------------------------------------
+
+
+def test_a_window_that_stands_in_the_mask_alone(make_model):
+    """Qwen2-MoE holds a window and does not hand it to attention."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2MoeConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, intermediate_size=96, moe_intermediate_size=32, num_experts=4,
+        shared_expert_intermediate_size=32, use_sliding_window=True, sliding_window=6,
+        max_window_layers=1,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
+    refuses(
+        model.eval(), r"sliding_window of model.layers.\d.self_attn's attention must be 6.*None"
+    )
+
+
+def test_a_window_that_only_the_mask_knows(make_model):
+    model = make_model("mistral", num_layers=2)
+    for layer in model.model.layers:
+        layer.self_attn.config = copy.copy(model.config)
+        layer.self_attn.config.sliding_window = None
+    refuses(model, "must be given the mask that its options describe .*sliding_window=None")
+
+
+def test_a_mask_with_holes(model, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    made = modeling_llama.create_causal_mask
+
+    def with_holes(*args, **kwargs):
+        even = lambda batch, head, row, key: (key % 2 == 0) | (key == row)  # noqa: E731
+        return made(*args, **kwargs, and_mask_function=even)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", with_holes)
+    refuses(model, "mask that its options describe .*does not see token")
+
+
+def test_a_bias_on_the_mask(model, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    made = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda *a, **k: made(*a, **k) * 2.0)
+    refuses(model, "attention_mask must reach attention as it was made.*mul")
+
+
+def test_a_part_of_the_mask(model):
+    class Narrow(type(model.model.layers[1])):
+        def forward(self, hidden_states, attention_mask=None, **kwargs):
+            if attention_mask is not None:
+                attention_mask = attention_mask[..., 2:]
+            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+
+    model.model.layers[1].__class__ = Narrow
+    refuses(model, "attention_mask must reach attention as it was made.*a part of it")
+
+
+def test_keywords_that_attention_would_not_look_at(model):
+    attention = type(model.model.layers[0].self_attn)
+
+    class Biased(attention):
+        def forward(self, hidden_states, *args, **kwargs):
+            return super().forward(hidden_states, *args, alibi=torch.ones(4), **kwargs)
+
+    model.model.layers[2].self_attn.__class__ = Biased
+    refuses(model, "attention of model.layers.2.self_attn .*got the keywords alibi")
+
+
+@pytest.mark.parametrize("family", ["exaone4", "exaone_moe"])
+def test_full_layers_have_no_window(family):
+    """EXAONE-4's full layers hold the window of its sliding ones, and do not use it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        family, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, intermediate_size=96, sliding_window=6, sliding_window_pattern="LLLG",
+        layer_types=["sliding_attention"] * 3 + ["full_attention"], moe_intermediate_size=32,
+        num_experts=4, num_experts_per_tok=2, mlp_layer_types=["dense"] * 2 + ["sparse"] * 2,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
+    assert [s.sliding_window for s in attention_specs(model)] == [6, 6, 6, None]
+    session_of(model.eval())
+
+
+# -- rows meet in attention only -------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A layer of whose result something is made."""
+
+    def __init__(self, layer, change):
+        super().__init__()
+        self.layer, self.change = layer, change
+
+    def forward(self, *args, **kwargs):
+        return self.change(self.layer(*args, **kwargs))
+
+
+MIXTURES = {
+    "mean": lambda x: x + x.mean(1, keepdim=True),
+    "last": lambda x: x + x[:, -1:],
+    "shift": lambda x: x + x.roll(1, 1),
+    "sum of those before": lambda x: x.cumsum(1),
+    "softmax over rows": lambda x: x + 0.1 * x.softmax(1) * x,
+    "several rows": lambda x: x * 2 if x.shape[1] > 1 else x,
+    "number of tokens": lambda x: x * x.shape[1],
+    "position in the batch": lambda x: x + torch.arange(x.shape[1]).view(1, -1, 1),
+    "a norm over tokens": lambda x: x / x.norm(dim=1, keepdim=True),
+    "draws": lambda x: nn.functional.dropout(x, 0.3, training=True),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_rows_that_meet_outside_attention(model, name):
+    model.model.layers[1] = Around(model.model.layers[1], MIXTURES[name])
+    refuses(model, "rows of a batch must meet in attention only")
+
+
+def test_positions_counted_by_the_model(model):
+    def counts(self, *args, position_ids=None, **kwargs):
+        return super(type(self), self).forward(*args, **kwargs)
+
+    refuses(of_class(model, forward=counts), "rows of a batch must meet in attention only.*")
+
+
+def test_what_rows_do_alone_is_theirs(model):
+    model.model.layers[1] = Around(model.model.layers[1], lambda x: x.tanh() * 3)
+    session_of(model)
+
+
+# -- the model stays as it was ---------------------------------------------------------------------
+
+CHANGES = {
+    "another implementation": lambda m: m.set_attn_implementation("eager"),
+    "another layer's cache": lambda m: setattr(m.model.layers[1].self_attn, "layer_idx", 2),
+    "training": lambda m: m.train(),
+    "a number": lambda m: setattr(m.model.layers[0].self_attn, "scaling", 0.9),
+    "a function": lambda m: setattr(m.model.layers[0].mlp, "forward", torch.tanh),
+    "a hook": lambda m: m.model.layers[2].register_forward_hook(lambda *a: a[2] * 2),
+    "a module": lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.ReLU()),
+    "a layer less": lambda m: setattr(m.config, "num_hidden_layers", 3),
+}
+
+
+@pytest.mark.parametrize("mode", ["called", "captured", "before"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_changes(model, name, mode):
+    """A step refuses it, hands nothing out, and goes on where it was once that is undone."""
+    options = {"debug": "eager_replay"} if mode == "captured" else {}
+    session = session_of(model, **options)
+    if mode != "before":
+        session.add(PROMPTS[0], 8)
+        for _ in range(3):
+            session.step()
+    CHANGES[name](model)
+    with pytest.raises(ValueError, match="must stay where they were"):
+        session.generate(PROMPTS, 2) if mode == "before" else session.step()
+
+
+HARMLESS = {
+    "training of a layer": lambda m: m.model.layers[1].train(),
+    "a note": lambda m: setattr(m.model.layers[0], "notes", [1]),
+    "a config that nothing reads": lambda m: setattr(m.config, "rms_norm_eps", 1.0),
+    "a hook that looks": lambda m: m.model.layers[2].register_forward_hook(lambda *a: None),
+    "an equal number": lambda m: setattr(m.model.layers[0].self_attn, "scaling", float("0.25")),
+}
+
+
+@pytest.mark.parametrize("debug", [None, "eager_replay"])
+def test_changes_that_change_nothing(model, debug):
+    reference = Reference(model)
+    wanted = [reference.generate(p, 6)[0] for p in PROMPTS]
+    session = session_of(model, debug=debug)
+    for change in HARMLESS.values():
+        change(model)
+        assert [r.token_ids for r in session.generate(PROMPTS, 6)] == wanted
+
+
+@pytest.mark.parametrize("debug", [None, "eager_replay"])
+def test_a_change_that_is_undone(model, debug):
+    reference = Reference(model)
+    wanted = reference.generate(PROMPTS[1], 8)[0]
+    session = session_of(model, debug=debug)
+    request = session.add(PROMPTS[1], 8)
+    session.step()
+    model.train()
+    with pytest.raises(ValueError, match=r"training is True, not False"):
+        session.step()
+    model.eval()
+    while session.num_unfinished:
+        session.step()
+    assert session.result(request).token_ids == wanted
+
+
+def test_weights_change_in_place(model):
+    session = session_of(model)
+    session.generate(PROMPTS, 2)
+    with torch.no_grad():
+        model.lm_head.weight.normal_(0, 0.2)
+    reference = Reference(model)
+    wanted = [reference.generate(p, 6)[0] for p in PROMPTS]
+    assert [r.token_ids for r in session.generate(PROMPTS, 6)] == wanted
+
+
+def test_autocast(model):
+    session = session_of(model)
+    session.add(PROMPTS[0], 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        refuses(model, "autocast must be off")
+        with pytest.raises(ValueError, match="autocast must be off"):
+            session.step()
+
+
+def test_models_in_training_mode(model):
+    refuses(model.train(), "model.training must be False, got True; call model.eval()")
+    model.eval().model.layers[2].mlp.train()  # nothing in it draws
+    session_of(model)
+    model.model.layers[2].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
+    refuses(model, "model.layers.2.mlp.act_fn.1.training must be False")
+
+
+def test_residual_dropout(make_model):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.PhiConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        intermediate_size=96, resid_pdrop=0.3, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
+    refuses(model.train(), "training must be False")
+    session = session_of(model.eval())
+    model.train()
+    with pytest.raises(ValueError, match="training is True"):
+        session.generate(PROMPTS, 2)
+
+
+# -- merged weights --------------------------------------------------------------------------------
+
+REPLACED = {
+    "data": lambda layer: setattr(layer.weight, "data", layer.weight.data.clone()),
+    "parameter": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.clone())),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+@pytest.mark.parametrize("debug", [None, "eager_replay"])
+def test_merged_weights_that_are_taken_apart(model, kind, debug):
+    assert merge_projections(model) == 8
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    session = session_of(compiled, debug=debug)
+    session.generate(PROMPTS, 2)
+    REPLACED[kind](model.model.layers[1].self_attn.k_proj)
+    with pytest.raises(
+        ValueError, match=r"k_proj.weight (must be a view of its merged|at another)"
+    ):
+        session.generate(PROMPTS, 2)
+
+
+# -- one thread at a time --------------------------------------------------------------------------
+
+
+def test_threads_step_in_turn(model):
+    reference = Reference(model)
+    wanted = [reference.generate(p, 12)[0] for p in PROMPTS]
+    session = session_of(model)
+    ids = [session.add(p, 12) for p in PROMPTS]
+    outputs, errors, start = [], [], threading.Barrier(3)
+
+    def steps():
+        start.wait()
+        try:
+            while session.num_unfinished:
+                outputs.extend(session.step())
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=steps) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert [session.result(i).token_ids for i in ids] == wanted
+    assert len(outputs) == sum(map(len, wanted))
+    assert session.cache.num_free_blocks == session.cache.num_blocks - 1
+
+
+def test_a_hook_that_steps(model):
+    session = session_of(model)
+    session.warm_up()
+    layer, calls = model.model.layers[1], []
+
+    def hook(*args):
+        calls.append(session.add([1], 1))
+
+    layer.register_forward_hook(hook)
+    session.state.settle()  # the hook is known
+    session.add(PROMPTS[0], 4)
+    with pytest.raises(RuntimeError, match=r"add\(\) must not be called from inside a step"):
+        session.step()
+    assert not calls
+
+
+def test_patches_of_two_threads_are_undone():
+    before = torch._debug_has_internal_overlap
+    tensors = [torch.zeros(1, 4, dtype=torch.int64) for _ in range(4)]
+    first_in, first_out = threading.Event(), threading.Event()
+
+    def first():
+        with dynamic_batch(tensors[0], tensors[1]):
+            first_in.set()
+            first_out.wait(0.2)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    first_in.wait()
+    with dynamic_batch(tensors[2], tensors[3]):  # waits for the first
+        first_out.set()
+    thread.join()
+    assert torch._debug_has_internal_overlap is before

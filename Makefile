@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test lint gpu-test sanitize bench docs
+.PHONY: setup demo test test-all lint gpu-test sanitize bench docs
 
 setup: $(READY)
 
@@ -18,8 +18,14 @@ $(READY): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/attn-ops run --dump out/demo
 
+# Tests run in as many processes as there are cores, each with one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
 test: setup
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu and not slow"
+
+test-all: setup
+	$(PYTEST) -m "not gpu"
 
 lint: setup
 	$(BIN)/ruff check .

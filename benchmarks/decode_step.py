@@ -29,7 +29,7 @@ from attn_ops.integrations.merged import merge_projections
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
 from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
-from graphs.capture import CapturedStep
+from graphs.capture.graphs import CapturedStep
 
 CASES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 8192), (64, 8192)]
 

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
-from graphs.capture import CapturedStep
-from graphs.flight import Flight
+from graphs.ahead import Flight
+from graphs.capture.graphs import CapturedStep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ PROMPT_LENGTHS = (5, 20, 33)
 NEW_TOKENS = 12
 
 SCALE = 1.2
-"""Standard deviation of a weight's elements, times the root of its inputs; see graphs.presets."""
+"""Standard deviation of a weight's elements, times the root of its inputs."""
 
 
 @dataclasses.dataclass

@@ -115,7 +115,7 @@ def _ours(model_type: str, reference: Any, options: Options) -> Any:
 
 def _session(model: Any, options: Options) -> Any:
     """Room for all prompts at once; the longest is computed in two chunks."""
-    from graphs.parity import LogitsSession
+    from graphs.app.parity import LogitsSession
 
     return LogitsSession(
         model, max_batch_size=3, max_tokens=64, max_tokens_per_step=24, backend=options.backend

@@ -1,12 +1,12 @@
 """Decode sessions, CUDA-graph capture, dumps and the command line."""
 
-from graphs.dispatch import CudagraphDispatcher
-from graphs.dump import dump
-from graphs.failures import CaptureError
+from graphs.capture.dispatch import CudagraphDispatcher
+from graphs.capture.failures import CaptureError
+from graphs.dump.dump import dump
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.sampling import SamplingParams
 from graphs.session import DecodeSession, Generation, StepOutput
-from graphs.verify import VerificationError, Verifier
+from graphs.verify.verifier import VerificationError, Verifier
 
 __all__ = [
     "BatchDescriptor",

@@ -3,22 +3,65 @@
 Scheduler.next_step -> StepTensors.fill, upload -> model, sampling -> Intake
 """
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from torch._dynamo.utils import counters
 
-from graphs.capture import CapturedStep, StepGraphs
+from graphs.ahead import Flight, Pilot
+from graphs.capture.graphs import CapturedStep, StepGraphs
+from graphs.capture.plan import CapturePlan
 from graphs.context import exclusive, in_surroundings
-from graphs.counters import CompileCounters
-from graphs.flight import Flight, Pilot
-from graphs.intake import Intake
-from graphs.model_state import ModelState
-from graphs.modes import BatchDescriptor, CUDAGraphMode, Sampling
-from graphs.planning import CapturePlan
+from graphs.modes import BatchDescriptor, CUDAGraphMode
+from graphs.requests.requests import Request
+from graphs.requests.scheduler import Scheduled, Scheduler
+from graphs.requests.stream import Intake
 from graphs.runner import StepRunner
-from graphs.scheduler import Request, Scheduled, Scheduler
+from graphs.sampling.params import Sampling
+from graphs.verify.model_state import ModelState
+
+
+class CompileCounters:
+    """Graphs, breaks and recompilations of one session.
+
+    Attributes:
+        num_graphs: graphs that Dynamo made until `warm()`.
+        num_breaks: graph breaks in all.
+        num_recompiles: graphs that Dynamo made after `warm()`.
+    """
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+        self.num_breaks = 0
+        self.num_recompiles = 0
+        self._warm = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        graphs, breaks = _graphs(), _breaks()
+        try:
+            yield
+        finally:
+            if self._warm:
+                self.num_recompiles += _graphs() - graphs
+            else:
+                self.num_graphs += _graphs() - graphs
+            self.num_breaks += _breaks() - breaks
+
+    def warm(self) -> None:
+        """From here on every new graph is a recompilation."""
+        self._warm = True
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def _breaks() -> int:
+    return sum(counters["graph_break"].values())
 
 
 class StepLoop:

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from enum import Enum, IntEnum
+from enum import Enum
+
+from graphs.sampling.params import Sampling
 
 
 class CUDAGraphMode(Enum):
@@ -71,22 +73,6 @@ class CUDAGraphMode(Enum):
 
 RUNTIME_MODES = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE)
 """What one step may run under, the best first."""
-
-
-class Sampling(IntEnum):
-    """What a step's sampling computes; each kind can do what those below it can.
-
-    It decides which kernels are launched, so it is a part of the key.
-    """
-
-    GREEDY = 0
-    """The largest logit."""
-    RANDOM = 1
-    """Draws at a temperature."""
-    FILTERED = 2
-    """Also top-k, top-p and min-p."""
-    PENALIZED = 3
-    """Also penalties on tokens that came before."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)

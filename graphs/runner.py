@@ -18,15 +18,16 @@ from attn_ops import (
     PagedKVCache,
 )
 from attn_ops.integrations.transformers import check_logits
-from graphs.batch import StepTensors
-from graphs.capture import CapturedStep, StepGraphs
-from graphs.finish import finish_step
-from graphs.modes import BatchDescriptor, CUDAGraphMode, Sampling
-from graphs.recorders import GraphRecorder
+from graphs.capture.graphs import CapturedStep, StepGraphs
+from graphs.capture.whole import GraphRecorder
+from graphs.modes import BatchDescriptor, CUDAGraphMode
+from graphs.requests.scheduler import Scheduled
 from graphs.sampling import PenaltyState, argmax, sample
-from graphs.scheduler import Scheduled
-from graphs.step import ModelInputs
-from graphs.verify import Verifier
+from graphs.sampling.params import Sampling
+from graphs.step.finish import finish_step
+from graphs.step.inputs import ModelInputs
+from graphs.step.tensors import StepTensors
+from graphs.verify.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -22,22 +22,30 @@ from attn_ops.integrations.transformers import (
 from attn_ops.metadata import KVCacheLayoutType
 from fx_passes.backend import start_compile_workers
 from fx_passes.observe import Recorder, recorders, recording
-from graphs.admission import Limits, checked_drafts, checked_requests, known_request
-from graphs.collector import paused_collector
+from graphs.capture.memory import human
+from graphs.capture.plan import CapturePlan, selected
+from graphs.capture.pool import paused_collector
 from graphs.context import exclusive, in_surroundings, surroundings
 from graphs.loop import StepLoop
-from graphs.memory import human
-from graphs.model_state import ModelState
 from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
-from graphs.planning import CapturePlan, selected
+from graphs.requests.requests import (
+    Generation,
+    Limits,
+    Request,
+    StepOutput,
+    checked_drafts,
+    checked_requests,
+    known_request,
+)
+from graphs.requests.scheduler import Scheduler
 from graphs.runner import StepRunner
-from graphs.scheduler import Generation, Request, Scheduler, StepOutput
-from graphs.step import ModelInputs
-from graphs.verify import Verifier
+from graphs.step.inputs import ModelInputs
+from graphs.verify.model_state import ModelState
+from graphs.verify.verifier import Verifier
 
 if TYPE_CHECKING:
-    from graphs.session_report import SessionReport
+    from graphs.report import SessionReport
 
 
 logger = logging.getLogger(__name__)
@@ -385,7 +393,7 @@ class DecodeSession(StepLoop):
 
     def report(self) -> "SessionReport":
         """What was asked, what is used and why, graphs and their memory, steps and checks."""
-        from graphs.session_report import SessionReport
+        from graphs.report import SessionReport
 
         return SessionReport.of(self)
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from graphs.modes import Sampling
 from graphs.sampling.filters import filtered
-from graphs.sampling.params import FIELDS, SamplingParams, stacked
+from graphs.sampling.params import FIELDS, Sampling, SamplingParams, stacked
 from graphs.sampling.penalties import PenaltyState, penalized
 from graphs.sampling.race import argmax, reference_race
 

@@ -2,13 +2,29 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 
-from graphs.modes import Sampling
+
+class Sampling(IntEnum):
+    """What a step's sampling computes; each kind can do what those below it can.
+
+    It decides which kernels are launched, so it is a part of the key.
+    """
+
+    GREEDY = 0
+    """The largest logit."""
+    RANDOM = 1
+    """Draws at a temperature."""
+    FILTERED = 2
+    """Also top-k, top-p and min-p."""
+    PENALIZED = 3
+    """Also penalties on tokens that came before."""
+
 
 FIELDS: dict[str, tuple[torch.dtype, float | int]] = {
     "temperature": (torch.float32, 0.0),

@@ -56,6 +56,7 @@ def test_random_batches(make_model, num_graphs, name, rounds):
     assert num_graphs() - before == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAMILIES, *OWN])
 def test_random_batches_by_inductor(make_model, num_graphs, name):
     """Beside the unrewritten model by Inductor. With a layer or two, nothing would be compiled like

@@ -11,9 +11,9 @@ import threading
 import pytest
 import torch
 
-from graphs.addresses import AddressBook
-from graphs.capturing import GraphPool, Status, capturing, driver
-from graphs.failures import CaptureError, Failure, diagnosing
+from graphs.capture.addresses import AddressBook
+from graphs.capture.failures import CaptureError, Failure, diagnosing
+from graphs.capture.pool import GraphPool, Status, capturing, driver
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import torch
 
 from attn_ops import get_backend, register_backend
 from attn_ops.backends import registry
-from graphs.failures import CaptureError, Failure
-from graphs.verify import VerificationError
+from graphs.capture.failures import CaptureError, Failure
+from graphs.verify.verifier import VerificationError
 
 from . import graph_cases as cases
 from .graph_cases import PROMPTS, small, tokens, uncaptured

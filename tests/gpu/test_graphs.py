@@ -14,9 +14,9 @@ import torch
 
 from attn_ops import grouped_backend
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
-from graphs.capture import CapturedStep
-from graphs.modes import Sampling
-from graphs.pieces import PiecewiseGraph
+from graphs.capture.graphs import CapturedStep
+from graphs.capture.pieces import PiecewiseGraph
+from graphs.sampling.params import Sampling
 
 from . import graph_cases as cases
 from .graph_cases import PROMPTS, small

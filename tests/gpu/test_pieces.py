@@ -21,8 +21,8 @@ from attn_ops import (
     get_backend,
 )
 from attn_ops.integrations.transformers import attention_specs, dynamic_batch
-from graphs.capturing import GraphPool, Status, driver
-from graphs.pieces import CUDASegments, PiecewiseRecorder
+from graphs.capture.pieces import CUDASegments, PiecewiseRecorder
+from graphs.capture.pool import GraphPool, Status, driver
 
 from .test_session import VOCAB, tiny_llama
 

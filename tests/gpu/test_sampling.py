@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.modes import Sampling
 from graphs.sampling import (
     PenaltyState,
     SamplingParams,
@@ -17,6 +16,7 @@ from graphs.sampling import (
     stacked,
 )
 from graphs.sampling.filters import kernel_keep, reference_keep, weights
+from graphs.sampling.params import Sampling
 from graphs.sampling.philox import gumbel, words
 from graphs.sampling.race import reference_race
 

@@ -191,7 +191,7 @@ def _mutates(func: Any) -> bool:
 
 
 class TapeSegments:
-    """Tapes one behind another, as `graphs.pieces.SegmentRecorder`.
+    """Tapes one behind another, as `graphs.capture.pieces.SegmentRecorder`.
 
     Args:
         whole: operators that are one entry; others of attn_ops are recorded inside.
@@ -239,7 +239,7 @@ class TapeSegments:
 
 
 class TapeRecorder:
-    """Whole steps on tapes, as `graphs.recorders.GraphRecorder`; arguments as of `TapeSegments`."""
+    """Whole steps on tapes, as `capture.whole.GraphRecorder`; arguments as of `TapeSegments`."""
 
     def __init__(self, whole: Collection[str] = WHOLE, host_reads: bool = False) -> None:
         self.segments = TapeSegments(whole, host_reads)

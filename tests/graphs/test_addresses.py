@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attn_ops import AttentionMetadata, AttentionSpec, CommonAttentionMetadata, get_backend
-from graphs.addresses import AddressBook, Place
+from graphs.capture.addresses import AddressBook, Place
 
 
 def zeros(*shape):

@@ -7,7 +7,7 @@ import torch
 
 from attn_ops.backends.grouped import grouped_backend
 from graphs import CUDAGraphMode, DecodeSession
-from graphs.dispatch import CudagraphDispatcher
+from graphs.capture.dispatch import CudagraphDispatcher
 from graphs.modes import BatchDescriptor, default_capture_sizes
 
 

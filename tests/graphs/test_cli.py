@@ -8,11 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import graphs.parity
+import graphs.app.parity
 from attn_ops import backend_names, support_table
-from graphs.cli import app, main
-from graphs.presets import PRESETS, load
-from graphs.run import read_prompts, run
+from graphs.app.cli import app, main
+from graphs.app.presets import PRESETS, load
+from graphs.app.run import read_prompts, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,23 +98,23 @@ def test_presets_vary_and_equal_transformers(preset):
 
 @pytest.mark.usefixtures("uncompiled")
 def test_no_parity_is_exit_code_1(monkeypatch, saved, prompts):
-    generate = graphs.parity.Reference.generate
+    generate = graphs.app.parity.Reference.generate
 
     def off_by_one(self, prompt, max_new_tokens):
         tokens, logits = generate(self, prompt, max_new_tokens)
         return [(t + 1) % 64 for t in tokens], logits
 
-    monkeypatch.setattr(graphs.parity.Reference, "generate", off_by_one)
+    monkeypatch.setattr(graphs.app.parity.Reference, "generate", off_by_one)
     result = invoke("run", "--model", str(saved), "--prompts", str(prompts))
     assert result.exit_code == 1
     assert "FAIL: tokens identical" in " ".join(result.stdout.split())
 
 
 def test_a_preset_must_vary(make_model):
-    parity = graphs.parity.Parity(8, 8, 128, 3, 0, 0.0, 0.0, True)
+    parity = graphs.app.parity.Parity(8, 8, 128, 3, 0, 0.0, 0.0, True)
     assert not parity.varied
-    assert not graphs.parity.Parity(8, 8, 128, 64, 5, 0.0, 0.0, True).varied
-    assert graphs.parity.Parity(8, 8, 128, 64, 4, 0.0, 0.0, True).varied
+    assert not graphs.app.parity.Parity(8, 8, 128, 64, 5, 0.0, 0.0, True).varied
+    assert graphs.app.parity.Parity(8, 8, 128, 64, 4, 0.0, 0.0, True).varied
 
 
 @pytest.mark.usefixtures("uncompiled")

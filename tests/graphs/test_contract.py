@@ -14,7 +14,7 @@ import fx_passes
 from attn_ops.integrations.merged import merge_projections
 from attn_ops.integrations.transformers import attention_specs, dynamic_batch
 from graphs import DecodeSession
-from graphs.parity import Reference
+from graphs.app.parity import Reference
 
 PROMPTS = [[5, 9, 3], list(range(20)), [60]]
 

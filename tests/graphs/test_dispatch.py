@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs.dispatch import CudagraphDispatcher, fits
-from graphs.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode, Sampling
+from graphs.capture.dispatch import CudagraphDispatcher, fits
+from graphs.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
+from graphs.sampling.params import Sampling
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE

@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache
 
 import fx_passes
 import graphs
-from graphs.dump_index import MARKER
+from graphs.dump.index import MARKER
 
 PROMPTS = [[1, 2, 3], list(range(20))]
 FOLDERS = {"passes", "pictures", "final", "inductor", "depyf"}

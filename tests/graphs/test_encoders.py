@@ -12,7 +12,7 @@ import torch
 import fx_passes
 from attn_ops import CommonAttentionMetadata, PagedKVCache, get_backend, varlen_metadata
 from attn_ops.integrations import transformers as integration
-from graphs.counters import CompileCounters
+from graphs.loop import CompileCounters
 
 transformers = pytest.importorskip("transformers")
 

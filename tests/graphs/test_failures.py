@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 
-from graphs.failures import CaptureError, Failure, diagnosing
-from graphs.memory import estimate
+from graphs.capture.failures import CaptureError, Failure, diagnosing
+from graphs.capture.memory import estimate
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once")
 
@@ -162,7 +162,7 @@ def test_failure_behind_the_model_is_found_in_our_own_code():
     with pytest.raises(CaptureError) as caught:
         exec(compile(source, "<step>", "exec"), names)
     assert caught.value.cause == "ValueError: rows must be at least 1 each, got 0"
-    assert "graphs/memory.py:" in caught.value.line
+    assert "graphs/capture/memory.py:" in caught.value.line
 
 
 def test_second_run_that_succeeds_or_fails_otherwise_is_not_believed():

@@ -8,6 +8,7 @@ from fx_passes import PassConfig, recording
 from fx_passes.pipeline import run_dynamo_stage
 from graphs import DecodeSession
 
+SLOW = pytest.mark.slow
 PROMPTS = [[3], [5, 9], list(range(1, 40)), [1, 2, 3, 4], [7] * 9]
 MODES = {
     "called": {"cudagraph_mode": "NONE"},
@@ -47,7 +48,9 @@ def matches(recorder):
     return [p.matches > 0 for p in recorder.passes if p.pass_name == "fast_prefill"]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3n", "gemma4"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=SLOW) for n in ("qwen3", "gemma3n", "gemma4"))]
+)
 def test_sessions_generate_the_same(make_model, num_graphs, name):
     """One compiled model in all modes; tied, Gemma would repeat its last token."""
     model = make_model(name, tie_word_embeddings=False)
@@ -80,7 +83,7 @@ def test_sessions_by_inductor(make_model, num_graphs):
     assert num_graphs() - before == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3n", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3n", pytest.param("gemma4", marks=SLOW)])
 @pytest.mark.parametrize("mode", ["called", "full", "piecewise"])
 def test_chunks_of_a_prompt_compute_no_logits(make_model, num_graphs, name, mode):
     """Three chunks of 16 tokens want none, the fourth wants one: behind the last cache write the

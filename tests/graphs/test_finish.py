@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from graphs.finish import reference_finish_step
-from graphs.triton.finish import launch_finish_step
+from graphs.step.finish import reference_finish_step
+from graphs.step.triton.finish import launch_finish_step
 
 BLOCK = 4
 

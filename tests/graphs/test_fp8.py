@@ -15,7 +15,7 @@ import fx_passes
 from attn_ops import PagedKVCache, get_backend
 from attn_ops.integrations import transformers as integration
 from graphs import DecodeSession
-from graphs.parity import LogitsSession
+from graphs.app.parity import LogitsSession
 
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PROMPTS = [[3], [5, 9], list(range(17)), list(range(40, 0, -1))]
@@ -39,7 +39,7 @@ def make_session(model, kv_cache_dtype: str, cls=DecodeSession, **options) -> De
 
 @pytest.mark.parametrize("cache_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kv_cache_dtype", FP8)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logits_stay_close(make_model, kv_cache_dtype, compiled, cache_layout):
     """The mean shift is below four roundings of the logits' spread.
 
@@ -133,6 +133,7 @@ def test_scales_of_the_modules_are_used(make_model, make_prompts, kv_cache_dtype
     torch.testing.assert_close(stored * 0.03, k_KTH.transpose(0, 1))
 
 
+@pytest.mark.slow
 def test_scales_reach_a_compiled_session(make_model):
     """A scale that is far too large loses the keys; the same one in eager gives the same tokens."""
     model = make_model("llama")
@@ -149,7 +150,9 @@ def test_scales_reach_a_compiled_session(make_model):
     assert outputs[2] not in outputs[:2]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", FP8)
+@pytest.mark.parametrize(
+    "kv_cache_dtype", ["fp8_e5m2", pytest.param("fp8_e4m3", marks=pytest.mark.slow)]
+)
 def test_no_copy_of_a_cache(make_model, kv_cache_dtype):
     """No tensor and no loop of the cache's size in Inductor's code."""
     model = make_model("llama")

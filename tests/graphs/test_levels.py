@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from attn_ops import AttentionCGSupport
-from graphs.dispatch import CudagraphDispatcher
-from graphs.levels import resolve, takes
+from graphs.capture.dispatch import CudagraphDispatcher
+from graphs.capture.levels import resolve, takes
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -156,7 +156,9 @@ def test_nothing_is_captured_on_the_cpu(mode, level):
 
 
 def said_at(caplog) -> list[tuple[str, str]]:
-    return [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "graphs.levels"]
+    return [
+        (r.levelname, r.getMessage()) for r in caplog.records if r.name == "graphs.capture.levels"
+    ]
 
 
 def test_a_mode_that_can_be_had_is_logged_once_as_information(caplog):

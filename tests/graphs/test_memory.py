@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphs.memory import NODE_BYTES, GraphMemory, estimate, human
+from graphs.capture.memory import NODE_BYTES, GraphMemory, estimate, human
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "num_layers": 32}
 

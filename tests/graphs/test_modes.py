@@ -9,10 +9,10 @@ from graphs.modes import (
     RUNTIME_MODES,
     BatchDescriptor,
     CUDAGraphMode,
-    Sampling,
     checked_capture_sizes,
     default_capture_sizes,
 )
+from graphs.sampling.params import Sampling
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE

@@ -10,7 +10,7 @@ import torch
 
 from attn_ops import AttentionSpec, attention
 from attn_ops.ops import breaks
-from graphs.pieces import PiecewiseRecorder, over_memory_of
+from graphs.capture.pieces import PiecewiseRecorder, over_memory_of
 
 
 def everything(call) -> bool:

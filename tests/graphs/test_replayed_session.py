@@ -8,7 +8,7 @@ import torch
 
 from graphs import DecodeSession
 from graphs.modes import CUDAGraphMode
-from graphs.verify import VerificationError
+from graphs.verify.verifier import VerificationError
 
 PROMPTS = [[3], [5, 9], list(range(1, 18)), [1, 2, 3, 4], [7] * 9, [60, 61]]
 MODES = [m for m in CUDAGraphMode if m is not CUDAGraphMode.NONE]

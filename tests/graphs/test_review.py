@@ -9,9 +9,8 @@ from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, get_back
 from attn_ops.integrations import transformers as integration
 from attn_ops.integrations.merged import check_merged, merge_projections
 from graphs import DecodeSession
-from graphs.modes import Sampling
 from graphs.sampling import SamplingParams, argmax, sample
-from graphs.sampling.params import stacked
+from graphs.sampling.params import Sampling, stacked
 
 
 def tiny(kind="LlamaConfig", **options):

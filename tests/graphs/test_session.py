@@ -8,8 +8,8 @@ import torch
 
 import fx_passes
 from graphs import CUDAGraphMode, DecodeSession
-from graphs.parity import Reference
-from graphs.presets import load
+from graphs.app.parity import Reference
+from graphs.app.presets import load
 from graphs.sampling import argmax
 
 PROMPTS = [[3], [5, 9], list(range(17)), [60] * 5, list(range(40)), [1, 2, 3, 4], [63, 0, 63]]

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from attn_ops import get_backend
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
-from graphs.failures import CaptureError, Failure
-from graphs.levels import resolve
-from graphs.memory import NODE_BYTES
-from graphs.session_report import FailureLine, SessionReport, in_words
+from graphs.capture.failures import CaptureError, Failure
+from graphs.capture.levels import resolve
+from graphs.capture.memory import NODE_BYTES
+from graphs.report import FailureLine, SessionReport, in_words
 
 PROMPTS = [[3], [5, 9], list(range(1, 18))]
 

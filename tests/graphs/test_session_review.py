@@ -12,7 +12,7 @@ import torch
 import graphs
 from attn_ops.backends.grouped import grouped_backend
 from graphs import CUDAGraphMode, DecodeSession
-from graphs.verify import Verifier
+from graphs.verify.verifier import Verifier
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 6]
 PENALIZED = {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}
@@ -65,10 +65,11 @@ def is_empty(session) -> bool:
 class Interrupt:
     """Raises at the n-th line that runs in the session's own files."""
 
-    FILES = tuple(
-        f"graphs/{name}.py"
-        for name in ("session", "loop", "intake", "flight", "scheduler", "runner", "batch")
+    NAMES = (
+        "session loop ahead runner requests/requests requests/scheduler requests/stream "
+        "step/tensors verify/model_state"
     )
+    FILES = tuple(f"graphs/{name}.py" for name in NAMES.split())
 
     def __init__(self, at: int) -> None:
         self.at, self.num_lines = at, 0
@@ -109,7 +110,7 @@ def test_interrupted_anywhere(model, sampling):
     count = Interrupt(0)
     while session.num_unfinished:
         count.during(session.step)
-    assert count.num_lines > 1000
+    assert count.num_lines > 4000  # a file that moves away is missed here
     for at in random.Random(0).sample(range(1, count.num_lines), 20):
         session, ids = begun()
         interrupt, outputs = Interrupt(at), []

@@ -12,7 +12,7 @@ from attn_ops import write_kv
 from attn_ops._compat import TORCH_VERSION
 from attn_ops.integrations.transformers import attention_specs, cache_index
 from attn_ops.integrations.transformers import forward as integration
-from graphs.parity import LogitsSession, Reference, compare
+from graphs.app.parity import LogitsSession, Reference, compare
 
 FAMILIES = ["gemma3n", "gemma4"]
 LENGTHS = [1, 33, 20, 5, 2]  # longer than a step, longer than the window of 6, one token
@@ -62,6 +62,7 @@ def test_sessions_equal_transformers(make_sharing, family, mode):
     assert len(session.cache.tensors) == 3  # of five layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_sessions_equal_transformers(make_sharing, family):
     """One graph for steps of one row and of many, called and through the capture path."""
@@ -72,6 +73,7 @@ def test_compiled_sessions_equal_transformers(make_sharing, family):
         assert (counters.num_breaks, counters.num_recompiles) <= (0, MORE_GRAPHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

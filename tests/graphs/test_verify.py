@@ -10,8 +10,8 @@ import torch
 from fake_step import KEY, SLOTS, B, FakeStep, P, S, V, equal, one_key, takes_the_second, tied_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.compare import compare
-from graphs.verify import VerificationError, Verifier
+from graphs.verify.compare import compare
+from graphs.verify.verifier import VerificationError, Verifier
 
 
 @pytest.fixture

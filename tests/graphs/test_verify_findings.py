@@ -26,7 +26,7 @@ from fake_step import (
     tied_step,
 )
 
-from graphs.verify import VerificationError, Verifier
+from graphs.verify.verifier import VerificationError, Verifier
 
 
 @pytest.fixture

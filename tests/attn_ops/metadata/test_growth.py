@@ -3,6 +3,8 @@
 import gc
 import tracemalloc
 
+import pytest
+
 from attn_ops.metadata import (
     CommonAttentionMetadata,
     MetadataBuffers,
@@ -12,6 +14,7 @@ from attn_ops.metadata import (
 from .ragged import int32
 
 
+@pytest.mark.slow
 def test_building_10_000_steps_keeps_no_memory():
     query, seq = [1, 1, 5], [9, 1, 5]
     out = MetadataBuffers.allocate(3, 7, 3, "cpu")

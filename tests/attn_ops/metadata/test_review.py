@@ -24,7 +24,7 @@ from attn_ops.metadata import (
 )
 from attn_ops.metadata.chunked_local import reference_virtual_batches
 from attn_ops.metadata.fast_prefill import reference_logits_rows
-from graphs.batch import StepTensors
+from graphs.step.tensors import StepTensors
 
 from .ragged import int32, int64
 

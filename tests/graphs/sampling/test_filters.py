@@ -39,7 +39,9 @@ def keep(request):
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize(
+    "temperature", [1.0, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.4, 3.0))]
+)
 def test_support_is_that_of_brute_force(exact, keep, ties, temperature):
     params = [SamplingParams(temperature, seed=1, **case) for case in CASES for _ in range(6)]
     logits = torch.randn(len(params), 64) * 2

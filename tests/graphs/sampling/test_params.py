@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from graphs.modes import Sampling
 from graphs.sampling import FIELDS, SamplingParams, stacked
+from graphs.sampling.params import Sampling
 
 
 @pytest.mark.parametrize(

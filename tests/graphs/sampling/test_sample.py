@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from graphs.modes import Sampling
 from graphs.sampling import PenaltyState, SamplingParams, argmax, sample, stacked
+from graphs.sampling.params import Sampling
 
 PARAMS = [
     SamplingParams(seed=1),

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from attn_ops import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
-from graphs.addresses import AddressBook
-from graphs.batch import StepTensors
-from graphs.failures import CaptureError, diagnosing
+from graphs.capture.addresses import AddressBook
+from graphs.capture.failures import CaptureError, diagnosing
+from graphs.capture.whole import Graph, GraphRecorder
 from graphs.modes import BatchDescriptor, CUDAGraphMode
-from graphs.recorders import Graph, GraphRecorder
+from graphs.step.tensors import StepTensors
 
 logger = logging.getLogger(__name__)
 

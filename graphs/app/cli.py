@@ -40,9 +40,9 @@ def run(
 ) -> None:
     """Generate with a model, compare with Transformers, report what was compiled and how fast."""
     with _one_line_errors():
-        from graphs.report import print_run
-        from graphs.run import read_prompts
-        from graphs.run import run as run_model
+        from graphs.app.run import read_prompts
+        from graphs.app.run import run as run_model
+        from graphs.app.tables import print_run
 
         report = run_model(
             model,
@@ -64,7 +64,7 @@ def backends(as_json: Json = False) -> None:
     """What every attention backend supports, and what keeps it from this machine."""
     with _one_line_errors():
         from attn_ops.support_table import support_rows
-        from graphs.report import backends_as_dicts, print_backends
+        from graphs.app.tables import backends_as_dicts, print_backends
 
         rows = support_rows()
     if as_json:

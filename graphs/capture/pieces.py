@@ -32,8 +32,7 @@ import torch
 
 from attn_ops import AttentionMetadata
 from attn_ops.ops.breaks import AttentionCall, around_attention
-from graphs.capturing import GraphPool, end_failed_capture, is_invalidated
-from graphs.collector import paused_collector
+from graphs.capture.pool import GraphPool, end_failed_capture, is_invalidated, paused_collector
 
 Breaks = Callable[[AttentionCall], bool]
 """Whether a call must stand outside of the graphs."""

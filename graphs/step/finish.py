@@ -25,7 +25,7 @@ def finish_step(
     """
     finish = reference_finish_step
     if tokens_S.device.type == "cuda":
-        from graphs.triton.finish import launch_finish_step as finish
+        from graphs.step.triton.finish import launch_finish_step as finish
     finish(tokens_S, tensors, block_size)
 
 

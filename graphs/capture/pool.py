@@ -12,6 +12,7 @@ with the driver, an empty one begins in its place, and torch ends that without a
 import contextlib
 import ctypes
 import functools
+import gc
 import sys
 import warnings
 from collections.abc import Iterator
@@ -191,3 +192,19 @@ class GraphPool:
         self._anchor.reset()
         self._handle = None
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def paused_collector() -> Iterator[None]:
+    """No garbage collection inside the block.
+
+    During capture a collection may free tensors of another pool and invalidate the graph; during
+    compilation it walks the tracer's many live objects again and again and finds little.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

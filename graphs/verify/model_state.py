@@ -2,7 +2,7 @@
 
 A captured step runs none of the model's Python, and a compiled one runs what was traced. So what
 has changed must change no result; that is tried out. Weights may change in place at any time; where
-they stand is `graphs.addresses`' affair.
+they stand is `graphs.capture.addresses`' affair.
 """
 
 import itertools

@@ -80,7 +80,7 @@ def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> 
 
 def _format_graph(name: str, gm: Any, maybe_id: int | None = None, **kwargs: Any) -> Any:
     """Runs with the globals of torch._dynamo.utils, so it must find its own by importing them."""
-    from graphs.depyf_files import _format, _guarded
+    from graphs.dump.depyf import _format, _guarded
 
     return _guarded(_format["theirs"], lambda *a, **k: "")(name, gm, maybe_id, **kwargs)
 

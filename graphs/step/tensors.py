@@ -16,8 +16,8 @@ import torch
 
 from attn_ops import PAD_SLOT_ID, CommonAttentionMetadata
 from attn_ops.metadata import positions_of_step, slots_of_step
+from graphs.requests.scheduler import Scheduled
 from graphs.sampling import FIELDS
-from graphs.scheduler import Scheduled
 
 MAX_STOP_TOKENS = 8
 """Of a request that the device watches. Further ones the host sees, when it reads the tokens."""

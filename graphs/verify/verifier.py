@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attn_ops.metadata import KV_CACHE_DTYPES
-from graphs.compare import (
+from graphs.verify.compare import (
     Finding,
     checked_tolerances,
     compare,

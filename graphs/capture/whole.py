@@ -7,8 +7,7 @@ import torch
 
 from attn_ops import AttentionMetadata
 from attn_ops.ops.breaks import AttentionCall, around_attention
-from graphs.capturing import GraphPool
-from graphs.collector import paused_collector
+from graphs.capture.pool import GraphPool, paused_collector
 
 Run = Callable[[], None]
 """A step with its arguments bound; it leaves its results in the step's tensors."""

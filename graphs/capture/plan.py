@@ -10,12 +10,12 @@ from attn_ops import AttentionCGSupport, AttentionSpec, Backend, select_backend
 from attn_ops.backends.grouped import GroupedBackend, levels, runs_on
 from attn_ops.backends.registry import Selection
 from attn_ops.ops.breaks import AttentionCall
-from graphs.dispatch import CudagraphDispatcher
-from graphs.levels import ModeResolution, resolve
+from graphs.capture.dispatch import CudagraphDispatcher
+from graphs.capture.levels import ModeResolution, resolve
+from graphs.capture.pieces import CUDASegments, PiecewiseRecorder
+from graphs.capture.whole import CUDARecorder, RerunRecorder, Run
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.options import SessionOptions
-from graphs.pieces import CUDASegments, PiecewiseRecorder
-from graphs.recorders import CUDARecorder, RerunRecorder, Run
 from graphs.runner import StepRunner
 
 

@@ -4,13 +4,8 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
-from graphs.modes import (
-    RUNTIME_MODES,
-    BatchDescriptor,
-    CUDAGraphMode,
-    Sampling,
-    checked_sizes,
-)
+from graphs.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode, checked_sizes
+from graphs.sampling.params import Sampling
 
 
 class CudagraphDispatcher:

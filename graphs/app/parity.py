@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphs.scheduler import Scheduled
+from graphs.requests.scheduler import Scheduled
 from graphs.session import DecodeSession, Generation
 
 

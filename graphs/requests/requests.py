@@ -1,4 +1,4 @@
-"""What arguments and requests must look like: checked once, before anything changes."""
+"""Requests: what a prompt and its sampling must look like, and what becomes of it."""
 
 import dataclasses
 import operator
@@ -6,9 +6,79 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from graphs.modes import Sampling
+from graphs.options import check_positive
 from graphs.sampling import SamplingParams
-from graphs.scheduler import Request
+from graphs.sampling.params import Sampling
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One prompt and what has been generated for it."""
+
+    id: int
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: SamplingParams  # its seed is set
+    eos: frozenset[int]
+    max_tokens: int  # tokens of it that the cache may hold
+    token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
+    num_computed: int = 0  # tokens whose keys and values are in the cache
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop" (an eos token), "length", or None while it goes on.
+
+        A function of the tokens: whoever is interrupted has appended a token and all that follows
+        from it, or nothing.
+        """
+        if self.token_ids and self.token_ids[-1] in self.eos:
+            return "stop"
+        return "length" if self.remaining <= 0 else None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return min(self.max_new_tokens - len(self.token_ids), self.max_tokens + 1 - self.num_tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens the cache holds at most: the last generated one is never written."""
+        return min(len(self.prompt) + self.max_new_tokens - 1, self.max_tokens)
+
+    def tokens(self, begin: int, end: int) -> list[int]:
+        """Tokens at positions begin to end, of the prompt and then of the generated ones."""
+        split = len(self.prompt)
+        return self.prompt[begin:end] + self.token_ids[max(0, begin - split) : max(0, end - split)]
+
+    def append(self, token: int) -> None:
+        """Take a generated token; its own keys and values are not in the cache, all others are.
+
+        The token comes first. Interrupted behind it, one token more is computed again, as a chunk
+        of a prompt is.
+        """
+        self.token_ids.append(token)
+        self.num_computed = self.num_tokens - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What was generated for one prompt."""
+
+    token_ids: list[int]  # without the prompt; ends with the eos token if one stopped it
+    finish_reason: str  # "stop" (an eos token) or "length" (max_new_tokens or max_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """One request's new token in one step."""
+
+    request_id: int
+    token_id: int
+    finish_reason: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,34 +219,6 @@ def token_ids(name: str, values: Any, vocab_size: int) -> list[int]:
     if bad is not None:
         raise ValueError(f"{name} must hold token ids from 0 to {vocab_size - 1}, got {bad}")
     return tokens
-
-
-def check_positive(**arguments: Any) -> None:
-    """Raise a ValueError for the first argument that is no positive int."""
-    for name, value in arguments.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} must be a positive int, got {value!r}")
-
-
-def check_ints(**arguments: Any) -> None:
-    """Raise a ValueError for the first argument that is no int."""
-    for name, value in arguments.items():
-        if type(value) is not int:
-            raise ValueError(f"{name} must be an int, got {value!r}")
-
-
-def check_bools(**arguments: Any) -> None:
-    """Raise a ValueError for the first argument that is no bool."""
-    for name, value in arguments.items():
-        if type(value) is not bool:
-            raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def check_known(name: str, value: Any, known: Sequence[str | None]) -> None:
-    """Raise a ValueError if `value` is not among those that are known."""
-    if value not in known:
-        supported = ", ".join(map(str, known))
-        raise ValueError(f"{name} must be known, got {value!r}; supported: {supported}")
 
 
 def _seed(session_seed: int, request_id: int) -> int:

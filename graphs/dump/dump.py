@@ -18,8 +18,8 @@ from types import ModuleType
 from torch._inductor.codecache import PyCodeCache, get_path
 
 from fx_passes.observe import PassRecord, Recorder, fast_prefill_line, recording
-from graphs.depyf_files import writing_depyf_files
-from graphs.dump_index import MARKER, Entry, Index
+from graphs.dump.depyf import writing_depyf_files
+from graphs.dump.index import MARKER, Entry, Index
 
 _FOLDERS = ("passes", "pictures", "final", "inductor", "depyf")
 _FILES = ("index.md", "index.html")

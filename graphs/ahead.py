@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
-from graphs.capture import CapturedStep
+from graphs.capture.graphs import CapturedStep
+from graphs.requests.requests import Request
+from graphs.requests.scheduler import Scheduled
 from graphs.runner import StepRunner
-from graphs.scheduler import Request, Scheduled
 
 
 @dataclasses.dataclass

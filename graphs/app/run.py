@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 import fx_passes
-from graphs.dump import dump
+from graphs.app.parity import LogitsSession, Reference, compare
+from graphs.app.presets import PRESETS, load
+from graphs.app.tables import RunReport, StepTimes
+from graphs.dump.dump import dump
 from graphs.modes import CUDAGraphMode
-from graphs.parity import LogitsSession, Reference, compare
-from graphs.presets import PRESETS, load
-from graphs.report import RunReport, StepTimes
 from graphs.session import DecodeSession
 
 PROMPT_LENGTHS = (1, 2, 17, 200, 33, 5, 64, 100)

@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Sequence
 
-from graphs.flight import Flight
-from graphs.scheduler import Request, Scheduled, Scheduler, StepOutput
+from graphs.ahead import Flight
+from graphs.requests.requests import Request, StepOutput
+from graphs.requests.scheduler import Scheduled, Scheduler
 
 
 class Intake:

@@ -1,0 +1,201 @@
+"""Reports for people, by rich, and for programs, as JSON."""
+
+import dataclasses
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from attn_ops.support_table import COLUMNS, SupportRow
+from graphs.app.parity import Parity
+from graphs.report import SessionReport
+from graphs.session import DecodeSession
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of one decode step of `batch` requests; None where there is none."""
+
+    batch: int
+    eager_ms: float | None
+    compiled_ms: float | None
+    captured_ms: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunReport:
+    """What one run of `attn-ops run` found."""
+
+    model: str
+    dtype: str
+    device: str
+    backend: str
+    backend_why: str
+    backends_against: dict[str, list[str]]
+    graph_mode_asked: str
+    graph_mode_used: str
+    graph_mode_why: str
+    num_graphs: int
+    num_breaks: int
+    num_recompiles: int
+    matches: dict[str, int]
+    skipped: list[str]
+    parity: Parity
+    outputs_vary: bool
+    ok: bool
+    steps: StepTimes
+    tokens_per_second: float
+    cache_bytes: int
+    graph_bytes: int
+    compile_seconds: float
+    num_steps: dict[str, int]
+    max_tokens_per_step: int
+    dump: str | None
+    session: SessionReport
+
+    @classmethod
+    def of(
+        cls, session: DecodeSession, *, preset: bool, parity: Parity, **measured: Any
+    ) -> "RunReport":
+        """What `session` knows of itself, with what was measured; a preset's outputs must vary."""
+        selection, counters, record = (
+            session.backend_selection,
+            session.counters,
+            session.compile_record,
+        )
+        skipped = [f"{p.pass_name}: {reason}" for p in record.passes for reason in p.skipped]
+        return cls(
+            dtype=str(session.original.dtype).removeprefix("torch."),
+            device=str(session.device),
+            backend=selection.backend.name,
+            backend_why=selection.why,
+            backends_against=selection.reasons_against,
+            graph_mode_asked=session.graph_mode_asked.name,
+            graph_mode_used=session.graph_mode.name,
+            graph_mode_why=session.graph_mode_why,
+            num_graphs=counters.num_graphs,
+            num_breaks=counters.num_breaks,
+            num_recompiles=counters.num_recompiles,
+            matches=record.matches(),
+            skipped=list(dict.fromkeys(skipped)),
+            parity=parity,
+            outputs_vary=parity.varied,
+            ok=parity.ok and (parity.varied or not preset),
+            cache_bytes=sum(t.numel() * t.itemsize for t in session.cache.tensors),
+            graph_bytes=session.graphs.num_bytes if session.graphs is not None else 0,
+            compile_seconds=session.compile_seconds,
+            num_steps=dict(session.num_steps),
+            max_tokens_per_step=session.scheduler.max_tokens_per_step,
+            session=session.report(),
+            **measured,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def print_run(report: RunReport, console: Console) -> None:
+    """The report as a table of two columns."""
+    table = Table(
+        title="attn-ops run", show_header=False, box=None, title_justify="left", padding=(0, 1)
+    )
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _lines(report):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _lines(r: RunReport) -> list[tuple[str, str]]:
+    lines = [
+        ("model", f"{r.model}, {r.dtype}, on {r.device}"),
+        ("backend", f"{r.backend}: {r.backend_why}"),
+        *((f"  not {name}", "; ".join(reasons)) for name, reasons in r.backends_against.items()),
+        (
+            "CUDA graphs",
+            f"{r.graph_mode_asked} asked for, {r.graph_mode_used} used: {r.graph_mode_why}",
+        ),
+        *(("", line) for line in r.session.kinds),
+        (
+            "graphs",
+            f"{r.num_graphs}, {r.num_breaks} breaks, {r.num_recompiles} recompiles after warm-up",
+        ),
+        (
+            "passes",
+            ", ".join(f"{name} {_count(n, 'match', 'matches')}" for name, n in r.matches.items())
+            or "none ran",
+        ),
+        *((("fast prefill", r.session.fast_prefill),) if r.session.fast_prefill else ()),
+        *(("  left alone", reason) for reason in r.skipped),
+        ("parity", _parity(r)),
+        (
+            "outputs vary",
+            f"{'yes' if r.outputs_vary else 'no'}, {r.parity.num_distinct_tokens} distinct tokens",
+        ),
+        ("decode step", f"{_ms(r.steps.eager_ms)} eager"),
+        ("", f"{_ms(r.steps.compiled_ms)} compiled"),
+        ("", _captured(r)),
+        ("tokens", f"{r.tokens_per_second:,.0f} a second, prefill included"),
+        ("memory", f"KV cache {_bytes(r.cache_bytes)}, CUDA graphs {_bytes(r.graph_bytes)}"),
+        ("compile", f"{r.compile_seconds:.1f} s"),
+        ("dump", f"{r.dump}/index.md" if r.dump else "none; --dump DIR writes one"),
+    ]
+    return lines
+
+
+def _parity(r: RunReport) -> str:
+    p = r.parity
+    verdict = "PASS" if r.ok else "FAIL"
+    return (
+        f"{verdict}: tokens identical to Transformers' generate for {p.num_identical} of "
+        f"{_count(p.num_prompts, 'prompt', 'prompts')} "
+        f"(batched, at most {r.max_tokens_per_step} tokens a step); "
+        f"largest logits difference {p.max_logits_difference:.1e}"
+        + (f"; tokens may differ within {p.tolerance:.1e}" if p.tolerance else "")
+    )
+
+
+def _captured(r: RunReport) -> str:
+    if r.steps.captured_ms is not None:
+        return f"{_ms(r.steps.captured_ms)} captured; batch {r.steps.batch}"
+    where = "CPU" if r.device == "cpu" else "not captured"
+    return f"n/a ({where}) captured: {r.graph_mode_why}; batch {r.steps.batch}"
+
+
+def _ms(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.2f} ms"
+
+
+def _count(n: int, one: str, many: str) -> str:
+    return f"{n} {one if n == 1 else many}"
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}"
+        n /= 1024
+    return f"{n:.1f} GiB"
+
+
+def print_backends(rows: list[SupportRow], console: Console) -> None:
+    """The support table, with what keeps a backend from this machine."""
+    table = Table(title="attn-ops backends, in the order of preference", title_justify="left")
+    for name, style in (("backend", "bold"), ("", ""), ("", "")):
+        table.add_column(name, style=style)
+    for row in rows:
+        lines: list[tuple[str, str]] = [*zip(COLUMNS[1:], row.cells[1:], strict=True)]
+        lines.append(("on this machine", row.unavailable or "available"))
+        for i, (name, cell) in enumerate(lines):
+            table.add_row(row.cells[0] if i == 0 else "", name, cell)
+        table.add_section()
+    console.print(table)
+
+
+def backends_as_dicts(rows: list[SupportRow]) -> list[dict[str, Any]]:
+    keys = [column.lower().replace(" ", "_") for column in COLUMNS]
+    return [
+        dict(zip(keys, row.cells, strict=True))
+        | {"available": row.unavailable is None, "reason": row.unavailable}
+        for row in rows
+    ]

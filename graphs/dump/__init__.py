@@ -1,0 +1,1 @@
+"""Everything that compiling wrote, as files and an index of them."""

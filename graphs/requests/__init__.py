@@ -1,0 +1,1 @@
+"""Requests: checked, scheduled into steps, and handed their tokens."""

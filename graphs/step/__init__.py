@@ -1,0 +1,1 @@
+"""One step: its tensors, the model's inputs, and what the device does at its end."""

@@ -17,15 +17,15 @@ from torch.fx import Graph, GraphModule
 
 from fx_passes.base import Pass, Stage
 from fx_passes.config import PassConfig
-from fx_passes.constants import DeviceConstants
-from fx_passes.fast_prefill import FastPrefill
-from fx_passes.flowchart import before_and_after
-from fx_passes.layers import OutlineLayers
 from fx_passes.observe import PassRecord, graph_text, recorders, wants_texts
-from fx_passes.picture import chart_of
-from fx_passes.products import ShareProducts
-from fx_passes.short_products import ShortProducts
-from fx_passes.views import CollapseViews
+from fx_passes.passes.constants import DeviceConstants
+from fx_passes.passes.fast_prefill import FastPrefill
+from fx_passes.passes.layers import OutlineLayers
+from fx_passes.passes.products import ShareProducts
+from fx_passes.passes.short_products import ShortProducts
+from fx_passes.passes.views import CollapseViews
+from fx_passes.pictures.flowchart import before_and_after
+from fx_passes.pictures.picture import chart_of
 
 SLOT = "joint_custom_post_pass"
 """Inductor's slot for the `aten` stage.

@@ -4,6 +4,7 @@ from graphs.capture.dispatch import CudagraphDispatcher
 from graphs.capture.failures import CaptureError
 from graphs.dump.dump import dump
 from graphs.modes import BatchDescriptor, CUDAGraphMode
+from graphs.options import SessionOptions
 from graphs.sampling import SamplingParams
 from graphs.session import DecodeSession, Generation, StepOutput
 from graphs.verify.verifier import VerificationError, Verifier
@@ -16,6 +17,7 @@ __all__ = [
     "DecodeSession",
     "Generation",
     "SamplingParams",
+    "SessionOptions",
     "StepOutput",
     "VerificationError",
     "Verifier",

@@ -103,6 +103,7 @@ class StepLoop:
         A flight stays until all of its tokens are taken. What was launched behind it counts only
         once it has taken its place; the pilot goes on from no other flight.
         """
+        self._look_at_model()
         self._warm_up()
         if self._flight is None:
             step = self.scheduler.next_step()
@@ -115,9 +116,18 @@ class StepLoop:
             num_steps = self._num_steps(captured, [s.request for s in step])
             self._flight = self.pilot.launch(captured, step, num_steps)
         followed = self._followed(self._flight)  # refused: the flight is still there to be landed
-        self.state.check()  # while the device computes
         self._land(self._flight)
         self._flight = followed
+
+    def _look_at_model(self) -> None:
+        """Refuse a model that has changed, or drop its graphs, before anything is launched.
+
+        The device computes meanwhile what was launched before.
+        """
+        if self.state.check() and self.graphs is not None:
+            self._settle()
+            self.pilot.mailbox.clear()
+            self.runner.release()
 
     @exclusive
     def _advance_alone(self) -> None:
@@ -136,6 +146,7 @@ class StepLoop:
     def _advance_drafted(self, drafts: Mapping[int, list[int]]) -> None:
         """A step with drafts, or without where a prompt comes first or the budget is too small."""
         k = self.plan.num_draft_tokens
+        self._look_at_model()
         self._warm_up()
         self._settle()
         step = self.scheduler.next_step()
@@ -179,14 +190,12 @@ class StepLoop:
             return
         self.runner.fill(captured.tensors, step, captured.key.sampling)
         self.runner.launch(captured)
-        self.state.check()  # while the device computes
         self.num_steps["captured"] += 1
         tokens = captured.tensors.device["tokens"][0].tolist()
         rows = len(step[0].draft) + 1
         self.intake.take(step, [tokens[i * rows : (i + 1) * rows] for i in range(len(step))])
 
     def _call(self, step: list[Scheduled]) -> list[list[int]]:
-        self.state.check()
         self.num_steps["called"] += 1
         with self.counters.watching():
             return self.runner.call(step, self._kind(step), logits=self._wants_logits(step))

@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from attn_ops import Backend
+from attn_ops.metadata import KVCacheLayoutType
 from graphs.modes import CUDAGraphMode, checked_capture_sizes, checked_sizes
 from graphs.verify.verifier import Verifier
 
@@ -13,9 +15,34 @@ ON_FAILURE = ("raise", "continue")
 MOST_DRAFT_TOKENS = 32
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """Arguments of `DecodeSession`, which says what they mean; with their defaults filled in.
+    """How a `DecodeSession` runs.
+
+    Attributes:
+        max_batch_size: requests that run at a time; more wait.
+        max_tokens: tokens of one request that the cache may hold; a longer prompt is refused.
+        cudagraph_mode: see `CUDAGraphMode`. If it cannot be had, `graph_mode_why` says why.
+        backend: an attention backend, or its name; None lets `select_backend` choose.
+        block_size: tokens a block of the cache holds.
+        cache_tokens: tokens the cache holds; default: every request of the batch at its longest.
+        max_tokens_per_step: token budget of a step; longer prompts are computed in chunks.
+        capture_sizes: captured batch sizes; default `default_capture_sizes(max_batch_size)`.
+        mixed_capture_sizes: tokens of captured steps with prompts in them, where the mode has any.
+        seed: of the random numbers of requests that bring no seed of their own.
+        kv_cache_dtype: auto, the model's; or fp8_e4m3, fp8_e5m2, scaled by the [1] float32 tensors
+            `k_scale` and `v_scale` that attention modules may have.
+        cache_layout: of `PagedKVCache`.
+        decode_steps: decode steps that the device runs without the host; the tokens are those of 1.
+        num_draft_tokens: k of `verify_draft`; batches of 1 + k tokens a request are captured too.
+        verify: compare replays with calls: "first" of a graph, an int for every so many, "always";
+            a `Verifier` of one's own; None: never. A difference raises `VerificationError`.
+        debug: "eager_replay" runs every step through the capture path, but calls it anew instead of
+            replaying a graph; None. Modes are lowered as on CUDA, but on a CPU only where groups of
+            layers have backends of their own.
+        strict: a mode that cannot be had is a ValueError, and so is on_capture_failure "continue".
+        lazy_capture: capture a size when it is first needed, not all before the first step.
+        on_capture_failure: "raise", or "continue": such steps run uncaptured, and are reported.
 
     Raises:
         ValueError: an argument is out of range, or two contradict each other.
@@ -23,21 +50,40 @@ class SessionOptions:
 
     max_batch_size: int
     max_tokens: int
-    cudagraph_mode: CUDAGraphMode | str
-    block_size: int
-    cache_tokens: int | None
-    max_tokens_per_step: int
-    capture_sizes: Sequence[int] | None
-    mixed_capture_sizes: Sequence[int] | None
-    seed: int
-    kv_cache_dtype: str
-    decode_steps: int
-    num_draft_tokens: int
-    verify: Verifier | str | int | None
-    debug: str | None
-    strict: bool
-    lazy_capture: bool
-    on_capture_failure: str
+    cudagraph_mode: CUDAGraphMode | str = CUDAGraphMode.FULL_DECODE_ONLY
+    backend: str | Backend | None = None
+    block_size: int = 16
+    cache_tokens: int | None = None
+    max_tokens_per_step: int = 2048
+    capture_sizes: Sequence[int] | None = None
+    mixed_capture_sizes: Sequence[int] | None = None
+    seed: int = 0
+    kv_cache_dtype: str = "auto"
+    cache_layout: KVCacheLayoutType | None = None
+    decode_steps: int = 1
+    num_draft_tokens: int = 0
+    verify: Verifier | str | int | None = None
+    debug: str | None = None
+    strict: bool = False
+    lazy_capture: bool = False
+    on_capture_failure: str = "raise"
+
+    @classmethod
+    def of(cls, options: "SessionOptions | None", changes: dict[str, Any]) -> "SessionOptions":
+        """`options` with some fields changed; without, the defaults.
+
+        Raises:
+            TypeError: a field is unknown, or one without a default is missing.
+            ValueError: as of the class.
+        """
+        if options is None:
+            return cls(**changes)
+        if not isinstance(options, cls):
+            raise TypeError(
+                f"options must be SessionOptions or None, got {type(options).__name__}; "
+                "other arguments are given by name"
+            )
+        return dataclasses.replace(options, **changes)
 
     def __post_init__(self) -> None:
         names = ["max_batch_size", "max_tokens", "max_tokens_per_step", "block_size"]

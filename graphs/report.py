@@ -5,22 +5,48 @@
 
 import dataclasses
 import io
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from fx_passes.observe import fast_prefill_line
+from attn_ops.backends.registry import Selection
+from fx_passes.observe import Recorder, fast_prefill_line
+from graphs.ahead import Pilot
 from graphs.capture.failures import CaptureError
-from graphs.capture.graphs import CapturedStep
+from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.levels import NOTHING_BROKEN
 from graphs.capture.memory import GraphMemory, estimate, human
+from graphs.capture.plan import CapturePlan
+from graphs.loop import CompileCounters
 from graphs.modes import BatchDescriptor, CUDAGraphMode
+from graphs.runner import StepRunner
 
-if TYPE_CHECKING:
-    from graphs.capture.plan import CapturePlan
-    from graphs.session import DecodeSession
+
+class Reported(Protocol):
+    """What a report reads of a `DecodeSession`."""
+
+    model: Any
+    original: Any
+    device: torch.device
+    backend_selection: Selection
+    max_batch_size: int
+    decode_steps: int
+    plan: CapturePlan
+    runner: StepRunner
+    pilot: Pilot
+    counters: CompileCounters
+    num_steps: dict[str, int]
+    compile_record: Recorder
+    compile_seconds: float
+
+    @property
+    def graphs(self) -> StepGraphs | None: ...
+
+    @property
+    def capture_sizes(self) -> list[int]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +148,7 @@ class SessionReport:
     num_recompiles: int
 
     @classmethod
-    def of(cls, session: "DecodeSession") -> "SessionReport":
+    def of(cls, session: Reported) -> "SessionReport":
         """What `session` knows of itself."""
         selection, counters, plan = session.backend_selection, session.counters, session.plan
         graphs, verifier = session.graphs, session.runner.verifier
@@ -190,7 +216,7 @@ def in_words(key: BatchDescriptor) -> str:
 # -- what is in use --------------------------------------------------------------------------------
 
 
-def _kinds(plan: "CapturePlan") -> list[str]:
+def _kinds(plan: CapturePlan) -> list[str]:
     """As `ModeResolution` found it; nothing is captured in debugging, or any more."""
     found, used = plan.resolution, plan.used
     if plan.debug is None and used is not CUDAGraphMode.NONE:
@@ -205,7 +231,7 @@ def _kinds(plan: "CapturePlan") -> list[str]:
     return dataclasses.replace(found, asked=plan.asked, modes=modes, broken=broken).lines()
 
 
-def _decode_steps(session: "DecodeSession") -> DecodeSteps:
+def _decode_steps(session: Reported) -> DecodeSteps:
     """N steps in a row need a whole graph that neither the host nor a check comes in between."""
     asked, plan, graphs = session.decode_steps, session.plan, session.graphs
     if asked == 1:
@@ -235,7 +261,7 @@ def _decode_steps(session: "DecodeSession") -> DecodeSteps:
     return DecodeSteps(asked, asked, "; ".join(["no decode graph needs the host", *but]))
 
 
-def _estimated(session: "DecodeSession") -> int | None:
+def _estimated(session: Reported) -> int | None:
     """Bytes for all keys, from shapes; None where nothing is captured or a size is not known."""
     plan, config = session.plan, session.original.config.get_text_config()
     keys = [key for _, key in plan.first_keys()]
@@ -290,7 +316,7 @@ def _captured(r: SessionReport) -> str:
     return f"{memory}, {r.capture_seconds:.2f} s, of {r.num_keys} keys"
 
 
-def _fast_prefill(session: "DecodeSession") -> str | None:
+def _fast_prefill(session: Reported) -> str | None:
     lines = fast_prefill_line(session.compile_record.passes), session.runner.keeps_rows_why
     return "; ".join(line for line in lines if line) or None
 

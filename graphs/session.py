@@ -4,14 +4,15 @@ add -> waiting requests -> StepLoop -> Intake -> step's outputs
 """
 
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
 
-from attn_ops import Backend, PagedKVCache
+from attn_ops import PagedKVCache
 from attn_ops.integrations.merged import check_merged
 from attn_ops.integrations.transformers import (
     Contract,
@@ -19,7 +20,6 @@ from attn_ops.integrations.transformers import (
     check_lengths,
     dynamic_batch,
 )
-from attn_ops.metadata import KVCacheLayoutType
 from fx_passes.backend import start_compile_workers
 from fx_passes.observe import Recorder, recorders, recording
 from graphs.capture.memory import human
@@ -29,6 +29,7 @@ from graphs.context import exclusive, in_surroundings, surroundings
 from graphs.loop import StepLoop
 from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
+from graphs.report import SessionReport
 from graphs.requests.requests import (
     Generation,
     Limits,
@@ -42,11 +43,6 @@ from graphs.requests.scheduler import Scheduler
 from graphs.runner import StepRunner
 from graphs.step.inputs import ModelInputs
 from graphs.verify.model_state import ModelState
-from graphs.verify.verifier import Verifier
-
-if TYPE_CHECKING:
-    from graphs.report import SessionReport
-
 
 logger = logging.getLogger(__name__)
 
@@ -57,29 +53,9 @@ class DecodeSession(StepLoop):
     Args:
         model: a causal model of Transformers with
             `attn_implementation="attn_ops"`, compiled or not.
-        max_batch_size: requests that run at a time; more wait.
-        max_tokens: tokens of one request that the cache may hold; a longer prompt is refused.
-        cudagraph_mode: see `CUDAGraphMode`. If it cannot be had, `graph_mode_why` says why.
-        backend: an attention backend, or its name; None lets `select_backend` choose.
-        block_size: tokens a block of the cache holds.
-        cache_tokens: tokens the cache holds; default: every request of the batch at its longest.
-        max_tokens_per_step: token budget of a step; longer prompts are computed in chunks.
-        capture_sizes: captured batch sizes; default `default_capture_sizes(max_batch_size)`.
-        mixed_capture_sizes: tokens of captured steps with prompts in them, where the mode has any.
-        seed: of the random numbers of requests that bring no seed of their own.
-        kv_cache_dtype: auto, the model's; or fp8_e4m3, fp8_e5m2, scaled by the [1] float32 tensors
-            `k_scale` and `v_scale` that attention modules may have.
-        cache_layout: of `PagedKVCache`.
-        decode_steps: decode steps that the device runs without the host; the tokens are those of 1.
-        num_draft_tokens: k of `verify_draft`; batches of 1 + k tokens a request are captured too.
-        verify: compare replays with calls: "first" of a graph, an int for every so many, "always";
-            a `Verifier` of one's own; None: never. A difference raises `VerificationError`.
-        debug: "eager_replay" runs every step through the capture path, but calls it anew instead of
-            replaying a graph; None. Modes are lowered as on CUDA, but on a CPU only where groups of
-            layers have backends of their own.
-        strict: a mode that cannot be had is a ValueError, and so is on_capture_failure "continue".
-        lazy_capture: capture a size when it is first needed, not all before the first step.
-        on_capture_failure: "raise", or "continue": such steps run uncaptured, and are reported.
+        options: how the session runs; None: the defaults.
+        changes: fields of `SessionOptions`, in place of those of `options`. `max_batch_size` and
+            `max_tokens` have no default.
 
     Attributes:
         backend_selection: the backend, why, and the reasons against the others.
@@ -92,60 +68,16 @@ class DecodeSession(StepLoop):
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        *,
-        max_batch_size: int,
-        max_tokens: int,
-        cudagraph_mode: CUDAGraphMode | str = CUDAGraphMode.FULL_DECODE_ONLY,
-        backend: str | Backend | None = None,
-        block_size: int = 16,
-        cache_tokens: int | None = None,
-        max_tokens_per_step: int = 2048,
-        capture_sizes: Sequence[int] | None = None,
-        mixed_capture_sizes: Sequence[int] | None = None,
-        seed: int = 0,
-        kv_cache_dtype: str = "auto",
-        cache_layout: KVCacheLayoutType | None = None,
-        decode_steps: int = 1,
-        num_draft_tokens: int = 0,
-        verify: Verifier | str | int | None = None,
-        debug: str | None = None,
-        strict: bool = False,
-        lazy_capture: bool = False,
-        on_capture_failure: str = "raise",
+        self, model: torch.nn.Module, options: SessionOptions | None = None, **changes: Any
     ) -> None:
-        options = SessionOptions(
-            max_batch_size=max_batch_size,
-            max_tokens=max_tokens,
-            cudagraph_mode=cudagraph_mode,
-            block_size=block_size,
-            cache_tokens=cache_tokens,
-            max_tokens_per_step=max_tokens_per_step,
-            capture_sizes=capture_sizes,
-            mixed_capture_sizes=mixed_capture_sizes,
-            seed=seed,
-            kv_cache_dtype=kv_cache_dtype,
-            decode_steps=decode_steps,
-            num_draft_tokens=num_draft_tokens,
-            verify=verify,
-            debug=debug,
-            strict=strict,
-            lazy_capture=lazy_capture,
-            on_capture_failure=on_capture_failure,
-        )
+        options = SessionOptions.of(options, changes)
         self.model = model
         self.original: Any = getattr(model, "_orig_mod", model)
         self.device = next(self.original.parameters()).device
         with surroundings(self.device):
-            self._set_up(options, backend, cache_layout)
+            self._set_up(options)
 
-    def _set_up(
-        self,
-        options: SessionOptions,
-        backend: str | Backend | None,
-        cache_layout: KVCacheLayoutType | None,
-    ) -> None:
+    def _set_up(self, options: SessionOptions) -> None:
         verifier, kv_cache_dtype = options.verifier(), options.kv_cache_dtype
         self.vocab_size = self.original.config.get_text_config().vocab_size
         self.max_batch_size, self.max_tokens = options.max_batch_size, options.max_tokens
@@ -157,8 +89,9 @@ class DecodeSession(StepLoop):
         contract = Contract(
             self.original, self.specs, inputs.probe, self.vocab_size, self.max_tokens
         )
-        self.state = ModelState(self.original, contract)
-        self.backend_selection = selected(self.specs, block_size, self.device, backend)
+        compiled = self.model is not self.original or _is_compiled(self.original)
+        self.state = ModelState(self.original, contract, compiled=compiled)
+        self.backend_selection = selected(self.specs, block_size, self.device, options.backend)
         chosen = self.backend_selection.backend
         self.builder = chosen.builder(chosen, self.specs, block_size, self.device)
         self.plan = CapturePlan.of(options, chosen, self.specs, self.device)
@@ -167,7 +100,7 @@ class DecodeSession(StepLoop):
             num_tokens=options.num_cache_tokens,
             block_size=block_size,
             device=self.device,
-            cache_layout=cache_layout,
+            cache_layout=options.cache_layout,
         )
         self.limits = Limits(
             self.vocab_size, self.max_tokens, self.cache.num_usable_tokens, options.seed
@@ -188,6 +121,7 @@ class DecodeSession(StepLoop):
         self._start_loop(scheduler, always_fills=verifier is not None)
         self.compile_record = Recorder()
         self.compile_seconds = 0.0
+        self._adding = threading.Lock()
         self._next_id = 0
         self._requests: dict[int, Request] = {}
         self._warm = False
@@ -213,7 +147,6 @@ class DecodeSession(StepLoop):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    @exclusive
     def add(
         self,
         prompt: Sequence[int],
@@ -235,11 +168,9 @@ class DecodeSession(StepLoop):
             ValueError: the prompt is empty, too long or holds an unknown token, the request can
                 never fit into the cache, or a parameter is out of range. Nothing is queued.
         """
-        (request,) = checked_requests(
-            self._next_id, [prompt], max_new_tokens, sampling, eos, self.limits
-        )
-        self._queue(request)
-        return request.id
+        requests: list[Request] = []
+        self._queue_all(requests, [prompt], max_new_tokens, sampling, eos)
+        return requests[0].id
 
     def result(self, request_id: int) -> Generation | None:
         """The result of a finished request, None while it runs; kept until `discard`.
@@ -279,7 +210,6 @@ class DecodeSession(StepLoop):
         finally:  # and when interrupted there
             self._discard_all(requests)
 
-    @exclusive
     def _queue_all(
         self,
         requests: list[Request],
@@ -288,12 +218,16 @@ class DecodeSession(StepLoop):
         sampling: Mapping[str, Any],
         eos: int | Iterable[int] | None,
     ) -> None:
-        """Queue all prompts, or none; `requests` gets what they have become."""
-        requests += checked_requests(
-            self._next_id, prompts, max_new_tokens, sampling, eos, self.limits
-        )
-        for request in requests:
-            self._queue(request)
+        """Queue all prompts, or none; `requests` gets what they have become.
+
+        No step has to end before: it only takes requests from the queue's other end.
+        """
+        with self._adding:
+            requests += checked_requests(
+                self._next_id, prompts, max_new_tokens, sampling, eos, self.limits
+            )
+            for request in requests:
+                self._queue(request)
 
     def _discard_all(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -380,21 +314,17 @@ class DecodeSession(StepLoop):
             if unseen:
                 self._compile_again()
             return
-        self.state.check()
         bar = tqdm(total=1, desc="compile", unit="model", disable=None, leave=False)
         with bar, recording(self.compile_record), self.counters.watching():
             self._compile()
             bar.update()
-        self.state.settle()
         self.counters.warm()
         if self.graphs is not None and not self.plan.lazy:
             self._capture_first()
         self._warm = True  # last: what was interrupted is done again
 
-    def report(self) -> "SessionReport":
+    def report(self) -> SessionReport:
         """What was asked, what is used and why, graphs and their memory, steps and checks."""
-        from graphs.report import SessionReport
-
         return SessionReport.of(self)
 
     @exclusive
@@ -439,3 +369,8 @@ class DecodeSession(StepLoop):
     def _compile(self) -> None:
         with paused_collector():
             self.compile_seconds = self.runner.compile(dynamic_batch)
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Whether a module in it was compiled in place (`model.compile()`)."""
+    return any(m._compiled_call_impl is not None for m in model.modules())

@@ -60,6 +60,73 @@ def test_import_direction(package):
         )
 
 
+def modules() -> dict[str, Path]:
+    """Product modules by name."""
+    files = [f for package in ALLOWED for f in sorted((ROOT / package).rglob("*.py"))]
+    return {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in files
+    }
+
+
+def imported_modules(name: str, path: Path, known: set[str]) -> set[str]:
+    """Ours that a module imports anywhere: in functions and under TYPE_CHECKING too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {n for n in names & known if n != name and not name.startswith(n + ".")}
+
+
+CYCLES = {
+    "attn_ops.backends.base",
+    "attn_ops.backends.grouped.builder",
+    "attn_ops.backends.measurements",
+    "attn_ops.backends.registry",
+    "attn_ops.metadata",
+    "attn_ops.metadata.attention",
+    "attn_ops.metadata.common",
+    "attn_ops.metadata.validation",
+}
+"""Modules that still import each other, for types or in functions. None may come on top."""
+
+
+def test_no_module_imports_what_imports_it():
+    files = modules()
+    known = set(files)
+    edges = {name: imported_modules(name, path, known) for name, path in files.items()}
+
+    def reached(name: str) -> set[str]:
+        seen, pending = set(), [*edges[name]]
+        while pending:
+            module = pending.pop()
+            if module not in seen:
+                seen.add(module)
+                pending += edges[module]
+        return seen
+
+    in_cycles = {name for name in files if name in reached(name)}
+    assert in_cycles <= CYCLES, sorted(in_cycles - CYCLES)
+
+
+WIDE = {"attn_ops/metadata": 18}
+"""Folders that still hold more than 16 files."""
+
+
+def test_files_and_folders_are_small():
+    folders: dict[str, int] = {}
+    for path in modules().values():
+        lines = path.read_text().count("\n")
+        assert lines <= 400, f"{path.relative_to(ROOT)} has {lines} lines"
+        if path.name != "__init__.py":
+            folder = str(path.parent.relative_to(ROOT))
+            folders[folder] = folders.get(folder, 0) + 1
+    assert {f: n for f, n in folders.items() if n > WIDE.get(f, 16)} == {}
+    assert folders["graphs"] <= 9
+
+
 @pytest.mark.parametrize("package", ALLOWED)
 def test_kernel_libraries_are_not_imported_at_module_level(package):
     for path in sorted((ROOT / package).rglob("*.py")):

@@ -167,7 +167,7 @@ def checked_drafts(
                 f"tokens, got {len(tokens)}"
             )
         checked[request_id] = tokens
-    penalized = (r for r in requests.values() if r.sampling.kind is Sampling.PENALIZED)
+    penalized = (r for r in list(requests.values()) if r.sampling.kind is Sampling.PENALIZED)
     going = next((r.id for r in penalized if not r.finish_reason), None)
     if going is not None:
         raise ValueError(

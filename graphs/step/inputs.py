@@ -63,4 +63,4 @@ class ModelInputs:
         }
         more = {} if attention_mask is None else {"attention_mask": attention_mask}
         with torch.compiler.set_stance("force_eager"):
-            return self.model(**self(tensors, None, []), **more, attn_probe=probe).logits
+            return self.model(**(self(tensors, None, []) | more | {"attn_metadata": probe})).logits

@@ -1,20 +1,21 @@
-"""What of a model may not change while a session lives: modes, configs, hooks and numbers.
+"""What of a model may not change unseen while a session lives: modes, configs, hooks and numbers.
 
-A captured step runs none of the model's Python, and a compiled one runs what was traced. So what
-has changed must change no result; that is tried out. Weights may change in place at any time; where
-they stand is `graphs.capture.addresses`' affair.
+A captured step runs none of the model's Python, and a compiled one runs what was traced. Weights
+may change in place at any time; where they stand is `graphs.capture.addresses`' affair.
 """
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from attn_ops.integrations.merged import MergedViews
-from attn_ops.integrations.transformers import Contract
+from attn_ops.integrations.transformers import PATCHING, Contract
 
 _HOOKS = frozenset(("_forward_hooks", "_forward_pre_hooks"))
 _OWN = frozenset(vars(nn.Module())) - _HOOKS - {"training"}
@@ -35,53 +36,70 @@ _CONTAINERS = (list, dict, set)
 class ModelState:
     """Attributes of modules and configs as they were, compared in few calls.
 
-    Entries that the model changes by itself are left out: see `settle`.
+    What has changed is taken, if the model still keeps its contract: then whoever holds graphs of
+    it must make them anew. Dynamo guards on attributes, but not on hooks, classes and functions:
+    those of a compiled model must stay. What the model changes in its own forward is left out.
 
     Raises:
         ValueError: the model breaks the contract, or autocast is on.
     """
 
-    def __init__(self, model: nn.Module, contract: Contract) -> None:
-        self._model, self._contract = model, contract
+    def __init__(self, model: nn.Module, contract: Contract, *, compiled: bool) -> None:
+        self._model, self._contract, self._compiled = model, contract, compiled
         self._device_type = next(model.parameters()).device.type
-        self._merged = MergedViews(model)
-        self._mine: set[str] = set()
+        self._own: set[str] = set()
         self._check_globals()
         self._remember()
-        self._showed = contract.check()
-        self.settle()
+        self._check_contract()
 
-    def check(self) -> None:
-        """Raise a ValueError that names what has changed.
+    def check(self) -> bool:
+        """Whether something has changed that graphs may have frozen.
 
         For the 32 layers of Llama-3-8B 0.3 ms, while the device computes (H200 host, 2026-11-22).
+
+        Raises:
+            ValueError: the model does not keep its contract any more, a compiled model has other
+                hooks, functions or modules, merged weights were taken apart, or autocast is on.
         """
         self._merged.check()
         self._check_globals()
-        try:
+        if self._stayed():
+            return False
+        with PATCHING:  # a session that is being made has a hook on its model for a while
             if self._stayed():
-                return
-        except (KeyError, RuntimeError, ValueError):
-            pass  # an attribute is gone, or something cannot be compared
-        changed = self._changes()
-        if changed:
-            self._check_harmless(changed)
-        self._remember()  # equal values in other objects
+                return False
+            changed = self._changes()
+            if changed:
+                self._check_change(changed)
+            else:
+                self._remember()  # equal values in other objects
+        return bool(changed)
 
-    def _check_harmless(self, changed: list[str]) -> None:
-        """Raise a ValueError unless the model still does what it did, in every bit."""
-        found = ""
-        try:
-            if self._contract.check().equals(self._showed):
-                return
-        except ValueError as error:
-            found = f": {error}"
-        rest = f" and {len(changed) - 3} more" if changed[3:] else ""
-        raise ValueError(
-            "modules, attributes and hooks that matter must stay where they were, got "
-            f"{'; '.join(changed[:3])}{rest}{found}. Undo it, or make a new DecodeSession; "
-            "supported: weights that change in place"
+    def _check_change(self, changed: list[str]) -> None:
+        shown = "; ".join(changed[:3]) + (f" and {len(changed) - 3} more" if changed[3:] else "")
+        told = (
+            "modules, functions and hooks of the model must stay where they were, got "
+            f"{shown}. Undo it, or make a new DecodeSession"
         )
+        if any(text.startswith("weights.") for text in changed):
+            raise ValueError(told)
+        if self._compiled and any(map(_is_code, changed)):
+            raise ValueError(f"{told}; supported: models that are not compiled")
+        before = dict(vars(self))
+        try:
+            self._remember()
+            self._check_contract()
+        except Exception as error:
+            vars(self).update(before)
+            raise ValueError(f"{told}: {error}") from error
+
+    def _check_contract(self) -> None:
+        """Check it; what the forwards have changed is the model's own."""
+        self._contract.check()
+        changed = {text.partition(" is ")[0] for text in self._changes()}
+        kept = {n for n in changed if n.endswith(".training") or n.startswith("weights.")}
+        self._own |= changed - kept
+        self._remember()
 
     def _check_globals(self) -> None:
         if torch.is_autocast_enabled(self._device_type):
@@ -90,13 +108,9 @@ class ModelState:
                 "model in the dtype that it is to compute in"
             )
 
-    def settle(self) -> None:
-        """Take what has changed since for the model's own doing, and look at it no more."""
-        self._mine |= {text.partition(" is ")[0] for text in self._changes()}
-        self._remember()
-
     def _remember(self) -> None:
-        entries = [e for e in _entries(self._model) if e[0] not in self._mine]
+        self._merged = MergedViews(self._model)
+        entries = [e for e in _entries(self._model) if e[0] not in self._own]
         self._before = {name: _copy(value) for name, _, _, value in entries}
         self._boxes = [value for *_, value in entries if isinstance(value, _CONTAINERS)]
         entries = [e for e in entries if e[2] not in _HOOKS]  # nobody replaces those dicts
@@ -105,9 +119,8 @@ class ModelState:
         self._values = [value for *_, value in entries]
         self._counts = list(map(len, self._boxes))
         self._full = [box for box in self._boxes if box]  # few, as most are hooks
-        self._full_copies = [box.copy() for box in self._full]
-        holders = {id(h): h for h in self._holders}
-        self._dicts = list(holders.values())
+        self._full_copies = [_copy(box) for box in self._full]
+        self._dicts = list({id(h): h for h in self._holders}.values())
         self._lengths = list(map(len, self._dicts))
         modules = list(self._model.modules())
         self._modules, self._types = modules, list(map(type, modules))
@@ -119,19 +132,22 @@ class ModelState:
 
     def _stayed(self) -> bool:
         """Each comparison runs along a list in C."""
-        now = map(operator.getitem, self._holders, self._keys)
-        return (
-            all(map(operator.is_, now, self._values))
-            and list(map(len, self._boxes)) == self._counts
-            and self._full == self._full_copies
-            and list(map(len, self._dicts)) == self._lengths
-            and list(map(type, self._modules)) == self._types
-            and self._class_forwards() == self._forwards
-        )
+        try:
+            now = map(operator.getitem, self._holders, self._keys)
+            return (
+                all(map(operator.is_, now, self._values))
+                and list(map(len, self._boxes)) == self._counts
+                and self._full == self._full_copies
+                and list(map(len, self._dicts)) == self._lengths
+                and list(map(type, self._modules)) == self._types
+                and self._class_forwards() == self._forwards
+            )
+        except (KeyError, RuntimeError, ValueError):
+            return False  # an attribute is gone, or something cannot be compared
 
     def _changes(self) -> list[str]:
         """`name is now, not before` of everything that differs."""
-        now = {n: v for n, _, _, v in _entries(self._model) if n not in self._mine}
+        now = {n: v for n, _, _, v in _entries(self._model) if n not in self._own}
         before = self._before
         changed = [
             f"{name} is {_plain(now.get(name))}, not {_plain(before.get(name))}"
@@ -151,41 +167,65 @@ class ModelState:
         return changed
 
 
-def _entries(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """Name, holder, key and value of every attribute that counts."""
-    configs: dict[int, Any] = {}
+Entry = tuple[str, dict[str, Any], str, Any]
+"""Name, holder, key and value of an attribute."""
+
+
+def _entries(model: nn.Module) -> Iterator[Entry]:
+    """Every attribute that counts; of modules first, then of what they hold."""
+    held: dict[int, tuple[str, Any]] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for key, part in module._modules.items():
             yield f"weights.{prefix}{key}", module._modules, key, part
-        yield from _attributes(prefix, vars(module), configs)
+        yield from _attributes(prefix, vars(module), held)
     done: set[int] = set()
-    while pending := [c for i, c in configs.items() if i not in done]:
-        for config in pending:
-            done.add(id(config))
-            prefix = f"{type(config).__name__}."
-            yield from _attributes(prefix, vars(config), configs)
+    while pending := [(i, *found) for i, found in held.items() if i not in done]:
+        for identity, name, thing in pending:
+            done.add(identity)
+            yield from _attributes(f"{name}.", vars(thing), held)
 
 
 def _attributes(
-    prefix: str, holder: dict[str, Any], configs: dict[int, Any]
-) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    prefix: str, holder: dict[str, Any], held: dict[int, tuple[str, Any]]
+) -> Iterator[Entry]:
     for key, value in holder.items():
         if key not in _IGNORED:
-            if hasattr(value, "model_type") and hasattr(value, "to_dict"):
-                configs[id(value)] = value
+            if _is_record(value):
+                held.setdefault(id(value), (prefix + key, value))
             yield prefix + key, holder, key, value
 
 
+def _is_record(value: Any) -> bool:
+    """A config, or another object that only holds values."""
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return False
+    is_config = hasattr(value, "model_type") and hasattr(value, "to_dict")
+    return is_config or isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value)
+
+
+def _is_code(change: str) -> bool:
+    """Whether Dynamo may not see it: a function, a class or a hook."""
+    name = change.partition(" is ")[0]
+    is_hook = name.rpartition(".")[2] in _HOOKS
+    return is_hook or name.endswith("forward") or "is another" in change
+
+
 def _copy(value: Any) -> Any:
-    return value.copy() if isinstance(value, _CONTAINERS) else value
+    """Containers, and those in them, anew; what they hold stays the same."""
+    if isinstance(value, dict):
+        return {key: _copy(part) for key, part in value.items()}
+    if isinstance(value, list | set):
+        return type(value)(map(_copy, value))
+    return value
 
 
 def _equal(before: Any, now: Any) -> bool:
     """Whether two values mean the same; what cannot be compared must be the same object."""
     if before is now:
         return True
-    if type(before) is not type(now) or isinstance(before, torch.Tensor | nn.Module):
+    alike = type(before) is type(now) or (isinstance(before, dict) and isinstance(now, dict))
+    if not alike or isinstance(before, torch.Tensor | nn.Module):
         return False
     try:
         return bool(before == now) or (before != before and now != now)  # NaN
@@ -194,4 +234,4 @@ def _equal(before: Any, now: Any) -> bool:
 
 
 def _plain(value: Any) -> str:
-    return f"{value!r:.60}"
+    return type(value).__name__ if isinstance(value, nn.Module) else f"{value!r:.60}"

@@ -8,9 +8,10 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
-from fx_passes import attn_ops, constants, recording
-from fx_passes.constants import DeviceConstants
+from fx_passes import attn_ops, recording
 from fx_passes.observe import graph_text
+from fx_passes.passes import constants
+from fx_passes.passes.constants import DeviceConstants
 
 META = torch.zeros(3, 4, device="meta")
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fx_passes
 from fx_passes import PassConfig, recording
-from fx_passes.fast_prefill import FastPrefill
+from fx_passes.passes.fast_prefill import FastPrefill
 
 OWN = {"plain": Plain, "yoco": Yoco, "two stages": TwoStage}
 FAMILIES = ["llama", "qwen3", "gemma3n", "gemma4"]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fx_passes import PassConfig, attn_ops, recording
-from fx_passes.layers import OutlineLayers
+from fx_passes.passes.layers import OutlineLayers
 
 
 class Layer(nn.Module):

@@ -18,9 +18,9 @@ from torch.nn import functional
 import fx_passes
 import graphs
 from attn_ops import Attention, CommonAttentionMetadata, PagedKVCache, get_backend
-from fx_passes.fast_prefill import FastPrefill
-from fx_passes.flowchart import Chart, Kind, Rows, before_and_after
-from fx_passes.picture import chart_of, mermaid
+from fx_passes.passes.fast_prefill import FastPrefill
+from fx_passes.pictures.flowchart import Chart, Kind, Rows, before_and_after
+from fx_passes.pictures.picture import chart_of, mermaid
 
 DOC = Path(__file__).parents[2] / "docs" / "fast_prefill.md"
 

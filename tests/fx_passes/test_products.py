@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fx_passes.products import ShareProducts
+from fx_passes.passes.products import ShareProducts
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fx_passes.row_rules import RULES, Call, expression, row_dim, why_not
+from fx_passes.analysis.row_rules import RULES, Call, expression, row_dim, why_not
 
 T = 7
 

@@ -5,7 +5,7 @@ import torch
 from fast_prefill_models import compiled
 
 from fx_passes import attn_ops, recording
-from fx_passes.short_products import ShortProducts
+from fx_passes.passes.short_products import ShortProducts
 
 aten = torch.ops.aten
 T, H = 6, 8

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from fx_passes.views import CollapseViews
+from fx_passes.passes.views import CollapseViews
 
 aten = torch.ops.aten
 

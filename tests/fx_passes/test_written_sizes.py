@@ -5,7 +5,7 @@ import torch
 from fast_prefill_models import Batches, Plain, compare, compiled, eager_backend, seeded
 
 import fx_passes
-from fx_passes.fast_prefill import _inferred
+from fx_passes.passes.fast_prefill import _inferred
 
 SHAPES = {
     "sizes": ("view", (1, 5, -1, 4), {}, (1, 5, 3, 4)),

@@ -4,15 +4,13 @@ Every model here gave other tokens than its own `generate`, silently, before it 
 """
 
 import copy
-import threading
 
 import pytest
 import torch
 from torch import nn
 
 import fx_passes
-from attn_ops.integrations.merged import merge_projections
-from attn_ops.integrations.transformers import attention_specs, dynamic_batch
+from attn_ops.integrations.transformers import attention_specs
 from graphs import DecodeSession
 from graphs.app.parity import Reference
 
@@ -71,7 +69,7 @@ def test_logits_are_counted_at_every_step(model):
     session = session_of(model)
     session.generate(PROMPTS, 2)
     of_class(model, forward=ignores_rows)
-    session.state.check = lambda: None  # which would refuse it first
+    session.state.check = lambda: False  # which would refuse it first
     with pytest.raises(ValueError, match="logits must have shape"):
         session.generate(PROMPTS, 2)
 
@@ -299,194 +297,3 @@ def test_positions_counted_by_the_model(model):
 def test_what_rows_do_alone_is_theirs(model):
     model.model.layers[1] = Around(model.model.layers[1], lambda x: x.tanh() * 3)
     session_of(model)
-
-
-# -- the model stays as it was ---------------------------------------------------------------------
-
-CHANGES = {
-    "another implementation": lambda m: m.set_attn_implementation("eager"),
-    "another layer's cache": lambda m: setattr(m.model.layers[1].self_attn, "layer_idx", 2),
-    "training": lambda m: m.train(),
-    "a number": lambda m: setattr(m.model.layers[0].self_attn, "scaling", 0.9),
-    "a function": lambda m: setattr(m.model.layers[0].mlp, "forward", torch.tanh),
-    "a hook": lambda m: m.model.layers[2].register_forward_hook(lambda *a: a[2] * 2),
-    "a module": lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.ReLU()),
-    "a layer less": lambda m: setattr(m.config, "num_hidden_layers", 3),
-}
-
-
-@pytest.mark.parametrize("mode", ["called", "captured", "before"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_model_that_changes(model, name, mode):
-    """A step refuses it, hands nothing out, and goes on where it was once that is undone."""
-    options = {"debug": "eager_replay"} if mode == "captured" else {}
-    session = session_of(model, **options)
-    if mode != "before":
-        session.add(PROMPTS[0], 8)
-        for _ in range(3):
-            session.step()
-    CHANGES[name](model)
-    with pytest.raises(ValueError, match="must stay where they were"):
-        session.generate(PROMPTS, 2) if mode == "before" else session.step()
-
-
-HARMLESS = {
-    "training of a layer": lambda m: m.model.layers[1].train(),
-    "a note": lambda m: setattr(m.model.layers[0], "notes", [1]),
-    "a config that nothing reads": lambda m: setattr(m.config, "rms_norm_eps", 1.0),
-    "a hook that looks": lambda m: m.model.layers[2].register_forward_hook(lambda *a: None),
-    "an equal number": lambda m: setattr(m.model.layers[0].self_attn, "scaling", float("0.25")),
-}
-
-
-@pytest.mark.parametrize("debug", [None, "eager_replay"])
-def test_changes_that_change_nothing(model, debug):
-    reference = Reference(model)
-    wanted = [reference.generate(p, 6)[0] for p in PROMPTS]
-    session = session_of(model, debug=debug)
-    for change in HARMLESS.values():
-        change(model)
-        assert [r.token_ids for r in session.generate(PROMPTS, 6)] == wanted
-
-
-@pytest.mark.parametrize("debug", [None, "eager_replay"])
-def test_a_change_that_is_undone(model, debug):
-    reference = Reference(model)
-    wanted = reference.generate(PROMPTS[1], 8)[0]
-    session = session_of(model, debug=debug)
-    request = session.add(PROMPTS[1], 8)
-    session.step()
-    model.train()
-    with pytest.raises(ValueError, match=r"training is True, not False"):
-        session.step()
-    model.eval()
-    while session.num_unfinished:
-        session.step()
-    assert session.result(request).token_ids == wanted
-
-
-def test_weights_change_in_place(model):
-    session = session_of(model)
-    session.generate(PROMPTS, 2)
-    with torch.no_grad():
-        model.lm_head.weight.normal_(0, 0.2)
-    reference = Reference(model)
-    wanted = [reference.generate(p, 6)[0] for p in PROMPTS]
-    assert [r.token_ids for r in session.generate(PROMPTS, 6)] == wanted
-
-
-def test_autocast(model):
-    session = session_of(model)
-    session.add(PROMPTS[0], 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        refuses(model, "autocast must be off")
-        with pytest.raises(ValueError, match="autocast must be off"):
-            session.step()
-
-
-def test_models_in_training_mode(model):
-    refuses(model.train(), "model.training must be False, got True; call model.eval()")
-    model.eval().model.layers[2].mlp.train()  # nothing in it draws
-    session_of(model)
-    model.model.layers[2].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
-    refuses(model, "model.layers.2.mlp.act_fn.1.training must be False")
-
-
-def test_residual_dropout(make_model):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.PhiConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
-        intermediate_size=96, resid_pdrop=0.3, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
-    refuses(model.train(), "training must be False")
-    session = session_of(model.eval())
-    model.train()
-    with pytest.raises(ValueError, match="training is True"):
-        session.generate(PROMPTS, 2)
-
-
-# -- merged weights --------------------------------------------------------------------------------
-
-REPLACED = {
-    "data": lambda layer: setattr(layer.weight, "data", layer.weight.data.clone()),
-    "parameter": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.clone())),
-}
-
-
-@pytest.mark.parametrize("kind", REPLACED)
-@pytest.mark.parametrize("debug", [None, "eager_replay"])
-def test_merged_weights_that_are_taken_apart(model, kind, debug):
-    assert merge_projections(model) == 8
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    session = session_of(compiled, debug=debug)
-    session.generate(PROMPTS, 2)
-    REPLACED[kind](model.model.layers[1].self_attn.k_proj)
-    with pytest.raises(
-        ValueError, match=r"k_proj.weight (must be a view of its merged|at another)"
-    ):
-        session.generate(PROMPTS, 2)
-
-
-# -- one thread at a time --------------------------------------------------------------------------
-
-
-def test_threads_step_in_turn(model):
-    reference = Reference(model)
-    wanted = [reference.generate(p, 12)[0] for p in PROMPTS]
-    session = session_of(model)
-    ids = [session.add(p, 12) for p in PROMPTS]
-    outputs, errors, start = [], [], threading.Barrier(3)
-
-    def steps():
-        start.wait()
-        try:
-            while session.num_unfinished:
-                outputs.extend(session.step())
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=steps) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert [session.result(i).token_ids for i in ids] == wanted
-    assert len(outputs) == sum(map(len, wanted))
-    assert session.cache.num_free_blocks == session.cache.num_blocks - 1
-
-
-def test_a_hook_that_steps(model):
-    session = session_of(model)
-    session.warm_up()
-    layer, calls = model.model.layers[1], []
-
-    def hook(*args):
-        calls.append(session.add([1], 1))
-
-    layer.register_forward_hook(hook)
-    session.state.settle()  # the hook is known
-    session.add(PROMPTS[0], 4)
-    with pytest.raises(RuntimeError, match=r"add\(\) must not be called from inside a step"):
-        session.step()
-    assert not calls
-
-
-def test_patches_of_two_threads_are_undone():
-    before = torch._debug_has_internal_overlap
-    tensors = [torch.zeros(1, 4, dtype=torch.int64) for _ in range(4)]
-    first_in, first_out = threading.Event(), threading.Event()
-
-    def first():
-        with dynamic_batch(tensors[0], tensors[1]):
-            first_in.set()
-            first_out.wait(0.2)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    first_in.wait()
-    with dynamic_batch(tensors[2], tensors[3]):  # waits for the first
-        first_out.set()
-    thread.join()
-    assert torch._debug_has_internal_overlap is before

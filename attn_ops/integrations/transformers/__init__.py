@@ -15,6 +15,7 @@ Tokens of all requests stand in one row: input_ids and position_ids are [1, T]. 
 """
 
 from attn_ops.integrations.transformers.batch import (
+    PATCHING,
     PackedPositions,
     check_lengths,
     counts_positions,
@@ -35,6 +36,7 @@ from attn_ops.integrations.transformers.specs import attention_specs, cross_atte
 
 __all__ = [
     "NAME",
+    "PATCHING",
     "AttentionProbe",
     "Contract",
     "PackedPositions",

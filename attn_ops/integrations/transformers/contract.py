@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
+from attn_ops.integrations.transformers.batch import PATCHING
 from attn_ops.integrations.transformers.layers import shares_cache
 from attn_ops.integrations.transformers.masks import check_masks
 from attn_ops.integrations.transformers.probe import ProbedCall
@@ -21,8 +22,8 @@ from attn_ops.integrations.transformers.rows import (
     NUM_ROWS,
     Forward,
     Probes,
-    Run,
     check_rows,
+    embedding_of,
     module_names,
 )
 from attn_ops.integrations.transformers.specs import attention_layers
@@ -46,7 +47,7 @@ _HARMLESS = frozenset(
         "use_cache",
     )
 )
-"""Keywords of attention functions that change nothing of what is computed."""
+"""Keywords of attention functions that change nothing of what is computed; so do flags."""
 
 
 class Contract:
@@ -69,14 +70,18 @@ class Contract:
         longest: int,
     ) -> None:
         self.model, self.specs, self.vocab_size, self.longest = model, specs, vocab_size, longest
+        self._caches: list[int] | None = None  # in the order in which layers attend to them
         self._probes = Probes(model, forward, vocab_size, max(1, min(NUM_ROWS, longest)))
 
-    def check(self) -> Run:
-        """What the model did with a few rows in order; equal, while it stays as it is.
+    def check(self) -> None:
+        """Raise a ValueError unless batches give what the model alone gives.
 
-        Raises:
-            ValueError: batches over paged caches would not give what the model alone gives.
+        One thread at a time: masks and Dynamo's stance are the process's.
         """
+        with PATCHING:
+            self._check()
+
+    def _check(self) -> None:
         check_eval(self.model)
         _check_embeddings(self.model, self.vocab_size)
         layers = attention_layers(self.model)
@@ -93,7 +98,13 @@ class Contract:
                 )
             check_rows(first, run, self._probes)
         _check_columns(first.logits, self.vocab_size)
-        return first
+        caches = [call.cache for call in first.calls]
+        if self._caches not in (None, caches):
+            raise ValueError(
+                f"layers must attend to the caches {self._caches}, as when this was first checked, "
+                f"got {caches}"
+            )
+        self._caches = caches
 
 
 def check_contract(
@@ -199,7 +210,7 @@ def _check_extras(call: ProbedCall) -> None:
     passed = {
         key: value
         for key, value in call.extras.items()
-        if value is not None and value is not False and key not in _HARMLESS
+        if not isinstance(value, bool | str | None) and key not in _HARMLESS
     }
     if passed:
         raise ValueError(
@@ -211,7 +222,7 @@ def _check_extras(call: ProbedCall) -> None:
 
 def _check_embeddings(model: Any, vocab_size: int) -> None:
     """Every token that a request may hold can be looked up."""
-    count = getattr(model.get_input_embeddings(), "num_embeddings", vocab_size)
+    count = getattr(embedding_of(model), "num_embeddings", vocab_size)
     if count < vocab_size:
         raise ValueError(
             f"input embeddings must have the config's vocab_size {vocab_size}, got {count}"

@@ -61,7 +61,6 @@ def attention_forward(
     cross_kv_caches: Sequence[torch.Tensor] | None = None,
     cross_slot_mapping: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
-    attn_probe: AttentionProbe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of one layer, as Transformers calls it.
@@ -69,30 +68,24 @@ def attention_forward(
     query [1, N, T, H], key and value [1, K, T, H], s_aux the sinks [N] (GPT-OSS). Causal layers
     attend over `kv_caches`; one that shares another's cache writes nothing, and its key and value
     are not read. Others attend over `cross_kv_caches` if they are given, where key and value are
-    the encoder's, [1, K, E, H], and else, without any caches, over key and value. An `attn_probe`
-    is shown the call, and stands in for the operators.
+    the encoder's, [1, K, E, H], and else, without any caches, over key and value. An
+    `AttentionProbe` as metadata is shown the call, and stands in for the operators.
 
     Returns:
         [1, T, N, H] and None (no attention weights).
     """
     causal = is_causal(module) and kwargs.get("is_causal") is not False
-    options = {"sliding_window": sliding_window, "soft_cap": softcap, "sinks": s_aux}
-    if attn_probe is not None:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options: dict[str, Any] = {"sliding_window": sliding_window, "soft_cap": softcap}
+    options["sinks"] = s_aux
+    probe: Any = attn_metadata
+    if not torch.compiler.is_compiling() and isinstance(probe, AttentionProbe):
         _refuse_ignored(None, dropout, kwargs)
-        call = ProbedCall(
-            attn_probe.name(module),
-            module,
-            cache_index(module),
-            _rows(query),
-            _rows(key),
-            _rows(value),
-            _spec_of_call(module, query, key, causal, options),
-            scale,
-            attention_mask,
-            kwargs,
-        )
-        return attn_probe.attend(call), None
+        spec = _spec_of_call(module, query, key, causal, options)
+        rows = _rows(query), _rows(key), _rows(value)
+        index, name = cache_index(module), probe.name(module)
+        call = ProbedCall(name, module, index, *rows, spec, scale, attention_mask, kwargs)
+        return probe.attend(call), None
     _refuse_ignored(attention_mask, dropout, kwargs)
     if query.shape[0] != 1:
         raise ValueError(
@@ -108,7 +101,6 @@ def attention_forward(
         raise ValueError(f"{name} must be an AttentionMetadata with its caches, got None")
     _check_batch(name, causal, meta)
     q_TNH = _rows(query)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():  # eager has checked it, and calls with fewer options faster
         options["causal"] = causal
     if caches is None:

@@ -35,7 +35,7 @@ class ProbedCall:
 
 
 class AttentionProbe:
-    """Forward keyword `attn_probe`: takes the calls of attention in place of the operators.
+    """Takes the calls of attention in place of the operators: the keyword `attn_metadata`.
 
     Args:
         names: of modules, by id.
@@ -54,6 +54,11 @@ class AttentionProbe:
     def attend(self, call: ProbedCall) -> torch.Tensor:
         """[1, T, N, H]: of each row a mixture of what it brought."""
         self.calls.append(call)
+        if call.k.shape[0] != call.q.shape[0] or call.v.shape[0] != call.q.shape[0]:
+            raise ValueError(
+                f"{call.name} must attend over a key a row, got {call.k.shape[0]} keys and "
+                f"{call.v.shape[0]} values for {call.q.shape[0]} rows; supported: no prefixes"
+            )
         groups = call.q.shape[1] // call.k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (call.k, call.v))
         out = v.clone()  # a position is in q and k alone, and may not cancel out

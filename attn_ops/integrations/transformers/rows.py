@@ -3,7 +3,10 @@
 T rows of the batch, R rows whose logits are wanted, V vocabulary.
 """
 
+import contextlib
 import dataclasses
+import threading
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -49,16 +52,6 @@ class Run:
             found += [(f"{part} of {call.name}", x) for part, x in parts]
         return found
 
-    def equals(self, other: "Run") -> bool:
-        """Whether the same layers asked for the same, of equal numbers."""
-        if [call.asked() for call in self.calls] != [call.asked() for call in other.calls]:
-            return False
-        mine, its = ([x for _, x in run.traces()] + [run.logits] for run in (self, other))
-        return all(
-            a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-            for a, b in zip(mine, its, strict=True)
-        )
-
 
 class Probes:
     """The forwards."""
@@ -78,14 +71,22 @@ class Probes:
         with tagged_masks(NAME):
             try:
                 return self._run(self.rows, self.rows, mask)
-            except ValueError:
-                raise
-            except Exception:  # of a model that takes no mask
-                return self._run(self.rows, self.rows)
+            except TypeError as error:
+                if "unexpected keyword" not in str(error):
+                    raise
+                return self._run(self.rows, self.rows)  # the model takes no mask
 
     def some(self) -> Run:
-        """Fewer rows in another order, one of them NaN: whatever reads it becomes NaN."""
-        return self._spoilt(float("nan"))
+        """Fewer rows in another order, one of them NaN: whatever reads it becomes NaN.
+
+        Finite, where somebody's hook takes no NaN.
+        """
+        try:
+            return self._spoilt(float("nan"))
+        except ValueError:
+            raise
+        except Exception:
+            return self.another()
 
     def another(self) -> Run:
         """The same with a finite row in its place."""
@@ -138,27 +139,35 @@ def _ordinary_tokens(model: Any, vocab_size: int, count: int) -> torch.Tensor:
     return torch.tensor([ordinary[(7 * i + 3) % len(ordinary)] for i in range(count)])
 
 
-class _spoiling:
-    """Multiplies one row of the embedded tokens, inside the block."""
+@contextlib.contextmanager
+def _spoiling(model: Any, row: int | None, num_rows: int, factor: float) -> Iterator[None]:
+    """Multiplies one row of the embedded tokens, inside the block and in this thread."""
+    embedding, thread = embedding_of(model), threading.get_ident()
 
-    def __init__(self, model: Any, row: int | None, num_rows: int, factor: float) -> None:
-        self.model, self.row, self.num_rows, self.factor = model, row, num_rows, factor
-
-    def __enter__(self) -> None:
-        self.handle = None
-        if self.row is not None:
-            self.handle = self.model.get_input_embeddings().register_forward_hook(self._spoil)
-
-    def __exit__(self, *error: object) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-
-    def _spoil(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if output.dim() != 3 or output.shape[1] != self.num_rows:
+    def spoil(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        mine = threading.get_ident() == thread
+        if not mine or output.dim() != 3 or output.shape[1] != num_rows:
             return output
         spoilt = output.clone()
-        spoilt[:, self.row] *= self.factor
+        spoilt[:, row] *= factor
         return spoilt
+
+    if row is None or embedding is None:
+        yield
+        return
+    handle = embedding.register_forward_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def embedding_of(model: Any) -> Any:
+    """The input embeddings; None, where the model does not tell."""
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def check_rows(first: Run, run: Run, probes: Probes) -> None:

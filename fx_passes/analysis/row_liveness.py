@@ -21,8 +21,16 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from fx_passes.fake_run import ATTENTION, FakeRun, NotApplicableError, namespace
-from fx_passes.row_rules import Call, aten, expression, mentions, row_dim, tensors_of, why_not
+from fx_passes.analysis.fake_run import ATTENTION, FakeRun, NotApplicableError, namespace
+from fx_passes.analysis.row_rules import (
+    Call,
+    aten,
+    expression,
+    mentions,
+    row_dim,
+    tensors_of,
+    why_not,
+)
 
 
 class Need(enum.IntEnum):

@@ -18,10 +18,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from fx_passes.flowchart import Box, Chart, Kind, Rows, telling_layers
+from fx_passes.analysis.row_liveness import storage
+from fx_passes.analysis.row_rules import expression, tensors_of
+from fx_passes.pictures.flowchart import Box, Chart, Kind, Rows, telling_layers
 from fx_passes.regions import mutated_storages
-from fx_passes.row_liveness import storage
-from fx_passes.row_rules import expression, tensors_of
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.(.*))?$")
 """A module path up to its first number, and the rest."""

@@ -7,8 +7,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten
 from fx_passes.base import Pass
-from fx_passes.graph_ops import PRODUCTS, VIEWS, aten
 
 _SHORT = 4
 """Terms of a sum, and its rows or columns. AltUp has 4; where the limit lies best was not measured.

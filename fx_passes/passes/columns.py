@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.fake_run import run_node
-from fx_passes.row_liveness import storage
-from fx_passes.row_rules import expression, tensors_of
+from fx_passes.analysis.fake_run import run_node
+from fx_passes.analysis.row_liveness import storage
+from fx_passes.analysis.row_rules import expression, tensors_of
 
 _LEAST = 0.25
 """A copy of what stays is made if at least this part goes. A choice, not a measurement."""

@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch.fx import Graph, Node
 
+from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten
 from fx_passes.base import Pass
-from fx_passes.graph_ops import PRODUCTS, VIEWS, aten
 
 _WRITTEN_WHOLE = PRODUCTS | {torch.ops.attn_ops.attention.default, aten.cat.default}
 """Producers of contiguous tensors in their own memory; chains that start elsewhere stay."""

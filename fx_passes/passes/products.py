@@ -3,8 +3,8 @@
 import torch
 from torch.fx import Graph, Node
 
+from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS
 from fx_passes.base import Pass
-from fx_passes.graph_ops import PRODUCTS, VIEWS
 
 _PURE = PRODUCTS | VIEWS
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from fx_passes.row_rules import tensors_of
+from fx_passes.analysis.row_rules import tensors_of
 
 ATTENTION = (torch.ops.attn_ops.attention.default, torch.ops.attn_ops.attention_with_lse.default)
 """Rows of q attend by themselves; a reduced batch tells where they stand."""

@@ -13,12 +13,12 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
+from fx_passes.analysis.fake_run import ATTENTION, NotApplicableError, fake_execution, run_node
+from fx_passes.analysis.row_liveness import Liveness, OneRowError, Selection, analyse, storage
+from fx_passes.analysis.row_rules import expression, tensors_of
 from fx_passes.base import Pass
-from fx_passes.columns import keep_read_columns
 from fx_passes.config import PassConfig
-from fx_passes.fake_run import ATTENTION, NotApplicableError, fake_execution, run_node
-from fx_passes.row_liveness import Liveness, OneRowError, Selection, analyse, storage
-from fx_passes.row_rules import expression, tensors_of
+from fx_passes.passes.columns import keep_read_columns
 
 
 class FastPrefill(Pass):

@@ -1,0 +1,1 @@
+"""What passes must know of a graph: rows, shapes, operators."""

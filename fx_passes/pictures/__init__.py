@@ -1,0 +1,1 @@
+"""Graphs as flowcharts, before and after a pass."""

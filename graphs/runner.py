@@ -153,6 +153,10 @@ class StepRunner:
             self._kept[key] = self._logits_RV
         return captured
 
+    def is_captured(self, key: BatchDescriptor) -> bool:
+        """Whether `captured` finds a graph of `key`, or a failure to capture it."""
+        return self.graphs is not None and key in self.graphs
+
     def launch(self, captured: CapturedStep, *, weights: bool = True) -> None:
         """Replay on what the tensors hold; compare with a call if the verifier wants to.
 

@@ -95,6 +95,8 @@ def run(program: Program) -> Outcome:
         return Outcome("invalid", str(error))
     try:
         wrong = _judged(program, served, expected)
+    except truth.BadTruth as error:
+        return Outcome("invalid", str(error), did)
     except Exception as error:
         return Outcome("crash", f"of the judge: {_told(error)}", did)
     if wrong:

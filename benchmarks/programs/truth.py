@@ -49,10 +49,15 @@ def switched(old: Any, new: Any, ids: Sequence[int], at: int, around: Any) -> Ro
         if at:
             first = torch.tensor([ids[:at]])
             parts.append(old(input_ids=first, past_key_values=cache, use_cache=True).logits[0])
+            if cache.get_seq_length() != at:  # Transformers takes masks from the first layer's
+                raise BadTruth("the first layer keeps no keys")
         if at < len(ids):
             rest = torch.tensor([ids[at:]])
+            positions = torch.arange(at, len(ids))[None]  # a skipped first layer counts none
             with around():
-                out = new(input_ids=rest, past_key_values=cache, use_cache=True)
+                out = new(
+                    input_ids=rest, position_ids=positions, past_key_values=cache, use_cache=True
+                )
             parts.append(out.logits[0])
     logits = torch.cat(parts)
     return lambda num_tokens: _finite(logits[num_tokens - 1])

@@ -94,6 +94,10 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._captured)
 
+    def __contains__(self, key: object) -> bool:
+        """Whether the key is captured, or has failed."""
+        return key in self._captured or key in self.failures
+
     def __iter__(self):
         return iter(self._captured.values())
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook
 
 import fx_passes
 from attn_ops import Backend, CommonAttentionMetadata, get_backend
@@ -332,7 +333,10 @@ class Fault:
             return lambda: monkeypatch.setattr(runner, "argmax", argmax)
         layers = session.original.model.layers
         layer = layers[0 if place == "first layer" else -1].mlp
-        return layer.register_forward_hook(lambda module, inputs, out: self.how(out)).remove
+        # For all modules: a hook on the layer would be a change of the model, whose graphs go.
+        return register_module_forward_hook(
+            lambda module, inputs, out: self.how(out) if module is layer else None
+        ).remove
 
 
 FAULTS = {

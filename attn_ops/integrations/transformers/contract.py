@@ -1,4 +1,4 @@
-"""What a model must do to be decoded over a paged cache: checked by three forwards of a few rows.
+"""What a model must do to be decoded over a paged cache: checked by forwards of a few rows.
 
 A packed batch holds rows of several requests. It gives each request what the model alone would,
 if rows meet in attention only, each layer attends once over a cache of its own, and what it asks
@@ -89,7 +89,7 @@ class Contract:
         names = module_names(self.model)
         _check_calls(first.calls, layers, self.specs, names)
         check_masks(first.calls, self.longest)
-        for run in (self._probes.some(), self._probes.single()):
+        for run in (self._probes.some(), *self._probes.parts()):
             _check_calls(run.calls, layers, self.specs, names)
             if [c.asked() for c in run.calls] != [c.asked() for c in first.calls]:
                 raise ValueError(

@@ -366,8 +366,12 @@ def _truths(program: Program, ids: tuple[int, ...], num_prompt: int, at: int) ->
     around = contextlib.nullcontext
     if any(name == "autocast" for name, _ in program.changes):
         around = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
-    with contextlib.suppress(Exception):
+    try:
         yield truth.switched(old, new, ids, min(at, len(ids)), around)
+    except truth.BadTruth:  # no truth to judge by
+        raise
+    except Exception:
+        pass
     by_old, by_new = truth.recomputed(old, ids), truth.recomputed(new, ids)
 
     def rows(num_tokens: int) -> torch.Tensor:

@@ -194,3 +194,10 @@ def test_heads_must_group(num_heads, num_kv_heads):
         ValueError, match=f"num_heads must be a multiple of num_kv_heads, got {num_heads}"
     ):
         AttentionSpec(num_heads, num_kv_heads, 8, torch.float32)
+
+
+def test_negative_blocks_are_refused_where_tokens_stand():
+    with pytest.raises(ValueError, match=r"got block_table\[1\]\[0\]=-1"):
+        CommonAttentionMetadata.from_lengths([1, 1], [3, 2], [[1, -7], [-1, 2]], 4)
+    table = [[1, -7], [2, -1]]  # behind the tokens anything may stand
+    assert CommonAttentionMetadata.from_lengths([1, 1], [3, 2], table, 4).num_reqs == 2

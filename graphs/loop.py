@@ -140,6 +140,7 @@ class StepLoop:
             self._settle()
             self.pilot.mailbox.clear()
             self.runner.release()
+        self.state.stale = False
         self._looked = True
 
     def _look_behind(self, flight: Flight) -> bool:
@@ -159,6 +160,7 @@ class StepLoop:
         if changed:
             self.pilot.mailbox.clear()
             self.runner.release()
+            self.state.stale = False
         return changed
 
     @exclusive

@@ -48,6 +48,7 @@ class ModelState:
         self._model, self._contract, self._compiled = model, contract, compiled
         self._device_type = next(model.parameters()).device.type
         self._own: set[str] = set()
+        self.stale = False  # graphs are older than the model; whoever drops them says so
         self._check_globals()
         self._remember()
         self._check_contract()
@@ -64,16 +65,16 @@ class ModelState:
         self._merged.check()
         self._check_globals()
         if self._stayed():
-            return False
+            return self.stale
         with PATCHING:  # a session that is being made has a hook on its model for a while
             if self._stayed():
-                return False
+                return self.stale
             changed = self._changes()
             if changed:
                 self._check_change(changed)
             else:
                 self._remember()  # equal values in other objects
-        return bool(changed)
+        return self.stale
 
     def _check_change(self, changed: list[str]) -> None:
         shown = "; ".join(changed[:3]) + (f" and {len(changed) - 3} more" if changed[3:] else "")
@@ -87,10 +88,13 @@ class ModelState:
             raise ValueError(f"{told}; supported: models that are not compiled")
         before = dict(vars(self))
         try:
+            self.stale = True
             self._remember()
             self._check_contract()
-        except Exception as error:
+        except BaseException as error:  # interrupted, too: nothing has been checked
             vars(self).update(before)
+            if not isinstance(error, Exception):
+                raise
             raise ValueError(f"{told}: {error}") from error
 
     def _check_contract(self) -> None:

@@ -18,8 +18,7 @@ from attn_ops import (
     varlen_metadata,
     write_kv,
 )
-
-from .features import (
+from tests.conformance.features import (
     CROSS,
     FEATURES,
     LENGTHS,

@@ -1,1 +1,0 @@
-"""A package, so that its test_session.py and the one in tests/graphs have different names."""

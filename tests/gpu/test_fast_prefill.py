@@ -9,8 +9,7 @@ import torch
 import fx_passes
 from attn_ops import AttentionSpec, CommonAttentionMetadata, PagedKVCache, attention, get_backend
 from graphs import DecodeSession
-
-from . import graph_cases as cases
+from tests.gpu import graph_cases as cases
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,8 @@ from attn_ops import get_backend, register_backend
 from attn_ops.backends import registry
 from graphs.capture.failures import CaptureError, Failure
 from graphs.verify.verifier import VerificationError
-
-from . import graph_cases as cases
-from .graph_cases import PROMPTS, small, tokens, uncaptured
+from tests.gpu import graph_cases as cases
+from tests.gpu.graph_cases import PROMPTS, small, tokens, uncaptured
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,8 @@ from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.capture.graphs import CapturedStep
 from graphs.capture.pieces import PiecewiseGraph
 from graphs.sampling.params import Sampling
-
-from . import graph_cases as cases
-from .graph_cases import PROMPTS, small
+from tests.gpu import graph_cases as cases
+from tests.gpu.graph_cases import PROMPTS, small
 
 pytestmark = pytest.mark.gpu
 

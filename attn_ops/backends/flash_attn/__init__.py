@@ -8,7 +8,7 @@ With vLLM's builds also sinks, which FA3 reads as bfloat16, non-causal batches a
 and with their FA3 caches in E4M3; without a cache (`varlen`) the upstream libraries too.
 
 Blocks of 128 and 256 tokens are left out: FA3 loads them whole, and a NaN behind a request's last
-token comes out (vllm 0.24's FA3 on an H200, 2026-11-20, tests/gpu/test_backends.py).
+token comes out (vllm 0.24's FA3 on an H200, 2026-11-20, tests/gpu/attn_ops/test_backends.py).
 
 FA3 multiplies FP8 by FP8: over an E4M3 cache q is rounded to E4M3 (`triton.quantize`), and the
 kernel rounds the softmax's weights too. Batches of single tokens have a scale for each request and

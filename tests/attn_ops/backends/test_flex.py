@@ -1,6 +1,6 @@
 """FLEX on a CPU: custom masks, tiles, and the fused path as far as it goes without a GPU.
 
-What FLEX declares is tested by tests/conformance; its kernels by tests/gpu/test_flex.py.
+What FLEX declares is tested by tests/conformance; its kernels by tests/gpu/attn_ops/test_flex.py.
 
 T rows, N query heads, Q rows of one request, C cached tokens of one request.
 """

@@ -1,1 +1,0 @@
-"""A package, so that its files import the oracle beside them."""

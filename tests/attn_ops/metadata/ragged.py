@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_ops.metadata import CommonAttentionMetadata
-
-from . import brute_force
+from tests.attn_ops.metadata import brute_force
 
 NUM_EXAMPLES = 2000
 PRIME = 331  # more than the blocks of any batch here: (a * i) % PRIME shuffles without repeating

@@ -12,9 +12,16 @@ from attn_ops.metadata import (
     make_local_attention_virtual_batches,
     max_local_attention_virtual_batches,
 )
-
-from . import brute_force
-from .ragged import Ragged, assert_fields, assert_is_view, batches, check, int32, snapshot
+from tests.attn_ops.metadata import brute_force
+from tests.attn_ops.metadata.ragged import (
+    Ragged,
+    assert_fields,
+    assert_is_view,
+    batches,
+    check,
+    int32,
+    snapshot,
+)
 
 
 def read_chunk(batch: Ragged) -> int:

@@ -8,9 +8,17 @@ import torch
 
 import attn_ops.metadata
 from attn_ops.metadata import CommonAttentionMetadata, MetadataBuffers
-
-from . import brute_force
-from .ragged import Ragged, assert_fields, assert_is_view, batches, check, int32, int64, snapshot
+from tests.attn_ops.metadata import brute_force
+from tests.attn_ops.metadata.ragged import (
+    Ragged,
+    assert_fields,
+    assert_is_view,
+    batches,
+    check,
+    int32,
+    int64,
+    snapshot,
+)
 
 PUBLIC = [
     "CommonAttentionMetadata", "MetadataBuffers", "positions_and_slots", "advance_step",

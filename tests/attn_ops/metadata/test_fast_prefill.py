@@ -17,9 +17,17 @@ from attn_ops.metadata import (
     subclass_attention_backend,
     subclass_attention_metadata,
 )
-
-from . import brute_force
-from .ragged import Ragged, assert_fields, assert_is_view, batches, check, int32, int64, snapshot
+from tests.attn_ops.metadata import brute_force
+from tests.attn_ops.metadata.ragged import (
+    Ragged,
+    assert_fields,
+    assert_is_view,
+    batches,
+    check,
+    int32,
+    int64,
+    snapshot,
+)
 
 
 def any_rows(batch: Ragged) -> Ragged:

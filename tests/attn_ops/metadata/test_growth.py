@@ -10,8 +10,7 @@ from attn_ops.metadata import (
     MetadataBuffers,
     make_local_attention_virtual_batches,
 )
-
-from .ragged import int32
+from tests.attn_ops.metadata.ragged import int32
 
 
 @pytest.mark.slow

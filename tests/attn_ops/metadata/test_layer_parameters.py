@@ -12,8 +12,7 @@ from attn_ops.metadata import (
     group_layers_by_parameters,
     infer_global_hyperparameters,
 )
-
-from .ragged import Ragged, batches, check
+from tests.attn_ops.metadata.ragged import Ragged, batches, check
 
 
 class Impl(types.SimpleNamespace):

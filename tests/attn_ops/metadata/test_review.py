@@ -25,8 +25,7 @@ from attn_ops.metadata import (
 from attn_ops.metadata.chunked_local import reference_virtual_batches
 from attn_ops.metadata.fast_prefill import reference_logits_rows
 from graphs.step.tensors import StepTensors
-
-from .ragged import int32, int64
+from tests.attn_ops.metadata.ragged import int32, int64
 
 from_lengths = CommonAttentionMetadata.from_lengths
 

@@ -10,9 +10,8 @@ from attn_ops.metadata import (
     reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,
 )
-
-from . import brute_force
-from .ragged import batches, check, int32, snapshot
+from tests.attn_ops.metadata import brute_force
+from tests.attn_ops.metadata.ragged import batches, check, int32, snapshot
 
 
 @check(batches())

@@ -15,9 +15,17 @@ from attn_ops.metadata import (
     slice_query_start_locs,
     split_attn_metadata,
 )
-
-from . import brute_force
-from .ragged import Ragged, Tape, assert_fields, batches, check, int32, int64, snapshot
+from tests.attn_ops.metadata import brute_force
+from tests.attn_ops.metadata.ragged import (
+    Ragged,
+    Tape,
+    assert_fields,
+    batches,
+    check,
+    int32,
+    int64,
+    snapshot,
+)
 
 
 @dataclasses.dataclass

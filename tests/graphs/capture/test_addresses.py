@@ -1,0 +1,315 @@
+"""Address books: every tensor a graph may read is found by name, and every way to move one is seen.
+
+What `moved` costs, 32 caches, a step's 12 tensors and a batch's metadata, without and with the 297
+weights of 33 layers (no timed test; a part of an AMD EPYC that is shared, 2026-11-21: 8, 24 us):
+
+    PYTHONPATH=. python tests/graphs/capture/test_addresses.py
+"""
+
+import dataclasses
+import timeit
+
+import pytest
+import torch
+
+from attn_ops import AttentionMetadata, AttentionSpec, CommonAttentionMetadata, get_backend
+from graphs.capture.addresses import AddressBook, Place
+
+
+def zeros(*shape):
+    return torch.zeros(*shape)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("none", None)
+
+
+@dataclasses.dataclass(eq=False)
+class Inputs:
+    caches: list
+    tables: dict
+    pair: tuple
+    number: int = 3
+    more: object = None
+
+
+def inputs():
+    return Inputs([zeros(4), zeros(4)], {"a": zeros(2), "b": zeros(3)}, (zeros(1), zeros(1)))
+
+
+def test_names():
+    held = inputs()
+    book = AddressBook.of(inputs=held, model=torch.nn.ModuleList([Layer()]), x=zeros(1), none=None)
+    assert list(book.places) == [
+        "inputs.caches[0]",
+        "inputs.caches[1]",
+        "inputs.tables[a]",
+        "inputs.tables[b]",
+        "inputs.pair[0]",
+        "inputs.pair[1]",
+        "model.0.scale",
+        "model.0.linear.weight",
+        "model.0.linear.bias",
+        "x",
+    ]
+    assert len(book) == 10
+    assert book.moved() == []
+    assert book.changes() == {}
+    assert book.places["inputs.tables[b]"] == Place.of(held.tables["b"])
+
+
+CACHE, TABLE = ["inputs.caches[1]"], ["inputs.tables[b]"]
+
+
+def replaces_entry(held):
+    held.caches[1] = zeros(4)
+
+
+def replaces_list(held):
+    held.caches = [held.caches[0], zeros(4)]
+
+
+def replaces_value(held):
+    held.tables["b"] = zeros(3)
+
+
+def replaces_dict(held):
+    held.tables = {"a": held.tables["a"], "b": zeros(3)}
+
+
+def replaces_tuple(held):
+    held.pair = (held.pair[0], zeros(1))
+
+
+def points_elsewhere(held):
+    held.caches[1].data = zeros(4)
+
+
+def grows(held):
+    held.caches[1].resize_(1000)
+
+
+def shrinks(held):
+    held.caches[1].resize_(3)
+
+
+def shows_less(held):
+    held.caches[1] = held.caches[1][:3]
+
+
+def shows_other_strides(held):
+    held.caches[1] = held.caches[1].as_strided((4,), (0,))
+
+
+def shows_other_dtype(held):
+    held.caches[1] = held.caches[1].view(torch.int32)
+
+
+def drops_entry(held):
+    held.caches.pop()
+
+
+def drops_key(held):
+    del held.tables["b"]
+
+
+def drops_attribute(held):
+    del held.caches
+
+
+def empties_entry(held):
+    held.caches[1] = None
+
+
+def empties_attribute(held):
+    held.tables = None
+
+
+MOVES = [
+    (replaces_entry, CACHE, "at another address"),
+    (replaces_list, CACHE, "at another address"),
+    (replaces_value, TABLE, "at another address"),
+    (replaces_dict, TABLE, "at another address"),
+    (replaces_tuple, ["inputs.pair[1]"], "at another address"),
+    (points_elsewhere, CACHE, "at another address"),
+    (grows, CACHE, "of shape [1000], not [4]"),
+    (shrinks, CACHE, "of shape [3], not [4]"),
+    (shows_less, CACHE, "of shape [3], not [4]"),
+    (shows_other_strides, CACHE, "of stride [0], not [1]"),
+    (shows_other_dtype, CACHE, "of dtype int32, not float32"),
+    (drops_entry, CACHE, "gone"),
+    (drops_key, TABLE, "gone"),
+    (drops_attribute, ["inputs.caches[0]", *CACHE], "gone"),
+    (empties_entry, CACHE, "gone"),
+    (empties_attribute, ["inputs.tables[a]", *TABLE], "gone"),
+]
+"""Ways to move what `inputs` holds, with the names that are then moved."""
+
+
+@pytest.mark.parametrize(
+    ("move", "names", "how"), MOVES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_moves(move, names, how):
+    held = inputs()
+    kept = list(held.caches), dict(held.tables), held.pair  # nothing takes their addresses
+    book = AddressBook.of(inputs=held)
+    move(held)
+    assert book.moved() == names
+    assert book.changes() == dict.fromkeys(names, how)
+    assert book.moved() == names, "asking must not make it right"
+    del kept
+
+
+def test_shape_of_a_same_sized_view_is_seen_when_the_object_changed():
+    held = {"cache": zeros(4, 2)}
+    book = AddressBook.of(step=held)
+    held["cache"] = held["cache"].view(2, 4)
+    assert book.changes() == {"step[cache]": "of shape [2, 4], not [4, 2]"}
+
+
+def test_other_objects_over_the_same_memory_are_the_same():
+    held = inputs()
+    book = AddressBook.of(inputs=held)
+    held.caches = [t.view(4) for t in held.caches]
+    held.tables = {"a": held.tables["a"].detach(), "b": held.tables["b"][:], "c": zeros(3)}
+    held.pair = list(held.pair)
+    held.number = 4
+    assert book.moved() == []
+    assert book.moved() == []
+    held.caches[0] = zeros(4)
+    assert book.moved() == ["inputs.caches[0]"]
+    held.caches[0] = held.caches[1]
+    assert book.moved() == ["inputs.caches[0]"]
+
+
+def test_what_went_and_came_back_is_well():
+    held = inputs()
+    cache = held.caches[0]
+    book = AddressBook.of(inputs=held)
+    held.caches[0] = zeros(4)
+    assert book.moved() == ["inputs.caches[0]"]
+    held.caches[0] = cache
+    assert book.moved() == []
+
+
+def test_weights():
+    first, second = Layer(), Layer()
+    model = torch.nn.ModuleList([first, second])
+    book = AddressBook.of(model=model, weights=list(model.parameters()))
+    kept = [p.data for p in model.parameters()]
+    assert book.moved() == []
+    with torch.no_grad():
+        first.linear.weight.copy_(torch.ones(2, 2))  # as loading weights does
+    assert book.moved() == []
+    first.linear.weight.data = torch.ones(2, 2)
+    assert book.moved() == ["model.0.linear.weight", "weights[0]"]
+    second.linear.bias = torch.nn.Parameter(torch.ones(2))
+    second.scale = torch.ones(1)
+    assert sorted(book.moved()) == [
+        "model.0.linear.weight",
+        "model.1.linear.bias",
+        "model.1.scale",
+        "weights[0]",
+    ]
+    del kept
+
+
+def test_model_that_was_cast_has_moved():
+    model = Layer()
+    book = AddressBook.of(model=model)
+    model.to(torch.float64)
+    assert len(book.moved()) == 3
+    assert book.changes()["model.linear.weight"] == "of dtype float64, not float32"
+
+
+@pytest.mark.parametrize("new", [Layer, torch.nn.Identity])
+def test_replaced_submodules(new):
+    """Also where nothing in them is read by address."""
+    model = torch.nn.Sequential(Layer(), torch.nn.ReLU())
+    book = AddressBook.of(model=model)
+    old, model[1] = model[1], new()
+    assert book.moved() == ["model.1"]
+    model[1] = old
+    assert book.moved() == []
+    model[0] = Layer()
+    wanted = ["model.0.scale", "model.0.linear.weight", "model.0.linear.bias"]
+    assert book.moved() == [*wanted, "model.0", "model.0.linear"]
+
+
+def metadata(**changes):
+    common = CommonAttentionMetadata.from_lengths([1, 1], [3, 5], [[1, 2], [3, 4]], 4)
+    common = dataclasses.replace(common, **changes)
+    backend = get_backend("TORCH")
+    spec = AttentionSpec(2, 2, 8, torch.float32)
+    return AttentionMetadata(common, backend, {spec: inputs()}, 4)
+
+
+def test_metadata_is_walked_whole():
+    meta = metadata()
+    meta.chunked[8] = metadata()
+    meta.cascade = metadata(), metadata()
+    book = AddressBook.of(metadata=meta)
+    for name in (
+        "metadata.common.seq_lens",
+        "metadata.common.block_table_tensor",
+        "metadata.plans[0].caches[1]",
+        "metadata.chunked[8].common.slot_mapping",
+        "metadata.cascade[0].common.seq_lens",
+        "metadata.cascade[1].plans[0].tables[a]",
+    ):
+        assert name in book.places, name
+    assert book.moved() == []
+    meta.cascade[1].common.seq_lens = meta.cascade[1].common.seq_lens.clone()
+    meta.plans[next(iter(meta.plans))].caches[0] = zeros(4)
+    moved = ["metadata.plans[0].caches[0]", "metadata.cascade[1].common.seq_lens"]
+    assert sorted(book.moved()) == sorted(moved)
+    meta.common = metadata().common
+    assert "metadata.common.seq_lens" in book.moved()
+
+
+def test_one_container_in_two_places_and_in_itself():
+    caches = [zeros(2)]
+    cyclic: dict = {"caches": caches}
+    cyclic["self"] = cyclic
+    book = AddressBook.of(first=cyclic, second=caches)
+    assert list(book.places) == ["first[caches][0]"]
+    caches[0] = zeros(2)
+    assert book.moved() == ["first[caches][0]"]
+
+
+def test_tensors_live_as_long_as_the_book():
+    """A cache that was dropped is gone by name, and its memory is still nobody else's."""
+    caches = [zeros(1000)]
+    address = caches[0].data_ptr()
+    book = AddressBook.of(caches=caches)
+    caches.clear()
+    taken = [zeros(1000) for _ in range(8)]
+    assert all(t.data_ptr() != address for t in taken)
+    assert book.moved() == ["caches[0]"]
+
+
+def test_foreign_objects_are_not_entered():
+    class Foreign:
+        def __init__(self):
+            self.tensor = zeros(1)
+
+    assert AddressBook.of(x=Foreign(), y=[Foreign()], z=Foreign, n=3).places == {}
+
+
+def main():
+    """Print what `moved` costs."""
+    caches = [zeros(8) for _ in range(32)]
+    step = {f"field{i}": zeros(4) for i in range(12)}
+    weights = [torch.nn.Parameter(zeros(2)) for _ in range(297)]
+    for more in ({}, {"weights": weights}):
+        book = AddressBook.of(kv_caches=caches, step=step, metadata=metadata(), **more)
+        seconds = min(timeit.repeat(book.moved, number=100, repeat=300)) / 100
+        print(f"{len(book)} tensors: {seconds * 1e6:.1f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -111,10 +111,6 @@ def test_no_module_imports_what_imports_it():
     assert in_cycles <= CYCLES, sorted(in_cycles - CYCLES)
 
 
-WIDE = {"attn_ops/metadata": 18}
-"""Folders that still hold more than 16 files."""
-
-
 def test_files_and_folders_are_small():
     folders: dict[str, int] = {}
     for path in modules().values():
@@ -123,7 +119,7 @@ def test_files_and_folders_are_small():
         if path.name != "__init__.py":
             folder = str(path.parent.relative_to(ROOT))
             folders[folder] = folders.get(folder, 0) + 1
-    assert {f: n for f, n in folders.items() if n > WIDE.get(f, 16)} == {}
+    assert {f: n for f, n in folders.items() if n > 16} == {}
     assert folders["graphs"] <= 9
 
 

@@ -18,7 +18,8 @@ from attn_ops.metadata.fast_prefill import (
 )
 from attn_ops.metadata.shared_prefix import split_shared_prefix
 from attn_ops.metadata.spec import AttentionSpec
-from attn_ops.metadata.splits import (
+from attn_ops.metadata.vllm_names.cascade import cascade_pays
+from attn_ops.metadata.vllm_names.reorder import (
     InputBatch,
     SchedulerOutput,
     reorder_batch_to_split_decodes_and_prefills,
@@ -154,7 +155,7 @@ class AttentionMetadataBuilder(Generic[M]):
         specs: the distinct geometries of the model's layers.
         block_size: tokens a block of the KV cache holds.
         device: where the metadata's tensors live.
-        layer_names: the layers that share the metadata, for a backend's own messages.
+        layer_names: the layers that share the metadata; errors of the geometries name them.
         num_speculative_tokens: draft tokens that a decode step verifies; None: no drafting.
 
     Attributes:
@@ -187,9 +188,8 @@ class AttentionMetadataBuilder(Generic[M]):
             for reason in backend.support.reasons_against(spec, block_size, torch.device(device))
         ]
         if reasons:
-            raise ValueError(
-                f"backend {backend.name} cannot take these layers: {'; '.join(reasons)}"
-            )
+            layers = ", ".join(layer_names) or "these layers"
+            raise ValueError(f"backend {backend.name} cannot take {layers}: {'; '.join(reasons)}")
         self.backend = backend
         self.specs = tuple(dict.fromkeys(specs))
         self.block_size = block_size
@@ -224,7 +224,7 @@ class AttentionMetadataBuilder(Generic[M]):
         Args:
             common_prefix_len: tokens that all requests share, for backends with cascade attention.
             common_attn_metadata: the batch.
-            fast_build: build fast rather than for fast layers; for drafts, where few layers use it.
+            fast_build: without effect; taken for code that is written against vLLM's builders.
 
         Raises:
             ValueError: the batch is on another device or in blocks of another size.
@@ -360,15 +360,16 @@ class AttentionMetadataBuilder(Generic[M]):
         use_local_attention: bool,
         num_sms: int,
     ) -> bool:
-        """Whether cascade attention over the shared prefix pays.
+        """Whether cascade attention over the shared prefix pays, by vLLM's rule (`cascade_pays`).
 
-        From 256 shared tokens and 8 requests on, as vLLM decides; not measured here. The layers
-        must see all keys, and the backend be able to cascade.
+        The layers must see all keys, and the backend be able to cascade.
         """
         support = self.backend.support
-        whole = not (use_alibi or use_sliding_window or use_local_attention)
-        able = support.non_causal and support.lse
-        return whole and able and common_prefix_len >= 256 and len(query_lens) >= 8
+        if use_alibi or use_sliding_window or use_local_attention:
+            return False
+        return (support.non_causal and support.lse) and cascade_pays(
+            common_prefix_len, query_lens, num_query_heads, num_kv_heads, num_sms
+        )
 
 
 def cascades(spec: AttentionSpec) -> bool:

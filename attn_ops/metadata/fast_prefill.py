@@ -3,10 +3,7 @@
 S requests, T rows, R rows whose logits are wanted (logits rows).
 """
 
-import copy
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,20 +12,6 @@ from attn_ops.metadata.buffers import MetadataBuffers
 from attn_ops.metadata.common import CommonAttentionMetadata
 
 _LOGITS_TENSORS = ("logits_indices", "logits_indices_cpu", "logits_indices_padded")
-
-KV_SHARING_FAST_PREFILL_METADATA_FIELDS: list[tuple[str, Any, Any]] = [
-    ("logits_indices_padded", torch.Tensor | None, None),
-    ("num_logits_indices", int, 0),
-]
-"""Name, type and default of the fields that `KVSharingFastPrefillMetadata` adds."""
-
-
-@runtime_checkable
-class KVSharingFastPrefillMetadata(Protocol):
-    """A backend's metadata that carries the logits rows as well."""
-
-    logits_indices_padded: torch.Tensor
-    num_logits_indices: int
 
 
 def make_kv_sharing_fast_prefill_common_attn_metadata(
@@ -56,7 +39,7 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     common = common_attn_metadata
     if common.max_query_len <= 1:
         return common
-    padded, count = _logits_rows(common)
+    padded, count = logits_rows_of(common)
     rows_cpu = _rows_on_host(common, padded, count)
     start = torch.empty_like(common.query_start_loc)
     if out is not None:
@@ -89,13 +72,13 @@ def with_known_logits_rows(common: CommonAttentionMetadata) -> CommonAttentionMe
             rows of their requests.
     """
     common = _with_padded(common)
-    padded, count = _logits_rows(common)
+    padded, count = logits_rows_of(common)
     if common.num_logits is None and _rows_on_host(common, padded, count) is None:
         raise ValueError(
             "logits_indices_cpu must be given for fast prefill on "
             f"{common.device.type}, got None: the host checks that they are the last rows"
         )
-    _check_last_rows(common, padded, count)
+    check_last_rows(common, padded, count)
     return common
 
 
@@ -128,7 +111,12 @@ def all_rows_are_logits_rows(common: CommonAttentionMetadata) -> bool:
     return True
 
 
-def _logits_rows(common: CommonAttentionMetadata) -> tuple[torch.Tensor, int]:
+def logits_rows_of(common: CommonAttentionMetadata) -> tuple[torch.Tensor, int]:
+    """The padded logits rows and how many of them count.
+
+    Raises:
+        ValueError: one of them is missing, or the count is out of range.
+    """
     padded, count = common.logits_indices_padded, common.num_logits_indices
     if padded is None or count is None:
         raise ValueError(
@@ -201,40 +189,8 @@ def reference_logits_rows(
     torch.sum(before_SR, 1, dtype=new_start.dtype, out=new_start)
 
 
-def create_fast_prefill_custom_backend(prefix: str, underlying_attn_backend: Any) -> Any:
-    """A backend named `prefix` + the given one's, its metadata reduced to the logits rows.
-
-    Its metadata satisfies `KVSharingFastPrefillMetadata`. Backends as `subclass_attention_backend`
-    takes them.
-
-    Raises:
-        ValueError: when building, if the batch lacks logits rows, or the host sees that they are
-            not the last rows of their requests: attention counts positions from a sequence's end.
-    """
-    underlying_builder: Any = underlying_attn_backend.get_builder_cls()
-
-    class FastPrefillAttentionBuilder(underlying_builder):
-        """Builds the underlying metadata from the reduced batch."""
-
-        def build(
-            self,
-            common_prefix_len: int,
-            common_attn_metadata: CommonAttentionMetadata,
-            fast_build: bool = False,
-        ) -> Any:
-            padded, count = _logits_rows(common_attn_metadata)
-            _check_last_rows(common_attn_metadata, padded, count)
-            reduced = make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata)
-            metadata = copy.copy(super().build(common_prefix_len, reduced, fast_build))
-            # Past __setattr__: a metadata of another project may be a frozen dataclass.
-            object.__setattr__(metadata, "logits_indices_padded", padded)
-            object.__setattr__(metadata, "num_logits_indices", count)
-            return metadata
-
-    return subclass_attention_backend(prefix, underlying_attn_backend, FastPrefillAttentionBuilder)
-
-
-def _check_last_rows(common: CommonAttentionMetadata, padded: torch.Tensor, count: int) -> None:
+def check_last_rows(common: CommonAttentionMetadata, padded: torch.Tensor, count: int) -> None:
+    """Raise a ValueError if the host sees that the rows are not the last of their requests."""
     rows = _rows_on_host(common, padded, count)
     if rows is None or common.query_start_loc_cpu is None or common.max_query_len <= 1:
         return
@@ -247,38 +203,3 @@ def _check_last_rows(common: CommonAttentionMetadata, padded: torch.Tensor, coun
             "logits_indices_padded must hold the last rows of each request, in order, "
             f"got logits_indices_padded[{bad}]={rows[bad]} for row {last_rows[bad]}"
         )
-
-
-def subclass_attention_backend(
-    name_prefix: str, attention_backend_cls: Any, builder_cls: type
-) -> Any:
-    """A backend like the given one whose metadata `builder_cls` builds.
-
-    Args:
-        name_prefix: put before the name.
-        attention_backend_cls: an `attn_ops.Backend`, or a class with `get_builder_cls`.
-        builder_cls: what `get_builder_cls()` of the result returns.
-    """
-    if isinstance(attention_backend_cls, type):
-        name = name_prefix + attention_backend_cls.__name__
-        members = {"get_builder_cls": staticmethod(lambda: builder_cls)}
-        return type(name, (attention_backend_cls,), members)
-    name = name_prefix + attention_backend_cls.name
-    return dataclasses.replace(attention_backend_cls, name=name, builder=builder_cls)
-
-
-def subclass_attention_metadata(
-    name_prefix: str, metadata_cls: Any, fields: Sequence[tuple[str, Any, Any]]
-) -> Any:
-    """A dataclass derived from `metadata_cls` with more fields, each (name, type, default).
-
-    A frozen dataclass gives a frozen one. Defaults must be immutable, as in any dataclass.
-    """
-    params = getattr(metadata_cls, "__dataclass_params__", None)
-    members = [(name, kind, dataclasses.field(default=value)) for name, kind, value in fields]
-    return dataclasses.make_dataclass(
-        name_prefix + metadata_cls.__name__,
-        members,
-        bases=(metadata_cls,),
-        frozen=params.frozen if params else False,
-    )

@@ -138,7 +138,7 @@ def test_a_custom_mask_never_asks_for_cascade():
     """Its builder refuses common_prefix_len, so an engine that asks first must be told no."""
     backend = flex_backend("CUSTOM", lambda request, query, key: key >= 0)
     builder = backend.builder(backend, [SPEC], 16, "cpu")
-    lens = np.ones(16, dtype=np.int32)
+    lens = np.full(16, 2, dtype=np.int32)
     assert not builder.use_cascade_attention(512, lens, 4, 2, False, False, False, 132)
 
 

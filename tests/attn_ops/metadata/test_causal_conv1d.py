@@ -171,9 +171,9 @@ class RecordingBuilder(AttentionMetadataBuilder):
         return common_prefix_len, common_attn_metadata, fast_build
 
 
-def make_builder(**keywords: Any) -> RecordingBuilder:
+def make_builder(device: str = "cpu", **keywords: Any) -> RecordingBuilder:
     spec = AttentionSpec(4, 2, 64, torch.float32)
-    return RecordingBuilder(get_backend("TORCH"), [spec], 16, "cpu", **keywords)
+    return RecordingBuilder(get_backend("TORCH"), [spec], 16, device, **keywords)
 
 
 def test_builder_builds_for_capture_and_drafts():
@@ -186,6 +186,24 @@ def test_builder_builds_for_capture_and_drafts():
     assert builder.cudagraph_support == AttentionCGSupport.NEVER
     shared = builder.use_cascade_attention(64, int64([1]).numpy(), 4, 2, False, False, False, 108)
     assert shared is False
+
+
+def test_layers_are_named_that_the_backend_cannot_take():
+    for names, named in (
+        (["first", "second"], "take first, second: "),
+        ([], "take these layers: "),
+    ):
+        with pytest.raises(ValueError, match=named):
+            make_builder("meta", layer_names=names)
+
+
+def test_a_fast_build_is_a_build():
+    """The flag is vLLM's; code written against its builders passes it."""
+    backend = get_backend("TORCH")
+    builder = backend.builder(backend, [AttentionSpec(4, 2, 64, torch.float32)], 16, "cpu")
+    common = CommonAttentionMetadata.from_lengths([1, 3], [4, 3], int32([[1], [2]]), 16)
+    one, other = (builder.build(0, common, fast_build=fast) for fast in (False, True))
+    assert (one.common, one.backend, one.plans) == (other.common, other.backend, other.plans)
 
 
 @pytest.mark.parametrize(

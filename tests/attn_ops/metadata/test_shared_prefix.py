@@ -77,24 +77,6 @@ def test_layers_that_do_not_see_all_keys_are_not_cascaded():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "pays"),
-    [
-        ((256, [1] * 8, False, False, False), True),
-        ((255, [1] * 8, False, False, False), False),
-        ((256, [1] * 7, False, False, False), False),
-        ((256, [1] * 8, True, False, False), False),
-        ((256, [1] * 8, False, True, False), False),
-        ((256, [1] * 8, False, False, True), False),
-    ],
-)
-def test_when_it_is_taken_to_pay(arguments, pays):
-    length, query, alibi, window, local = arguments
-    query_lens = torch.tensor(query).numpy()
-    pay = builder_of().use_cascade_attention(length, query_lens, 4, 2, alibi, window, local, 132)
-    assert pay is pays
-
-
-@pytest.mark.parametrize(
     ("geometry", "message"),
     [
         ({"attention_chunk_size": 0}, "attention_chunk_size must be None or at least 1, got 0"),

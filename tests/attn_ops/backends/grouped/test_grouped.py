@@ -207,7 +207,7 @@ def test_cascade_is_the_groups_own(default):
 def test_cascade_is_refused_where_a_group_must_and_cannot(make_batch):
     mask = flex_backend("MASK", lambda request, query, key: key >= 0)
     batch = make_batch([1, 1], [20, 40], head_size=16, block_size=16)
-    query_lens = np.ones(16, dtype=np.int32)
+    query_lens = np.full(16, 2, dtype=np.int32)
     arguments = (512, query_lens, 4, 2, False, False, False, 132)
     for layers, able in ((is_sliding, True), (CAPPED, False)):
         backend = grouped_backend({layers: mask}, default="TRITON")

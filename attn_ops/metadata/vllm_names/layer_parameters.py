@@ -23,7 +23,8 @@ def get_per_layer_parameters(
     Args:
         layers: attention layers by name. A layer, or its `impl` if it has one, has `scale` and may
             have `sliding_window` (keys to the left and right; or one number that counts the query's
-            own, as in `AttentionSpec`; or None), `logits_soft_cap`, `sinks`.
+            own, as in `AttentionSpec`; or None), `logits_soft_cap` or, as `attn_ops.Attention`,
+            `soft_cap`, and `sinks`.
         layer_names: those wanted.
         cls_: type that each must be of; None: any.
 
@@ -45,11 +46,17 @@ def get_per_layer_parameters(
         window = getattr(impl, "sliding_window", None)
         parameters[name] = PerLayerParameters(
             window_left=_window_left(window),
-            logits_soft_cap=getattr(impl, "logits_soft_cap", None),
+            logits_soft_cap=_soft_cap(impl),
             sm_scale=impl.scale,
             has_sinks=getattr(impl, "sinks", None) is not None,
         )
     return parameters
+
+
+def _soft_cap(impl: Any) -> float | None:
+    """By vLLM's name of it, or else by that of `attn_ops.Attention`."""
+    cap = getattr(impl, "logits_soft_cap", None)
+    return getattr(impl, "soft_cap", None) if cap is None else cap
 
 
 def _window_left(window: Any) -> int:

@@ -5,7 +5,9 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
+from attn_ops import Attention
 from attn_ops.metadata import (
     PerLayerParameters,
     get_per_layer_parameters,
@@ -72,6 +74,30 @@ def test_layers_read_compared_and_grouped(batch):
     else:
         with pytest.raises(ValueError, match=groups[1][1][0] if groups else "per_layer_params"):
             infer_global_hyperparameters(got)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "field", "value"),
+    [
+        ({"soft_cap": 30.0}, "logits_soft_cap", 30.0),
+        ({"sliding_window": 5}, "window_left", 4),
+        ({"scale": 0.5}, "sm_scale", 0.5),
+        ({"sinks": torch.zeros(4)}, "has_sinks", True),
+    ],
+)
+def test_layers_of_our_own(geometry, field, value):
+    layers = {"plain": Attention(4, 2, 16), "other": Attention(4, 2, 16, **geometry)}
+    got = get_per_layer_parameters(layers, list(layers), Attention)
+    assert got["plain"] == PerLayerParameters(-1, None, 0.25, False)
+    assert got["other"] == dataclasses.replace(got["plain"], **{field: value})
+    with pytest.raises(ValueError, match=f"share {field}"):
+        infer_global_hyperparameters(got)
+
+
+def test_the_soft_cap_of_a_backend_wins():
+    """A layer may have both names: the cap that counts is that by which its backend plans."""
+    got = get_per_layer_parameters({"a": Impl(scale=1.0, logits_soft_cap=3.0, soft_cap=7.0)}, ["a"])
+    assert got["a"].logits_soft_cap == 3.0
 
 
 SHARED = {"window_left": -1, "logits_soft_cap": None, "sm_scale": 0.125, "has_sinks": False}

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from torch.fx import Graph
 
+from fx_passes.analysis.training import why_trained
 from fx_passes.config import PassConfig
 
 Stage = Literal["dynamo", "aten"]
@@ -18,12 +19,14 @@ class Pass(abc.ABC):
     Attributes:
         name: what reports, dumps and `register_pass(before=, after=)` call it.
         stage: the graph it works on.
+        needs_inference: whether graphs that gradients are wanted of are left alone.
         skipped: reasons of the last run for what was not rewritten.
         facts: numbers of the last run, by name, for reports.
     """
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
+    needs_inference: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.skipped: list[str] = []
@@ -36,7 +39,10 @@ class Pass(abc.ABC):
 
     def run(self, graph: Graph) -> int:
         """Rewrite `graph` in place; the number of matches. The pipeline runs subgraphs itself."""
-        self.skipped = []
+        self.skipped, self.facts = [], {}
+        if self.needs_inference and (reason := why_trained(graph, self.stage)):
+            self.refuse(reason)
+            return 0
         matches = self.apply(graph)
         if matches and self.stage == "aten":  # the Dynamo graph's in-place calls look dead to FX
             graph.eliminate_dead_code()
@@ -50,6 +56,10 @@ class Pass(abc.ABC):
 
     def skip(self, reason: str) -> None:
         self.skipped.append(reason)
+
+    def refuse(self, reason: str) -> None:
+        """Leave the whole graph alone. A pass that was asked for may raise instead."""
+        self.skip(reason)
 
     def settings(self) -> dict[str, object]:
         """What its behaviour depends on besides its source; part of the compile cache's key."""

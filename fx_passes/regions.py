@@ -17,6 +17,10 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
+from fx_passes.analysis.layer_paths import drop_path
+from fx_passes.analysis.memory import mutated_storages, touched_storages
+from fx_passes.analysis.values import value_of
+
 CompilePiece = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
@@ -38,7 +42,7 @@ class Region:
 
     def reason_against(self) -> str | None:
         """Why it cannot become one call: something between its nodes hangs on it, or it on that."""
-        if any(not isinstance(n.meta.get("example_value"), torch.Tensor) for n in self.outputs):
+        if any(not isinstance(value_of(n), torch.Tensor) for n in self.outputs):
             return "it hands something other than a tensor to the outside"
         inside = set(self.nodes)
         tainted: set[Node] = set()
@@ -99,12 +103,13 @@ class Region:
         inside = set(self.nodes)
         with graph.inserting_before(_after_inputs(self.inputs, self.nodes[0])):
             call = graph.call_module(name, tuple(self.inputs))
-            call.meta["example_value"] = tuple(n.meta["example_value"] for n in self.outputs)
+            call.meta["example_value"] = tuple(value_of(n) for n in self.outputs)
             values = [
                 graph.call_function(operator.getitem, (call, i)) for i in range(len(self.outputs))
             ]
         for node, value in zip(self.outputs, values, strict=True):
-            value.meta = {k: v for k, v in node.meta.items() if k != "nn_module_stack"}
+            value.meta = dict(node.meta)
+            drop_path(value)
             node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in inside)
         for node in reversed(self.nodes):
             graph.erase_node(node)
@@ -129,53 +134,13 @@ def _target(node: Node) -> str:
 
 
 def _geometry(node: Node) -> str:
-    value = node.meta.get("example_value")
+    value = value_of(node)
     if isinstance(value, torch.Tensor):
         layout = f"{tuple(value.shape)} {value.stride()}"
         return f"{layout} {value.dtype} {value.device} {value.requires_grad}"
     if isinstance(value, torch.SymInt | int):
         return str(value)
     return type(getattr(value, "real_obj", value)).__name__
-
-
-def touched_storages(nodes: Sequence[Node]) -> set[int]:
-    """Storages (of the fake tensors) that the nodes' results and arguments live in."""
-    values = [n.meta.get("example_value") for node in nodes for n in (node, *node.all_input_nodes)]
-    return {x.untyped_storage()._cdata for v in values for x in _tensors(v)}
-
-
-def mutated_storages(nodes: Sequence[Node]) -> set[int]:
-    """Storages that the nodes write to in place."""
-    return {
-        x.untyped_storage()._cdata
-        for node in nodes
-        for argument in _mutated_arguments(node)
-        for x in _tensors(argument.meta.get("example_value"))
-    }
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return [x for x in values if isinstance(x, torch.Tensor)]
-
-
-def _mutated_arguments(node: Node) -> list[Node]:
-    """Arguments that a node of the Dynamo graph writes to: by its schema, or by its name."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema.arguments
-        given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
-        names = [a.name for a in schema if a.alias_info and a.alias_info.is_write]
-        return [a for n in names if isinstance(a := given.get(n), Node)]
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return list(node.all_input_nodes)
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-    written = [node.args[0]] if in_place and node.args else []
-    return [a for a in (*written, node.kwargs.get("out")) if isinstance(a, Node)]
-
-
-_IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"})
-"""Functions of `operator` that write to their first argument."""
 
 
 def compile_regions(
@@ -223,7 +188,7 @@ def _compile_isolated(
     piece: GraphModule, call: Node, compile_piece: CompilePiece
 ) -> Callable[..., Any]:
     """Compile one piece as a graph of its own: AOTAutograd keeps state in the tracing context."""
-    inputs = [n.meta["example_value"] for n in call.all_input_nodes]
+    inputs = [value_of(n) for n in call.all_input_nodes]
     fake_mode = detect_fake_mode([x for x in inputs if isinstance(x, torch.Tensor)])
     with tracing(TracingContext(fake_mode)):
         compiled = compile_piece(piece, inputs)

@@ -1,1 +1,1 @@
-"""What passes must know of a graph: rows, shapes, operators."""
+"""What passes ask of a graph: values, sizes, memory, layers, training, rows. A file each."""

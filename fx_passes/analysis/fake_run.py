@@ -12,7 +12,8 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from fx_passes.analysis.row_rules import tensors_of
+from fx_passes.analysis.memory import mutated_names
+from fx_passes.analysis.values import tensors_of, value_of
 
 ATTENTION = (torch.ops.attn_ops.attention.default, torch.ops.attn_ops.attention_with_lse.default)
 """Rows of q attend by themselves; a reduced batch tells where they stand."""
@@ -55,13 +56,13 @@ class FakeRun:
 
     def _visit(self, node: Node) -> None:
         if node.op in ("placeholder", "get_attr"):
-            self.of[node] = node.meta.get("example_value")
+            self.of[node] = value_of(node)
         elif node.op in ("call_function", "call_method"):
             with _Calls() as calls:
                 try:
                     self.of[node] = run_node(node, self.of)
                 except Exception as error:  # whatever a function raises: it is not understood
-                    self.of[node] = node.meta.get("example_value")
+                    self.of[node] = value_of(node)
                     self.failed[node] = f"it cannot be run on fake tensors: {error}"
             self.calls[node] = calls.found + _hidden_write(node, self.of)
             read = [self.of.get(a) for a in node.all_input_nodes]
@@ -71,7 +72,7 @@ class FakeRun:
 
 def _hidden_write(node: Node, values: dict[Node, Any]) -> list[tuple[Any, tuple, dict, Any]]:
     """The call of an operator of ours that writes, as to a KV cache, and is not run."""
-    if namespace(node) != "attn_ops" or not node.target._schema.is_mutable:  # type: ignore
+    if namespace(node) != "attn_ops" or not mutated_names(node.target):  # type: ignore
         return []
     args, kwargs = tree_map(
         lambda a: values[a] if isinstance(a, Node) else a, (node.args, dict(node.kwargs))
@@ -82,7 +83,7 @@ def _hidden_write(node: Node, values: dict[Node, Any]) -> list[tuple[Any, tuple,
 @contextlib.contextmanager
 def fake_execution(graph: Graph) -> Iterator[None]:
     """Run nodes of the graph inside, without a guard, a gradient or a symbol that stays pending."""
-    values = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
+    values = [value_of(n) for n in graph.find_nodes(op="placeholder")]
     # Their own mode: while a backend runs, the tracing context holds another one.
     mode = next((x.fake_mode for x in tensors_of(values) if isinstance(x, FakeTensor)), None)
     if mode is None or mode.shape_env is None:
@@ -103,7 +104,7 @@ def run_node(node: Node, values: dict[Node, Any]) -> Any:
         lse = args[0].new_empty(args[0].shape[:2], dtype=torch.float32)
         return out if node.target is ATTENTION[0] else (out, lse)
     if namespace(node) == "attn_ops":
-        return node.meta.get("example_value")
+        return value_of(node)
     if node.op == "call_method":
         assert isinstance(node.target, str)
         return getattr(args[0], node.target)(*args[1:], **kwargs)

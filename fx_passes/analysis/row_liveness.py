@@ -22,15 +22,11 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from fx_passes.analysis.fake_run import ATTENTION, FakeRun, NotApplicableError, namespace
-from fx_passes.analysis.row_rules import (
-    Call,
-    aten,
-    expression,
-    mentions,
-    row_dim,
-    tensors_of,
-    why_not,
-)
+from fx_passes.analysis.memory import storage
+from fx_passes.analysis.row_rules import Call, why_not
+from fx_passes.analysis.row_selection import Selection, find_selections, row_symbol
+from fx_passes.analysis.sizes import expression, mentions, multiple, row_dim
+from fx_passes.analysis.values import tensors_of, value_of
 
 
 class Need(enum.IntEnum):
@@ -39,20 +35,6 @@ class Need(enum.IntEnum):
     NONE = 0
     LOGITS = 1
     ALL = 2
-
-
-class OneRowError(NotApplicableError):
-    """The graph was compiled for a batch of one row, which is no prefill."""
-
-
-@dataclasses.dataclass
-class Selection:
-    """Where the model takes logits rows out of a value: `node = source[..., indices, ...]`."""
-
-    node: Node
-    source: Node
-    indices: Node  # [R] int64
-    dim: int  # of the source
 
 
 @dataclasses.dataclass
@@ -84,7 +66,7 @@ class Liveness:
 
     def dim(self, node: Node) -> int | None:
         """The row dimension of a node's tensor."""
-        return row_dim(node.meta["example_value"], self.symbol)
+        return row_dim(value_of(node), self.symbol)
 
     def num_attentions(self) -> tuple[int, int]:
         """Attentions of the region, and of the graph."""
@@ -99,8 +81,8 @@ def analyse(graph: Graph) -> Liveness:
         NotApplicableError: no rows are selected, or by several tensors, or nothing can be dropped.
     """
     values = FakeRun(graph)
-    selections = _selections(values)
-    symbol = _symbol_of(selections, values)
+    selections = find_selections(values)
+    symbol = row_symbol(selections, values)
     calls = {
         node: [Call(*call, symbol=symbol) for call in found] for node, found in values.calls.items()
     }
@@ -125,85 +107,6 @@ def analyse(graph: Graph) -> Liveness:
     return Liveness(symbol, selections, need, region, ends, calls, groups)
 
 
-# -- where rows are selected -----------------------------------------------------------------------
-
-
-def _selections(values: FakeRun) -> list[Selection]:
-    """Nodes that do nothing but take rows out of a value by one index tensor, an input."""
-    found, sizes = [], []
-    for node in values.calls:
-        selection = _selection(node, values)
-        if selection is not None:
-            found.append(selection)
-            sizes.append(values.of[selection.source].shape[selection.dim])
-    dynamic = [s for s, size in zip(found, sizes, strict=True) if isinstance(size, torch.SymInt)]
-    if found and not dynamic:
-        if max(sizes) == 1:
-            raise OneRowError("it was compiled for a batch of one row")
-        raise NotApplicableError(f"its number of rows is a constant, {sizes[-1]}; mark it dynamic")
-    if not dynamic:
-        raise NotApplicableError(
-            "no rows are selected by a tensor of indices; pass logits_to_keep or logits_indices as "
-            "a tensor (a slice by an int is not recognized), and compile without graph breaks"
-        )
-    if len({s.indices for s in dynamic}) > 1:
-        names = ", ".join(dict.fromkeys(s.indices.name for s in dynamic))
-        raise NotApplicableError(f"rows are selected by several tensors: {names}")
-    return dynamic
-
-
-def _selection(node: Node, values: FakeRun) -> Selection | None:
-    """`node` as `source[..., indices, ...]` and nothing else, if it is that."""
-    tensors = [a for a in node.all_input_nodes if isinstance(values.of[a], torch.Tensor)]
-    inputs = [a for a in tensors if a.op == "placeholder" and values.of[a].dim() == 1]
-    found = [picked for call in values.calls[node] if (picked := _picked(call)) is not None]
-    if not (len(tensors) == 2 and len(inputs) == 1 and len(found) == 1):
-        return None
-    source = next(a for a in tensors if a is not inputs[0])
-    (x, dim), out = found[0], values.of[node]
-    if source.op == "placeholder" or not isinstance(out, torch.Tensor):
-        return None  # a table
-    shapes = [[expression(size) for size in one.shape] for one in (values.of[source], x, out)]
-    picked = [*shapes[0][:dim], expression(values.of[inputs[0]].shape[0]), *shapes[0][dim + 1 :]]
-    if shapes[1] != shapes[0] or shapes[2] != picked:
-        return None
-    return Selection(node, source, inputs[0], dim)
-
-
-def _picked(call: tuple[Any, tuple, dict, Any]) -> tuple[torch.Tensor, int] | None:
-    """x and the dimension that an ATen call `x[..., indices, ...]` picks from; else None."""
-    op, args = call[0], call[1]
-    if op is aten.index_select.default:
-        return args[0], int(args[1]) % args[0].dim()
-    if op is not aten.index.Tensor:
-        return None
-    places = [d for d, index in enumerate(args[1]) if index is not None]
-    if len(places) != 1 or args[1][places[0]].dim() != 1:
-        return None
-    if args[1][places[0]].dtype not in (torch.int32, torch.int64):  # a mask
-        return None
-    return args[0], places[0]
-
-
-def _symbol_of(selections: Sequence[Selection], values: FakeRun) -> sympy.Symbol:
-    """T, in whose dimension all selections pick."""
-    last = selections[-1]
-    symbol = cast(sympy.Symbol, expression(values.of[last.source].shape[last.dim]))
-    for selection in selections:
-        source = values.of[selection.source]
-        try:
-            picks_rows = row_dim(source, symbol) == selection.dim
-            picks_rows &= not mentions(values.of[selection.indices], symbol)  # R is not T
-        except ValueError:
-            picks_rows = False
-        if not (picks_rows and isinstance(symbol, sympy.Symbol)):
-            raise NotApplicableError(
-                f"rows of {selection.source.name} cannot be told apart, of shape "
-                f"{list(source.shape)}"
-            )
-    return symbol
-
-
 # -- what keeps rows apart -------------------------------------------------------------------------
 
 
@@ -221,7 +124,7 @@ def _reason(node: Node, calls: list[Call], values: FakeRun, symbol: sympy.Symbol
     if namespace(node) == "attn_ops":
         return f"{_name(node)} reads the batch as a whole"
     for size in _sizes(node, values):
-        if symbol in size.free_symbols and not (size / symbol).is_Integer:
+        if symbol in size.free_symbols and multiple(size, symbol) is None:
             return f"its size {size} is no multiple of the number of rows"
     if any(isinstance(values.of.get(a), torch.Size | tuple | list) for a in _sized(node, values)):
         return "it takes a shape as one value"
@@ -264,14 +167,6 @@ def _rewritten(values: FakeRun, calls: dict[Node, list[Call]]) -> list[set[Node]
         for key in touched & written:
             groups[key].add(node)
     return list(groups.values())
-
-
-def storage(x: torch.Tensor) -> int:
-    """A key of x's memory; that of x itself where it has none, as in a vmap."""
-    try:
-        return x.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return id(x)
 
 
 # -- who needs what --------------------------------------------------------------------------------

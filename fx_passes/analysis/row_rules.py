@@ -6,12 +6,15 @@ T rows of the batch. "The row dimension" of a value is its one dimension of size
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch.utils._pytree import tree_leaves
+
+from fx_passes.analysis.memory import mutated_names
+from fx_passes.analysis.sizes import expression, mentions, row_dim
+from fx_passes.analysis.values import tensors_of
 
 aten = torch.ops.aten
 
@@ -73,38 +76,7 @@ class Call:
     @property
     def mutated(self) -> list[torch.Tensor]:
         """Arguments that are written to."""
-        written = [
-            a.name for a in self.op._schema.arguments if a.alias_info and a.alias_info.is_write
-        ]
-        return list(tensors_of([self.given.get(name) for name in written]))
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    return (x for x in tree_leaves(value) if isinstance(x, torch.Tensor))
-
-
-def expression(size: Any) -> sympy.Expr:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
-
-
-def mentions(x: torch.Tensor, symbol: sympy.Symbol) -> bool:
-    """Whether a size of x depends on T."""
-    return any(symbol in expression(size).free_symbols for size in x.shape)
-
-
-def row_dim(x: torch.Tensor, symbol: sympy.Symbol) -> int | None:
-    """The one dimension of size T; None: x has no rows.
-
-    Raises:
-        ValueError: rows are not told apart in x: two dimensions are T, or one is made of T and
-            something else.
-    """
-    found = [d for d, size in enumerate(x.shape) if symbol in expression(size).free_symbols]
-    if not found:
-        return None
-    if len(found) > 1 or expression(x.shape[found[0]]) != symbol:
-        raise ValueError(f"its token dimension is ambiguous, of shape {list(x.shape)}")
-    return found[0]
+        return list(tensors_of([self.given.get(name) for name in mutated_names(self.op)]))
 
 
 def why_not(call: Call) -> str | None:

@@ -7,8 +7,10 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.analysis.fake_run import run_node
-from fx_passes.analysis.row_liveness import storage
-from fx_passes.analysis.row_rules import expression, tensors_of
+from fx_passes.analysis.layer_paths import copy_path
+from fx_passes.analysis.memory import storage
+from fx_passes.analysis.sizes import expression
+from fx_passes.analysis.values import tensors_of, value_of
 
 _LEAST = 0.25
 """A copy of what stays is made if at least this part goes. A choice, not a measurement."""
@@ -45,7 +47,7 @@ def keep_read_columns(graph: Graph, source: Node, rows: Node) -> bool:
         return False
     dims, places = {dim for dim, _ in found}, [place for _, place in found]
     (dim, *others), low, high = dims, min(places), max(places) + 1
-    value = source.meta["example_value"]
+    value = value_of(source)
     if others or high - low > (1 - _LEAST) * value.shape[dim]:
         return False
     copy = value[_index(dim, slice(low, high))].clone(memory_format=torch.contiguous_format)
@@ -61,9 +63,7 @@ def keep_read_columns(graph: Graph, source: Node, rows: Node) -> bool:
     part.meta["example_value"] = value[_index(dim, slice(low, high))]
     read.meta["example_value"] = copy
     for node in (rows, part, read):  # they belong where the value does
-        node.meta.pop("nn_module_stack", None)
-        if "nn_module_stack" in source.meta:
-            node.meta["nn_module_stack"] = source.meta["nn_module_stack"]
+        copy_path(node, source)
     for user, place in zip(users, places, strict=True):
         user.args = (read, _index(dim, place - low))
         user.meta["example_value"] = new[user]
@@ -72,9 +72,9 @@ def keep_read_columns(graph: Graph, source: Node, rows: Node) -> bool:
 
 def _owns_memory(graph: Graph, source: Node) -> bool:
     """Whether a value is an operator's, no view of an input, in the order of its dimensions."""
-    value = source.meta["example_value"]
+    value = value_of(source)
     inputs = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
-    theirs = {storage(x) for n in inputs for x in tensors_of(n.meta.get("example_value"))}
+    theirs = {storage(x) for n in inputs for x in tensors_of(value_of(n))}
     strides, expected = [], 1
     for size in reversed(value.shape):
         strides.append(expected)
@@ -89,14 +89,14 @@ def _owns_memory(graph: Graph, source: Node) -> bool:
 
 def _is_plain(reader: Node, user: Node, value: torch.Tensor) -> bool:
     """Whether `reader` computes something new of `user`, in one layout, if that becomes `value`."""
-    values = {a: a.meta.get("example_value") for a in reader.all_input_nodes} | {user: value}
+    values = {a: value_of(a) for a in reader.all_input_nodes} | {user: value}
     if reader.op not in ("call_function", "call_method"):
         return False
     try:
         result = run_node(reader, values)
     except Exception:  # as of values that a later node reshapes in place
         return False
-    old, new = list(tensors_of(reader.meta.get("example_value"))), list(tensors_of(result))
+    old, new = list(tensors_of(value_of(reader))), list(tensors_of(result))
     same = [_layout(x) for x in old] == [_layout(x) for x in new]
     return bool(new) and same and storage(value) not in {storage(x) for x in new}
 
@@ -118,9 +118,9 @@ def _taken(node: Node) -> tuple[int, int] | None:
     index = index if isinstance(index, tuple) else (index,)
     numbers = [(dim, place) for dim, place in enumerate(index) if type(place) is int]
     full = [place for place in index if place == slice(None)]
-    tensor = isinstance(value, Node) and isinstance(value.meta.get("example_value"), torch.Tensor)
+    tensor = isinstance(value, Node) and isinstance(value_of(value), torch.Tensor)
     if not tensor or len(numbers) != 1 or len(full) != len(index) - 1:
         return None
     dim, place = numbers[0]
-    size = value.meta["example_value"].shape[dim]  # type: ignore
+    size = value_of(value).shape[dim]  # type: ignore
     return (dim, place % size) if type(size) is int else None

@@ -4,6 +4,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
+from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 
 CPU = torch.device("cpu")
@@ -50,18 +51,18 @@ def _number(node: Node) -> object:
 
 
 def _is_number(node: Node) -> bool:
-    fake = isinstance(node.meta.get("example_value"), FakeTensor)
+    fake = isinstance(value_of(node), FakeTensor)
     plain = fake and not node.kwargs.get("requires_grad")
     return plain and isinstance(_number(node), bool | int | float)
 
 
 def _device(node: Node) -> torch.device:
-    return node.meta["example_value"].device
+    return value_of(node).device
 
 
 def _filled(node: Node, device: torch.device) -> Node:
     """The number as a new node on `device`, where the graph stands."""
-    fake = node.meta["example_value"]
+    fake = value_of(node)
     value = torch.tensor(_number(node), dtype=fake.dtype, device="cpu").item()
     how = {"dtype": fake.dtype, "device": device}
     full = node.graph.create_node("call_function", torch.full, ((), value), how, name=node.name)
@@ -93,5 +94,5 @@ def _fill_at_copies(node: Node) -> int:
 
 def _is_copy(user: Node, node: Node) -> bool:
     named = user.op == "call_method" and user.target in ("to", "cuda")
-    fake = user.meta.get("example_value")
+    fake = value_of(user)
     return named and user.args[0] is node and isinstance(fake, FakeTensor) and fake.device != CPU

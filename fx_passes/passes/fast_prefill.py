@@ -11,11 +11,14 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry
 
 from fx_passes.analysis.fake_run import ATTENTION, NotApplicableError, fake_execution, run_node
-from fx_passes.analysis.row_liveness import Liveness, OneRowError, Selection, analyse, storage
-from fx_passes.analysis.row_rules import expression, tensors_of
+from fx_passes.analysis.layer_paths import copy_path
+from fx_passes.analysis.row_liveness import Liveness, analyse
+from fx_passes.analysis.row_savings import Savings
+from fx_passes.analysis.row_selection import OneRowError, Selection
+from fx_passes.analysis.sizes import expression, input_of_size, multiple
+from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 from fx_passes.config import PassConfig
 from fx_passes.passes.columns import keep_read_columns
@@ -49,11 +52,11 @@ class FastPrefill(Pass):
 
     name = "fast_prefill"
     stage = "dynamo"
+    needs_inference = True
 
     def __init__(self, mode: str = "auto") -> None:
         super().__init__()
         self.mode = mode
-        self.facts: dict[str, Any] = {}
 
     @classmethod
     def of(cls, config: PassConfig) -> "FastPrefill":
@@ -65,22 +68,19 @@ class FastPrefill(Pass):
         Raises:
             ValueError: mode "on", and nothing can be dropped.
         """
-        self.facts = {}
         if any(_reduced(node) for node in graph.nodes):
             return 0
         try:
-            _refuse_training(graph)
             liveness = analyse(graph)
             savings = Savings.of(liveness)
             _refuse_useless(liveness, savings)
         except Exception as reason:
             if not isinstance(reason, NotApplicableError):  # a graph that is not understood
                 reason = NotApplicableError(f"{type(reason).__name__}: {reason}")
-            self.skip(str(reason))
-            if self.mode == "on" and not isinstance(reason, OneRowError):
-                raise ValueError(
-                    f"fast_prefill must be 'auto' or 'off' for this model, got 'on': {reason}"
-                ) from None
+            if isinstance(reason, OneRowError):
+                self.skip(str(reason))
+            else:
+                self.refuse(str(reason))
             return 0
         for node, reason in liveness.reasons.items():
             self.skip(f"{node.name} is computed for all rows: {reason}")
@@ -88,65 +88,17 @@ class FastPrefill(Pass):
         _Rewrite(graph, liveness).run()
         return len(liveness.region)
 
-
-@dataclasses.dataclass(frozen=True)
-class Savings:
-    """What one dropped row saves, T - R of them a step.
-
-    Attributes:
-        flops_per_row: of matrix products; attention saves more, by the length of the request.
-        of_flops_per_row: of all products whose operations are a multiple of the rows.
-        bytes_per_row: of the operators' results, as if each went to memory: an upper bound.
-        num_attentions, of_attentions: attentions that see logits rows only, and all.
-        num_products, of_products: the same of matrix products.
-    """
-
-    flops_per_row: int
-    of_flops_per_row: int
-    bytes_per_row: int
-    num_attentions: int
-    of_attentions: int
-    num_products: int
-    of_products: int
-
-    @classmethod
-    def of(cls, liveness: Liveness) -> "Savings":
-        flops = of_flops = num_bytes = products = of_products = 0
-        for node, calls in liveness.calls.items():
-            for call in calls:
-                count = flop_registry.get(call.op.overloadpacket)
-                cost = 0
-                is_product = count is not None and call.has_rows
-                if count is not None and is_product:
-                    cost = _a_row(count(*call.args, out_val=call.out), liveness.symbol)
-                of_products, of_flops = of_products + is_product, of_flops + cost
-                if node not in liveness.region:
-                    continue
-                products, flops = products + is_product, flops + cost
-                num_bytes += sum(_bytes_a_row(x, call) for x in call.outputs)
-        return cls(flops, of_flops, num_bytes, *liveness.num_attentions(), products, of_products)
-
-
-def _a_row(total: Any, symbol: sympy.Symbol) -> int:
-    """Of an amount that is a multiple of T, that of one row; of any other nothing."""
-    amount = sympy.simplify(expression(total) / symbol)
-    return int(amount) if amount.is_Integer else 0
-
-
-def _bytes_a_row(x: torch.Tensor, call: Any) -> int:
-    if any(storage(x) == storage(y) for y in call.inputs) or call.dim(x) is None:
-        return 0
-    return _a_row(x.numel(), call.symbol) * x.element_size()
+    def refuse(self, reason: str) -> None:
+        """Skip the graph, or raise in mode "on"."""
+        super().refuse(reason)
+        if self.mode == "on":
+            raise ValueError(
+                f"fast_prefill must be 'auto' or 'off' for this model, got 'on': {reason}"
+            ) from None
 
 
 def _reduced(node: Node) -> bool:
     return node.target in ATTENTION and bool(node.kwargs.get("logits_rows"))
-
-
-def _refuse_training(graph: Graph) -> None:
-    values = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(values)):
-        raise NotApplicableError("training: an input requires grad")
 
 
 def _refuse_useless(liveness: Liveness, savings: Savings) -> None:
@@ -163,7 +115,7 @@ class _Rewrite:
         self.values: dict[Node, Any] = {}
         self._gathered: dict[Node, Node] = {}
         self._rows: Node | None = None
-        self._sizes: dict[sympy.Expr, Node] = {}
+        self._sizes: dict[int, Node] = {}
         self._rewritten = set().union(*liveness.rewritten) - liveness.region
 
     def run(self) -> None:
@@ -194,7 +146,7 @@ class _Rewrite:
         def reduced(a: Any) -> Any:
             if not isinstance(a, Node) or a in self.live.region:
                 return a
-            value = a.meta.get("example_value")
+            value = value_of(a)
             if isinstance(value, torch.Tensor):
                 return a if self.live.dim(a) is None else self._gather(a, node)
             if isinstance(value, torch.SymInt):
@@ -218,33 +170,31 @@ class _Rewrite:
         with self.graph.inserting_before(user):
             arguments = (source, self.live.dim(source), self.live.indices)
             new = self.graph.call_function(torch.index_select, arguments)
-        if "nn_module_stack" in user.meta:  # else the layer could not be cut out around it
-            new.meta["nn_module_stack"] = user.meta["nn_module_stack"]
+        copy_path(new, user)  # else the layer could not be cut out around it
         if source not in self._rewritten:
             self._gathered[source] = new
         return new
 
     def _size(self, size: sympy.Expr, node: Node) -> Node:
         """The node that holds a size with R in T's place."""
-        factor = size / self.live.symbol
         if self.live.symbol not in size.free_symbols:
             return node
+        factor = multiple(size, self.live.symbol)
+        assert factor is not None, "the liveness lets nothing else into the region"
         if factor not in self._sizes:
             with self.graph.inserting_before(_behind_inputs(self.live.indices)):
                 rows = self._num_rows()
             if factor != 1:
                 with self.graph.inserting_before(rows.next):
-                    rows = self.graph.call_function(operator.mul, (rows, int(factor)))
+                    rows = self.graph.call_function(operator.mul, (rows, factor))
             self._sizes[factor] = rows
         return self._sizes[factor]
 
     def _num_rows(self) -> Node:
         """R: an input of the graph, or asked of the indices."""
-        wanted = expression(self.live.indices.meta["example_value"].shape[0])
-        for node in self.graph.find_nodes(op="placeholder"):
-            value = node.meta.get("example_value")
-            if isinstance(value, torch.SymInt) and expression(value) == wanted:
-                return node
+        rows = expression(value_of(self.live.indices).shape[0])
+        if (known := input_of_size(self.graph, rows)) is not None:
+            return known
         return self.graph.call_function(torch.ops.aten.sym_size.int, (self.live.indices, 0))
 
     def _propagate(self) -> None:
@@ -252,17 +202,17 @@ class _Rewrite:
         values: dict[Node, Any] = {}
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                values[node] = node.meta.get("example_value")
+                values[node] = value_of(node)
             elif node.op in ("call_function", "call_method"):
                 new = node in self.live.region or "example_value" not in node.meta
                 if new or any(a in self.live.region for a in node.all_input_nodes):
                     node.meta["example_value"] = run_node(node, values)
-                values[node] = node.meta.get("example_value")
+                values[node] = value_of(node)
 
 
 def _inferred(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with the size in -1's place, which a shape of no rows would leave open."""
-    value, arguments, keywords = node.meta.get("example_value"), list(node.args), dict(node.kwargs)
+    value, arguments, keywords = value_of(node), list(node.args), dict(node.kwargs)
     views = node.target in ("view", "reshape", torch.reshape) and isinstance(value, torch.Tensor)
     named = next((name for name in ("size", "shape") if name in keywords), None)
     sizes: Any = arguments[1:] if named is None else keywords[named]

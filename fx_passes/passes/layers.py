@@ -1,17 +1,13 @@
 """Compile equal layers once: each layer's part of the Dynamo graph calls one shared module."""
 
 import itertools
-import re
 from collections.abc import Iterator
 
-import torch
 from torch.fx import Graph, Node
 
+from fx_passes.analysis.layer_paths import layer_path
 from fx_passes.base import Pass
 from fx_passes.regions import Region
-
-_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
-"""A module path up to its first number, `model.layers.3`, as in Transformers and torchvision."""
 
 
 class OutlineLayers(Pass):
@@ -43,15 +39,10 @@ class OutlineLayers(Pass):
 
     name = "outline_layers"
     stage = "dynamo"
+    needs_inference = True
 
     def apply(self, graph: Graph) -> int:
         owner = graph.owning_module
-        if (
-            any(_requires_grad(n) for n in graph.nodes if n.op == "placeholder")
-            and torch.is_grad_enabled()
-        ):
-            self.skip("training: an input requires grad")
-            return 0
         groups: dict[str, list[Region]] = {}
         for region in _regions(graph):
             reason = region.reason_against()
@@ -73,24 +64,10 @@ class OutlineLayers(Pass):
         return count
 
 
-def _requires_grad(node: Node) -> bool:
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _layer_path(node: Node) -> str | None:
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return None
-    path = re.sub(r"\[(['\"]?)(\w+)\1\]", r".\2", list(stack.values())[-1][0])
-    match = _LAYER.match(path)
-    return match.group(1) if match else None
-
-
 def _regions(graph: Graph) -> Iterator[Region]:
     by_path: dict[str, list[Node]] = {}
     for node in graph.nodes:
-        path = _layer_path(node) if node.op in ("call_function", "call_method") else None
+        path = layer_path(node) if node.op in ("call_function", "call_method") else None
         if path is not None:
             by_path.setdefault(path, []).append(node)
     for path, nodes in by_path.items():

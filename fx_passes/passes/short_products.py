@@ -8,6 +8,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten
+from fx_passes.analysis.sizes import hint
+from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 
 _SHORT = 4
@@ -63,9 +65,10 @@ class ShortProducts(Pass):
 
     name = "short_products"
     stage = "aten"
+    needs_inference = True
 
     def apply(self, graph: Graph) -> int:
-        if graph.find_nodes(op="call_function", target=aten.as_strided.default) or _trains(graph):
+        if graph.find_nodes(op="call_function", target=aten.as_strided.default):
             return 0
         found = graph.find_nodes(op="call_function", target=aten.bmm.default)
         short = [node for node in found if _is_short(node) and not _is_spread(node)]
@@ -76,24 +79,19 @@ class ShortProducts(Pass):
         return len(short)
 
 
-def _trains(graph: Graph) -> bool:
-    """Whether AOTAutograd has traced gradients, which it calls tangents, too."""
-    return any("tangents" in str(node.target) for node in graph.find_nodes(op="placeholder"))
-
-
 def _is_short(product: Node) -> bool:
     """Whether terms, and rows or columns, are few, and no operand is computed more often."""
     nodes = [product, *product.all_input_nodes]
-    if not all(isinstance(node.meta.get("val"), torch.Tensor) for node in nodes):
+    if not all(isinstance(value_of(node), torch.Tensor) for node in nodes):
         return False
     left, right = product.args
-    terms, (_, rows, columns) = _value(left).shape[2], _value(product).shape
+    terms, (_, rows, columns) = value_of(left).shape[2], value_of(product).shape
     if any(type(size) is not int for size in (terms, rows, columns)):
         return False
     few = 0 < terms <= _SHORT and min(rows, columns) <= _SHORT
     return (
         few
-        and _value(product).dtype.is_floating_point
+        and value_of(product).dtype.is_floating_point
         and (columns <= _SHORT or _is_in_memory(left))
         and (rows <= _SHORT or _is_in_memory(right))
     )
@@ -130,11 +128,8 @@ def _is_fused(target: Any) -> bool:
 
 def _num_elements(node: Node) -> int:
     """By the sizes that were traced with, which guards nothing; 0 for what has none."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    size = value.numel()
-    return size if isinstance(size, int) else size.node.hint or 0
+    value = value_of(node)
+    return hint(value.numel()) or 0 if isinstance(value, torch.Tensor) else 0
 
 
 class _Sum:
@@ -143,11 +138,11 @@ class _Sum:
     def __init__(self, graph: Graph, product: Node) -> None:
         self.graph = graph
         self._origin = {key: what for key, what in product.meta.items() if key not in _OWN}
-        dtype = _value(product).dtype
+        dtype = value_of(product).dtype
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         left, right = (self._converted(factor, wide) for factor in product.args)
         total: Node | None = None
-        for k in range(_value(left).shape[2]):
+        for k in range(value_of(left).shape[2]):
             columns = self._call(aten.slice.Tensor, left, 2, k, k + 1)
             rows = self._call(aten.slice.Tensor, right, 1, k, k + 1)
             term = self._call(aten.mul.Tensor, columns, rows)
@@ -157,16 +152,12 @@ class _Sum:
         self.node = self._call(aten.clone.default, total, memory_format=torch.contiguous_format)
 
     def _converted(self, node: Any, dtype: torch.dtype) -> Node:
-        return node if _value(node).dtype == dtype else self._call(_CONVERT, node, dtype)
+        return node if value_of(node).dtype == dtype else self._call(_CONVERT, node, dtype)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A new node with its value, where the graph stands."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self._origin)
-        with _value(node.all_input_nodes[0]).fake_mode:
-            node.meta["val"] = target(*map_arg(args, _value), **kwargs)
+        with value_of(node.all_input_nodes[0]).fake_mode:
+            node.meta["val"] = target(*map_arg(args, value_of), **kwargs)
         return node
-
-
-def _value(node: Any) -> Any:
-    return node.meta["val"]

@@ -8,6 +8,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten
+from fx_passes.analysis.sizes import equal, expression, input_of_size, multiple
+from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 
 _WRITTEN_WHOLE = PRODUCTS | {torch.ops.attn_ops.attention.default, aten.cat.default}
@@ -63,7 +65,7 @@ class CollapseViews(Pass):
             return False
         if (
             _root(source).target not in _WRITTEN_WHOLE
-            or source.meta["val"].stride() != node.meta["val"].stride()
+            or value_of(source).stride() != value_of(node).stride()
         ):
             return False
         node.replace_all_uses_with(source)
@@ -75,13 +77,13 @@ class CollapseViews(Pass):
         if (
             root.op != "call_function"
             or root.target not in _WRITTEN_WHOLE
-            or not root.meta["val"].is_contiguous()
+            or not value_of(root).is_contiguous()
         ):
             return False
-        value, base = node.meta["val"], root.meta["val"]
+        value, base = value_of(node), value_of(root)
         if (
-            _same(value.shape, base.shape)
-            and _same(value.stride(), base.stride())
+            equal(value.shape, base.shape)
+            and equal(value.stride(), base.stride())
             and _offset(value, base) == 0
         ):
             node.replace_all_uses_with(root)
@@ -92,7 +94,7 @@ class CollapseViews(Pass):
             rows = _RowCount(graph, root)
             size = [rows.argument(s) for s in value.shape]
             stride = [
-                1 if _is_one(n) else rows.argument(s)
+                1 if type(n) is int and n == 1 else rows.argument(s)
                 for n, s in zip(value.shape, value.stride(), strict=True)
             ]
             if None in size or None in stride or _offset(value, base) is None:
@@ -102,7 +104,7 @@ class CollapseViews(Pass):
                     f"and no multiple of {root.name}'s row count"
                 )
                 return False
-            if value.is_contiguous() and _plain(value.numel()) == _plain(base.numel()):
+            if value.is_contiguous() and expression(value.numel()) == expression(base.numel()):
                 new = graph.call_function(aten.view.default, (root, size))
             else:
                 new = graph.call_function(
@@ -122,7 +124,7 @@ class _RowCount:
     def __init__(self, graph: Graph, root: Node) -> None:
         self.graph, self.root, self.node = graph, root, None
         self.made: list[Node] = []
-        shape = root.meta["val"].shape
+        shape = value_of(root).shape
         self.dim = next((d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)), 0)
         self.rows = shape[self.dim]
 
@@ -131,29 +133,22 @@ class _RowCount:
             return int(size)
         if not isinstance(self.rows, torch.SymInt):
             return None
-        factor = size.node.expr / self.rows.node.expr
-        if not factor.is_Integer:
+        factor = multiple(expression(size), expression(self.rows))
+        if factor is None:
             return None
         if self.node is None:
-            self.node = self._existing() or self._make(
+            self.node = input_of_size(self.graph, expression(self.rows)) or self._make(
                 aten.sym_size.int, (self.root, self.dim), self.rows
             )
         if factor == 1:
             return self.node
-        return self._make(operator.mul, (self.node, int(factor)), size)
+        return self._make(operator.mul, (self.node, factor), size)
 
     def _make(self, target: Callable, args: tuple, value: torch.SymInt) -> Node:
         node = self.graph.call_function(target, args)
         node.meta["val"] = value
         self.made.append(node)
         return node
-
-    def _existing(self) -> Node | None:
-        for node in self.graph.find_nodes(op="placeholder"):
-            value = node.meta.get("val")
-            if isinstance(value, torch.SymInt) and value.node.expr == self.rows.node.expr:
-                return node
-        return None
 
     def forget(self) -> None:
         for node in reversed(self.made):
@@ -188,25 +183,12 @@ def _ends_chain(node: Node) -> bool:
     return (
         node.op == "call_function"
         and node.target in VIEWS
-        and isinstance(node.meta.get("val"), torch.Tensor)
+        and isinstance(value_of(node), torch.Tensor)
         and any(user.op == "output" or user.target not in VIEWS for user in node.users)
     )
 
 
-def _is_one(size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) and size == 1
-
-
-def _same(a: tuple, b: tuple) -> bool:
-    """Equal without a guard: symbolic sizes are compared by expression."""
-    return len(a) == len(b) and all(_plain(x) == _plain(y) for x, y in zip(a, b, strict=True))
-
-
-def _plain(size: int | torch.SymInt) -> object:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
 def _offset(value: torch.Tensor, base: torch.Tensor) -> int | None:
     """Elements between the storage starts of the two; None if it is not a number."""
-    end, begin = _plain(value.storage_offset()), _plain(base.storage_offset())
+    end, begin = value.storage_offset(), base.storage_offset()
     return end - begin if isinstance(end, int) and isinstance(begin, int) else None

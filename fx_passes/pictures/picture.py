@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import operator
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import sympy
@@ -18,13 +18,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from fx_passes.analysis.row_liveness import storage
-from fx_passes.analysis.row_rules import expression, tensors_of
+from fx_passes.analysis.layer_paths import layer_path, path_in_layer
+from fx_passes.analysis.memory import mutated_storages, storage
+from fx_passes.analysis.sizes import expression, symbols_of
+from fx_passes.analysis.values import tensors_of, value_of
 from fx_passes.pictures.flowchart import Box, Chart, Kind, Rows, telling_layers
-from fx_passes.regions import mutated_storages
 
-_LAYER = re.compile(r"^(.*?\.\d+)(?:\.(.*))?$")
-"""A module path up to its first number, and the rest."""
 _KINDS = {
     Kind.PRODUCT: ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_scaled_mm"),
     Kind.EMBEDDING: ("embedding",),
@@ -67,7 +66,7 @@ class _Walk:
         self._written: dict[int, frozenset[int]] = {}  # the same of a storage
         self._names = _symbol_names(graph)
         inputs = graph.find_nodes(op="placeholder")
-        self._inputs = {storage(x): n for n in inputs for x in tensors_of(_value(n))}
+        self._inputs = {storage(x): n for n in inputs for x in tensors_of(value_of(n))}
         for node in graph.nodes:
             self._visit(node)
 
@@ -75,7 +74,7 @@ class _Walk:
         behind: set[int] = set()
         for source in node.all_input_nodes:
             behind |= self._behind[source]
-            for x in tensors_of(_value(source)):
+            for x in tensors_of(value_of(source)):
                 behind |= self._written.get(storage(x), frozenset())
         found = self._latest(behind)
         mutated = mutated_storages([node])
@@ -127,8 +126,8 @@ class _Walk:
             self._before[i] |= self._before[source] | 1 << source
 
     def _box(self, node: Node, kind: Kind, mutated: set[int]) -> Box:
-        layer, subject = _place_of(node)
-        name, shown = _operator(node), [_value(node)]
+        layer, subject = layer_path(node), path_in_layer(node)
+        name, shown = _operator(node), [value_of(node)]
         if kind is Kind.WRITE:
             name, shown = "write", _largest(node, mutated)
             subject = _plain(next(n for s, n in self._inputs.items() if s in mutated).name)
@@ -137,14 +136,14 @@ class _Walk:
         elif kind is Kind.CALL:
             layer, name, subject = node.name, str(node.target), ""
         elif kind is Kind.OUTPUT:
-            name, subject, shown = "output", "", [_value(n) for n in node.all_input_nodes]
+            name, subject, shown = "output", "", [value_of(n) for n in node.all_input_nodes]
         tensors = list(tensors_of(shown))
         rows = self._rows(tensors)
         shapes = tuple(self._shape(x) for x in tensors[:1])
         return Box(kind, rows, layer, name, (subject,) if subject else (), shapes)
 
     def _rows(self, tensors: Iterable[torch.Tensor]) -> Rows:
-        names = {self._names.get(s) for x in tensors for s in _symbols(x)}
+        names = {self._names.get(s) for x in tensors for s in symbols_of(x)}
         return Rows.ALL if "T" in names else Rows.LOGITS if "R" in names else Rows.NONE
 
     def _shape(self, x: torch.Tensor) -> str:
@@ -152,19 +151,11 @@ class _Walk:
         return f"[{', '.join(str(expression(size).xreplace(named)) for size in x.shape)}]"
 
 
-def _value(node: Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _symbols(x: torch.Tensor) -> Iterator[Any]:
-    return (symbol for size in x.shape for symbol in expression(size).free_symbols)
-
-
 def _symbol_names(graph: Graph) -> dict[Any, str]:
     """T and R, from a selection of rows by an input; else T, the symbol met most often."""
     for node in graph.nodes:
         if node.target is operator.getitem or _operator(node) == "index_select":
-            source, out = [_value(n) for n in (*node.all_input_nodes[:1], node)][-2:]
+            source, out = [value_of(n) for n in (*node.all_input_nodes[:1], node)][-2:]
             for rows in _indices(node):
                 if not all(isinstance(x, torch.Tensor) for x in (source, out)):
                     continue
@@ -173,7 +164,7 @@ def _symbol_names(graph: Graph) -> dict[Any, str]:
                 if len(changed) == 1 and isinstance(changed[0], sympy.Symbol):
                     return {changed[0]: "T", expression(rows.shape[0]): "R"}
     counts = collections.Counter(
-        s for node in graph.nodes for x in tensors_of(_value(node)) for s in _symbols(x)
+        s for node in graph.nodes for x in tensors_of(value_of(node)) for s in symbols_of(x)
     )
     return {symbol: "T" for symbol, _ in counts.most_common(1)}
 
@@ -181,13 +172,13 @@ def _symbol_names(graph: Graph) -> dict[Any, str]:
 def _indices(node: Node) -> list[torch.Tensor]:
     """Vectors of indices that an indexing node is given as inputs of the graph."""
     given = [a for a in tree_leaves(node.args[1:]) if isinstance(a, Node) and a.op == "placeholder"]
-    values = [_value(a) for a in given]
+    values = [value_of(a) for a in given]
     return [x for x in values if isinstance(x, torch.Tensor) and x.dim() == 1]
 
 
 def _largest(node: Node, mutated: set[int]) -> list[torch.Tensor]:
     """Of what a node writes, the tensor of most dimensions: the keys, not their places."""
-    given = [x for n in node.all_input_nodes for x in tensors_of(_value(n))]
+    given = [x for n in node.all_input_nodes for x in tensors_of(value_of(n))]
     return sorted((x for x in given if storage(x) not in mutated), key=lambda x: -x.dim())[:1]
 
 
@@ -203,18 +194,6 @@ def _plain(name: str) -> str:
     if name.startswith("l_"):
         return re.sub(r"^l_(kwargs_|self_)?|_+$", "", name)
     return re.sub(r"_\d+$", "", name)
-
-
-def _place_of(node: Node) -> tuple[str | None, str]:
-    """The layer that a node belongs to, None outside layers; its module in there."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return None, ""
-    path = re.sub(r"\[(['\"]?)(\w+)\1\]", r".\2", list(stack.values())[-1][0])
-    path = re.sub(r"^L\.self\.?", "", path)
-    if match := _LAYER.match(path):
-        return match.group(1), match.group(2) or ""
-    return None, path
 
 
 def _merged(boxes: list[Box], sources: list[tuple[int, ...]]) -> Chart:

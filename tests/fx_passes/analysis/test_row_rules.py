@@ -21,7 +21,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fx_passes.analysis.row_rules import RULES, Call, expression, row_dim, why_not
+from fx_passes.analysis.row_rules import RULES, Call, why_not
+from fx_passes.analysis.sizes import expression, row_dim
 
 T = 7
 

@@ -1,0 +1,52 @@
+"""Which module a node was traced in, and which layer that is: "model.layers.3" of its path."""
+
+import re
+
+from torch.fx import Node
+
+_LAYER = re.compile(r"^(.*?\.\d+)(?:\.(.*))?$")
+"""A module path up to its first number, as in Transformers and torchvision, and the rest."""
+
+_STACK = "nn_module_stack"
+"""Where Dynamo notes the modules of a node, the innermost last."""
+
+_MODEL = re.compile(r"^L\.self\.?")
+"""Dynamo's name of the model itself."""
+
+
+def module_path(node: Node) -> str | None:
+    """The path of the node's module below the model, None if Dynamo noted none."""
+    path = _full_path(node)
+    return None if path is None else _MODEL.sub("", path)
+
+
+def layer_path(node: Node) -> str | None:
+    """The path of the layer that the node belongs to, None outside layers."""
+    found = _LAYER.match(_full_path(node) or "")
+    return _MODEL.sub("", found.group(1)) if found else None
+
+
+def path_in_layer(node: Node) -> str:
+    """The node's module below its layer; outside layers its whole path."""
+    found = _LAYER.match(_full_path(node) or "")
+    return (found.group(2) or "") if found else module_path(node) or ""
+
+
+def copy_path(node: Node, source: Node) -> None:
+    """Let the node belong to the module that `source` belongs to, or to none."""
+    drop_path(node)
+    if _STACK in source.meta:
+        node.meta[_STACK] = source.meta[_STACK]
+
+
+def drop_path(node: Node) -> None:
+    """Let the node belong to no module."""
+    node.meta.pop(_STACK, None)
+
+
+def _full_path(node: Node) -> str | None:
+    """Indices as attributes: `L['self'].layers[3]` is `L.self.layers.3`."""
+    stack = node.meta.get(_STACK)
+    if not stack:
+        return None
+    return re.sub(r"\[(['\"]?)(\w+)\1\]", r".\2", list(stack.values())[-1][0])

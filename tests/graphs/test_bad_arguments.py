@@ -1,25 +1,14 @@
 """Wrong arguments of sessions, keys and groups: a ValueError that names them, nothing changed."""
 
 # pyright: reportArgumentType=false
-
 import pytest
 import torch
 
 from attn_ops.backends.grouped import grouped_backend
-from graphs import CUDAGraphMode, DecodeSession
+from graphs import CUDAGraphMode
 from graphs.capture.dispatch import CudagraphDispatcher
 from graphs.modes import BatchDescriptor, default_capture_sizes
-
-
-@pytest.fixture(scope="module")
-def model(make_model):
-    return make_model()
-
-
-def make(model, **options) -> DecodeSession:
-    sizes = {"max_batch_size": 4, "max_tokens": 64, "block_size": 4, "debug": "eager_replay"}
-    return DecodeSession(model, **(sizes | {"lazy_capture": True} | options))
-
+from tests.kit.sessions import captured_lazily, make_session
 
 SESSIONS = [
     *({"cache_tokens": bad} for bad in (0, -5, 10.5, "x", True)),
@@ -35,7 +24,7 @@ SESSIONS = [
 @pytest.mark.parametrize("options", SESSIONS, ids=str)
 def test_bad_sessions(model, options):
     with pytest.raises(ValueError, match=f"^{list(options)[-1]} must "):
-        make(model, **options)
+        captured_lazily(model, **options)
 
 
 CALLS = {
@@ -60,7 +49,7 @@ CALLS = {
 
 @pytest.mark.parametrize("case", CALLS)
 def test_bad_calls_change_nothing(model, case):
-    session = make(model, num_draft_tokens=2)
+    session = captured_lazily(model, num_draft_tokens=2)
     call, message = CALLS[case]
     with pytest.raises(ValueError, match=message):
         call(session)
@@ -90,3 +79,21 @@ def test_bad_keys_and_groups(case):
     call, message = DISPATCH[case]
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": "12"}, "prompt must be a sequence of token ids"),
+        ({"prompt": [1.7]}, "prompt must hold ints, got 1.7"),
+        ({"prompt": [1], "eos": "3"}, "eos must hold ints, got '3'"),
+        ({"prompt": [1], "eos": 64}, "eos must hold token ids from 0 to 63, got 64"),
+        ({"prompt": [1], "temperature": None}, "temperature must be a number"),
+        ({"prompt": [1], "max_new_tokens": True}, "max_new_tokens must be a positive int"),
+    ],
+)
+def test_wrong_requests(model, arguments, message):
+    session = make_session(model, max_batch_size=1, max_tokens=8)
+    with pytest.raises(ValueError, match=message):
+        session.add(**arguments)
+    assert session.num_unfinished == 0

@@ -14,18 +14,9 @@ from graphs.capture.failures import CaptureError, Failure
 from graphs.capture.levels import resolve
 from graphs.capture.memory import NODE_BYTES
 from graphs.report import FailureLine, SessionReport, in_words
+from tests.kit.sessions import captured
 
 PROMPTS = [[3], [5, 9], list(range(1, 18))]
-
-
-@pytest.fixture(scope="module")
-def model(make_model):
-    return make_model()
-
-
-def make(model, **options) -> DecodeSession:
-    sizes = {"max_batch_size": 4, "max_tokens": 64, "block_size": 4, "debug": "eager_replay"}
-    return DecodeSession(model, **(sizes | options))
 
 
 def used(report: SessionReport) -> tuple[int, int | None]:
@@ -40,7 +31,7 @@ def one_line(report: SessionReport) -> str:
 
 
 def test_a_session_without_graphs(model):
-    session = make(model, debug=None, decode_steps=8)
+    session = captured(model, debug=None, decode_steps=8)
     report = session.report()
     assert (report.model, report.device, report.backend) == ("LlamaForCausalLM", "cpu", "TORCH")
     assert (report.mode_asked, report.mode_used) == ("FULL_DECODE_ONLY", "NONE")
@@ -63,7 +54,7 @@ def test_a_session_without_graphs(model):
 
 
 def test_asked_for(model):
-    report = make(model, debug=None, cudagraph_mode="NONE").report()
+    report = captured(model, debug=None, cudagraph_mode="NONE").report()
     assert (report.mode_used, report.mode_why) == ("NONE", "asked for")
     assert report.decode_steps.why == "asked for"
 
@@ -72,7 +63,7 @@ def test_asked_for(model):
 
 
 def test_captured_keys_and_replays(model):
-    session = make(
+    session = captured(
         model,
         cudagraph_mode="FULL_AND_PIECEWISE",
         decode_steps=4,
@@ -107,7 +98,7 @@ def test_captured_keys_and_replays(model):
 
 
 def test_released(model):
-    session = make(model, decode_steps=2)
+    session = captured(model, decode_steps=2)
     session.generate(PROMPTS, 4)
     session.release()
     report = session.report()
@@ -118,7 +109,7 @@ def test_released(model):
 
 def test_failures(model):
     """The key, the operator and the line; the other keys go on without the host."""
-    session = make(model, on_capture_failure="continue", decode_steps=4)
+    session = captured(model, on_capture_failure="continue", decode_steps=4)
     graphs = session.graphs
     assert graphs is not None
     record = graphs.recorder.record
@@ -161,7 +152,7 @@ def test_a_failure_of_which_little_is_known():
 
 
 def test_verified_sessions_run_single_steps(model):
-    session = make(model, decode_steps=4, verify="always")
+    session = captured(model, decode_steps=4, verify="always")
     session.generate(PROMPTS, 4)
     report = session.report()
     assert used(report) == (4, 1)
@@ -171,13 +162,13 @@ def test_verified_sessions_run_single_steps(model):
 
 
 def test_piecewise_decode_steps_need_the_host(model):
-    report = make(model, decode_steps=4, cudagraph_mode="PIECEWISE").report()
+    report = captured(model, decode_steps=4, cudagraph_mode="PIECEWISE").report()
     assert used(report) == (4, 1)
     assert report.decode_steps.why == "attention between graphs is planned by the host"
 
 
 def test_backends_that_plan_on_the_host(model):
-    session = make(model, decode_steps=4)
+    session = captured(model, decode_steps=4)
     session.builder.prepare_capture = lambda common: session.builder.build(0, common)
     session.generate(PROMPTS, 4)
     report = session.report()
@@ -188,7 +179,7 @@ def test_backends_that_plan_on_the_host(model):
 
 
 def test_batches_beyond_the_largest_graph(model):
-    session = make(model, decode_steps=4, capture_sizes=[1, 2], lazy_capture=True)
+    session = captured(model, decode_steps=4, capture_sizes=[1, 2], lazy_capture=True)
     assert session.report().decode_steps.why == (
         "no decode step has been captured yet; 1 for more than 2 requests"
     )
@@ -217,7 +208,7 @@ def on_a_gpu(session: DecodeSession) -> None:
 
 
 def test_a_weak_group_and_the_estimate(model):
-    session = make(model, cudagraph_mode="FULL_DECODE_ONLY", decode_steps=4)
+    session = captured(model, cudagraph_mode="FULL_DECODE_ONLY", decode_steps=4)
     on_a_gpu(session)
     report = session.report()
     assert (report.mode_asked, report.mode_used) == ("FULL_DECODE_ONLY", "PIECEWISE")
@@ -235,7 +226,7 @@ def test_a_weak_group_and_the_estimate(model):
 
 def test_no_estimate_for_a_model_of_unknown_shape(make_model, monkeypatch):
     model = make_model()
-    session = make(model)
+    session = captured(model)
     on_a_gpu(session)
     monkeypatch.setitem(vars(model.config), "intermediate_size", [96, 128])  # one a layer
     assert session.report().graph_bytes_estimated is None
@@ -245,7 +236,7 @@ def test_no_estimate_for_a_model_of_unknown_shape(make_model, monkeypatch):
 
 
 def test_json_and_text(model):
-    session = make(model, cudagraph_mode="FULL", verify=3)
+    session = captured(model, cudagraph_mode="FULL", verify=3)
     session.generate(PROMPTS, 4, temperature=0.5)
     report = session.report()
     again = json.loads(json.dumps(report.as_dict()))
@@ -268,7 +259,7 @@ def test_keys_in_words():
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))
 def test_every_mode(model, mode):
     debug = None if mode is CUDAGraphMode.NONE else "eager_replay"
-    session = make(model, cudagraph_mode=mode, decode_steps=2, debug=debug)
+    session = captured(model, cudagraph_mode=mode, decode_steps=2, debug=debug)
     session.generate(PROMPTS, 3)
     report = session.report()
     assert (report.mode_asked, report.mode_used) == (mode.name, mode.name)

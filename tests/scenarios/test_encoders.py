@@ -3,6 +3,7 @@
 T rows of a batch, E rows of an encoder.
 """
 
+import dataclasses
 import random
 from typing import Any
 
@@ -270,3 +271,27 @@ def test_a_decoder_without_its_encoder_is_refused():
     translator.call = call
     with pytest.raises(ValueError, match="is_causal must be True with kv_caches, got False"):
         translator.step([[1]], [0], torch.zeros(1, 64), [1])
+
+
+def test_a_compiled_encoder_refuses_a_causal_batch_as_an_eager_one_does():
+    """Eager raises; compiled, every row silently sees no later one."""
+    transformers = pytest.importorskip("transformers")
+    integration.register()
+    config = transformers.BertConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=16,
+    )
+    model = transformers.AutoModel.from_config(config, attn_implementation="attn_ops").eval()
+    model.requires_grad_(False)
+    spec = dataclasses.replace(integration.attention_specs(model)[0], causal=True)
+    keywords = {
+        "input_ids": torch.tensor([[5, 6, 7]]),
+        "position_ids": torch.arange(3)[None],
+        "attn_metadata": varlen_metadata([3], spec),
+    }
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="causal"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(**keywords)

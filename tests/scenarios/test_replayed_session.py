@@ -6,53 +6,37 @@ Everything else is as on a GPU: static tensors, padding, keys, flights, checks.
 import pytest
 import torch
 
-from graphs import DecodeSession
 from graphs.modes import CUDAGraphMode
 from graphs.verify.verifier import VerificationError
+from tests.kit.sessions import captured, uncaptured
 
 PROMPTS = [[3], [5, 9], list(range(1, 18)), [1, 2, 3, 4], [7] * 9, [60, 61]]
 MODES = [m for m in CUDAGraphMode if m is not CUDAGraphMode.NONE]
-
-
-@pytest.fixture(scope="module")
-def model(make_model):
-    return make_model()
-
-
-def make(model, **options):
-    sizes = {"max_batch_size": 4, "max_tokens": 64, "block_size": 4, "debug": "eager_replay"}
-    return DecodeSession(model, **(sizes | options))
-
-
-def plain(model, **options):
-    return make(model, debug=None, cudagraph_mode="NONE", **options)
-
-
-def tokens(results):
-    return [r.token_ids for r in results]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("decode_steps", [1, 3, 8])
 def test_modes_and_steps(model, mode, decode_steps):
     """More requests than the batch holds; they end in the middle of flights."""
-    want = plain(model, max_tokens_per_step=24).generate(PROMPTS, 11)
-    session = make(model, cudagraph_mode=mode, decode_steps=decode_steps, max_tokens_per_step=24)
+    want = uncaptured(model, max_tokens_per_step=24).generate(PROMPTS, 11)
+    session = captured(
+        model, cudagraph_mode=mode, decode_steps=decode_steps, max_tokens_per_step=24
+    )
     assert session.generate(PROMPTS, 11) == want
     assert session.num_steps["captured"] > 10
     mixed = mode in (CUDAGraphMode.FULL_DECODE_ONLY,)
     assert (session.num_steps["called"] > 0) == mixed
-    assert session.generate(PROMPTS[:1], 3) == plain(model).generate(PROMPTS[:1], 3)
+    assert session.generate(PROMPTS[:1], 3) == uncaptured(model).generate(PROMPTS[:1], 3)
 
 
 @pytest.mark.parametrize("decode_steps", [1, 4])
 def test_stop_tokens(model, decode_steps):
-    free = plain(model).generate(PROMPTS, 20)
+    free = uncaptured(model).generate(PROMPTS, 20)
     stops = sorted({t for r in free for t in r.token_ids[3:9]})
     for eos in (stops[:2], stops):  # more than the device watches
-        want = plain(model).generate(PROMPTS, 20, eos=eos)
+        want = uncaptured(model).generate(PROMPTS, 20, eos=eos)
         assert {r.finish_reason for r in want} >= {"stop"}
-        session = make(model, decode_steps=decode_steps)
+        session = captured(model, decode_steps=decode_steps)
         assert session.generate(PROMPTS, 20, eos=eos) == want
 
 
@@ -78,16 +62,16 @@ def test_sampling_in_graphs(model, kinds, decode_steps):
         return {i: session.result(n).token_ids for i, n in zip(chosen, ids, strict=True)}
 
     everyone = list(range(len(kinds)))
-    want = run(plain(model, seed=3), everyone)
-    assert run(make(model, seed=3, decode_steps=decode_steps), everyone) == want
+    want = run(uncaptured(model, seed=3), everyone)
+    assert run(captured(model, seed=3, decode_steps=decode_steps), everyone) == want
     seeded = next((i for i in everyone if "seed" in kinds[i]), None)
     if seeded is not None:
-        assert run(make(model, seed=99), [seeded]) == {seeded: want[seeded]}
+        assert run(captured(model, seed=99), [seeded]) == {seeded: want[seeded]}
 
 
 def test_requests_come_and_go_in_flight(model):
     """Added and discarded between any two steps: the others are what they are alone."""
-    session, generator = make(model, decode_steps=4), torch.Generator().manual_seed(0)
+    session, generator = captured(model, decode_steps=4), torch.Generator().manual_seed(0)
     alone = {}
     done, live = {}, {}
     for _ in range(120):
@@ -109,7 +93,7 @@ def test_requests_come_and_go_in_flight(model):
                 session.discard(request)
     assert len(done) > 15
     for request, (prompt, new) in alone.items():
-        assert done[request] == plain(model).generate([prompt], new)[0]
+        assert done[request] == uncaptured(model).generate([prompt], new)[0]
     while session.num_unfinished:
         session.step()
     for request in live:
@@ -119,14 +103,14 @@ def test_requests_come_and_go_in_flight(model):
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
 def test_every_replay_verified(model, mode):
-    session = make(model, cudagraph_mode=mode, verify="always", max_tokens_per_step=16)
+    session = captured(model, cudagraph_mode=mode, verify="always", max_tokens_per_step=16)
     got = session.generate(PROMPTS, 6, temperature=0.8)
-    assert got == plain(model, max_tokens_per_step=16).generate(PROMPTS, 6, temperature=0.8)
+    assert got == uncaptured(model, max_tokens_per_step=16).generate(PROMPTS, 6, temperature=0.8)
 
 
 def test_a_wrong_graph_is_caught(model):
     """A step that computes something else when it is captured: another length is frozen."""
-    session = make(model, verify="always")
+    session = captured(model, verify="always")
     build = session.builder.build_for_cudagraph_capture
 
     def frozen(common):
@@ -138,37 +122,8 @@ def test_a_wrong_graph_is_caught(model):
         session.generate(PROMPTS, 6)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}])
-@pytest.mark.parametrize("debug", [None, "eager_replay"])
-def test_drafts_change_nothing(model, sampling, debug):
-    """Right, partly right and wrong drafts; near the end of a request too."""
-    want = plain(model).generate(PROMPTS[:4], 13, **sampling)
-    mode = "FULL_DECODE_ONLY" if debug else "NONE"
-    session = make(model, debug=debug, cudagraph_mode=mode, num_draft_tokens=3)
-    ids = [session.add(p, 13, **sampling) for p in PROMPTS[:4]]
-    generator, num_steps = torch.Generator().manual_seed(1), 0
-    while session.num_unfinished:
-        drafts = {}
-        for index, request in enumerate(ids):
-            known = len(session._requests[request].token_ids)
-            draft = want[index].token_ids[known : known + 3]
-            kind = int(torch.randint(0, 4, (), generator=generator))
-            if kind == 0:
-                draft = [(t + 1) % 64 for t in draft]
-            elif kind == 1:
-                draft = draft[:1]
-            if kind < 3:
-                drafts[request] = draft
-        session.verify_draft(drafts)
-        num_steps += 1
-    assert [session.result(i) for i in ids] == want
-    assert num_steps < 11
-    with pytest.raises(ValueError, match="num_draft_tokens"):
-        plain(model).verify_draft({})
-
-
 def test_moved_tensors_are_named(model):
-    session = make(model)
+    session = captured(model)
     session.generate(PROMPTS[:1], 3)
     session.cache.tensors[1] = session.cache.tensors[1].clone()
     with pytest.raises(ValueError, match=r"must stay where they were, got .*kv_caches.*another"):
@@ -177,7 +132,7 @@ def test_moved_tensors_are_named(model):
 
 def test_swapped_weights_are_named(make_model):
     model = make_model()
-    session = make(model)
+    session = captured(model)
     session.generate(PROMPTS[:1], 3)
     weight = next(model.parameters())
     weight.data = weight.data.clone()

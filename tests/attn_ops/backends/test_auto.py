@@ -63,3 +63,10 @@ def test_metadata_names_the_backend_of_the_batch(monkeypatch):
 
 def test_it_needs_a_gpu():
     assert torch.cuda.is_available() or auto.BACKEND.unavailable()
+
+
+def test_auto_takes_its_arguments_by_name():
+    auto = get_backend("AUTO")
+    spec = AttentionSpec(8, 2, 128, torch.bfloat16)
+    builder = auto.builder(backend=auto, specs=[spec], block_size=16, device="cuda")
+    assert builder.specs == (spec,)

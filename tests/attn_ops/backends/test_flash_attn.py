@@ -12,6 +12,7 @@ from attn_ops import AttentionMetadata, AttentionSpec, CommonAttentionMetadata
 from attn_ops.backends import flash_attn
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.flash_attn import BACKEND, library
+from attn_ops.backends.flash_attn import BACKEND as FLASH_ATTN
 from attn_ops.backends.flash_attn.triton.quantize import (
     quantize_query,
     quantize_tokens,
@@ -380,3 +381,20 @@ def test_no_rows(monkeypatch):
     meta = AttentionMetadata(common, BACKEND)
     assert (flash_attn.forward(q, cache, meta, options) == 0).all()
     assert (flash_attn.varlen(q, q[:, :2], q[:, :2], meta, options) == 0).all()
+
+
+@pytest.mark.parametrize(("name", "sinks"), [("flash_attn", False), ("flash_attn_interface", True)])
+def test_flash_attn_knows_what_upstream_libraries_refuse(monkeypatch, name, sinks):
+    """`forward` refuses paged attention with upstream FA2, and sinks with upstream FA3."""
+    fake = types.SimpleNamespace(flash_attn_varlen_func=None, flash_attn_with_kvcache=None)
+    monkeypatch.setattr(library, "find_library", lambda: (name, fake))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for function in (library.fa_version, library.unavailable):
+        function.cache_clear()
+    try:
+        spec = AttentionSpec(8, 2, 128, torch.bfloat16, sinks=sinks)
+        reasons = FLASH_ATTN.reasons_against(spec, 16, torch.device("cuda"))
+    finally:
+        for function in (library.fa_version, library.unavailable):
+            function.cache_clear()
+    assert reasons

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from attn_ops import AttentionCGSupport, AttentionSpec, get_backend, register_backend
+from attn_ops import (
+    AttentionCGSupport,
+    AttentionSpec,
+    get_backend,
+    register_backend,
+    select_backend,
+)
 from attn_ops import select_backend as select
 from attn_ops.backends import measure, measurements, registry
+from attn_ops.backends.flex import flex_backend
 from attn_ops.backends.measure import MeasuredShape, Measurement
 
 TORCH = get_backend("TORCH")
@@ -385,3 +392,18 @@ def test_on_a_gpu_that_is_not_the_current_one(monkeypatch):
         )
         assert torch.cuda.current_device() == 0
     assert selection.why.startswith("fastest of 1 measured: TRITON ")
+
+
+SPEC = AttentionSpec(4, 2, 32, torch.float32)
+
+
+def test_measuring_leaves_out_backends_with_a_mask_of_their_own():
+    """Such a backend computes something else than the layers ask for, as one that quantizes q."""
+    register_backend(flex_backend("NOTHING_SEEN", lambda request, query, key: key < 0))
+    try:
+        chosen = select_backend(
+            SPEC, block_size=16, device="cpu", measure=True, shapes=[MeasuredShape(1, 1, 16)]
+        )
+    finally:
+        registry._registered.pop("NOTHING_SEEN")
+    assert "NOTHING_SEEN" not in chosen.why

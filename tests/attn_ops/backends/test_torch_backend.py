@@ -9,8 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attn_ops import AttentionSpec, attention, attention_with_lse, write_kv
+from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, attention_with_lse, write_kv
 from attn_ops.backends.torch_backend import reference_attention
+from tests.kit.batches import build_metadata, random_batch
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -192,3 +193,38 @@ def test_fp8_cache(make_batch, kv_cache_dtype, scales):
     b.kv_cache = meant
     wanted, _ = brute_force(b, 0.3)
     torch.testing.assert_close(got.double(), wanted, atol=1e-4, rtol=1e-4)
+
+
+def no_keys(name, query, keys, **spec):
+    """A non-causal batch of one request whose keys are not its rows, as in cross-attention."""
+    q, cache, _ = random_batch((query,), (48,))
+    common = CommonAttentionMetadata.from_lengths(
+        [query], [query], torch.arange(1, 4, dtype=torch.int32)[None], 16
+    ).replace(
+        seq_lens=torch.tensor([keys], dtype=torch.int32),
+        seq_lens_cpu=torch.tensor([keys], dtype=torch.int32),
+        num_computed_tokens_cpu=None,
+        causal=False,
+    )
+    asked = AttentionSpec(4, 2, 32, torch.float32, causal=False, **spec)
+    return q, cache, build_metadata(name, common, asked)
+
+
+def test_torch_rows_that_see_no_key_are_zero():
+    q, cache, meta = no_keys("TORCH", 12, 4, sliding_window=3)
+    out, lse = attention_with_lse(q, cache, meta, 0.2, sliding_window=3)
+    assert not out[0].any()
+    assert (lse[0] == float("-inf")).all()
+
+
+def test_cascade_leaves_padding_rows_zero():
+    """Rows behind query_start_loc[-1] that num_actual_tokens counts; `validate` allows them."""
+    q, cache, common = random_batch((1, 1), (40, 40))
+    common.block_table_tensor[1, 0] = common.block_table_tensor[0, 0]
+    slots = torch.cat([common.slot_mapping, torch.full((2,), -1)])
+    common = common.replace(num_actual_tokens=4, slot_mapping=slots, positions=None)
+    common.validate(block_size=16)
+    q = torch.cat([q, torch.randn(2, 4, 32)])
+    assert not attention(q, cache, build_metadata("TORCH", common), 0.2)[2:].any()
+    shared = build_metadata("TORCH", common, common_prefix_len=16)
+    assert not attention(q, cache, shared, 0.2)[2:].any()

@@ -13,9 +13,14 @@ import torch
 
 from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, attention_with_lse
 from attn_ops.backends import registry, xformers_backend
+from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.torch_backend import reference_attention
+from attn_ops.backends.triton import BACKEND as TRITON
+from attn_ops.backends.xformers_backend import BACKEND as XFORMERS
+from attn_ops.backends.xformers_backend import forward as xformers_forward
 from attn_ops.backends.xformers_backend import leading_queries, page_views
-from attn_ops.metadata import AttentionCGSupport
+from attn_ops.metadata import AttentionCGSupport, AttentionMetadata
+from tests.kit.batches import random_batch
 
 BACKEND = dataclasses.replace(
     xformers_backend.BACKEND,
@@ -304,3 +309,20 @@ def test_unavailable(monkeypatch, installed, found, reason):
     monkeypatch.setattr(xformers_backend, "version", version)
     monkeypatch.setattr(xformers_backend.importlib.util, "find_spec", lambda name: found)
     assert xformers_backend.unavailable.__wrapped__() == reason
+
+
+INTERPRETED = pytest.mark.skipif(TRITON.unavailable() is not None, reason="needs TRITON_INTERPRET")
+
+
+@INTERPRETED
+@pytest.mark.parametrize("which", ["q", "kv_cache"])
+def test_xformers_refuses_heads_that_are_not_contiguous(which):
+    """TRITON does; its kernels, called here without its checks, read other elements."""
+    q, cache, common = random_batch((3, 5), (40, 20), torch.float16)
+    if which == "q":
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    else:
+        cache = cache.transpose(3, 4).contiguous().transpose(3, 4)
+    meta = AttentionMetadata(common, XFORMERS, {}, 16)
+    with pytest.raises(ValueError, match=f"{which}"):
+        xformers_forward(q, cache, meta, AttentionOptions(0.2))

@@ -1,12 +1,9 @@
 """Transformers models on attn_ops: logits as in eager attention, refusals, merged projections."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from attn_ops.integrations.merged import MergedSlice, merge_projections
 from attn_ops.integrations.transformers import NAME, attention_forward, attention_specs, register
 
 transformers = pytest.importorskip("transformers")
@@ -151,97 +148,3 @@ def test_dropout_is_refused(make_model, make_prompts):
     model = make_model(attention_dropout=0.5).train()
     with pytest.raises(ValueError, match="dropout"):
         model(**make_prompts(model, LENGTHS).keywords)
-
-
-# -- merged projections ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "groups"), [("llama", 4), ("qwen3", 4), ("gemma2", 4), ("phi3", 0)]
-)
-def test_merging_changes_no_eager_number_and_no_key(make_model, make_prompts, name, groups):
-    model = make_model(name)
-    keywords = make_prompts(model, LENGTHS).keywords
-    state, wanted = copy.deepcopy(model.state_dict()), model(**keywords).logits
-    names = [n for n, _ in model.named_parameters()]
-    assert merge_projections(model) == groups
-    assert torch.equal(model(**keywords).logits, wanted)
-    after = model.state_dict()
-    assert list(after) == list(state)
-    assert [n for n, _ in model.named_parameters()] == names
-    assert all(torch.equal(after[n], state[n]) for n in state)
-    assert merge_projections(model) == 0, "merging again changes nothing"
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_in_place_updates_reach_the_merged_product(make_model, make_prompts, bias):
-    model = make_model(attention_bias=bias)
-    keywords = make_prompts(model, LENGTHS).keywords
-    assert merge_projections(model) == 4
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    before = compiled(**keywords).logits
-    torch.testing.assert_close(before, model(**keywords).logits, atol=1e-5, rtol=1e-5)
-    attention = model.model.layers[1].self_attn
-    attention.k_proj.weight.data.mul_(2)
-    if bias:
-        attention.v_proj.bias.data.add_(1)
-    model.model.layers[0].mlp.up_proj.weight.data.normal_()
-    after = compiled(**keywords).logits
-    assert not torch.allclose(after, before, atol=1e-2)
-    torch.testing.assert_close(after, model(**keywords).logits, atol=1e-5, rtol=1e-5)
-    other = make_model(attention_bias=bias)
-    other.lm_head.weight.data.mul_(0.5)
-    model.load_state_dict(other.state_dict())
-    torch.testing.assert_close(
-        compiled(**keywords).logits, other(**keywords).logits, atol=1e-5, rtol=1e-5
-    )
-
-
-class Projections(nn.Module):
-    def __init__(self, q: nn.Module, k: nn.Module, v: nn.Module) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = q, k, v
-
-
-class Scaled(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
-def hooked() -> nn.Linear:
-    layer = nn.Linear(4, 4)
-    layer.register_forward_hook(lambda module, args, output: output + 1)
-    return layer
-
-
-UNLIKE = {
-    "no such layers": nn.Sequential(nn.Linear(4, 4)),
-    "one is missing": nn.ModuleDict({"gate_proj": nn.Linear(4, 4)}),
-    "bias": Projections(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)),
-    "input size": Projections(nn.Linear(4, 4), nn.Linear(5, 4), nn.Linear(4, 4)),
-    "dtype": Projections(nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4)),
-    "device": Projections(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)),
-    "subclass": Projections(nn.Linear(4, 4), Scaled(4, 4), nn.Linear(4, 4)),
-    "hook": Projections(nn.Linear(4, 4), hooked(), nn.Linear(4, 4)),
-}
-
-
-@pytest.mark.parametrize("case", UNLIKE)
-def test_other_layers_are_left_alone(case):
-    model = UNLIKE[case]
-    before = dict(model.named_modules())
-    assert merge_projections(model) == 0
-    assert dict(model.named_modules()) == before
-    assert not any(isinstance(m, MergedSlice) for m in model.modules())
-
-
-def test_a_copy_of_a_merged_model_is_merged_too():
-    """Updates of the copy's weights reach the copy's product, and not the original's."""
-    x = torch.randn(2, 4)
-    model = Projections(*(nn.Linear(4, 4) for _ in range(3))).requires_grad_(False)
-    merge_projections(model)
-    twin = copy.deepcopy(model)
-    twin.k_proj.weight.data.mul_(3)
-    wanted = twin.k_proj(x)
-    torch.testing.assert_close(torch.compile(twin.k_proj, backend="aot_eager")(x), wanted)
-    torch.testing.assert_close(torch.compile(model.k_proj, backend="aot_eager")(x), model.k_proj(x))

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from attn_ops.metadata import advance_step, positions_and_slots
+from attn_ops.metadata import CommonAttentionMetadata, advance_step, positions_and_slots
 from attn_ops.metadata.triton.step import launch_advance_step, launch_positions_and_slots
 from tests.attn_ops.metadata import brute_force
 from tests.attn_ops.metadata.ragged import Ragged, Tape, batches, check, int32, int64
@@ -333,3 +333,28 @@ def test_positions_and_slots_refuses(name, change):
     with pytest.raises(ValueError, match=name):
         positions_and_slots(**{**given, name: change})
     assert given["positions"].tolist() == given["slot_mapping"].tolist() == [77, 77]
+
+
+from_lengths = CommonAttentionMetadata.from_lengths
+
+
+def test_what_is_written_stands_apart():
+    common = from_lengths([1, 1], [5, 2], [[1, 2], [3, 4]], 4)
+    both = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="must not share memory"):
+        positions_and_slots(
+            common.query_start_loc, common.seq_lens, common.block_table_tensor, 4, 2,
+            positions=both, slot_mapping=both,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="num_tokens must be at least 0, got -1"):
+        positions_and_slots(
+            common.query_start_loc, common.seq_lens, common.block_table_tensor, 4, -1
+        )
+    indptr = int32([0, 0, 0])
+    step = [int64([1, 2]), int64([0, 0]), int64([0, 0]), common.seq_lens, int64([0, 0])]
+    with pytest.raises(ValueError, match=r"paged_kv_last_page_len.* must not share memory"):
+        advance_step(
+            *step, common.block_table_tensor, 4,
+            paged_kv_indptr=indptr, paged_kv_last_page_len=indptr[1:],
+        )  # fmt: skip
+    assert common.seq_lens.tolist() == [5, 2]

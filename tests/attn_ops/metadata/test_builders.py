@@ -1,164 +1,18 @@
-"""A batch's metadata against a loop over tokens, and every error of its validation."""
+"""Metadata builders: what they plan, refuse, reorder and build for capture."""
 
-import dataclasses
+import types
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from attn_ops import PAD_SLOT_ID, AttentionSpec, CommonAttentionMetadata, get_backend
-from attn_ops.metadata import positions_of_step
-
-
-@st.composite
-def batches(draw) -> tuple[list[int], list[int], torch.Tensor, int, int]:
-    """Query lengths, seq_lens, block table, block size, padding rows. Lengths include 0 and 1."""
-    block_size = draw(st.integers(1, 9))
-    lengths = draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), max_size=5))
-    query, seq = [q for q, _ in lengths], [q + computed for q, computed in lengths]
-    width = max([1, *(-(-n // block_size) for n in seq)]) + draw(st.integers(0, 2))
-    blocks = draw(st.permutations(range(1, len(lengths) * width + 1)))
-    table_SM = torch.tensor(blocks, dtype=torch.int32).view(len(lengths), width)
-    return query, seq, table_SM, block_size, draw(st.integers(0, 4))
-
-
-@settings(max_examples=100, deadline=None)
-@given(batches())
-def test_from_lengths(batch):
-    query_lens, seq_lens, table_SM, block_size, padding = batch
-    rows = sum(query_lens) + padding
-    common = CommonAttentionMetadata.from_lengths(
-        query_lens, seq_lens, table_SM, block_size, num_padded_tokens=rows if padding else None
-    )
-    starts, slots, positions = [0], [], []
-    for request, (query, seq) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        starts.append(starts[-1] + query)
-        for position in range(seq - query, seq):
-            block = int(table_SM[request, position // block_size])
-            slots.append(block * block_size + position % block_size)
-            positions.append(position)
-    computed = [s - q for q, s in zip(query_lens, seq_lens, strict=True)]
-    expected = {
-        "query_start_loc": (starts, torch.int32),
-        "query_start_loc_cpu": (starts, torch.int32),
-        "seq_lens": (seq_lens, torch.int32),
-        "seq_lens_cpu": (seq_lens, torch.int32),
-        "num_computed_tokens_cpu": (computed, torch.int32),
-        "slot_mapping": (slots + [PAD_SLOT_ID] * padding, torch.int64),
-        "block_table_tensor": (table_SM.tolist(), torch.int32),
-    }
-    for name, (values, dtype) in expected.items():
-        tensor = getattr(common, name)
-        assert tensor.tolist() == values, name
-        assert tensor.dtype == dtype, name
-    assert common.num_reqs == len(query_lens)
-    assert common.num_actual_tokens == len(slots)
-    assert common.max_query_len == max([0, *query_lens])
-    assert common.max_seq_len == max([0, *seq_lens])
-    assert common.causal
-    assert common.logits_indices is None
-    got = positions_of_step(
-        np.array(query_lens, dtype=np.int32), np.array(computed, np.int32), np.array(starts)
-    )
-    assert got.tolist() == positions
-
-
-def test_from_lengths_keeps_nothing_of_its_arguments():
-    """A caller reuses its arrays for the next step while this one's metadata is still in use."""
-    query, seq = np.array([1, 2], dtype=np.int32), np.array([3, 2], dtype=np.int32)
-    table_SM = torch.tensor([[1], [2]], dtype=torch.int32)
-    common = CommonAttentionMetadata.from_lengths(query, seq, table_SM, 4)
-    seq.fill(0), query.fill(0), table_SM.zero_()
-    assert common.seq_lens.tolist() == common.seq_lens_cpu.tolist() == [3, 2]
-    assert common.block_table_tensor.tolist() == [[1], [2]]
+from attn_ops.metadata import AttentionCGSupport, AttentionMetadataBuilder
+from tests.attn_ops.metadata.ragged import int32, int64
 
 
 def table(rows: int, width: int = 2) -> torch.Tensor:
     return torch.arange(1, rows * width + 1, dtype=torch.int32).view(rows, width)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1], [1, 2], table(1), 4), "seq_lens must have 1 entries like query_lens, got 2"),
-        (
-            ([1, 3], [1, 2], table(2), 4),
-            r"seq_lens must be at least query_lens, got seq_lens\[1\]=2 and query_lens",
-        ),
-        (([1, -1], [1, 2], table(2), 4), r"query_lens\[1\]=-1"),
-        (([1], [1], table(2), 4), r"block_table must have shape \[1, any\], got \[2, 2\]"),
-        (([1], [1], table(1)[0], 4), r"block_table must have shape \[1, any\], got \[2\]"),
-        (
-            ([1, 1], [1, 9], table(2), 4),
-            r"seq_lens must fit block_table, got seq_lens\[1\]=9; supported: up to 8",
-        ),
-    ],
-)
-def test_from_lengths_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        CommonAttentionMetadata.from_lengths(*arguments)
-
-
-def test_from_lengths_refuses_too_few_rows():
-    with pytest.raises(ValueError, match="num_padded_tokens must be at least 3, got 2"):
-        CommonAttentionMetadata.from_lengths([3], [3], table(1), 4, num_padded_tokens=2)
-
-
-@pytest.fixture(scope="module")
-def common() -> CommonAttentionMetadata:
-    made = CommonAttentionMetadata.from_lengths([1, 2], [5, 2], table(2), 4)
-    return dataclasses.replace(made, logits_indices=torch.tensor([0, 2]))
-
-
-TENSORS = {
-    "query_start_loc": (torch.int32, 3),
-    "query_start_loc_cpu": (torch.int32, 3),
-    "seq_lens": (torch.int32, 2),
-    "seq_lens_cpu": (torch.int32, 2),
-    "num_computed_tokens_cpu": (torch.int32, 2),
-    "block_table_tensor": (torch.int32, None),
-    "slot_mapping": (torch.int64, None),
-    "logits_indices": (torch.int64, None),
-}
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_wrong_dtype(common, name):
-    other = torch.int64 if TENSORS[name][0] == torch.int32 else torch.int32
-    with pytest.raises(
-        ValueError, match=f"^{name} must have dtype {TENSORS[name][0]}, got {other}"
-    ):
-        dataclasses.replace(common, **{name: getattr(common, name).to(other)})
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_wrong_rank_and_length(common, name):
-    right = getattr(common, name)
-    with pytest.raises(ValueError, match=f"^{name} must have shape"):
-        dataclasses.replace(common, **{name: right.unsqueeze(-1)})
-    if TENSORS[name][1] is not None:
-        with pytest.raises(ValueError, match=rf"^{name} must have shape \[{TENSORS[name][1]}\]"):
-            dataclasses.replace(common, **{name: torch.cat([right, right[:1]])})
-
-
-@pytest.mark.parametrize("name", [n for n in TENSORS if n != "seq_lens"])
-def test_wrong_device(common, name):
-    with pytest.raises(ValueError, match=f"^{name} must be on cpu, got meta"):
-        dataclasses.replace(common, **{name: getattr(common, name).to("meta")})
-
-
-def test_the_device_is_that_of_seq_lens(common):
-    with pytest.raises(ValueError, match=r"^query_start_loc must be on meta, got cpu"):
-        dataclasses.replace(common, seq_lens=common.seq_lens.to("meta"))
-
-
-def test_block_table_has_a_row_a_request(common):
-    with pytest.raises(
-        ValueError, match=r"^block_table_tensor must have shape \[2, any\], got \[3, 2\]"
-    ):
-        dataclasses.replace(common, block_table_tensor=table(3))
 
 
 @pytest.mark.parametrize(("name", "device"), [("TORCH", "cpu"), ("TRITON", "cpu")])
@@ -188,16 +42,96 @@ def test_builders_plan_once_a_geometry(make_batch):
     )
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 3), (4, 0), (1, 2)])
-def test_heads_must_group(num_heads, num_kv_heads):
-    with pytest.raises(
-        ValueError, match=f"num_heads must be a multiple of num_kv_heads, got {num_heads}"
+def test_constants():
+    assert PAD_SLOT_ID == -1
+    assert {level.name: level.value for level in AttentionCGSupport} == {
+        "ALWAYS": 3, "UNIFORM_BATCH": 2, "UNIFORM_SINGLE_TOKEN_DECODE": 1, "NEVER": 0,
+    }  # fmt: skip
+
+
+class RecordingBuilder(AttentionMetadataBuilder):
+    """Builds nothing and remembers how it was asked."""
+
+    def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> Any:
+        return None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> tuple:
+        return common_prefix_len, common_attn_metadata, fast_build
+
+
+def make_builder(device: str = "cpu", **keywords: Any) -> RecordingBuilder:
+    spec = AttentionSpec(4, 2, 64, torch.float32)
+    return RecordingBuilder(get_backend("TORCH"), [spec], 16, device, **keywords)
+
+
+def test_builder_builds_for_capture_and_drafts():
+    builder = make_builder(layer_names=["a", "b"])
+    common = CommonAttentionMetadata.from_lengths([1], [4], int32([[1]]), 16)
+    assert list(builder.layer_names) == ["a", "b"]
+    assert builder.build(5, common) == (5, common, False)
+    assert builder.build_for_cudagraph_capture(common) == (0, common, False)
+    assert builder.build_for_drafting(common, 2) == (0, common, True)
+    assert builder.cudagraph_support == AttentionCGSupport.NEVER
+    shared = builder.use_cascade_attention(64, int64([1]).numpy(), 4, 2, False, False, False, 108)
+    assert shared is False
+
+
+def test_layers_are_named_that_the_backend_cannot_take():
+    for names, named in (
+        (["first", "second"], "take first, second: "),
+        ([], "take these layers: "),
     ):
-        AttentionSpec(num_heads, num_kv_heads, 8, torch.float32)
+        with pytest.raises(ValueError, match=named):
+            make_builder("meta", layer_names=names)
 
 
-def test_negative_blocks_are_refused_where_tokens_stand():
-    with pytest.raises(ValueError, match=r"got block_table\[1\]\[0\]=-1"):
-        CommonAttentionMetadata.from_lengths([1, 1], [3, 2], [[1, -7], [-1, 2]], 4)
-    table = [[1, -7], [2, -1]]  # behind the tokens anything may stand
-    assert CommonAttentionMetadata.from_lengths([1, 1], [3, 2], table, 4).num_reqs == 2
+def test_a_fast_build_is_a_build():
+    """The flag is vLLM's; code written against its builders passes it."""
+    backend = get_backend("TORCH")
+    builder = backend.builder(backend, [AttentionSpec(4, 2, 64, torch.float32)], 16, "cpu")
+    common = CommonAttentionMetadata.from_lengths([1, 3], [4, 3], int32([[1], [2]]), 16)
+    one, other = (builder.build(0, common, fast_build=fast) for fast in (False, True))
+    assert (one.common, one.backend, one.plans) == (other.common, other.backend, other.plans)
+
+
+@pytest.mark.parametrize(
+    ("num_speculative_tokens", "arguments", "expected"),
+    [
+        (None, (), 1),
+        (None, (4,), 4),
+        (None, (1, True), 1),
+        (3, (1, True), 4),
+        (3, (7, True), 4),
+        (3, (1, False), 1),
+        (0, (5, True), 1),
+        (3, (None, True), None),
+    ],
+)
+def test_reorder_batch_threshold(num_speculative_tokens, arguments, expected):
+    builder = make_builder(num_speculative_tokens=num_speculative_tokens)
+    assert builder.reorder_batch_threshold is None
+    builder._init_reorder_batch_threshold(*arguments)
+    assert builder.reorder_batch_threshold == expected
+    assert RecordingBuilder.reorder_batch_threshold is None, "set on the instance alone"
+
+
+def test_builder_reorders_by_its_threshold():
+    swaps = []
+    order = types.SimpleNamespace(req_ids=["p", "d"], swap_states=lambda *pair: swaps.append(pair))
+    schedule = types.SimpleNamespace(num_scheduled_tokens={"p": 9, "d": 2})
+    builder = make_builder()
+    builder._init_reorder_batch_threshold(1)
+    assert builder.reorder_batch(order, schedule) is False
+    builder._init_reorder_batch_threshold(2)
+    assert builder.reorder_batch(order, schedule) is True
+    assert swaps == [(0, 1)]
+
+
+def test_chunks_that_are_no_whole_blocks_are_refused_when_the_builder_is_made():
+    """Not by every step's build, under a name that the caller has never seen."""
+    backend = get_backend("TORCH")
+    spec = AttentionSpec(4, 2, 32, torch.float32, attention_chunk_size=24)
+    with pytest.raises(ValueError, match="attention_chunk_size"):
+        backend.builder(backend, [spec], 16, "cpu")

@@ -324,3 +324,15 @@ def test_a_chunk_as_long_as_everything_changes_nothing():
         seq_lens=common.seq_lens.tolist(),
         block_table_tensor=common.block_table_tensor.tolist(),
     )
+
+
+def test_bounds_and_chunks_that_do_not_fit():
+    with pytest.raises(ValueError, match="num_reqs must be at least 0"):
+        max_local_attention_virtual_batches(4, -1, 5)
+    common = CommonAttentionMetadata.from_lengths([1, 2], [5, 2], [[1, 2], [3, 4]], 4)
+    with pytest.raises(ValueError, match="max_virtual_batches must be None"):
+        make_local_attention_virtual_batches(4, common, max_virtual_batches=9)
+    with pytest.raises(ValueError, match="max_virtual_batches must be at least"):
+        make_local_attention_virtual_batches(4, common, on_device=True, max_virtual_batches=1)
+    with pytest.raises(ValueError, match="attn_chunk_size must be a multiple"):
+        make_local_attention_virtual_batches(2**31, common)

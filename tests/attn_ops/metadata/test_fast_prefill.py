@@ -318,3 +318,51 @@ def test_subclass_attention_metadata():
     assert [name for name, _, _ in KV_SHARING_FAST_PREFILL_METADATA_FIELDS] == [
         "logits_indices_padded", "num_logits_indices",
     ]  # fmt: skip
+
+
+from_lengths = CommonAttentionMetadata.from_lengths
+
+
+def test_a_mirror_of_another_length():
+    common = from_lengths([2, 3], [2, 3], [[1], [2]], 4).replace(
+        logits_indices_padded=int64([0, 1, 2]), num_logits_indices=3, logits_indices_cpu=int64([0])
+    )
+    for use in (
+        make_kv_sharing_fast_prefill_common_attn_metadata,
+        CommonAttentionMetadata.validate,
+    ):
+        with pytest.raises(ValueError, match="logits_indices_cpu must have num_logits_indices=3"):
+            use(common)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_fast_prefill_over_a_backend_of_classes(frozen):
+    @dataclasses.dataclass(frozen=frozen)
+    class Metadata:
+        rows: int
+
+    class Builder:
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            return Metadata(common_attn_metadata.num_actual_tokens)
+
+    class Backend:
+        @staticmethod
+        def get_builder_cls():
+            return Builder
+
+    backend = create_fast_prefill_custom_backend("Fast", Backend)
+    common = from_lengths([3, 2], [3, 2], [[1], [2]], 4)
+    common.logits_indices_padded, common.num_logits_indices = int64([2, 4, 0]), 2
+    metadata = backend.get_builder_cls()().build(0, common)
+    assert backend.__name__ == "FastBackend"
+    assert (metadata.rows, metadata.num_logits_indices) == (2, 2)
+    common.logits_indices_padded = int64([1, 4, 0])
+    with pytest.raises(ValueError, match=r"must hold the last rows .*\[0\]=1 for row 2"):
+        backend.get_builder_cls()().build(0, common)
+
+
+def test_a_bound_on_logits_of_a_request_is_at_most_its_rows():
+    common = CommonAttentionMetadata.from_lengths([1, 2], [5, 2], [[1, 2], [3, 4]], 4)
+    common.logits_indices_padded, common.num_logits_indices = int64([0, 1, 2]), 3
+    common.max_logits_per_req, common.query_start_loc_cpu = 50, None
+    assert make_kv_sharing_fast_prefill_common_attn_metadata(common).max_query_len == 2

@@ -199,3 +199,20 @@ def test_logits_indices_are_rows(common, rows):
     )
     with pytest.raises(ValueError, match="logits_indices"):
         wrong.validate()
+
+
+from_lengths = CommonAttentionMetadata.from_lengths
+
+
+def test_validate_looks_at_sizes():
+    common = from_lengths([1, 2], [5, 2], [[1, 2], [3, 4]], 4)
+    for changes, name in (
+        ({"positions": int64([9] * 7)}, "positions"),
+        ({"encoder_seq_lens": [1, 2, 3]}, "encoder_seq_lens"),
+        ({"logits_indices_padded": int64([0]), "num_logits_indices": 3}, "num_logits_indices"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            common.replace(**changes).validate()
+    for arguments, name in (({"block_size": 8}, "block_size"), ({"num_blocks": 0}, "num_blocks")):
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            common.validate(**arguments)

@@ -14,12 +14,15 @@ from attn_ops import (
     PAD_SLOT_ID,
     AttentionOptions,
     AttentionSpec,
+    CommonAttentionMetadata,
     attention,
     attention_with_lse,
+    get_backend,
     varlen_metadata,
     write_kv,
 )
 from attn_ops.backends.torch_backend import reference_attention
+from tests.kit.batches import RANDOM_SPEC, build_metadata, random_batch
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 RAGGED = ([3, 0, 1, 1], [7, 5, 1, 9])  # query lengths and seq_lens
@@ -324,3 +327,35 @@ def test_attention_across_devices_is_refused(make_batch):
             ValueError, match=r"^q, kv_cache and attn_metadata must be on one device"
         ):
             check_attention_inputs(q, kv_cache, b.meta, AttentionOptions(1.0))
+
+
+def test_cache_of_another_block_size_is_refused_and_not_written():
+    spec, torch_backend = AttentionSpec(2, 2, 16, torch.float32), get_backend("TORCH")
+    table = torch.tensor([[1]], dtype=torch.int32)
+    common = CommonAttentionMetadata.from_lengths([2], [2], table, 16)
+    meta = torch_backend.builder(torch_backend, [spec], 16, "cpu").build(0, common)
+    cache, row = torch.zeros(4, 2, 8, 2, 16), torch.ones(2, 2, 16)
+    for call in (lambda: write_kv(row, row, cache, meta), lambda: attention(row, cache, meta, 1.0)):
+        with pytest.raises(ValueError, match="must have the metadata's block_size 16, got 8"):
+            call()
+    assert not cache.any()
+
+
+def test_attention_over_a_cache_refuses_metadata_without_one():
+    """Its table is zeros: the null block would be read as every request's keys."""
+    q, cache, _ = random_batch()
+    with pytest.raises(ValueError, match="meta"):
+        attention(q, cache, varlen_metadata([3, 1], RANDOM_SPEC), 0.2)
+
+
+def test_attention_with_lse_takes_the_arguments_of_attention():
+    q, cache, common = random_batch()
+    out, _ = attention_with_lse(q, cache, build_metadata("TORCH", common), 0.2, v_head_size=8)
+    assert out.shape == (4, 4, 8)
+
+
+def test_a_strided_vector_is_named_as_such():
+    """Not 'must be torch.float32 of shape [4], got torch.float32 [4]'."""
+    q, cache, common = random_batch()
+    with pytest.raises(ValueError, match="contiguous"):
+        attention(q, cache, build_metadata("TORCH", common), 0.2, alibi_slopes=torch.rand(8)[::2])

@@ -11,6 +11,7 @@ import torch
 
 from attn_ops import AttentionSpec, attention, get_backend, varlen_attention, varlen_metadata
 from attn_ops.metadata import AttentionMetadata
+from tests.kit.batches import build_metadata, random_batch
 
 OPCHECKS = (
     "test_schema",
@@ -133,3 +134,18 @@ def test_a_backend_without_it_is_refused():
 def test_no_backend_applies():
     with pytest.raises(ValueError, match=r"TORCH.*device must be supported, got meta"):
         varlen_metadata([3], SPEC, "meta")
+
+
+def test_varlen_metadata_refuses_chunks():
+    """`varlen_attention` has none: every row would see all keys."""
+    with pytest.raises(ValueError, match="attention_chunk_size"):
+        varlen_metadata([40], AttentionSpec(4, 2, 32, torch.float32, attention_chunk_size=16))
+
+
+def test_no_heads_are_a_value_error():
+    q, cache, common = random_batch()
+    none = torch.randn(4, 0, 32)
+    with pytest.raises(ValueError, match="k and v"):
+        varlen_attention(q, none, none, varlen_metadata([3, 1], SPEC), 0.2)
+    with pytest.raises(ValueError, match="q must"):
+        attention(none, cache, build_metadata("TORCH", common), 0.2)

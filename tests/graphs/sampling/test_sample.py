@@ -159,3 +159,15 @@ def test_bad_arguments_are_named():
         sample(logits, partial, positions, Sampling.RANDOM)
     with pytest.raises(ValueError, match=r"^logits must be \[num_rows, vocab_size\]"):
         sample(logits[0], fields, positions, Sampling.RANDOM)
+
+
+def test_tiny_temperatures_are_greedy():
+    logits = torch.randn(3, 50)
+    params = [SamplingParams(temperature=t) for t in (1e-40, 1e-7, 0.0)]
+    tokens = sample(logits, stacked(params), torch.arange(3), Sampling.RANDOM)
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_chunked_argmax_takes_the_first_of_equal_maxima():
+    logits = torch.randint(0, 5, (7, 64 * 64)).float()
+    assert torch.equal(argmax(logits), logits.argmax(-1))

@@ -281,3 +281,40 @@ def test_a_slice_needs_the_mirrors():
     common.query_start_loc_cpu = None
     with pytest.raises(ValueError, match="query_start_loc_cpu"):
         _make_metadata_with_slice(UBatchSlice(slice(0, 1), slice(0, 2)), common)
+
+
+from_lengths = CommonAttentionMetadata.from_lengths
+
+
+def test_micro_batches_and_logits_rows():
+    common = from_lengths([1, 2], [5, 2], [[1, 2], [3, 4]], 4)
+    whole = UBatchSlice(slice(0, 2), slice(0, 3))
+    captured = common.replace(
+        logits_indices_padded=int64([0, 2, 0, 0]), num_logits_indices=4, num_logits=int32([2])
+    )
+    got = _make_metadata_with_slice(whole, captured)
+    assert got.logits_indices_padded is None, "how many count, only the device knows"
+    assert got.num_logits_indices is None
+    rows = int64([0, 2])
+    known = common.replace(logits_indices=rows, logits_indices_padded=rows, num_logits_indices=2)
+    got = _make_metadata_with_slice(whole, known)
+    kept = (got.logits_indices, got.logits_indices_padded, got.logits_indices_cpu)
+    assert [t.tolist() for t in kept] == [[0, 2]] * 3
+    assert len({t.data_ptr() for t in (*kept, rows)}) == 4
+
+
+def test_padding_cut_in_two():
+    common = from_lengths([3, 3], [9, 3], [[1, 2, 3], [0, 0, 0]], 4)
+    for lens in (common.seq_lens, common.seq_lens_cpu):
+        lens[1] = 0
+    common.num_computed_tokens_cpu = int32([6, 0])
+    parts = (slice(0, 4), slice(4, 6))
+    for requests, tokens in zip((slice(0, 2), slice(1, 2)), parts, strict=True):
+        got = _make_metadata_with_slice(UBatchSlice(requests, tokens), common)
+        assert got.seq_lens[-1] == got.seq_lens_cpu[-1] == got.num_computed_tokens_cpu[-1] == 0
+
+
+@pytest.mark.parametrize("part", [(None, 2), (0, -1), (0, 9), (0, 2, 1)])
+def test_slices_of_starts_that_do_not_fit(part):
+    with pytest.raises(ValueError, match="request_slice must"):
+        slice_query_start_locs(int32([0, 1, 3]), slice(*part))

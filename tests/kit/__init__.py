@@ -1,0 +1,1 @@
+"""What tests make their batches, models and sessions with."""

@@ -1,0 +1,54 @@
+"""Decode sessions of small sizes, and what tests read of them."""
+
+import torch
+
+from graphs import DecodeSession
+
+PROMPTS = [[1, 2, 3], [4, 5], [7] * 6]
+SIZES = {"max_batch_size": 4, "max_tokens": 64, "block_size": 4}
+
+
+def make_session(model, **options) -> DecodeSession:
+    return DecodeSession(model, **(SIZES | options))
+
+
+def captured(model, **options) -> DecodeSession:
+    """Its steps go through graphs; on a CPU a graph runs the Python of its step again."""
+    return make_session(model, **({"debug": "eager_replay"} | options))
+
+
+def captured_lazily(model, **options) -> DecodeSession:
+    return captured(model, **({"lazy_capture": True} | options))
+
+
+def uncaptured(model, **options) -> DecodeSession:
+    return make_session(model, **({"cudagraph_mode": "NONE"} | options))
+
+
+def poisoned(session: DecodeSession) -> DecodeSession:
+    """Its caches are NaN wherever nothing has been written."""
+    for cache in session.cache.tensors:
+        cache[1:] = 0x7F if cache.dtype == torch.uint8 else float("nan")  # NaN of E4M3 and E5M2
+    return session
+
+
+def tokens(results) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+def drain(session, outputs=None) -> dict[int, list[int]]:
+    """Step to the end; tokens by request, as they were handed out."""
+    outputs = list(outputs or ())
+    for _ in range(200):
+        if not session.num_unfinished:
+            break
+        outputs += session.step()
+    assert session.num_unfinished == 0
+    streamed: dict[int, list[int]] = {}
+    for output in outputs:
+        streamed.setdefault(output.request_id, []).append(output.token_id)
+    return streamed
+
+
+def is_empty(session) -> bool:
+    return session.cache.num_free_blocks == session.cache.num_blocks - 1

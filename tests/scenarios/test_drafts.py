@@ -1,0 +1,95 @@
+"""Drafts: the same tokens, within the positions of the model and the token budget."""
+
+import pytest
+import torch
+
+from tests.kit.sessions import PROMPTS, captured_lazily, drain, uncaptured
+
+SHORT = {
+    "gpt2": {},  # its positions are rows of a table
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+}
+
+
+def short_model(make_model, kind):
+    if kind != "gpt2":
+        return make_model(max_position_embeddings=32, rope_parameters=SHORT[kind])
+    transformers = pytest.importorskip("transformers")
+    make_model()  # registers attention
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=64, n_positions=32, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", SHORT)
+@pytest.mark.parametrize("options", [{}, {"debug": None, "cudagraph_mode": "NONE"}])
+def test_drafts_stay_within_the_positions_of_the_model(make_model, kind, options):
+    model = short_model(make_model, kind)
+    prompts = [[1, 2, 3], [5] * 10, [9] * 28]
+    want = uncaptured(model, max_tokens=32).generate(prompts, 100)
+    session = captured_lazily(model, max_tokens=32, num_draft_tokens=3, **options)
+    ids = [session.add(p, 100) for p in prompts]
+    while session.num_unfinished:
+        session.verify_draft({})
+    assert [session.result(i) for i in ids] == want
+
+
+def test_finished_requests_do_not_block_drafts(model):
+    session = captured_lazily(model, num_draft_tokens=2)
+    done = session.add([1, 2], 1, repetition_penalty=1.5)
+    drain(session)
+    request = session.add([3, 4], 6)
+    while session.num_unfinished:
+        session.verify_draft({done: [1, 2], request: [5]})
+    assert session.result(request) == uncaptured(model).generate([[3, 4]], 6)[0]
+    going = session.add([1, 2], 3, repetition_penalty=1.5)
+    with pytest.raises(ValueError, match=f"penalties must be neutral .* request {going}"):
+        session.verify_draft({})
+
+
+@pytest.mark.parametrize("budget", [3, 4, 9])
+def test_drafts_keep_to_the_token_budget(model, budget, monkeypatch):
+    session = captured_lazily(model, num_draft_tokens=3, max_tokens_per_step=budget)
+    ids, fill, sizes = [session.add(p, 9) for p in PROMPTS], session.runner.fill, []
+
+    def watched(tensors, step, kind):
+        sizes.append(sum(s.num_tokens for s in step))
+        fill(tensors, step, kind)
+
+    monkeypatch.setattr(session.runner, "fill", watched)
+    while session.num_unfinished:
+        session.verify_draft({})
+    assert max(sizes) <= budget
+    assert [session.result(i) for i in ids] == uncaptured(model).generate(PROMPTS, 9)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}])
+@pytest.mark.parametrize("debug", [None, "eager_replay"])
+def test_drafts_change_nothing(model, sampling, debug):
+    """Right, partly right and wrong drafts; near the end of a request too."""
+    want = uncaptured(model).generate(PROMPTS[:4], 13, **sampling)
+    mode = "FULL_DECODE_ONLY" if debug else "NONE"
+    session = captured_lazily(model, debug=debug, cudagraph_mode=mode, num_draft_tokens=3)
+    ids = [session.add(p, 13, **sampling) for p in PROMPTS[:4]]
+    generator, num_steps = torch.Generator().manual_seed(1), 0
+    while session.num_unfinished:
+        drafts = {}
+        for index, request in enumerate(ids):
+            known = len(session._requests[request].token_ids)
+            draft = want[index].token_ids[known : known + 3]
+            kind = int(torch.randint(0, 4, (), generator=generator))
+            if kind == 0:
+                draft = [(t + 1) % 64 for t in draft]
+            elif kind == 1:
+                draft = draft[:1]
+            if kind < 3:
+                drafts[request] = draft
+        session.verify_draft(drafts)
+        num_steps += 1
+    assert [session.result(i) for i in ids] == want
+    assert num_steps < 11
+    with pytest.raises(ValueError, match="num_draft_tokens"):
+        uncaptured(model).verify_draft({})

@@ -44,5 +44,6 @@ bench: setup
 	$(BIN)/python -m benchmarks.graphs
 	$(BIN)/python -m benchmarks.fast_prefill
 
-docs:
-	@echo "docs/ is Markdown; the README's support table: $(BIN)/python -m attn_ops.support_table README.md"
+docs: setup
+	$(BIN)/python -m attn_ops.support_table docs/backends.md
+	$(BIN)/python docs/images/layers.py

@@ -1,6 +1,6 @@
 """What every backend supports, as a table.
 
-`python -m attn_ops.support_table README.md` rewrites the README's.
+`python -m attn_ops.support_table docs/backends.md` rewrites the table of that page.
 """
 
 import dataclasses
@@ -103,5 +103,5 @@ def sizes(values: tuple[int, ...]) -> str:
 
 
 if __name__ == "__main__":
-    readme = Path(sys.argv[1])
-    readme.write_text(update(readme.read_text()))
+    page = Path(sys.argv[1])
+    page.write_text(update(page.read_text()))

@@ -1,0 +1,100 @@
+"""The pages: links and paths in them exist, lines are short, every folder has its sentence."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PRODUCT = ("attn_ops", "fx_passes", "graphs")
+FOLDERS = (*PRODUCT, "tests", "benchmarks", "examples", "docs")
+UNCLEAR = ("stands? behind", "as of", "of one's own", "in the air", "lands")
+LONGEST = 120
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def page(request) -> Path:
+    return request.param
+
+
+def prose(page: Path) -> list[tuple[int, str]]:
+    """Numbered lines outside code blocks."""
+    lines, code = [], False
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.startswith("```"):
+            code = not code
+        elif not code:
+            lines.append((number, line))
+    return lines
+
+
+def test_links_lead_somewhere(page):
+    for number, line in prose(page):
+        for target in re.findall(r"\]\(([^)\s]+)\)", line):
+            if "://" not in target:
+                path, _, anchor = target.partition("#")
+                file = page.parent / path if path else page
+                assert file.exists(), f"line {number}: {target}"
+                assert not anchor or anchor in anchors(file), f"line {number}: {target}"
+
+
+def anchors(file: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_paths_exist(page):
+    for number, line in prose(page):
+        for path in re.findall(rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w/.]*\w", line):
+            assert (ROOT / path).exists(), f"line {number}: {path}"
+
+
+def test_lines_are_short(page):
+    """Rows of a table cannot be broken."""
+    for number, line in prose(page):
+        assert len(line) <= LONGEST or line.startswith("|"), f"line {number} has {len(line)}"
+
+
+def test_words_are_plain(page):
+    for number, line in prose(page):
+        found = re.search(rf"\b({'|'.join(UNCLEAR)})\b", line)
+        assert found is None, f"line {number}: {found}"
+
+
+def folders() -> set[str]:
+    """Folders of Python files."""
+    found = {f.parent.relative_to(ROOT) for name in FOLDERS for f in ROOT.glob(f"{name}/**/*.py")}
+    return {str(folder) for folder in found if "__pycache__" not in folder.parts}
+
+
+def test_every_folder_and_every_page_has_a_sentence():
+    text = (ROOT / "docs" / "README.md").read_text()
+    missing = {folder for folder in folders() if f"`{folder}/`" not in text}
+    assert missing == set()
+    named = set(re.findall(r"^\| `([\w/]+)/` \|", text, flags=re.MULTILINE))
+    assert {folder for folder in named if not (ROOT / folder).is_dir()} == set()
+    pages = {p.name for p in ROOT.glob("docs/*.md")} - {"README.md"}
+    assert {name for name in pages if f"]({name})" not in text} == set()
+
+
+@pytest.mark.slow
+def test_the_readme_s_code_runs(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.nn.Module, "cuda", lambda self: self)
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    exec(code[0], {"path": tmp_path})
+    assert capsys.readouterr().out.count("token_ids=") == 2

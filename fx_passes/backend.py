@@ -13,9 +13,9 @@ from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
+from attn_ops.compat.inductor_until_2_13 import inductor_mended
 from fx_passes.config import PassConfig
 from fx_passes.observe import recorders
-from fx_passes.old_inductor import old_inductor_mended
 from fx_passes.pipeline import SLOT, run_dynamo_stage, with_user_pass
 from fx_passes.regions import compile_regions
 
@@ -51,7 +51,7 @@ def attn_ops(
 
     # AOTAutograd's own cache would skip our passes and with them their counts; Inductor's
     # cache behind it stays on.
-    with functorch_config.patch(enable_autograd_cache=False), old_inductor_mended():
+    with functorch_config.patch(enable_autograd_cache=False), inductor_mended():
         return compile_regions(gm, example_inputs, compile_piece)
 
 

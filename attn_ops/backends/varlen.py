@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from attn_ops._compat import TORCH_VERSION
 from attn_ops.backends.base import AttentionOptions, Backend, Support
+from attn_ops.compat.torch_version import TORCH_VERSION
 from attn_ops.metadata import (
     AttentionCGSupport,
     AttentionMetadata,

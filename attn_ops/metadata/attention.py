@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import numpy as np
 import torch
 
-from attn_ops._compat import OpaqueBase, register_opaque_reference
+from attn_ops.compat.opaque_until_2_15 import OpaqueBase, register_opaque_reference
 from attn_ops.metadata.chunked_local import make_local_attention_virtual_batches
 from attn_ops.metadata.common import CommonAttentionMetadata
 from attn_ops.metadata.fast_prefill import (

@@ -5,8 +5,8 @@ S requests, M blocks a request may own, B block size.
 
 import torch
 
+from attn_ops.compat.clones_until_2_15 import apart_from
 from attn_ops.metadata import advance_step as advance_in_place
-from attn_ops.metadata.checks import overlap
 from attn_ops.ops.library import LIBRARY
 
 LIBRARY.define(
@@ -32,14 +32,7 @@ def _advance_step(
     written += [
         tensor for name, tensor in optional.items() if name != "active" and tensor is not None
     ]
-    storages = {tensor.untyped_storage().data_ptr() for tensor in written}
-
-    def apart(x: torch.Tensor) -> torch.Tensor:
-        """Inductor may hand in what is written where the caller cloned it (pytorch#198031)."""
-        if x.untyped_storage().data_ptr() not in storages:  # spares the costlier comparison
-            return x
-        return x.clone() if any(overlap(x, tensor) for tensor in written) else x
-
+    apart = apart_from(written)
     advance_in_place(
         apart(sampled_token_ids),
         input_tokens,

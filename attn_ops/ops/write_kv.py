@@ -10,6 +10,7 @@ ARCHITECTURE 2.4 and docs/decisions.md.
 
 import torch
 
+from attn_ops.compat.clones_until_2_15 import unshared
 from attn_ops.metadata import KV_CACHE_DTYPES, METADATA_TYPE, AttentionMetadata
 from attn_ops.ops.checks import (
     check_cache,
@@ -44,15 +45,9 @@ def _write_kv(
     slots_T = meta.common.slot_mapping if slot_mapping is None else slot_mapping
     check_write_inputs(k, v, kv_cache, slots_T, plain)
     check_scales(k_scale, v_scale, kv_cache.device)
-    # Read before written: Inductor may hand in a view of the cache where the caller
-    # cloned it (pytorch#198031).
-    k, v = (x.clone() if _share_storage(x, kv_cache) else x for x in (k, v))
+    k, v = unshared(k, kv_cache), unshared(v, kv_cache)
     k, v = (stored(x, kv_cache_dtype, s) for x, s in ((k, k_scale), (v, v_scale)))
     index_put_kv(k, v, kv_cache, slots_T)
-
-
-def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 @torch.library.register_fake("attn_ops::write_kv", lib=LIBRARY)

@@ -9,7 +9,7 @@ from torch import nn
 
 import fx_passes
 from attn_ops import write_kv
-from attn_ops._compat import TORCH_VERSION
+from attn_ops.compat.torch_version import TORCH_VERSION
 from attn_ops.integrations.transformers import attention_specs, cache_index
 from attn_ops.integrations.transformers import forward as integration
 from graphs.app.parity import LogitsSession, Reference, compare

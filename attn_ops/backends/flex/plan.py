@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn_ops.compat.flex_lse_until_2_16 import compiles_with_lse
 from attn_ops.metadata import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -170,8 +171,8 @@ def make_plan(
 
 
 def runs_fused(device: torch.device) -> bool:
-    """Whether the kernel is compiled; for a CPU it cannot give the log-sum-exp (torch 2.13)."""
-    return device.type != "cpu"
+    """Whether the kernel is compiled."""
+    return compiles_with_lse(device)
 
 
 def _plan(

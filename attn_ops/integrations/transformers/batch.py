@@ -7,12 +7,11 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.fx.experimental._config as symbolic_shapes_config
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_impls import _compute_stride
+
+from attn_ops.compat.one_token_until_2_16 import traced_for_any_size
 
 PATCHING = threading.RLock()
 """Held by whoever changes torch or Transformers for a while, so that all of it is changed back."""
@@ -61,26 +60,9 @@ def dynamic_batch(
     for tensor, dim in ((input_ids, 1), (position_ids, 1), (slot_mapping, 0), (logits_to_keep, 0)):
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, dim)
-    # The meta of copy_, which torch.polar is traced through (Llama 4), asks whether its target
-    # overlaps itself, and so guards on T > 1 (torch 2.13). 2 is torch's answer if it cannot say.
-    overlap = mock.patch.object(torch, "_debug_has_internal_overlap", return_value=2)
-    strides = mock.patch.object(fake_impls, "_compute_stride", _strides_of_any_size)
-    with PATCHING, symbolic_shapes_config.patch(backed_size_oblivious=True), overlap, strides:
+    oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
+    with PATCHING, oblivious, traced_for_any_size():
         yield
-
-
-def _strides_of_any_size(
-    old_shape: Any, old_stride: Any, new_shape: Any, size_oblivious: bool = False
-) -> Any:
-    """Strides of a view that hold for one token and for many, where there are such.
-
-    Inductor reshapes slices of strided tensors, as the per-layer inputs of Gemma 3n and Gemma 4, by
-    torch's strides, and torch guards on T > 1 on the way to them (torch 2.11 to 2.13).
-    """
-    strides = _compute_stride(old_shape, old_stride, new_shape, size_oblivious=True)
-    if strides is not None or size_oblivious:
-        return strides
-    return _compute_stride(old_shape, old_stride, new_shape)
 
 
 class PackedPositions:

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, varlen_attention
-from attn_ops._compat import TORCH_VERSION
 from attn_ops.backends import registry
 from attn_ops.backends.torch_backend import reference_attention
 from attn_ops.backends.varlen import BACKEND, OLDEST_TORCH, active_implementation
+from attn_ops.compat.torch_version import TORCH_VERSION
 from attn_ops.metadata import AttentionMetadata
 
 pytestmark = pytest.mark.gpu

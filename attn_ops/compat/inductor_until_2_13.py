@@ -1,6 +1,8 @@
-"""Inductor before torch 2.13, mended while our backend compiles: one graph for steps of any size.
+"""Inductor mended while our backend compiles, so that one graph serves steps of any size.
 
-All of this only chooses layouts, padding and grids; what is chosen for many rows is right for one.
+Torch 2.11 and 2.12 need it. It can go when pyproject.toml asks for 2.13, which does nothing of what
+`inductor_mended` lists. All of this only chooses layouts, padding and grids; what is chosen for
+many rows is right for one.
 """
 
 import contextlib
@@ -11,14 +13,14 @@ from unittest.mock import patch
 
 import torch
 
-from attn_ops._compat import TORCH_VERSION
+from attn_ops.compat.torch_version import TORCH_VERSION
 
 _lock = threading.RLock()
-"""Contexts that overlap would put the wrong originals back."""
+"""A global, as what it guards: contexts that overlap would put the wrong originals back."""
 
 
 @contextlib.contextmanager
-def old_inductor_mended() -> Iterator[None]:
+def inductor_mended() -> Iterator[None]:
     """Take away what would compile a model again for its first decode step, or for no rows.
 
     - Its decomposition of `cat((x, x))`, which RoPE uses, flattens an expanded view, and so guards
@@ -53,8 +55,8 @@ def old_inductor_mended() -> Iterator[None]:
 def _repeated_cat_kept() -> Iterator[None]:
     """The table's entry is changed in place.
 
-    A table of one's own becomes part of Inductor's cache key and cannot be pickled: nothing would
-    be cached.
+    A new table would be part of Inductor's cache key and cannot be pickled: nothing would be
+    cached.
     """
     from torch._inductor.decomposition import select_decomp_table
 

@@ -1,10 +1,8 @@
-"""Everything that differs between the torch versions we support (2.11 to 2.15).
+"""Opaque graph inputs under the names of torch 2.11 to 2.14; torch 2.15 renamed them.
 
-torch 2.15 renamed the interface for opaque objects; the two names below are all that the rest
-of the project needs of it.
+Torch 2.11 to 2.14 need it. It can go when pyproject.toml asks for 2.15: `register_opaque_reference`
+then calls `register_custom_class` alone.
 """
-
-import torch
 
 try:  # torch 2.11 to 2.14
     from torch._library.opaque_object import register_opaque_type
@@ -31,6 +29,4 @@ def register_opaque_reference(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-
-__all__ = ["TORCH_VERSION", "OpaqueBase", "register_opaque_reference"]
+__all__ = ["OpaqueBase", "register_opaque_reference"]

@@ -9,8 +9,8 @@ from torch._inductor.ir import ConcatKernel
 from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow, GridExpr
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fx_passes import old_inductor
-from fx_passes.old_inductor import old_inductor_mended
+from attn_ops.compat import inductor_until_2_13
+from attn_ops.compat.inductor_until_2_13 import inductor_mended
 
 NAMES = [
     (ConcatKernel, "create"),
@@ -26,25 +26,25 @@ def patched():
 
 @pytest.fixture
 def old(monkeypatch):
-    monkeypatch.setattr(old_inductor, "TORCH_VERSION", (2, 12))
+    monkeypatch.setattr(inductor_until_2_13, "TORCH_VERSION", (2, 12))
 
 
 def test_what_was_there_comes_back(old):
     """Nested, and after an error."""
     before = patched()
-    with old_inductor_mended():
+    with inductor_mended():
         once = patched()
         assert all(a is not b for a, b in zip(once, before, strict=True))
-        with pytest.raises(KeyError), old_inductor_mended():
+        with pytest.raises(KeyError), inductor_mended():
             raise KeyError
         assert patched() == once
     assert patched() == before
 
 
 def test_newer_versions_are_left_alone(monkeypatch):
-    monkeypatch.setattr(old_inductor, "TORCH_VERSION", (2, 13))
+    monkeypatch.setattr(inductor_until_2_13, "TORCH_VERSION", (2, 13))
     before = patched()
-    with old_inductor_mended():
+    with inductor_mended():
         assert patched() == before
 
 
@@ -57,7 +57,7 @@ def test_sizes_are_asked_by_their_hints():
         asked.append(sizes)
         return sizes[0] > 4
 
-    assert old_inductor._by_hints(is_large)(rows, 8, 8, torch.float32)
+    assert inductor_until_2_13._by_hints(is_large)(rows, 8, 8, torch.float32)
     assert asked == [(17, 8, 8, torch.float32)]
     assert not env.guards
     assert is_large(rows), "asked of the symbol, it leaves a guard"
@@ -68,7 +68,7 @@ def test_sizes_are_asked_by_their_hints():
     ("rows", "grid"), [(0, (7, 0, 0)), (1, (7, 1, 1)), (70000 * 32, (7, 35000, 2))]
 )
 def test_grids_of_no_rows_are_empty(old, rows, grid):
-    with old_inductor_mended():
+    with inductor_mended():
         made = GridExpr.from_meta(
             {"grid_type": "Grid2DWithYZOverflow"}, {"XBLOCK": 16, "YBLOCK": 32}
         )

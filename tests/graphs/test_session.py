@@ -7,17 +7,13 @@ import pytest
 import torch
 
 import fx_passes
-from graphs import CUDAGraphMode, DecodeSession
+from graphs import CUDAGraphMode
 from graphs.app.parity import Reference
 from graphs.app.presets import load
 from graphs.sampling import argmax
+from tests.kit.sessions import chunked, poisoned, tokens_of
 
 PROMPTS = [[3], [5, 9], list(range(17)), [60] * 5, list(range(40)), [1, 2, 3, 4], [63, 0, 63]]
-
-
-@pytest.fixture(scope="module")
-def model(make_model):
-    return make_model("llama")
 
 
 @pytest.fixture(scope="module")
@@ -27,25 +23,12 @@ def wanted(model):
     return [reference.generate(p, 8)[0] for p in PROMPTS]
 
 
-def make_session(model, **options) -> DecodeSession:
-    """Its cache is NaN wherever nothing has been written."""
-    defaults = {"max_batch_size": 4, "max_tokens": 64, "max_tokens_per_step": 16, "block_size": 4}
-    session = DecodeSession(model, **(defaults | options))
-    for cache in session.cache.tensors:
-        cache[1:] = float("nan")
-    return session
-
-
-def tokens_of(results) -> list[list[int]]:
-    return [r.token_ids for r in results]
-
-
 # -- generation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 2, 7])
 def test_more_requests_than_the_batch_holds(model, wanted, max_batch_size):
-    session = make_session(model, max_batch_size=max_batch_size)
+    session = poisoned(chunked(model, max_batch_size=max_batch_size))
     free = session.cache.num_free_blocks
     assert tokens_of(session.generate(PROMPTS, 8)) == wanted
     assert len({t for tokens in wanted for t in tokens}) > 16
@@ -55,7 +38,7 @@ def test_more_requests_than_the_batch_holds(model, wanted, max_batch_size):
 
 @pytest.mark.parametrize("max_tokens_per_step", [1, 3, 16, 1000])
 def test_chunked_prefill(model, wanted, max_tokens_per_step):
-    session = make_session(model, max_tokens_per_step=max_tokens_per_step)
+    session = poisoned(chunked(model, max_tokens_per_step=max_tokens_per_step))
     sizes = []
     call = session._call
     session._call = lambda step: sizes.append(sum(s.num_tokens for s in step)) or call(step)
@@ -65,7 +48,7 @@ def test_chunked_prefill(model, wanted, max_tokens_per_step):
 
 
 def test_requests_join_a_running_batch(model, wanted):
-    session = make_session(model)
+    session = poisoned(chunked(model))
     first = session.add(PROMPTS[2], 8)
     for _ in range(4):
         session.step()
@@ -84,7 +67,7 @@ def test_requests_join_a_running_batch(model, wanted):
 def test_results_are_in_the_order_of_the_prompts(model, wanted):
     """The second prompt stops at once and the first one last."""
     eos = wanted[1][0]
-    results = make_session(model).generate(PROMPTS, 8, eos=eos)
+    results = poisoned(chunked(model)).generate(PROMPTS, 8, eos=eos)
     assert results[1].token_ids == [eos]
     for result, tokens in zip(results, wanted, strict=True):
         stop = tokens.index(eos) + 1 if eos in tokens else 8
@@ -95,12 +78,12 @@ def test_results_are_in_the_order_of_the_prompts(model, wanted):
 def test_several_eos_tokens(model, wanted):
     eos = {wanted[4][2], wanted[4][5]}
     stop = next(i for i, t in enumerate(wanted[4]) if t in eos) + 1
-    (result,) = make_session(model).generate([PROMPTS[4]], 8, eos=iter(eos))
+    (result,) = poisoned(chunked(model)).generate([PROMPTS[4]], 8, eos=iter(eos))
     assert (result.token_ids, result.finish_reason) == (wanted[4][:stop], "stop")
 
 
 def test_a_prompt_of_exactly_max_tokens(model, wanted):
-    session = make_session(model, max_tokens=40, max_batch_size=2)
+    session = poisoned(chunked(model, max_tokens=40, max_batch_size=2))
     results = session.generate([PROMPTS[4], PROMPTS[2]], 8)
     assert results[0].token_ids == wanted[4][:1]  # the next one would not fit into the cache
     assert results[0].finish_reason == "length"
@@ -108,13 +91,13 @@ def test_a_prompt_of_exactly_max_tokens(model, wanted):
 
 
 def test_length_ends_at_max_tokens(model, wanted):
-    (result,) = make_session(model, max_tokens=42).generate([PROMPTS[4]], 8)
+    (result,) = poisoned(chunked(model, max_tokens=42)).generate([PROMPTS[4]], 8)
     assert (result.token_ids, result.finish_reason) == (wanted[4][:3], "length")
 
 
 def test_requests_wait_for_the_cache(model, wanted):
     """The cache holds one long request at a time, though the batch has room for four."""
-    session = make_session(model, cache_tokens=48)
+    session = poisoned(chunked(model, cache_tokens=48))
     ids = [session.add(p, 8) for p in (PROMPTS[4], PROMPTS[2], PROMPTS[4], PROMPTS[0])]
     most = 0
     while any(session.result(i) is None for i in ids):
@@ -128,7 +111,7 @@ def test_requests_wait_for_the_cache(model, wanted):
 
 def test_compiled_is_the_same(model, wanted):
     compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
-    session = make_session(compiled)
+    session = poisoned(chunked(compiled))
     assert tokens_of(session.generate(PROMPTS, 8)) == wanted
     counters = session.counters
     assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (1, 0, 0)
@@ -145,7 +128,7 @@ def test_argmax_in_two_stages():
 
 def test_seeds(model):
     def generate(seed):
-        return tokens_of(make_session(model, seed=seed).generate(PROMPTS, 8, temperature=1.5))
+        return tokens_of(poisoned(chunked(model, seed=seed)).generate(PROMPTS, 8, temperature=1.5))
 
     assert generate(1) == generate(1)
     assert generate(1) != generate(2)
@@ -156,7 +139,7 @@ def test_seeds(model):
 
 def test_a_lowered_mode_is_logged(model, caplog):
     with caplog.at_level(logging.WARNING, "graphs"):
-        session = make_session(model)
+        session = poisoned(chunked(model))
     assert session.graph_mode_asked is CUDAGraphMode.FULL_DECODE_ONLY
     assert session.graph_mode is CUDAGraphMode.NONE
     assert session.graph_mode_why == "the model is on cpu; CUDA graphs need a model on cuda"
@@ -164,7 +147,7 @@ def test_a_lowered_mode_is_logged(model, caplog):
 
 
 def test_a_mode_that_is_asked_for_is_not_logged(model, caplog):
-    session = make_session(model, cudagraph_mode="none")
+    session = poisoned(chunked(model, cudagraph_mode="none"))
     assert (session.graph_mode, session.graph_mode_why) == (CUDAGraphMode.NONE, "asked for")
     assert not [r for r in caplog.records if r.name.startswith("graphs")]
 
@@ -204,7 +187,7 @@ BAD_SESSIONS = {
 def test_bad_sessions_are_refused(model, case):
     options, message = BAD_SESSIONS[case]
     with pytest.raises(ValueError, match=message):
-        make_session(model, **options)
+        poisoned(chunked(model, **options))
 
 
 BAD_REQUESTS = {
@@ -226,7 +209,7 @@ BAD_REQUESTS = {
 @pytest.mark.parametrize("case", BAD_REQUESTS)
 def test_bad_requests_are_refused_and_change_nothing(model, wanted, case):
     prompt, options, message = BAD_REQUESTS[case]
-    session = make_session(model, cache_tokens=48)
+    session = poisoned(chunked(model, cache_tokens=48))
     with pytest.raises(ValueError, match=message):
         session.add(prompt, **options)
     with pytest.raises(ValueError, match=message):
@@ -240,7 +223,7 @@ def test_bad_requests_are_refused_and_change_nothing(model, wanted, case):
 
 def test_unknown_requests_models_and_options(model):
     with pytest.raises(ValueError, match=r"^request_id must come from add\(\), got 5"):
-        make_session(model).result(5)
+        poisoned(chunked(model)).result(5)
     with pytest.raises(ValueError, match=r"^model must be a preset or a directory, got 'nope'"):
         load("nope")
     with pytest.raises(Exception, match="options must name a pass or an option"):
@@ -251,7 +234,7 @@ def test_unknown_requests_models_and_options(model):
 
 def test_a_model_with_another_attention_is_refused(make_model):
     with pytest.raises(ValueError, match=r"^attn_implementation must be 'attn_ops', got 'eager'"):
-        make_session(make_model("llama", attn_implementation="eager"))
+        poisoned(chunked(make_model("llama", attn_implementation="eager")))
 
 
 def test_missing_metadata(model):

@@ -1,5 +1,6 @@
 """Decode sessions of small sizes, and what tests read of them."""
 
+import pytest
 import torch
 
 from graphs import DecodeSession
@@ -10,6 +11,11 @@ SIZES = {"max_batch_size": 4, "max_tokens": 64, "block_size": 4}
 
 def make_session(model, **options) -> DecodeSession:
     return DecodeSession(model, **(SIZES | options))
+
+
+def chunked(model, **options) -> DecodeSession:
+    """Computes prompts longer than 16 tokens in chunks."""
+    return make_session(model, **({"max_tokens_per_step": 16} | options))
 
 
 def captured(model, **options) -> DecodeSession:
@@ -32,7 +38,12 @@ def poisoned(session: DecodeSession) -> DecodeSession:
     return session
 
 
-def tokens(results) -> list[list[int]]:
+def refuses(model, match: str, **options) -> None:
+    with pytest.raises(ValueError, match=match):
+        chunked(model, **options)
+
+
+def tokens_of(results) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 

@@ -11,20 +11,10 @@ from torch import nn
 
 import fx_passes
 from attn_ops.integrations.transformers import attention_specs
-from graphs import DecodeSession
 from graphs.app.parity import Reference
+from tests.kit.sessions import chunked, refuses
 
 PROMPTS = [[5, 9, 3], list(range(20)), [60]]
-
-
-def session_of(model, **options) -> DecodeSession:
-    defaults = {"max_batch_size": 3, "max_tokens": 48, "max_tokens_per_step": 16, "block_size": 4}
-    return DecodeSession(model, **(defaults | options))
-
-
-def refuses(model, match: str, **options) -> None:
-    with pytest.raises(ValueError, match=match):
-        session_of(model, **options)
 
 
 @pytest.fixture
@@ -66,7 +56,7 @@ def test_logits_of_other_rows(model, forward):
 
 
 def test_logits_are_counted_at_every_step(model):
-    session = session_of(model)
+    session = chunked(model)
     session.generate(PROMPTS, 2)
     of_class(model, forward=ignores_rows)
     session.state.check = lambda: False  # which would refuse it first
@@ -120,7 +110,7 @@ def test_layers_in_another_order_are_decoded(model):
     layers[1], layers[2] = layers[2], layers[1]
     reference = Reference(model)
     wanted = [reference.generate(p, 6)[0] for p in PROMPTS]
-    assert [r.token_ids for r in session_of(model).generate(PROMPTS, 6)] == wanted
+    assert [r.token_ids for r in chunked(model).generate(PROMPTS, 6)] == wanted
 
 
 def test_a_layer_that_never_attends(model):
@@ -134,7 +124,7 @@ def test_a_layer_that_never_attends(model):
 
     layer = model.model.layers[1]
     layer.self_attn = Skipped(layer.self_attn)
-    session_of(model)  # rows do not meet in it
+    chunked(model)  # rows do not meet in it
     for layer in (layer for i, layer in enumerate(model.model.layers) if i != 1):
         layer.self_attn = Skipped(layer.self_attn)
     refuses(model, "model.layers.0.self_attn.* must call the attention function")
@@ -250,7 +240,7 @@ def test_full_layers_have_no_window(family):
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
     assert [s.sliding_window for s in attention_specs(model)] == [6, 6, 6, None]
-    session_of(model.eval())
+    chunked(model.eval())
 
 
 # -- rows meet in attention only -------------------------------------------------------------------
@@ -296,4 +286,4 @@ def test_positions_counted_by_the_model(model):
 
 def test_what_rows_do_alone_is_theirs(model):
     model.model.layers[1] = Around(model.model.layers[1], lambda x: x.tanh() * 3)
-    session_of(model)
+    chunked(model)

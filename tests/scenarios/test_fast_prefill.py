@@ -6,7 +6,7 @@ import torch
 import fx_passes
 from fx_passes import PassConfig, recording
 from fx_passes.pipeline import run_dynamo_stage
-from graphs import DecodeSession
+from tests.kit.sessions import chunked, tokens_of
 
 SLOW = pytest.mark.slow
 PROMPTS = [[3], [5, 9], list(range(1, 40)), [1, 2, 3, 4], [7] * 9]
@@ -34,16 +34,6 @@ def eager(gm, example_inputs):
     return gm.forward
 
 
-def session_of(model, **options):
-    """Prompts longer than a step are computed in chunks."""
-    sizes = {"max_batch_size": 4, "max_tokens": 64, "max_tokens_per_step": 16, "backend": "TORCH"}
-    return DecodeSession(model, **(sizes | options))
-
-
-def tokens(session):
-    return [r.token_ids for r in session.generate(PROMPTS, 8)]
-
-
 def matches(recorder):
     return [p.matches > 0 for p in recorder.passes if p.pass_name == "fast_prefill"]
 
@@ -54,14 +44,14 @@ def matches(recorder):
 def test_sessions_generate_the_same(make_model, num_graphs, name):
     """One compiled model in all modes; tied, Gemma would repeat its last token."""
     model = make_model(name, tie_word_embeddings=False)
-    wanted = tokens(session_of(model))
+    wanted = tokens_of(chunked(model).generate(PROMPTS, 8))
     assert len({token for row in wanted for token in row}) > 5
     before = num_graphs()
     fast = torch.compile(model, backend=eager, fullgraph=True)
     with recording() as recorder:
         for mode in MODES.values():
-            session = session_of(fast, **mode)
-            assert tokens(session) == wanted
+            session = chunked(fast, **mode)
+            assert tokens_of(session.generate(PROMPTS, 8)) == wanted
             assert session.counters.num_recompiles == 0
     assert matches(recorder) == [True]
     assert num_graphs() - before == 1
@@ -69,15 +59,15 @@ def test_sessions_generate_the_same(make_model, num_graphs, name):
 
 def test_sessions_by_inductor(make_model, num_graphs):
     model = make_model()
-    wanted = tokens(session_of(model))
+    wanted = tokens_of(chunked(model).generate(PROMPTS, 8))
     before = num_graphs()
     fast = torch.compile(
         model, backend=fx_passes.attn_ops, fullgraph=True, options={"fast_prefill": "on"}
     )
     with recording() as recorder:
         for mode in ("called", "full"):
-            session = session_of(fast, **MODES[mode])
-            assert tokens(session) == wanted
+            session = chunked(fast, **MODES[mode])
+            assert tokens_of(session.generate(PROMPTS, 8)) == wanted
             assert session.counters.num_recompiles == 0
     assert matches(recorder) == [True]
     assert num_graphs() - before == 1
@@ -91,13 +81,13 @@ def test_chunks_of_a_prompt_compute_no_logits(make_model, num_graphs, name, mode
     """
     model = make_model(name, tie_word_embeddings=False)
     prompts = [list(range(1, 56))]
-    wanted = [r.token_ids for r in session_of(model).generate(prompts, 8)]
+    wanted = tokens_of(chunked(model).generate(prompts, 8))
     fast = torch.compile(model, backend=eager, fullgraph=True)
     before = num_graphs()
-    session = session_of(fast, **MODES[mode])
+    session = chunked(fast, **MODES[mode])
     sizes = []
     session.runner.on_logits = lambda logits_RV: sizes.append(logits_RV.shape[0])
-    assert [r.token_ids for r in session.generate(prompts, 8)] == wanted
+    assert tokens_of(session.generate(prompts, 8)) == wanted
     assert num_graphs() - before == 1
     if mode == "called":
         assert sizes == [1] * 8, "one of the last chunk, seven of decodes"
@@ -110,12 +100,12 @@ def test_chunks_of_a_prompt_compute_no_logits(make_model, num_graphs, name, mode
 def test_chunks_by_inductor(make_model, num_graphs):
     """The graph that was compiled for some rows runs for none."""
     model, prompts = make_model(), [list(range(1, 56))]
-    wanted = [r.token_ids for r in session_of(model).generate(prompts, 8)]
+    wanted = tokens_of(chunked(model).generate(prompts, 8))
     options = {"fast_prefill": "on"}
     fast = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=options)
     before = num_graphs()
-    session = session_of(fast, **MODES["full"])
-    assert [r.token_ids for r in session.generate(prompts, 8)] == wanted
+    session = chunked(fast, **MODES["full"])
+    assert tokens_of(session.generate(prompts, 8)) == wanted
     assert [one.num_replays for one in session.graphs or () if not one.key.logits] == [3]
     assert num_graphs() - before == 1
 
@@ -124,11 +114,11 @@ def test_chunks_by_inductor(make_model, num_graphs):
 def test_mixed_steps_of_one_token_are_recorded(make_model, size):
     """Their padding is one row of one request, and no logits row."""
     model = make_model()
-    wanted = tokens(session_of(model))
+    wanted = tokens_of(chunked(model).generate(PROMPTS, 8))
     fast = torch.compile(model, backend=eager, fullgraph=True)
     more = {"mixed_capture_sizes": sorted({1, size}), "max_tokens_per_step": size}
-    session = session_of(fast, **(MODES["piecewise"] | more))
-    assert tokens(session) == wanted
+    session = chunked(fast, **(MODES["piecewise"] | more))
+    assert tokens_of(session.generate(PROMPTS, 8)) == wanted
     assert session.num_steps["called"] == 0
 
 
@@ -141,10 +131,10 @@ def test_a_model_that_needs_rows_gets_one_a_request(make_model, caplog):
 
     model.lm_head.register_forward_hook(needs_rows)
     prompts = [list(range(1, 56))]
-    wanted = [r.token_ids for r in session_of(model).generate(prompts, 8)]
+    wanted = tokens_of(chunked(model).generate(prompts, 8))
     fast = torch.compile(model, backend=eager)
-    session = session_of(fast, **MODES["full"])
-    assert [r.token_ids for r in session.generate(prompts, 8)] == wanted
+    session = chunked(fast, **MODES["full"])
+    assert tokens_of(session.generate(prompts, 8)) == wanted
     assert all(one.key.logits for one in session.graphs or ())
     assert "chunks of prompts compute a row of logits a request" in caplog.text
     report = " ".join(str(session.report()).split())
@@ -153,7 +143,7 @@ def test_a_model_that_needs_rows_gets_one_a_request(make_model, caplog):
 
 def test_other_models_compute_all_logits(make_model):
     """Without the pass a chunk costs its lm_head a row, and no second graph."""
-    session = session_of(make_model(), **MODES["full"])
+    session = chunked(make_model(), **MODES["full"])
     session.generate([list(range(1, 56))], 2)
     assert all(one.key.logits for one in session.graphs or ())
 
@@ -161,5 +151,7 @@ def test_other_models_compute_all_logits(make_model):
 def test_auto_leaves_other_sessions_alone(make_model):
     """Off is the default, and runs nothing."""
     with recording() as recorder:
-        tokens(session_of(torch.compile(make_model(), backend=fx_passes.attn_ops, fullgraph=True)))
+        chunked(torch.compile(make_model(), backend=fx_passes.attn_ops, fullgraph=True)).generate(
+            PROMPTS, 8
+        )
     assert matches(recorder) == []

@@ -9,20 +9,10 @@ from torch import nn
 
 from attn_ops.integrations.merged import merge_projections
 from attn_ops.integrations.transformers import dynamic_batch
-from graphs import DecodeSession
 from graphs.app.parity import Reference
+from tests.kit.sessions import chunked, refuses
 
 PROMPTS = [[5, 9, 3], list(range(20)), [60]]
-
-
-def session_of(model, **options) -> DecodeSession:
-    defaults = {"max_batch_size": 3, "max_tokens": 48, "max_tokens_per_step": 16, "block_size": 4}
-    return DecodeSession(model, **(defaults | options))
-
-
-def refuses(model, match: str, **options) -> None:
-    with pytest.raises(ValueError, match=match):
-        session_of(model, **options)
 
 
 @pytest.fixture
@@ -55,7 +45,7 @@ def with_implementation(config, name):
 def test_changes_that_are_refused(model, name, mode):
     """Nothing is handed out, and nothing of what the change would do stays behind."""
     options = {"debug": "eager_replay"} if mode == "captured" else {}
-    session = session_of(model, **options)
+    session = chunked(model, **options)
     if mode != "before":
         session.add(PROMPTS[0], 8)
         for _ in range(3):
@@ -68,7 +58,7 @@ def test_changes_that_are_refused(model, name, mode):
 def test_per_layer_configs_are_told_apart(model):
     for layer in model.model.layers:
         layer.self_attn.config = copy.deepcopy(model.config)
-    session = session_of(model)
+    session = chunked(model)
     model.model.layers[0].self_attn.config._attn_implementation = "sdpa"
     with pytest.raises(ValueError, match=r"layers.0.self_attn.config._attn_impl\w* is 'sdpa'"):
         session.generate(PROMPTS, 2)
@@ -89,7 +79,7 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_changes_that_are_taken(model, name, debug, update):
     """New requests get what the changed model gives; graphs are made anew."""
-    session = session_of(model, debug=debug)
+    session = chunked(model, debug=debug)
     session.generate(PROMPTS, 3)
     graphs = list(session.graphs or ())
     if update:
@@ -103,7 +93,7 @@ def test_changes_that_are_taken(model, name, debug, update):
 
 
 def test_a_compiled_model_takes_no_hook(model):
-    session = session_of(torch.compile(model, backend="eager"))
+    session = chunked(torch.compile(model, backend="eager"))
     session.generate(PROMPTS, 2)
     handle = model.model.layers[1].register_forward_hook(lambda *a: None)
     with pytest.raises(ValueError, match=r"_forward_hooks .*supported: models that are not"):
@@ -118,7 +108,7 @@ def test_attributes_that_the_model_sets_itself(model):
     def counting(module, *args):
         module.calls = getattr(module, "calls", 0) + 1
 
-    session = session_of(model)
+    session = chunked(model)
     model.model.layers[1].register_forward_hook(counting)
     check = session.state._contract.check
     session.state._contract.check = lambda: (counts.append(1), check())
@@ -134,7 +124,7 @@ def test_a_change_that_is_undone(model, debug, decode_steps, num_steps):
     model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5)).eval()
     reference = Reference(model)
     wanted = reference.generate(PROMPTS[1], 12)[0]
-    session = session_of(model, debug=debug, decode_steps=decode_steps)
+    session = chunked(model, debug=debug, decode_steps=decode_steps)
     request = session.add(PROMPTS[1], 12)
     for _ in range(num_steps):
         session.step()
@@ -148,7 +138,7 @@ def test_a_change_that_is_undone(model, debug, decode_steps, num_steps):
 
 
 def test_weights_change_in_place(model):
-    session = session_of(model)
+    session = chunked(model)
     session.generate(PROMPTS, 2)
     with torch.no_grad():
         model.lm_head.weight.normal_(0, 0.2)
@@ -158,7 +148,7 @@ def test_weights_change_in_place(model):
 
 
 def test_autocast(model):
-    session = session_of(model)
+    session = chunked(model)
     session.add(PROMPTS[0], 4)
     with torch.autocast("cpu", torch.bfloat16):
         refuses(model, "autocast must be off")
@@ -169,7 +159,7 @@ def test_autocast(model):
 def test_models_in_training_mode(model):
     refuses(model.train(), "model.training must be False, got True; call model.eval()")
     model.eval().model.layers[2].mlp.train()  # nothing in it draws
-    session_of(model)
+    chunked(model)
     model.model.layers[2].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
     refuses(model, "model.layers.2.mlp.act_fn.1.training must be False")
 
@@ -182,7 +172,7 @@ def test_residual_dropout(make_model):
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
     refuses(model.train(), "training must be False")
-    session = session_of(model.eval())
+    session = chunked(model.eval())
     model.train()
     with pytest.raises(ValueError, match="training is True"):
         session.generate(PROMPTS, 2)
@@ -201,7 +191,7 @@ REPLACED = {
 def test_merged_weights_that_are_taken_apart(model, kind, debug):
     assert merge_projections(model) == 8
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    session = session_of(compiled, debug=debug)
+    session = chunked(compiled, debug=debug)
     session.generate(PROMPTS, 2)
     REPLACED[kind](model.model.layers[1].self_attn.k_proj)
     with pytest.raises(
@@ -216,7 +206,7 @@ def test_merged_weights_that_are_taken_apart(model, kind, debug):
 def test_threads_step_in_turn(model):
     reference = Reference(model)
     wanted = [reference.generate(p, 12)[0] for p in PROMPTS]
-    session = session_of(model)
+    session = chunked(model)
     ids = [session.add(p, 12) for p in PROMPTS]
     outputs, errors, start = [], [], threading.Barrier(3)
 
@@ -240,7 +230,7 @@ def test_threads_step_in_turn(model):
 
 
 def test_a_hook_that_steps(model):
-    session = session_of(model)
+    session = chunked(model)
     session.warm_up()
     layer = model.model.layers[1]
     layer.register_forward_hook(lambda *args: session.step() and None)
@@ -256,13 +246,13 @@ def test_sessions_of_one_model_in_two_threads(model):
     prompts = [[i + 1, i + 2] for i in range(9)]
     reference = Reference(model)
     wanted = [reference.generate(p, 8)[0] for p in prompts]
-    session = session_of(model, max_batch_size=9, max_tokens_per_step=32)
+    session = chunked(model, max_batch_size=9, max_tokens_per_step=32)
     done, errors = threading.Event(), []
 
     def makes():
         try:
             while not done.is_set():
-                session_of(model)
+                chunked(model)
         except Exception as error:
             errors.append(error)
 

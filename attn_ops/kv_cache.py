@@ -12,7 +12,7 @@ import torch
 from attn_ops.metadata import AttentionSpec, KVCacheLayoutType, get_kv_cache_layout
 
 NULL_BLOCK = 0
-"""Padding rows are written here; no request ever owns it."""
+"""Padding rows are written to it; no request owns it."""
 
 
 class OutOfBlocksError(ValueError):
@@ -24,7 +24,7 @@ class BlockTable:
     """Blocks of one request, in logical order."""
 
     blocks: list[int]
-    num_tokens: int = 0  # tokens it has room reserved for
+    num_tokens: int = 0  # tokens that fit into its blocks, as reserved
 
 
 class PagedKVCache:
@@ -32,12 +32,12 @@ class PagedKVCache:
 
     Args:
         specs: one per layer, in the order of the layers.
-        num_tokens: tokens it must hold; rounded up to blocks. The null block comes on top.
-        memory_bytes: instead of `num_tokens`, a budget: as many blocks as fit in it.
+        num_tokens: tokens that it must hold, rounded up to blocks. The null block is extra.
+        memory_bytes: a budget instead of `num_tokens`: as many blocks as fit in it.
         block_size: tokens a block holds.
         device: where the tensors live.
-        cache_layout: NHD, tokens before heads in memory, or HND, heads before tokens; None takes
-            what `set_kv_cache_layout` set, else NHD. Shapes are the same, strides differ.
+        cache_layout: NHD, tokens before heads in memory, or HND, heads before tokens. None takes
+            what `set_kv_cache_layout` set, else NHD. Shapes are the same; strides differ.
 
     Attributes:
         tensors: per layer [P, 2, B, K, H], index 0 keys and 1 values; zero at first.
@@ -84,7 +84,7 @@ class PagedKVCache:
             )
         self.num_blocks = num_blocks
         self.tensors = [self._allocate(spec, device) for spec in self.specs]
-        # A stack: block 1 is handed out first.
+        # A stack: block 1 is taken first.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._tables: dict[Hashable, BlockTable] = {}
 
@@ -109,12 +109,12 @@ class PagedKVCache:
         return self.num_blocks * self.bytes_per_block
 
     def blocks_needed(self, request: Hashable, num_tokens: int) -> int:
-        """New blocks that `request` would take to hold `num_tokens` in all."""
+        """New blocks that `request` needs to hold `num_tokens` in all."""
         table = self._tables.get(request)
         return max(0, -(-num_tokens // self.block_size) - (len(table.blocks) if table else 0))
 
     def reserve(self, request: Hashable, num_tokens: int) -> list[int]:
-        """Make room for `num_tokens` tokens of `request` in all; its blocks in logical order.
+        """Reserve blocks so that `request` holds `num_tokens` in all; returns all its blocks.
 
         Raises:
             ValueError: `num_tokens` is negative.
@@ -156,7 +156,7 @@ class PagedKVCache:
         return list(table.blocks) if table else []
 
     def block_table(self, requests: Sequence[Hashable], width: int | None = None) -> torch.Tensor:
-        """[S, M] int32 on the CPU: blocks of each request, the null block behind them.
+        """[S, M] int32 on the CPU: blocks of each request, then the null block.
 
         Raises:
             ValueError: a request owns no blocks (never reserved, or freed), or `width` is too

@@ -1,9 +1,8 @@
 """Merge projections that read the same input: q, k, v into one product, gate and up into another.
 
-A decode step is bound by memory traffic and launches; one product of a merged weight reads the same
-bytes in one kernel, and without the split-K reductions of the small ones. The modules, their names
-and their state dict stay as they are: each weight becomes a view of the merged one, so loading and
-in-place updates reach both.
+A decode step is bound by memory traffic and launches. One product of a merged weight reads the same
+bytes in one kernel, without the split-K reductions of the small ones. Modules, names and the state
+dict stay: each weight becomes a view of the merged one, so loading and in-place updates reach both.
 """
 
 import copy
@@ -22,8 +21,8 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class MergedSlice(nn.Linear):
     """A linear layer whose weight is rows `begin` to `end` of a merged weight.
 
-    Traced, it is a slice of the whole product; the pass `share_products` makes the products of one
-    group one. Called in eager, it computes its own rows only.
+    Traced, it is a slice of the whole product. The pass `share_products` then computes the product
+    of a group once. In eager it computes its own rows only.
     """
 
     merged: "MergedWeights"
@@ -44,7 +43,7 @@ class MergedSlice(nn.Linear):
         object.__setattr__(self, "merged", merged)
 
     def __deepcopy__(self, memo: dict) -> "MergedSlice":
-        """A copy is a slice of the copied merged weight, as this one is of its own."""
+        """A copy is a slice of the copied merged weight."""
         merged = copy.deepcopy(self.merged, memo)
         rows = slice(self.begin, self.end)
         weight = nn.Parameter(merged.weight[rows], self.weight.requires_grad)
@@ -57,7 +56,7 @@ class MergedSlice(nn.Linear):
         return twin
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load as ever; `assign=True` brings new tensors, which are merged again."""
+        """Load as any module; the new tensors of `assign=True` are merged again."""
         super()._load_from_state_dict(*args, **kwargs)
         rows = slice(self.begin, self.end)
         for name in ("weight", "bias"):
@@ -88,10 +87,10 @@ class MergedWeights(nn.Module):
 def merge_projections(model: nn.Module) -> int:
     """Merge every group of `GROUPS` in `model`, in place; returns the number of groups merged.
 
-    Call it after the model is on its device and in its dtype: moving it later would take the views
-    apart. Layers of a group must be plain `nn.Linear` of one dtype and device, all with a bias or
-    all without; others are left alone. For inference: a compiled slice reads the merged buffer, to
-    which no gradient flows.
+    Call it when the model is on its device and in its dtype: moving it later would break the views.
+    Layers of a group must be plain `nn.Linear` of one dtype and device, all with a bias or all
+    without. Other groups are left alone. It is for inference: a compiled slice reads the merged
+    buffer, to which no gradient flows.
     """
     count = 0
     for parent, names in list(_groups(model)):
@@ -112,10 +111,10 @@ def merge_projections(model: nn.Module) -> int:
 
 
 class MergedViews:
-    """The slices of a model, to see at every step whether they still are views.
+    """The slices of a model, checked at every step: each must still be a view.
 
-    A compiled model reads the merged tensor. A weight or bias that was replaced, by `p.data = new`
-    or as a parameter, would be read by nobody.
+    A compiled model reads the merged tensor. It would never read a weight or bias that was
+    replaced, by `p.data = new` or as a parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -136,7 +135,7 @@ class MergedViews:
         ]
 
     def check(self) -> None:
-        """Raise a ValueError if a merged tensor and a layer's own have been taken apart."""
+        """Raise a ValueError if a layer's tensor is no longer a view of its merged one."""
         mine = map(operator.getitem, self._slices, self._parts)
         merged = map(operator.getitem, self._merged, self._parts)
         starts = (0 if x is None else x.data_ptr() for x in merged)
@@ -153,7 +152,7 @@ class MergedViews:
 
 
 def check_merged(model: nn.Module) -> None:
-    """Raise a ValueError if a merged tensor and the layers' own have been taken apart."""
+    """Raise a ValueError if a layer's tensor is no longer a view of its merged one."""
     MergedViews(model).check()
 
 
@@ -168,7 +167,7 @@ def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
 
 
 def _hooked(layer: nn.Module) -> bool:
-    """Whether a hook hangs on the layer; it would be lost."""
+    """Whether the layer has a hook, which merging would lose."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
 
 

@@ -2,10 +2,10 @@
 
     logits -> penalties -> temperature, top-k, top-p, min-p -> race -> tokens
 
-The token of a row depends on its logits, its parameters, its seed and its position, and on nothing
-else: no generator state, no place in the batch, no kind of the step. Random numbers come from a
-counter (`philox`); filters and penalties only change logits; a race (`race`) then draws. A row
-whose filters are neutral draws the same token in a FILTERED step as in a RANDOM one, bit for bit.
+The token of a row depends only on its logits, its parameters, its seed and its position. It does
+not depend on a generator's state, on the place in the batch or on the kind of the step. Random
+numbers come from a counter (`philox`). Filters and penalties only change logits; a race (`race`)
+then draws. A row with neutral filters draws the same token in a FILTERED step as in a RANDOM one.
 """
 
 from collections.abc import Mapping
@@ -34,17 +34,16 @@ def sample(
     kind: Sampling,
     counts: PenaltyState | None = None,
 ) -> torch.Tensor:
-    """One token per row; no host read, so that it can be captured.
+    """One token per row. It reads nothing on the host, so that it can be captured.
 
     Args:
-        logits: [R, V], any float dtype; not changed. A token at -inf is never drawn, but 0 is the
-            token of a row that is -inf throughout. NaN is an error of the model's: the token of
-            such a row may be any of the vocabulary, and another one in a step of another kind.
+        logits: [R, V], any float dtype; not changed. A token at -inf is never drawn. A row that is
+            -inf throughout gives token 0. A row with NaN may give any token, and another one in a
+            step of another kind.
         fields: the tensors [R] of `FIELDS`. Rows of temperature 0 take the most likely token,
             after penalties.
-        positions: [R] int64, index that the drawn token will have in its sequence.
-        kind: what is computed; it must be at least the kind of every row, see
-            `SamplingParams.kind`.
+        positions: [R] int64, index of the drawn token in its sequence.
+        kind: what is computed: at least the `SamplingParams.kind` of every row.
         counts: what the rows' penalties need, [R, V]; with PENALIZED only.
 
     Returns:

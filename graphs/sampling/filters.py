@@ -1,13 +1,15 @@
 """top-k, top-p and min-p: which tokens a row may draw.
 
-In this order, each among what the one before left (that of Transformers). Every filter keeps the
-tokens whose logit is at least some threshold, so that equally likely tokens stay or go together.
-Filtered tokens become -inf and the others stay the same number: the race that follows does not see
-whether a row was filtered.
+They run in this order, which is that of Transformers; each sees what the one before kept. A filter
+keeps the tokens whose logit is at least a threshold, so equally likely tokens stay or go together.
+Filtered tokens become -inf and the others keep their numbers, so the race does not see whether a
+row was filtered.
 
-Sums decide top-p, and the order of a sum of floats may depend on the size of the batch. Weights
-exp(logit - largest) are therefore added as integers, of 2**-40. FlashInfer's
-kernels add floats, and are not used: docs/decisions.md. R rows, V vocabulary.
+Top-p depends on a sum, and the order of a sum of floats may depend on the size of the batch. So the
+weights exp(logit - largest) are added as integers, in units of 2**-40. FlashInfer's kernels add
+floats and are not used (docs/decisions.md).
+
+R rows, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ _UNIT = 2.0**40
 def filtered(logits: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Logits [R, V] in float32, -inf where top_k, top_p and min_p forbid the token.
 
-    By two kernels on CUDA, else by a sort.
+    Two kernels compute it on CUDA, a sort elsewhere.
     """
     logits_RV = logits.float().nan_to_num(nan=-_INF, posinf=_INF, neginf=-_INF)
     temperature_R1 = fields["temperature"].unsqueeze(1)
@@ -37,7 +39,7 @@ def filtered(logits: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.
 def reference_keep(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """[R, V] bool: which tokens stay, of logits over temperature [R, V] float32; by a sort."""
+    """[R, V] bool: which tokens stay, by a sort of the logits over temperature [R, V] float32."""
     largest_R1 = scaled.amax(dim=-1, keepdim=True)
     ranked_RV = scaled.sort(dim=-1, descending=True).values
     k_R1 = _at_most(top_k, scaled.shape[1]).long().unsqueeze(1)
@@ -55,7 +57,7 @@ def reference_keep(
 def kernel_keep(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """The same with kernels; exp may differ in its last bit, and with it the very edge of top_p."""
+    """The same with kernels. exp may differ in its last bit, and so the last token of top_p."""
     from graphs.sampling.triton.thresholds import kth_largest, nucleus
 
     by_k_R = kth_largest(scaled, _at_most(top_k, scaled.shape[1]))
@@ -70,7 +72,7 @@ def weights(scaled: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
 
 
 def _at_most(top_k: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """How many tokens stay, all of them for 0; int32."""
+    """How many tokens stay, int32; 0 keeps all."""
     return torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
 
 
@@ -79,5 +81,5 @@ def _mass(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _wanted(top_p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """The least mass that is a part of `top_p` of the total; at least 1, also for a tiny one."""
+    """The least integer mass that is `top_p` of the total; at least 1."""
     return (top_p.double() * total.double()).ceil().to(torch.int64)

@@ -13,7 +13,7 @@ import torch
 class Sampling(IntEnum):
     """What a step's sampling computes; each kind can do what those below it can.
 
-    It decides which kernels are launched, so it is a part of the key.
+    It decides which kernels are launched, so it is part of a graph's key.
     """
 
     GREEDY = 0
@@ -51,7 +51,7 @@ class SamplingParams:
             1e-5 it acts as 1e-5.
         top_k: draw among the k most likely tokens and those as likely as the k-th; 0 is off.
         top_p: draw among the fewest most likely tokens that have this much of the probability
-            which top_k left, and those as likely as the last of them; 1 is off.
+            that top_k left, and those as likely as the last of them; 1 is off.
         min_p: draw among tokens at least this many times as likely as the likeliest; 0 is off.
         repetition_penalty: logits of tokens in the prompt or the output are divided by it where
             positive, else multiplied (arXiv:1909.05858); 1 is off.
@@ -88,7 +88,7 @@ class SamplingParams:
 
     @property
     def kind(self) -> Sampling:
-        """The least that a step must compute for this request."""
+        """The weakest kind of step that is enough for this request."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         if penalties != (1, 0, 0):
             return Sampling.PENALIZED
@@ -100,7 +100,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "SamplingParams":
-        """From fields by name.
+        """The parameters from fields by name.
 
         Raises:
             ValueError: there is no field of a name, or a value is out of range.
@@ -122,7 +122,7 @@ class SamplingParams:
 def stacked(
     params: Sequence[SamplingParams], device: torch.device | str = "cpu", default_seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The tensors [R] that `sample` reads, one row a request."""
+    """The tensors [R] that `sample` reads, one entry a request."""
     columns = zip(*(p.values(default_seed) for p in params), strict=True)
     return {
         name: torch.tensor(column, dtype=dtype, device=device)

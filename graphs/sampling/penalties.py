@@ -8,14 +8,14 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class PenaltyState:
-    """Which tokens the requests of a step have seen, on its device."""
+    """Which tokens the requests of a step have seen, on the step's device."""
 
     output_counts: torch.Tensor  # [R, V] int32, contiguous: how often a token is in the output
     in_prompt: torch.Tensor  # [R, V] bool, contiguous: whether it is in the prompt
 
     @classmethod
     def allocate(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> "PenaltyState":
-        """Of requests that have seen nothing."""
+        """The counts of requests that have seen nothing."""
         shape = (num_rows, vocab_size)
         return cls(
             torch.zeros(shape, dtype=torch.int32, device=device),
@@ -32,12 +32,12 @@ class PenaltyState:
         outputs: Sequence[Sequence[int]],
         rows: Sequence[int] | None = None,
     ) -> None:
-        """Count anew from the host; not capturable.
+        """Count again from token lists on the host; cannot be captured.
 
         Args:
             prompts, outputs: token ids, one list a row.
-            rows: the rows that the lists stand for, the others stay as they are; None: the first
-                rows, the others become empty.
+            rows: the rows of the lists; the others stay as they are. None: the first rows; the
+                others become empty.
 
         Raises:
             ValueError: the numbers of lists and rows differ, or a row or a token is out of range.
@@ -64,14 +64,14 @@ class PenaltyState:
         self.output_counts.view(-1).index_add_(0, output_T, ones_T)
 
     def update(self, tokens: torch.Tensor, active: torch.Tensor) -> None:
-        """Count the tokens [R] of the rows that are active [R] bool; capturable."""
+        """Count the tokens [R] of the rows that are active [R] bool; can be captured."""
         token_R1 = torch.where(active, tokens, 0).to(torch.int64).unsqueeze(1)
         self.output_counts.scatter_add_(1, token_R1, active.to(torch.int32).unsqueeze(1))
 
     def _pairs(
         self, lists: Sequence[Sequence[int]], rows: Sequence[int], vocab_size: int
     ) -> torch.Tensor:
-        """Places [T] in a flat [R, V] of every token of every list, on the device."""
+        """Index [T] of every token of every list in a flat [R, V], on the device."""
         tokens = [token for tokens in lists for token in tokens]
         _check_range("tokens", tokens, vocab_size)
         row_T = _on_host(rows).repeat_interleave(_on_host([len(tokens) for tokens in lists]))
@@ -91,8 +91,8 @@ def penalized(
 ) -> torch.Tensor:
     """Logits [R, V] in float32 after the penalties of `SamplingParams`.
 
-    Repetition first (Keskar et al., arXiv:1909.05858, as Transformers applies it), then presence
-    and frequency (OpenAI's API). With neutral penalties every logit stays the same number.
+    Repetition comes first (Keskar et al., arXiv:1909.05858, as Transformers applies it), then
+    presence and frequency (OpenAI's API). Neutral penalties change no logit.
     """
     by_row = {name: fields[name].unsqueeze(1) for name in fields}
     count_RV = state.output_counts

@@ -2,7 +2,7 @@
 
 Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its key is
 the seed; its counter is (n, 0, position's low and high half). A counter gives four words of 32
-bits, for four vocabulary indices that stand LANES apart, so that a kernel loads runs of logits:
+bits, for four vocabulary indices at distances of LANES, so that a kernel loads runs of logits:
 
     index = n // LANES * 4 * LANES + word * LANES + n % LANES
 
@@ -23,9 +23,9 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Four words of every counter; all tensors int64 that hold 32 bits, of shapes that broadcast.
+    """Four words of every counter. All tensors are int64, hold 32 bits and broadcast.
 
-    int64 products overflow, but the 64 bits that stay are the right ones.
+    int64 products overflow, but their low 64 bits are right.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -46,7 +46,7 @@ def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def words(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """[R, V] int64 that hold 32 random bits; seeds and positions [R] int64."""
     num_rows, num_blocks = seeds.shape[0], -(-vocab_size // (4 * LANES))
-    lanes = min(LANES, vocab_size)  # a small vocabulary needs a part of the first words only
+    lanes = min(LANES, vocab_size)  # a small vocabulary needs only some of the first words
     n_1C = torch.arange(num_blocks * lanes, device=seeds.device).unsqueeze(0)
     low_R1, high_R1 = halves(positions.unsqueeze(1))
     drawn = philox((n_1C, torch.zeros_like(n_1C), low_R1, high_R1), halves(seeds.unsqueeze(1)))

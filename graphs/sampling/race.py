@@ -1,8 +1,8 @@
 """Draws from logits: Gumbel-max in float32, and the argmax of greedy steps, in plain PyTorch.
 
-argmax of logits / temperature + noise has the distribution softmax(logits / temperature), if the
-noise is Gumbel's. Every index has its own random number (`philox`), so there is no sum over the row
-whose order could matter. R rows, V vocabulary, C chunks.
+With Gumbel noise, argmax(logits / temperature + noise) has the distribution
+softmax(logits / temperature). Every index has its own random number (`philox`), so no sum over the
+row has an order that could matter. R rows, V vocabulary, C chunks.
 """
 
 import torch
@@ -32,8 +32,8 @@ def reference_race(
 def argmax(logits: torch.Tensor, num_chunks: int = 64) -> torch.Tensor:
     """Index of the largest of each row [R, V], as [R] int64; the first of equal ones.
 
-    In two stages: PyTorch reduces a row in one thread block, which takes 36 us for one row of
-    128,256 on an H200 (2026-11-20); 64 blocks of 2,004 and then one of 64 take 19.
+    PyTorch reduces a row in one thread block: 36 us for one row of 128,256 on an H200
+    (2026-11-20). Two stages, 64 blocks of 2,004 and one of 64, take 19 us.
     """
     num_rows, size = logits.shape
     if size % num_chunks or size < 64 * num_chunks:

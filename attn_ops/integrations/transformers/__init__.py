@@ -1,6 +1,6 @@
 """Transformers models on attn_ops: `register()`, then `attn_implementation="attn_ops"`.
 
-The model takes more forward keywords, which Transformers hands down to every layer untouched:
+The model takes more forward keywords. Transformers passes them to every layer unchanged:
 
     attn_metadata        AttentionMetadata, the batch
     kv_caches            per layer [num_blocks, 2, block_size, num_kv_heads, head_size]; none for

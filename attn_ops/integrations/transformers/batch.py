@@ -1,4 +1,4 @@
-"""What a packed batch needs of Transformers' models beside attention: lengths, positions, tracing.
+"""What a packed batch needs of a model beside attention: lengths, positions, tracing.
 
 T rows of the batch.
 """
@@ -14,15 +14,15 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from attn_ops.compat.one_token_until_2_16 import traced_for_any_size
 
 PATCHING = threading.RLock()
-"""Held by whoever changes torch or Transformers for a while, so that all of it is changed back."""
+"""Held while torch or Transformers is patched, so that every patch is undone in order."""
 
 
 def check_lengths(model: Any, max_tokens: int) -> None:
     """Refuse requests longer than the model's positions, and RoPE that changes with the batch.
 
     Transformers picks "dynamic" and "longrope" frequencies by the largest position of the batch.
-    Here a batch holds several requests, so one would change the result of another; as long as no
-    request is longer than the original context, the frequencies stay the same for all.
+    A batch here holds several requests, so one would change the result of another. While no request
+    is longer than the original context, the frequencies are the same for all.
 
     Raises:
         ValueError: `max_tokens` is too large for the model.
@@ -53,9 +53,9 @@ def dynamic_batch(
 ) -> Iterator[None]:
     """Call a compiled model for the first time inside, and no later batch recompiles it.
 
-    Marks the sizes that change between steps as dynamic, and keeps Dynamo from taking a batch of
-    one token for a special case. The tensors must not be views: Dynamo guards on their bases. One
-    thread at a time is inside.
+    Marks the sizes that change between steps as dynamic. Keeps Dynamo from specializing a batch of
+    one token. The tensors must not be views, as Dynamo guards on their bases. Threads enter one at
+    a time.
     """
     for tensor, dim in ((input_ids, 1), (position_ids, 1), (slot_mapping, 0), (logits_to_keep, 0)):
         if tensor is not None:
@@ -66,11 +66,11 @@ def dynamic_batch(
 
 
 class PackedPositions:
-    """Stands where a cache of Transformers would, and tells a module where its rows stand.
+    """Replaces a cache of Transformers for modules that count positions themselves.
 
-    Some modules count positions themselves, from the number of tokens that the cache holds: Llama 4
-    where it tunes its temperature. In a packed batch that number is another for every row:
-    position minus row. Nothing is stored; keys and values are handed back as they came.
+    Llama 4 tunes its temperature by the number of tokens that the cache holds. In a packed batch
+    that number differs for every row: position minus row. Nothing is stored; keys and values are
+    returned unchanged.
 
     Args:
         position_ids: [1, T] int64, as the model is given it.
@@ -105,10 +105,10 @@ def counts_positions(model: Any) -> bool:
 
 
 def compute_all_rows(model: Any) -> None:
-    """Keep the model from dropping rows by itself before the layers that share KV caches.
+    """Make layers that share KV caches compute all rows of the batch.
 
-    Gemma 4 (Transformers 5.23) then goes on with the last rows of the batch, which is right for one
-    sequence only, and asks for that whether there is one row: a step of one would compile again.
+    Gemma 4 (Transformers 5.23) by itself keeps the last rows of the batch there, which is right for
+    one sequence only. It also asks whether there is one row, so a step of one compiles again.
     """
     for module in model.modules():
         if hasattr(module, "_maybe_slice_kv_shared_inputs"):
@@ -116,5 +116,5 @@ def compute_all_rows(model: Any) -> None:
 
 
 def _untouched(*inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """What the caller gets back, as it came: all inputs but the last, `logits_to_keep`."""
+    """All inputs but the last, `logits_to_keep`, unchanged."""
     return inputs[:-1]

@@ -1,8 +1,8 @@
 """What a model must do to be decoded over a paged cache: checked by forwards of a few rows.
 
-A packed batch holds rows of several requests. It gives each request what the model alone would,
-if rows meet in attention only, each layer attends once over a cache of its own, and what it asks
-for is what the operators compute. docs/contract.md has the list.
+A packed batch holds rows of several requests. Each gets what the model alone would give it if three
+things hold. Rows meet in attention only. Each layer attends once, over its own cache. The operators
+compute what the layer asks for. docs/contract.md has the list.
 
 V vocabulary.
 """
@@ -47,7 +47,7 @@ _HARMLESS = frozenset(
         "use_cache",
     )
 )
-"""Keywords of attention functions that change nothing of what is computed; so do flags."""
+"""Keywords of attention functions that do not change the result. Flags do not either."""
 
 
 class Contract:
@@ -56,9 +56,9 @@ class Contract:
     Args:
         model: as Transformers made it.
         specs: of its `attention_specs`.
-        forward: calls it.
-        vocab_size: V, token ids that a request may hold.
-        longest: tokens of a request at most.
+        forward: calls the model.
+        vocab_size: V, number of token ids that a request may hold.
+        longest: most tokens of a request.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Contract:
     def check(self) -> None:
         """Raise a ValueError unless batches give what the model alone gives.
 
-        One thread at a time: masks and Dynamo's stance are the process's.
+        Threads check one at a time: masks and Dynamo's stance belong to the process.
         """
         with PATCHING:
             self._check()
@@ -112,7 +112,7 @@ def check_contract(
 ) -> None:
     """Raise a ValueError unless batches over paged caches give what the model alone gives.
 
-    Arguments as of `Contract`.
+    `Contract` documents the arguments.
     """
     Contract(model, specs, forward, vocab_size, longest).check()
 
@@ -120,7 +120,7 @@ def check_contract(
 def check_eval(model: Any) -> None:
     """Raise a ValueError if the model, or a dropout in it, is in training mode.
 
-    What else draws shows in the rows, which are then others in every forward.
+    Other random modules show when the forwards are compared: their rows differ.
     """
     for name, module in model.named_modules():
         draws = isinstance(module, _DropoutNd) and module.p > 0
@@ -136,7 +136,7 @@ def _check_calls(
     specs: Sequence[AttentionSpec],
     names: dict[int, str],
 ) -> None:
-    """Every layer attends once, over a cache of its own or one that is written, as its spec says.
+    """Every layer attends once, as its spec says, over its own cache or one written before.
 
     A layer that never attends (cross-attention without an encoder) needs no cache.
     """
@@ -166,7 +166,7 @@ def _check_calls(
 
 
 def _check_cache(call: ProbedCall, owners: dict[int, str], num_caches: int) -> None:
-    """The cache is there, and written by the layer alone or by one before it that it names."""
+    """The cache exists, and one layer writes it: this one, or the earlier one that it names."""
     if not 0 <= call.cache < num_caches:
         raise ValueError(
             f"layer_idx of {call.name} must be from 0 to {num_caches - 1}, one a layer, "
@@ -184,10 +184,10 @@ def _check_cache(call: ProbedCall, owners: dict[int, str], num_caches: int) -> N
 
 
 def _check_spec(call: ProbedCall, spec: AttentionSpec, name: str) -> None:
-    """What the layer asks for is what its batches are planned for."""
+    """The layer asks for what its batches are planned for."""
     for field in dataclasses.fields(spec):
         if field.name in ("kv_cache_dtype", "alibi"):
-            continue  # the session's; never asked for
+            continue  # a call does not ask for these
         if field.name == "num_kv_heads" and shares_cache(call.layer):
             continue  # its own keys are not read
         got, wanted = getattr(call.spec, field.name), getattr(spec, field.name)
@@ -204,7 +204,7 @@ def _check_spec(call: ProbedCall, spec: AttentionSpec, name: str) -> None:
 
 
 def _check_extras(call: ProbedCall) -> None:
-    """Nothing is handed to attention that it would not look at."""
+    """Attention is given nothing that it would ignore."""
     if isinstance(call.mask, torch.Tensor) and call.mask.dim() != 2:
         raise ValueError(f"attention_mask of {call.name} must be None, got a tensor of its own")
     passed = {

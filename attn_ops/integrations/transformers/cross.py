@@ -30,9 +30,9 @@ def cross_metadata(
         query_lens: rows of each request in this step of the decoder.
         encoder_lens: rows of each request's encoder output, at least 1.
         block_table: [S, M] int32, of the cache that holds the encoder's keys and values.
-        write: whether the model is given the encoder's output, [1, E, hidden], in this step. It is
-            written to the cache. If not, the model is given one row of any values, [1, 1, hidden]:
-            that one goes to the null block.
+        write: whether the model is given the encoder's output, [1, E, hidden], in this step, which
+            is written to the cache. Otherwise the model is given one row of any values,
+            [1, 1, hidden], which goes to the null block.
 
     Returns:
         Metadata whose `common.slot_mapping` is [E] or [1]: the keyword `cross_slot_mapping`.
@@ -49,7 +49,7 @@ def cross_metadata(
     keys = CommonAttentionMetadata.from_lengths(
         encoder_lens, encoder_lens, block_table, size, device
     )
-    # A table of its own: rows of the decoder may be more than rows of the encoder.
+    # Another table: the decoder may have more rows than the encoder.
     blocks = torch.zeros(len(query_lens), -(-max([1, *query_lens]) // size), dtype=torch.int32)
     rows = CommonAttentionMetadata.from_lengths(query_lens, query_lens, blocks, size, device)
     slots = keys.slot_mapping if write else torch.full((1,), PAD_SLOT_ID, device=device)

@@ -22,7 +22,7 @@ NAME = "attn_ops"
 
 
 def register() -> None:
-    """Make `attn_implementation="attn_ops"` known to Transformers; harmless if repeated."""
+    """Make `attn_implementation="attn_ops"` known to Transformers. It may be called again."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """The mask of a batch follows from its metadata; there is nothing to build.
+    """Build no mask: the batch's metadata implies it.
 
     Raises:
         ValueError: the caller passed a mask, which would be ignored.
@@ -65,11 +65,16 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention function of one layer, as Transformers calls it.
 
-    query [1, N, T, H], key and value [1, K, T, H], s_aux the sinks [N] (GPT-OSS). Causal layers
-    attend over `kv_caches`; one that shares another's cache writes nothing, and its key and value
-    are not read. Others attend over `cross_kv_caches` if they are given, where key and value are
-    the encoder's, [1, K, E, H], and else, without any caches, over key and value. An
-    `AttentionProbe` as metadata is shown the call, and stands in for the operators.
+    query [1, N, T, H], key and value [1, K, T, H], s_aux the sinks [N] (GPT-OSS). There are three
+    kinds of layers:
+
+    - Causal layers attend over `kv_caches`. A layer that shares another's cache writes nothing, and
+      its key and value are not read.
+    - Other layers attend over `cross_kv_caches`, if those are given. Key and value are then the
+      encoder's, [1, K, E, H].
+    - Without any caches they attend over key and value.
+
+    An `AttentionProbe` as metadata gets the call in place of the operators.
 
     Returns:
         [1, T, N, H] and None (no attention weights).
@@ -101,7 +106,7 @@ def attention_forward(
         raise ValueError(f"{name} must be an AttentionMetadata with its caches, got None")
     _check_batch(name, causal, meta)
     q_TNH = _rows(query)
-    if torch.compiler.is_compiling():  # eager has checked it, and calls with fewer options faster
+    if torch.compiler.is_compiling():  # eager has checked it; fewer options make a faster call
         options["causal"] = causal
     if caches is None:
         out_TNH = varlen_attention(q_TNH, _rows(key), _rows(value), meta, scale, **options)
@@ -118,7 +123,7 @@ def attention_forward(
 def _spec_of_call(
     module: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, options: dict[str, Any]
 ) -> AttentionSpec:
-    """What a layer asks for in a call."""
+    """The geometry that a call asks for."""
     return AttentionSpec(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -135,7 +140,7 @@ def _spec_of_call(
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """[1, heads, T, H] as [T, heads, H].
 
-    Transposed before squeezed: the other order makes Inductor guard on T > 1
+    Transpose before squeeze: the other order makes Inductor guard on T > 1
     (torch 2.13, _compute_stride).
     """
     return x.transpose(1, 2).squeeze(0)
@@ -152,7 +157,7 @@ def _cache_of(module: Any, caches: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _storage(module: Any, kv_cache_dtype: str) -> dict[str, Any]:
-    """How the layer's cache is stored: FP8 with the module's scales, or in the model's dtype."""
+    """How the layer's cache is stored: in FP8 with the module's scales, or in the model's dtype."""
     if kv_cache_dtype == "auto":
         return {}
     scales = {name: getattr(module, name, None) for name in ("k_scale", "v_scale")}
@@ -179,12 +184,12 @@ def _refuse_missing(
 def _check_batch(name: str, causal: bool, meta: AttentionMetadata) -> None:
     """Raise a ValueError unless the batch is causal as the layer is, before anything is written.
 
-    A graph cannot look: in it the operators check, by their argument `causal`.
+    A traced graph cannot read the batch; there the operators check, by their argument `causal`.
     """
     if torch.compiler.is_compiling():
         return
     got = meta.common.causal if isinstance(meta, AttentionMetadata) else None
-    if got not in (None, causal):  # what is no AttentionMetadata the operators refuse
+    if got not in (None, causal):  # the operators refuse other types than AttentionMetadata
         raise ValueError(f"{name} must have common.causal {causal} for this layer, got {got}")
 
 

@@ -11,8 +11,8 @@ def is_causal(layer: Any) -> bool:
 def window(layer: Any) -> int | None:
     """Keys that a row sees, its own included; None: all.
 
-    Where the config tells layers apart (EXAONE-4), a window is the sliding ones' alone, whatever
-    the layer holds. Mistral and Phi-3 read it from the config, for every layer; Llama has none.
+    Where the config gives layer types (EXAONE-4), only sliding layers have a window, whatever the
+    layer's attribute says. Mistral and Phi-3 read it from the config, for every layer.
     """
     if _layer_type(layer) not in (None, "sliding_attention"):
         return None
@@ -21,17 +21,17 @@ def window(layer: Any) -> int | None:
 
 
 def chunk_size(layer: Any) -> int | None:
-    """Tokens of a chunk that a row sees the keys of; None: it sees all (Llama 4's other layers)."""
+    """Tokens of a chunk: a row sees the keys of its chunk. None: all (Llama 4's other layers)."""
     if _layer_type(layer) != "chunked_attention":
         return None
     return layer.config.attention_chunk_size
 
 
 def _layer_type(layer: Any) -> str | None:
-    """What the config says of the layer; None: it does not tell layers apart.
+    """The layer's type by the config; None: the config has no layer types.
 
     Raises:
-        ValueError: it tells of fewer layers.
+        ValueError: the config has fewer layers.
     """
     types = getattr(getattr(layer, "config", None), "layer_types", None)
     if not types:
@@ -50,7 +50,7 @@ def shares_cache(layer: Any) -> bool:
 
 
 def cache_owner(layer: Any) -> int:
-    """`layer_idx` of the layer that writes the cache which `layer` reads: mostly its own.
+    """`layer_idx` of the layer whose cache `layer` reads: mostly its own.
 
     Raises:
         ValueError: the layer shares a cache, and none before it stores one for its layer type.
@@ -71,7 +71,7 @@ def cache_owner(layer: Any) -> int:
 
 
 def cache_index(layer: Any) -> int:
-    """Which of `kv_caches` the layer reads: layers before its cache's owner that own one."""
+    """Index in `kv_caches` of the cache that the layer reads."""
     owner = cache_owner(layer)
     if not hasattr(layer, "is_kv_shared_layer"):
         return owner
@@ -79,9 +79,10 @@ def cache_index(layer: Any) -> int:
 
 
 def _sharing_modes(config: Any) -> list[str | None]:
-    """For every layer reuse, store, or None where no cache is shared; older configs do not say.
+    """For every layer "reuse", "store", or None where no cache is shared.
 
-    In those the last layers share, each with the last layer of its type before them.
+    In older configs, which do not say, the last layers share. Each reads the cache of the last
+    earlier layer of its type.
     """
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None:

@@ -15,14 +15,14 @@ from attn_ops.integrations.transformers.probe import ProbedCall
 from attn_ops.metadata import AttentionSpec
 
 MOST_KEYS = 2**17
-"""How far masks are compared; a longer window is not told from none."""
+"""Keys up to which masks are compared; a longer window looks like none."""
 
 
 class LayerMask:
-    """Stands for the mask that a model makes for its layers, and knows how it was made.
+    """Replaces the mask that a model makes for its layers, and keeps the function that made it.
 
-    It may be looked at, moved and sliced. What is computed with it would be lost, as the batch's
-    metadata takes its place: that is a ValueError.
+    A model may read its shape, move it and take all of it. Computing with it is a ValueError: the
+    operators read the batch's metadata instead, so the result would be lost.
     """
 
     def __init__(self, function: Callable[..., torch.Tensor], like: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class LayerMask:
 
 
 class MaskError(ValueError, AttributeError):
-    """A model computes with its mask. An AttributeError too: `hasattr` may ask for anything."""
+    """A model computes with its mask. Also an AttributeError, so that `hasattr` answers False."""
 
 
 def _refuse_arithmetic(name: str) -> NoReturn:
@@ -116,7 +116,7 @@ def check_masks(calls: Sequence[ProbedCall], longest: int) -> None:
     seen: set[tuple] = set()
     for call in calls:
         if not isinstance(call.mask, LayerMask):
-            continue  # the second run had none; a tensor there is refused
+            continue  # a run without masks; `_check_extras` refuses tensors
         key = (id(call.mask), call.spec)
         if key in seen:
             continue
@@ -138,7 +138,7 @@ def _difference(mask: LayerMask, spec: AttentionSpec, longest: int) -> tuple[int
     try:
         rows_Q = torch.tensor(rows, device=mask.device)
         sees_QK = mask.rows(rows_Q, longest)
-    except (IndexError, RuntimeError):  # it looks up something of this batch
+    except (IndexError, RuntimeError):  # its function reads tensors of this batch
         rows_Q = torch.arange(mask.shape[-2], device=mask.device)
         sees_QK = mask.rows(rows_Q, mask.shape[-1])
     wanted_QK = _allowed(spec, rows_Q, sees_QK.shape[1])

@@ -1,7 +1,7 @@
-"""A forward in which attention is only watched: what every layer asks for, of which rows.
+"""A forward that records every call of attention: which layer, which rows, which options.
 
-In place of attention stands a sum of each row's own query, key and value. Rows then meet nowhere,
-unless the model lets them meet outside its attention.
+A sum of each row's own query, key and value replaces attention. Rows then meet nowhere, unless the
+model lets them meet outside its attention.
 
 T rows of the batch, N query heads, K kv heads, H head size.
 """
@@ -35,7 +35,7 @@ class ProbedCall:
 
 
 class AttentionProbe:
-    """Takes the calls of attention in place of the operators: the keyword `attn_metadata`.
+    """Given as `attn_metadata`, it gets the calls of attention in place of the operators.
 
     Args:
         names: of modules, by id.
@@ -52,7 +52,7 @@ class AttentionProbe:
         return self.names.get(id(layer), type(layer).__name__)
 
     def attend(self, call: ProbedCall) -> torch.Tensor:
-        """[1, T, N, H]: of each row a mixture of what it brought."""
+        """[1, T, N, H]: for each row a mixture of its own q, k and v."""
         self.calls.append(call)
         if call.k.shape[0] != call.q.shape[0] or call.v.shape[0] != call.q.shape[0]:
             raise ValueError(
@@ -61,7 +61,7 @@ class AttentionProbe:
             )
         groups = call.q.shape[1] // call.k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (call.k, call.v))
-        out = v.clone()  # a position is in q and k alone, and may not cancel out
+        out = v.clone()  # only q and k hold the position; it must not cancel out
         width = min(v.shape[2], call.q.shape[2])
         out[..., :width] += (0.5 * call.q + 0.25 * k)[..., :width]
         return out.unsqueeze(0)

@@ -19,7 +19,7 @@ NUM_ROWS = 12
 
 
 class Forward(Protocol):
-    """Calls the model, uncompiled, as every step does, and with the probe.
+    """Calls the uncompiled model as a step does, with the probe as its metadata.
 
     input_ids and position_ids [1, T] int64, logits_rows [R] int64, attention_mask [1, T] or None.
     Returns the logits, [1, R, V].
@@ -45,7 +45,7 @@ class Run:
     logits_rows: torch.Tensor  # [R]
 
     def traces(self) -> list[tuple[str, torch.Tensor]]:
-        """Name and value [T, ...] of what can be compared row by row, in order."""
+        """Name and value [T, ...] of every q, k and v, in order."""
         found = []
         for call in self.calls:
             parts = (("query", call.q), ("key", call.k), ("value", call.v))
@@ -54,7 +54,7 @@ class Run:
 
 
 class Probes:
-    """The forwards."""
+    """The forwards that are compared."""
 
     def __init__(self, model: Any, forward: Forward, vocab_size: int, num_rows: int) -> None:
         self.model, self.forward = model, forward
@@ -63,10 +63,10 @@ class Probes:
         self.rows = torch.arange(num_rows, device=device)
         kept = self.rows.flip(0)
         self.kept = kept[kept % 5 != 1] if num_rows > 2 else kept
-        self.spoilt = 1 if self.kept.numel() > 2 else None  # its number in the second batch
+        self.spoilt = 1 if self.kept.numel() > 2 else None  # the row of NaN in the second batch
 
     def in_order(self) -> Run:
-        """All rows, their logits, and masks that say what they are."""
+        """All rows in order, with logits of each and masks that can be compared."""
         mask = torch.ones_like(self.rows)[None]
         with tagged_masks(NAME):
             try:
@@ -77,9 +77,9 @@ class Probes:
                 return self._run(self.rows, self.rows)  # the model takes no mask
 
     def some(self) -> Run:
-        """Fewer rows in another order, one of them NaN: whatever reads it becomes NaN.
+        """Fewer rows in another order, one of them NaN: every row that reads it becomes NaN.
 
-        Finite, where somebody's hook takes no NaN.
+        If a hook raises on NaN, the row is finite.
         """
         try:
             return self._spoilt(float("nan"))
@@ -89,21 +89,21 @@ class Probes:
             return self.another()
 
     def another(self) -> Run:
-        """The same with a finite row in its place."""
+        """The same, with a finite row in place of the row of NaN."""
         return self._spoilt(-8.0)
 
     def parts(self) -> Iterator[Run]:
-        """The last row alone, as in a decode step, and few of the others."""
+        """The last row alone, as in a decode step, and a few others."""
         for rows in (self.rows[-1:], self.rows[:4:3], self.rows[1::2]):
             if rows.numel():
                 yield self._run(rows, self.rows[: rows.numel()])
 
     def _spoilt(self, factor: float) -> Run:
         wanted = self.rows[: self.kept.numel()]
-        if wanted.numel() > 4:  # neither the last nor the one that is spoilt
+        if wanted.numel() > 4:  # neither the last row nor the row of NaN
             wanted = wanted[wanted != self.spoilt][:-1]
         if not _is_exact(self.model.dtype):
-            wanted = wanted[:3]  # so few that one of them counts
+            wanted = wanted[:3]  # one of three is more than the quarter that may differ
         with _spoiling(self.model, self.spoilt, self.kept.numel(), factor):
             return self._run(self.kept, wanted)
 
@@ -118,7 +118,7 @@ class Probes:
 
 
 def module_names(model: Any) -> dict[int, str]:
-    """The name of every module, by id; of one that stands in two places the first."""
+    """The name of every module, by id; the first name of a module in two places."""
     return {id(module): name for name, module in reversed(list(model.named_modules()))}
 
 
@@ -133,7 +133,7 @@ def check_logits(logits: torch.Tensor, num_rows: int) -> None:
 
 
 def _ordinary_tokens(model: Any, vocab_size: int, count: int) -> torch.Tensor:
-    """Token ids that the config gives no meaning: no padding, no images."""
+    """Token ids without a special meaning in the config, such as padding or images."""
     special = {v for v in vars(model.config).values() if type(v) is int}
     special |= {v for v in vars(model.config.get_text_config()).values() if type(v) is int}
     ordinary = [i for i in range(min(vocab_size, 4096)) if i not in special] or [0]
@@ -142,7 +142,7 @@ def _ordinary_tokens(model: Any, vocab_size: int, count: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _spoiling(model: Any, row: int | None, num_rows: int, factor: float) -> Iterator[None]:
-    """Multiplies one row of the embedded tokens, inside the block and in this thread."""
+    """Multiply one row of the embedded tokens, inside the block and in this thread."""
     embedding, thread = embedding_of(model), threading.get_ident()
 
     def spoil(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def _spoiling(model: Any, row: int | None, num_rows: int, factor: float) -> Iter
 
 
 def embedding_of(model: Any) -> Any:
-    """The input embeddings; None, where the model does not tell."""
+    """The input embeddings; None if the model does not name them."""
     try:
         return model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -172,10 +172,10 @@ def embedding_of(model: Any) -> Any:
 
 
 def check_rows(first: Run, run: Run, probes: Probes) -> None:
-    """Rows meet in attention alone: each is what it was, wherever it stands and beside whom."""
+    """Rows meet in attention alone: each has the same values in any place, beside any others."""
     spoilt = probes.spoilt if run.rows.numel() == probes.kept.numel() else None
     found = _first_difference(first, run, spoilt)
-    if found is not None and found[1] == "all":  # perhaps one FP8 scale for all rows
+    if found is not None and found[1] == "all":  # one FP8 scale for all rows does that too
         found = _first_difference(first, probes.another(), spoilt)
     if found is not None:
         raise ValueError(
@@ -187,7 +187,7 @@ def check_rows(first: Run, run: Run, probes: Probes) -> None:
 
 
 def _first_difference(first: Run, second: Run, spoilt: int | None) -> tuple[str, str] | None:
-    """What differs first, and of how many rows: "all" have become NaN, or "some" differ."""
+    """The first value that differs, and how: "all" rows have become NaN, or "some" differ."""
     sound = torch.ones_like(second.rows, dtype=torch.bool)
     if spoilt is not None:
         sound[spoilt] = False
@@ -223,10 +223,10 @@ def _differ(before: torch.Tensor, now: torch.Tensor) -> str:
         return ""
     scale = before.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     changed = (now - before).abs().amax(1) > tolerance * scale
-    # In low precision a router's tie may fall the other way for a row; a rule concerns more.
+    # In low precision a router's tie may fall the other way for a few rows.
     return "some" if changed.float().mean() > (0 if is_exact else 0.25) else ""
 
 
 def _is_exact(dtype: torch.dtype) -> bool:
-    """Whether equal rows are so nearly equal that every one can be asked to be."""
+    """Whether the dtype is precise enough to require every row to be equal."""
     return dtype in (torch.float32, torch.float64)

@@ -22,12 +22,12 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionSpec]:
     """Geometry of each self-attention layer of a Transformers model, in the order of `layer_idx`.
 
-    A layer that shares another's KV cache has the other's geometry, and is left out: there is one
-    spec, and one cache, for each layer that writes. Of models with such layers, their own choice of
-    rows to compute is switched off: it knows one sequence, not a packed batch.
+    A layer that shares another's KV cache is left out: there is one spec, and one cache, for each
+    layer that writes. Models with such layers may drop rows by themselves, which is right for one
+    sequence only; that is switched off (`compute_all_rows`).
 
     Args:
-        model: a decoder, or an encoder; of a model that has both, one of the two.
+        model: a decoder or an encoder; one of the two if a model has both.
         kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the layers' caches hold.
 
     Raises:
@@ -46,7 +46,7 @@ def attention_layers(model: Any) -> list[Any]:
     """The self-attention layers of a model, in the order of `layer_idx`.
 
     Raises:
-        ValueError: as of `attention_specs`.
+        ValueError: see `attention_specs`.
     """
     layers = _layers(model)
     return [layer for layer in layers if is_causal(layer)] or layers
@@ -55,7 +55,7 @@ def attention_layers(model: Any) -> list[Any]:
 def cross_attention_specs(decoder: Any, kv_cache_dtype: str = "auto") -> list[AttentionSpec]:
     """Geometry of each cross-attention layer of a decoder, in the order of `layer_idx`.
 
-    Arguments and errors as of `attention_specs`.
+    `attention_specs` documents arguments and errors.
     """
     layers = _layers(decoder)
     crossing = [layer for layer in layers if not is_causal(layer)]
@@ -91,7 +91,10 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _attends(module: Any) -> bool:
-    """ModernBERT's attention has no `scaling`; decoder layers have a `layer_idx` too."""
+    """Whether a module is an attention layer. Decoder layers have a `layer_idx` too.
+
+    ModernBERT's attention has no `scaling`.
+    """
     if getattr(module, "layer_idx", None) is None:
         return False
     return hasattr(module, "scaling") or hasattr(module, "is_causal")
@@ -150,5 +153,5 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _first(layer: Any, *names: str) -> Any:
-    """The first of the attributes that the layer has, None without any."""
+    """The first of these attributes that the layer has; None if it has none."""
     return next((getattr(layer, n) for n in names if getattr(layer, n, None) is not None), None)

@@ -1,7 +1,7 @@
 """The race of `graphs.sampling.race` over rows of any vocabulary, in one pass over the logits.
 
-The integers are those of `philox.words`; float32 operations are the same and are not fused, but
-logarithms may differ in their last bits. What a program computes depends on its row alone.
+The integers are those of `philox.words`. The float32 operations are the same and are not fused, but
+logarithms may differ in their last bits. A program computes from its row alone.
 
 R rows, V vocabulary, C chunks of a row, N counters of a chunk.
 """
@@ -111,7 +111,7 @@ def finish_kernel(
 def launch_race(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Arguments and result as of `reference_race`."""
+    """The kernels of `reference_race`, which documents arguments and result."""
     num_rows, vocab_size = logits.shape
     token_R = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:

@@ -1,8 +1,8 @@
-"""Thresholds of top-k and top-p, as one kernel each that takes a row a program.
+"""Thresholds of top-k and top-p: one kernel each, one program a row.
 
-Both find the bits of the threshold from the highest down, by counting what lies above: of tokens,
-and of probability in integers. No sum depends on an order, so a row has the same threshold in any
-batch and in every call. R rows, V numbers a row.
+Both find the bits of the threshold from the highest down. They count what lies above it: tokens for
+top-k, probability as integers for top-p. No sum depends on an order, so a row has the same
+threshold in any batch and in every call. R rows, V numbers a row.
 """
 
 import torch

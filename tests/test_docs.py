@@ -86,6 +86,15 @@ def test_every_folder_and_every_page_has_a_sentence():
     assert {name for name in pages if f"]({name})" not in text} == set()
 
 
+def test_decisions_are_where_the_page_says():
+    text = (ROOT / "docs" / "README.md").read_text()
+    table = text.split("## Where is it decided")[1].split("\n## ")[0]
+    places = re.findall(r"`([\w.]+)` in `([\w/.]+)`", table)
+    assert len(places) >= table.count("\n| ") - 2
+    for name, path in places:
+        assert name.split(".")[-1] in (ROOT / path).read_text(), f"{name} in {path}"
+
+
 @pytest.mark.slow
 def test_the_readme_s_code_runs(tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")

@@ -15,8 +15,9 @@ from torch.fx import GraphModule
 
 from attn_ops.compat.inductor_until_2_13 import inductor_mended
 from fx_passes.config import PassConfig
+from fx_passes.inductor_slot import SLOT, with_user_pass
 from fx_passes.observe import recorders
-from fx_passes.pipeline import SLOT, run_dynamo_stage, with_user_pass
+from fx_passes.pipeline import run_dynamo_stage
 from fx_passes.regions import compile_regions
 
 

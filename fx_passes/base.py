@@ -1,4 +1,7 @@
-"""What a pass is: one class that says what it matches, what it writes and when it is skipped."""
+"""What a pass is: one class that declares what it needs, and rewrites a graph.
+
+The pipeline, the recorders and the reports read the declaration; none of them knows a pass by name.
+"""
 
 import abc
 import inspect
@@ -16,10 +19,14 @@ Stage = Literal["dynamo", "aten"]
 class Pass(abc.ABC):
     """One rewrite. Its docstring holds `Before::` and `After::` graphs and a "Skipped when" list.
 
+    A pass declares `name`, `stage` and, where it needs it, `needs_inference`, `of`, `settings`,
+    `summary` and `refuse`. A switch is a field of `PassConfig` with its name; a pass without one
+    is always on.
+
     Attributes:
         name: what reports, dumps and `register_pass(before=, after=)` call it.
         stage: the graph it works on.
-        needs_inference: whether graphs that gradients are wanted of are left alone.
+        needs_inference: whether it leaves graphs alone that are trained.
         skipped: reasons of the last run for what was not rewritten.
         facts: numbers of the last run, by name, for reports.
     """
@@ -55,11 +62,16 @@ class Pass(abc.ABC):
         """The rewrite itself. Run again on its own result, it must change nothing and return 0."""
 
     def skip(self, reason: str) -> None:
+        """Note why something was not rewritten."""
         self.skipped.append(reason)
 
     def refuse(self, reason: str) -> None:
-        """Leave the whole graph alone. A pass that was asked for may raise instead."""
+        """Note why the whole graph is left alone. A pass that must not be left out may raise."""
         self.skip(reason)
+
+    def summary(self) -> str | None:
+        """What the last run did to a step, in a line for reports; None: nothing worth a line."""
+        return None
 
     def settings(self) -> dict[str, object]:
         """What its behaviour depends on besides its source; part of the compile cache's key."""

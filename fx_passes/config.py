@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,11 +13,15 @@ class PassConfig:
     """
 
     device_constants: bool = True
-    fast_prefill: str = "off"
+    fast_prefill: Literal["auto", "on", "off"] = "off"
     outline_layers: bool = True
     share_products: bool = True
     short_products: bool = True
     collapse_views: bool = True
+
+    def is_on(self, name: str) -> bool:
+        """Whether a pass runs; one without a switch does."""
+        return getattr(self, name, True) not in (False, "off")
 
     @classmethod
     def split(cls, options: Mapping[str, Any] | None) -> tuple["PassConfig", dict[str, Any]]:
@@ -47,11 +51,12 @@ class PassConfig:
 
 
 def _check_switch(name: str, value: Any) -> None:
-    if name == "fast_prefill":
-        if not isinstance(value, str) or value not in ("auto", "on", "off"):
-            raise ValueError(f"options[{name!r}] must be 'auto', 'on' or 'off', got {value!r}")
-    elif not isinstance(value, bool):
-        raise ValueError(f"options[{name!r}] must be True or False, got {value!r}")
+    """A switch takes the values of its type: a bool, or the strings of a `Literal`."""
+    supported = get_args(get_type_hints(PassConfig)[name]) or (True, False)
+    if not any(type(value) is type(one) and value == one for one in supported):
+        *others, last = map(repr, supported)
+        named = f"{', '.join(others)} or {last}"
+        raise ValueError(f"options[{name!r}] must be {named}, got {value!r}")
 
 
 def _checked(name: str, value: Any, config: Any) -> Any:

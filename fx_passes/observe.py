@@ -4,12 +4,18 @@ import contextlib
 import contextvars
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.codecache import PyCodeCache
+from torch.fx import Graph
+
+from fx_passes.base import Pass
+
+Draw = Callable[[Graph], Callable[[Graph], tuple[str, str]]]
+"""Looks at a Dynamo graph. What it returns draws that graph beside what became of it."""
 
 
 @dataclasses.dataclass
@@ -25,6 +31,7 @@ class PassRecord:
     after: str | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     pictures: tuple[str, str] | None = None  # Mermaid, before and after, of a changed Dynamo graph
+    summary: str | None = None  # what it did to a step, in a line, if that is worth a line
 
 
 @dataclasses.dataclass
@@ -33,6 +40,8 @@ class Recorder:
 
     Attributes:
         texts: whether graphs are printed before and after each pass.
+        draw: draws Dynamo graphs before and after each pass, as `fx_passes.pictures` does; None:
+            nothing is drawn.
         passes: runs, in order.
         num_graphs: graphs that Dynamo handed to the backend.
         final_graphs: the ATen graphs as Inductor gets them, by name.
@@ -41,6 +50,7 @@ class Recorder:
     """
 
     texts: bool = False
+    draw: Draw | None = None
     passes: list[PassRecord] = dataclasses.field(default_factory=list)
     num_graphs: int = 0
     final_graphs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -54,22 +64,27 @@ class Recorder:
             total[record.pass_name] = total.get(record.pass_name, 0) + record.matches
         return total
 
+    def summaries(self) -> dict[str, str]:
+        """What each pass says that it did to a step; passes without a summary are left out."""
+        found: dict[str, dict[str, None]] = {}
+        for record in self.passes:
+            if record.summary is not None:
+                found.setdefault(record.pass_name, {})[record.summary] = None
+        return {name: "; ".join(lines) for name, lines in found.items()}
 
-def fast_prefill_line(passes: Sequence[PassRecord]) -> str | None:
-    """What the pass fast_prefill does to a step, or why nothing; None: it is switched off."""
-    records = [record for record in passes if record.pass_name == "fast_prefill"]
-    return "; ".join(dict.fromkeys(_saved(record) for record in records)) or None
+    def watch(self, one: Pass, graph: Graph, graph_name: str) -> Callable[[int], None]:
+        """Look at a graph before a pass. What is returned notes what the pass did to it."""
+        before = graph_text(graph) if self.texts else None
+        picture = self.draw(graph) if self.draw and one.stage == "dynamo" else None
 
+        def note(matches: int) -> None:
+            record = PassRecord(one.name, one.stage, graph_name, matches, list(one.skipped))
+            record.facts, record.summary = dict(one.facts), one.summary()
+            record.before, record.after = before, graph_text(graph) if self.texts else None
+            record.pictures = picture(graph) if picture and matches else None
+            self.passes.append(record)
 
-def _saved(record: PassRecord) -> str:
-    f = record.facts
-    if not f:
-        return f"nothing is dropped: {'; '.join(record.skipped) or 'the graph is reduced already'}"
-    return (
-        f"computes {f['num_products']} of {f['of_products']} products and {f['num_attentions']} of "
-        f"{f['of_attentions']} attentions for logits rows only; saves {f['flops_per_row']:,} FLOP "
-        f"and {f['bytes_per_row']:,} bytes a dead row"
-    )
+        return note
 
 
 _active: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
@@ -93,14 +108,11 @@ def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
 
 
 def recorders() -> tuple[Recorder, ...]:
+    """Those that are active."""
     return _active.get()
 
 
-def wants_texts() -> bool:
-    return any(r.texts for r in _active.get())
-
-
-def graph_text(graph: torch.fx.Graph) -> str:
+def graph_text(graph: Graph) -> str:
     """The graph as Python, one node a line, with dtypes and shapes."""
     owner = graph.owning_module
     module = owner

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_ops.backends.registry import Selection
-from fx_passes.observe import Recorder, fast_prefill_line
+from fx_passes.observe import Recorder
 from graphs.ahead import Pilot
 from graphs.capture.failures import CaptureError
 from graphs.capture.graphs import CapturedStep, StepGraphs
@@ -142,7 +142,8 @@ class SessionReport:
     num_verified: int  # replays that were compared with a call; a difference was raised
     num_forgiven: int  # tokens of them that differed and were as good as the call's
     compile_seconds: float
-    fast_prefill: str | None  # what it does, or why nothing; None: switched off or not compiled
+    passes: dict[str, str]  # by pass, what it does to a step, or why nothing; empty: not compiled
+    keeps_rows_why: str | None  # why a step without logits computes a row a request all the same
     num_graphs: int  # of Dynamo
     num_breaks: int
     num_recompiles: int
@@ -175,7 +176,8 @@ class SessionReport:
             num_verified=0 if verifier is None else verifier.num_checked,
             num_forgiven=0 if verifier is None else verifier.num_forgiven,
             compile_seconds=session.compile_seconds,
-            fast_prefill=_fast_prefill(session),
+            passes=session.compile_record.summaries(),
+            keeps_rows_why=session.runner.keeps_rows_why,
             num_graphs=counters.num_graphs,
             num_breaks=counters.num_breaks,
             num_recompiles=counters.num_recompiles,
@@ -303,7 +305,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
             f"{r.num_graphs} graphs, {r.num_breaks} breaks, {r.num_recompiles} recompiles after "
             f"warm-up, {r.compile_seconds:.1f} s",
         ),
-        *((("fast prefill", r.fast_prefill),) if r.fast_prefill else ()),
+        *pass_lines(r),
     ]
 
 
@@ -316,9 +318,10 @@ def _captured(r: SessionReport) -> str:
     return f"{memory}, {r.capture_seconds:.2f} s, of {r.num_keys} keys"
 
 
-def _fast_prefill(session: Reported) -> str | None:
-    lines = fast_prefill_line(session.compile_record.passes), session.runner.keeps_rows_why
-    return "; ".join(line for line in lines if line) or None
+def pass_lines(r: SessionReport) -> list[tuple[str, str]]:
+    """What passes do to a step, and why rows stay that they could do without."""
+    lines = [(name.replace("_", " "), line) for name, line in r.passes.items()]
+    return [*lines, *((("rows kept", r.keeps_rows_why),) if r.keeps_rows_why else ())]
 
 
 def _verified(r: SessionReport) -> str:

@@ -12,11 +12,9 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from fx_passes.analysis.graph_ops import ATTENTION
 from fx_passes.analysis.memory import mutated_names
 from fx_passes.analysis.values import tensors_of, value_of
-
-ATTENTION = (torch.ops.attn_ops.attention.default, torch.ops.attn_ops.attention_with_lse.default)
-"""Rows of q attend by themselves; a reduced batch tells where they stand."""
 
 
 class NotApplicableError(Exception):

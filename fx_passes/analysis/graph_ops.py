@@ -1,6 +1,8 @@
-"""Which ATen operators are views, and which are products: the vocabulary that the passes share."""
+"""Which operators are views, products or attention: the vocabulary that the passes share."""
 
 import torch
+
+import attn_ops.ops  # noqa: F401  (it defines the operators that are named here)
 
 aten = torch.ops.aten
 
@@ -24,3 +26,6 @@ VIEWS = frozenset(
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 """Matrix products: their results are contiguous and written by a kernel of their own."""
+
+ATTENTION = (torch.ops.attn_ops.attention.default, torch.ops.attn_ops.attention_with_lse.default)
+"""Rows of q attend by themselves; a reduced batch tells where they stand."""

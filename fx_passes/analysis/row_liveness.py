@@ -21,7 +21,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from fx_passes.analysis.fake_run import ATTENTION, FakeRun, NotApplicableError, namespace
+from fx_passes.analysis.fake_run import FakeRun, NotApplicableError, namespace
+from fx_passes.analysis.graph_ops import ATTENTION
 from fx_passes.analysis.memory import storage
 from fx_passes.analysis.row_rules import Call, why_not
 from fx_passes.analysis.row_selection import Selection, find_selections, row_symbol

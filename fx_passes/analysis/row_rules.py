@@ -12,11 +12,10 @@ from typing import Any
 import sympy
 import torch
 
+from fx_passes.analysis.graph_ops import aten
 from fx_passes.analysis.memory import mutated_names
 from fx_passes.analysis.sizes import expression, mentions, row_dim
 from fx_passes.analysis.values import tensors_of
-
-aten = torch.ops.aten
 
 
 class Call:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from fx_passes.analysis.fake_run import FakeRun, NotApplicableError
-from fx_passes.analysis.row_rules import aten
+from fx_passes.analysis.graph_ops import aten
 from fx_passes.analysis.sizes import expression, mentions, row_dim
 
 

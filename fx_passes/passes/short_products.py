@@ -1,7 +1,7 @@
 """Write batched products of few terms as sums, which are fused with what stands around them."""
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -84,7 +84,7 @@ def _is_short(product: Node) -> bool:
     nodes = [product, *product.all_input_nodes]
     if not all(isinstance(value_of(node), torch.Tensor) for node in nodes):
         return False
-    left, right = product.args
+    left, right = cast("tuple[Node, Node]", product.args)
     terms, (_, rows, columns) = value_of(left).shape[2], value_of(product).shape
     if any(type(size) is not int for size in (terms, rows, columns)):
         return False

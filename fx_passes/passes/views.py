@@ -7,12 +7,12 @@ from typing import cast
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten
+from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, VIEWS, aten
 from fx_passes.analysis.sizes import equal, expression, input_of_size, multiple
 from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 
-_WRITTEN_WHOLE = PRODUCTS | {torch.ops.attn_ops.attention.default, aten.cat.default}
+_WRITTEN_WHOLE = PRODUCTS | {ATTENTION[0], aten.cat.default}
 """Producers of contiguous tensors in their own memory; chains that start elsewhere stay."""
 
 _RESHAPES = {

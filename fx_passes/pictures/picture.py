@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import operator
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import sympy
@@ -22,7 +22,14 @@ from fx_passes.analysis.layer_paths import layer_path, path_in_layer
 from fx_passes.analysis.memory import mutated_storages, storage
 from fx_passes.analysis.sizes import expression, symbols_of
 from fx_passes.analysis.values import tensors_of, value_of
-from fx_passes.pictures.flowchart import Box, Chart, Kind, Rows, telling_layers
+from fx_passes.pictures.flowchart import (
+    Box,
+    Chart,
+    Kind,
+    Rows,
+    before_and_after,
+    telling_layers,
+)
 
 _KINDS = {
     Kind.PRODUCT: ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_scaled_mm"),
@@ -44,6 +51,12 @@ def mermaid(graph: Graph, *, around: int | None = 1) -> str:
     """
     chart = chart_of(graph)
     return chart.mermaid(None if around is None else telling_layers([chart], around))
+
+
+def draw(before: Graph) -> Callable[[Graph], tuple[str, str]]:
+    """A recorder's hook: what it returns draws the graph as it is now beside what became of it."""
+    chart = chart_of(before)
+    return lambda after: before_and_after(chart, chart_of(after))
 
 
 def chart_of(graph: Graph) -> Chart:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from attn_ops.support_table import COLUMNS, SupportRow
 from graphs.app.parity import Parity
-from graphs.report import SessionReport
+from graphs.report import SessionReport, pass_lines
 from graphs.session import DecodeSession
 
 
@@ -125,7 +125,7 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
             ", ".join(f"{name} {_count(n, 'match', 'matches')}" for name, n in r.matches.items())
             or "none ran",
         ),
-        *((("fast prefill", r.session.fast_prefill),) if r.session.fast_prefill else ()),
+        *pass_lines(r.session),
         *(("  left alone", reason) for reason in r.skipped),
         ("parity", _parity(r)),
         (

@@ -17,7 +17,7 @@ from types import ModuleType
 
 from torch._inductor.codecache import PyCodeCache, get_path
 
-from fx_passes.observe import PassRecord, Recorder, fast_prefill_line, recording
+from fx_passes.observe import PassRecord, Recorder, recording
 from graphs.dump.depyf import writing_depyf_files
 from graphs.dump.index import MARKER, Entry, Index
 
@@ -41,9 +41,11 @@ def dump(directory: str | Path) -> Iterator[Path]:
     Raises:
         ValueError: `directory` is a file, or holds something that is not a dump.
     """
+    from fx_passes.pictures.picture import draw  # here: without a dump nothing is drawn
+
     directory = Path(directory).absolute()
     _make_room(directory)
-    recorder, notes = Recorder(texts=True), []
+    recorder, notes = Recorder(texts=True, draw=draw), []
     loaded = {id(module) for module in PyCodeCache.modules}
     try:
         with recording(recorder), writing_depyf_files(directory / "depyf", notes):
@@ -90,8 +92,8 @@ def _write(
             "inside, or after torch._dynamo.reset()."
         )
     sessions = [_session_line(session) for session in recorder.sessions]
-    fast_prefill = fast_prefill_line(recorder.passes)
-    index = Index(recorder.num_graphs, recorder.matches(), fast_prefill, sessions, notes, entries)
+    matches, summaries = recorder.matches(), recorder.summaries()
+    index = Index(recorder.num_graphs, matches, summaries, sessions, notes, entries)
     (directory / "index.md").write_text(index.markdown())
     (directory / "index.html").write_text(index.html())
 

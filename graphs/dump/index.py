@@ -32,7 +32,7 @@ class Index:
 
     num_graphs: int
     matches: dict[str, int]
-    fast_prefill: str | None  # what it does; None: it is switched off
+    summaries: dict[str, str]  # by pass, what it did to a step
     sessions: list[str]
     notes: list[str]
     entries: list[Entry]
@@ -64,10 +64,10 @@ _MARKDOWN = """\
 
 Graphs that Dynamo handed to the backend: {{ index.num_graphs }}. Matches: {{ matches }}.
 
-{% if index.fast_prefill %}
-Fast prefill: {{ index.fast_prefill }}.
+{% for name, line in index.summaries.items() %}
+{{ name | replace("_", " ") | capitalize }}: {{ line }}.
 
-{% endif %}
+{% endfor %}
 {% for session in index.sessions %}
 Session: {{ session }}.
 
@@ -99,9 +99,9 @@ _HTML = """\
 <style>body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; }</style>
 <h1>From Dynamo's graph to Inductor's code</h1>
 <p>Graphs that Dynamo handed to the backend: {{ index.num_graphs }}. Matches: {{ matches }}.</p>
-{% if index.fast_prefill %}
-<p>Fast prefill: {{ index.fast_prefill }}.</p>
-{% endif %}
+{% for name, line in index.summaries.items() %}
+<p>{{ name | replace("_", " ") | capitalize }}: {{ line }}.</p>
+{% endfor %}
 {% for session in index.sessions %}
 <p>Session: {{ session }}.</p>
 {% endfor %}

@@ -1,6 +1,8 @@
 """The pipeline: order, third parties' passes, cache key, the user's pass and options, records."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from fx_passes import (
     unregister_pass,
 )
 from fx_passes.base import Pass
-from fx_passes.pipeline import SLOT, AtenPipeline, with_user_pass
+from fx_passes.inductor_slot import SLOT, AtenPipeline, with_user_pass
 
 BUILT_IN = [
     "device_constants", "fast_prefill", "outline_layers", "share_products", "short_products",
@@ -342,6 +344,62 @@ def test_printing_leaves_the_graph_as_it_is():
     gm = torch.fx.symbolic_trace(lambda x: x.sin())
     assert graph_text(gm.graph) == graph_text(gm.graph)
     assert gm.graph.owning_module is gm
+
+
+def test_compiling_draws_nothing():
+    """Nor is the code imported that could: pictures are for dumps."""
+    code = """
+import sys, torch, fx_passes, graphs
+run = torch.compile(lambda x, w: torch.relu(x @ w), backend=fx_passes.attn_ops)
+with fx_passes.recording(fx_passes.Recorder(texts=True)) as recorder, torch.no_grad():
+    run(torch.ones(2, 3), torch.ones(3, 2))
+assert recorder.passes and not any(one.pictures for one in recorder.passes)
+assert not [name for name in sys.modules if name.startswith("fx_passes.pictures")]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_recorder_draws_what_changes():
+    """Graphs of Dynamo alone, before and after a pass that matched."""
+
+    class Doubling(Pass):
+        """Adds nothing twice."""
+
+        name, stage = "doubling", "dynamo"
+
+        def apply(self, graph):
+            return 1
+
+    def draw(before):
+        old = len(before.nodes)
+        return lambda after: (str(old), str(len(after.nodes)))
+
+    register_pass(Doubling)
+    with recording(Recorder(draw=draw)) as recorder:
+        compiled()
+    drawn = {one.pass_name: one.pictures for one in recorder.passes if one.pictures}
+    assert list(drawn) == ["doubling"]
+    assert drawn["doubling"][0] == drawn["doubling"][1]
+
+
+def test_summaries_are_the_passes_own():
+    class Telling(Counting):
+        name = "telling"
+
+        def summary(self):
+            return f"{self.facts.get('sines', 0)} sines"
+
+        def apply(self, graph):
+            self.facts["sines"] = super().apply(graph)
+            return 0
+
+    register_pass(Telling)
+    with recording() as recorder:
+        compiled()
+        torch._dynamo.reset()
+        compiled()
+    assert recorder.summaries() == {"telling": "1 sines"}
 
 
 def test_recorder_output_code():

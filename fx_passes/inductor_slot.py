@@ -1,0 +1,84 @@
+"""The passes of stage `aten` as one custom pass of Inductor, and the slot that it goes to."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from fx_passes.config import PassConfig
+from fx_passes.observe import graph_text, recorders
+from fx_passes.pipeline import passes, run_pass
+
+SLOT = "joint_custom_post_pass"
+"""Inductor's slot for the `aten` stage.
+
+It runs before Inductor looks into its cache, so passes run, and are counted, on a warm cache too;
+the post-grad slots run only when the cache misses.
+"""
+
+
+class AtenPipeline(CustomGraphPass):
+    """The `aten` stage as one custom pass of Inductor, behind what the user has put into the slot.
+
+    Inductor calls it once for every graph, subgraphs included.
+    """
+
+    def __init__(
+        self, config: PassConfig, user_pass: Callable[[Graph], None] | None = None
+    ) -> None:
+        self.config = config
+        self.user_pass = user_pass
+        self.num_graphs = 0
+
+    def __call__(self, graph: Graph) -> None:
+        if self.user_pass is not None:
+            self.user_pass(graph)
+        name = f"graph_{self.num_graphs}"
+        self.num_graphs += 1
+        for one in passes(self.config, "aten"):
+            run_pass(one, graph, name)
+        for recorder in recorders():
+            recorder.final_graphs.append((name, graph_text(graph)))
+
+    def uuid(self) -> Any | None:
+        """Sources, settings and order of the passes, and the user's pass.
+
+        None (no caching) if the user's pass has no key.
+        """
+        digest = hashlib.sha256()
+        for one in passes(self.config, "aten"):
+            digest.update(
+                f"{one.name}\0{one.source()}\0{sorted(one.settings().items())}\0".encode()
+            )
+        if self.user_pass is None:
+            return digest.hexdigest()
+        theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None
+        return None if theirs is None else (digest.hexdigest(), theirs)
+
+
+def with_user_pass(config: PassConfig, user_pass: Any) -> AtenPipeline:
+    """Our pipeline behind what stands in the slot already; a pipeline of ours there is replaced."""
+    if isinstance(user_pass, list | tuple):  # torch 2.13 and later allow several
+        chain = [p.user_pass if isinstance(p, AtenPipeline) else p for p in user_pass]
+        chain = [p for p in chain if p is not None]
+        return AtenPipeline(config, _Chain(chain) if chain else None)
+    if isinstance(user_pass, AtenPipeline):
+        return AtenPipeline(config, user_pass.user_pass)
+    return AtenPipeline(config, user_pass)
+
+
+class _Chain(CustomGraphPass):
+    """Several passes of the user's, one after the other."""
+
+    def __init__(self, chain: list[Callable[[Graph], None]]) -> None:
+        self.chain = chain
+
+    def __call__(self, graph: Graph) -> None:
+        for one in self.chain:
+            one(graph)
+
+    def uuid(self) -> Any | None:
+        ids = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.chain]
+        return None if None in ids else tuple(ids)

@@ -7,7 +7,7 @@ The truth after a change, where the session does not refuse it:
 
 - `SAME`: the model computes what it did, or (training mode) is meant to. Tokens are the old ones.
 - all others: tokens handed out before are the old model's; later ones are the new model's over the
-  keys and values that the old one left. Tokens in the air at the change may be the old one's.
+  keys and values that the old one left. Tokens launched before the change may be the old one's.
 """
 
 import copy

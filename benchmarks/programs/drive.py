@@ -24,7 +24,7 @@ AS_GENERATE = "as generate would"
 """Said of wrong tokens that the model draws by itself too, over a cache of Transformers."""
 
 SLACK = 2
-"""Flights of `decode_steps` that may be in the air at a change."""
+"""How many times `decode_steps` steps may already be launched at a change."""
 
 
 @dataclasses.dataclass

@@ -221,7 +221,7 @@ class Side:
         self.backend = session.backend_selection.backend.name
         self.compile_s = max(self.compile_s, session.compile_seconds)
         largest = max(session.graphs or (), key=lambda captured: captured.key.num_tokens)
-        self.num_bytes[chunk] = largest.num_bytes
+        self.num_bytes[chunk] = largest.graph.num_bytes
         return session
 
 

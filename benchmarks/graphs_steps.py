@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
+from graphs import BatchDescriptor, DecodeSession
 from graphs.ahead import Flight
 from graphs.capture.graphs import CapturedStep
 
@@ -155,18 +156,12 @@ def replay_ms(session: DecodeSession, captured: CapturedStep, lengths: Lengths) 
     The graph's tensors still hold the last requests, and their blocks. Where the graph plans for
     itself, they grow as in a session, around `context`; what the host has planned stays as it is.
     """
-    grows, metadata = not captured.needs_host, None
+    graph, grows = captured.graph, not captured.needs_host
     first = lengths.context - (lengths.repeats // 2 if grows else 0)
     place(captured, first, session.cache.block_size, grows)
-    if captured.mode is CUDAGraphMode.PIECEWISE:
-        metadata = session.builder.build(0, captured.tensors.common(1, lengths.context))
-    session.runner.launch(captured)  # plans, where that is the host's
-    replay: Callable[[], None] = captured.graph.replay
-    if metadata is not None:
-
-        def replay() -> None:
-            captured.graph.replay(metadata)  # pyright: ignore[reportCallIssue]
-
+    session.runner.launch(captured)
+    metadata = None if graph.plan is None else graph.plan()
+    replay = functools.partial(graph.replay, metadata)
     times = []
     for _ in range(lengths.rounds):
         place(captured, first, session.cache.block_size, grows)

@@ -23,6 +23,7 @@ from graphs.capture.plan import CapturePlan
 from graphs.loop import CompileCounters
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.runner import StepRunner
+from graphs.verify.verifier import Verifier
 
 
 class Reported(Protocol):
@@ -38,6 +39,7 @@ class Reported(Protocol):
     runner: StepRunner
     pilot: Pilot
     counters: CompileCounters
+    verifier: Verifier | None
     num_steps: dict[str, int]
     compile_record: Recorder
     compile_seconds: float
@@ -74,7 +76,7 @@ class GraphLine:
             uniform=key.uniform,
             sampling=key.sampling.name,
             mode=captured.mode.name,
-            num_bytes=captured.num_bytes,
+            num_bytes=captured.graph.num_bytes,
             seconds=captured.seconds,
             num_replays=captured.num_replays,
             needs_host=captured.needs_host,
@@ -152,7 +154,7 @@ class SessionReport:
     def of(cls, session: Reported) -> "SessionReport":
         """What `session` knows of itself."""
         selection, counters, plan = session.backend_selection, session.counters, session.plan
-        graphs, verifier = session.graphs, session.runner.verifier
+        graphs, verifier = session.graphs, session.verifier
         failures = {} if graphs is None else graphs.failures
         return cls(
             model=type(session.original).__name__,

@@ -6,7 +6,7 @@ S requests, R rows of logits, V vocabulary.
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from attn_ops import (
 )
 from attn_ops.integrations.transformers import check_logits
 from graphs.capture.graphs import CapturedStep, StepGraphs
-from graphs.capture.whole import GraphRecorder
+from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.scheduler import Scheduled
 from graphs.sampling import PenaltyState, argmax, sample
@@ -27,7 +27,6 @@ from graphs.sampling.params import Sampling
 from graphs.step.finish import finish_step
 from graphs.step.inputs import ModelInputs
 from graphs.step.tensors import StepTensors
-from graphs.verify.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ class StepRunner:
             no position is behind the last that a request without a draft may have.
         vocab_size: V.
         num_steps: steps that a captured decode may run without the host.
-        verifier: compares replays with calls; None: never.
 
     Attributes:
         on_logits: called with the logits [R, V] of every step that is called and wants some, not of
@@ -66,46 +64,31 @@ class StepRunner:
         max_tokens: int,
         vocab_size: int,
         num_steps: int,
-        verifier: Verifier | None,
     ) -> None:
         self.model, self.inputs, self.cache, self.builder = model, inputs, cache, builder
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         self.max_blocks = -(-max_tokens // cache.block_size)
         self.vocab_size, self.num_steps = vocab_size, num_steps
-        self.verifier = verifier
         self.device = cache.tensors[0].device
         self.graphs: StepGraphs | None = None
         self.on_logits: Callable[[torch.Tensor], None] | None = None
         self.drops_rows = False
         self.keeps_rows_why: str | None = None
         self._penalties: PenaltyState | None = None
-        self._logits_RV: torch.Tensor | None = None  # of the last step, for the verifier
-        self._kept: dict[BatchDescriptor, torch.Tensor] = {}  # those that graphs write
 
     def release(self) -> None:
         """Drop all graphs; `captured` captures anew."""
         if self.graphs is not None:
-            self._kept.clear()
-            self._logits_RV = None
-            if self.verifier is not None:
-                self.verifier.forget()
             self.graphs.release()
 
     def start_capturing(
-        self, recorder: GraphRecorder, pieces: Any, weights: Any, keep_failures: bool
+        self,
+        recorders: Mapping[CUDAGraphMode, Recorder],
+        model: torch.nn.Module,
+        keep_failures: bool,
     ) -> None:
-        """From here on `graphs` captures what it is asked for."""
-        self.graphs = StepGraphs(
-            self._run,
-            self._allocate,
-            self._batch_of,
-            self.builder,
-            lambda: {"kv_caches": self.cache.tensors, "penalties": self._penalties},
-            weights,
-            recorder,
-            pieces,
-            keep_failures,
-        )
+        """From here on `graphs` captures what it is asked for; arguments as of `StepGraphs`."""
+        self.graphs = StepGraphs(self.step, recorders, model, keep_failures)
 
     # -- called ------------------------------------------------------------------------------------
 
@@ -124,7 +107,7 @@ class StepRunner:
             num_tokens, len(step), self.max_blocks, self.device, query_len=query_len, logits=logits
         )
         self.fill(tensors, step, kind)
-        logits_RV = self._logits(tensors, self._planned(tensors))
+        logits_RV = self._logits(tensors, metadata_now(self.builder, tensors))
         if not logits:
             return [[] for _ in step]
         if self.on_logits is not None:
@@ -147,100 +130,20 @@ class StepRunner:
     def captured(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:
         """The graph of `key`, captured if need be; None if that has failed and may."""
         assert self.graphs is not None, "a step is captured only while there are graphs"
-        captured = self.graphs.get(key, mode)
-        if self.verifier is not None and captured is not None and key not in self._kept:
-            assert self._logits_RV is not None, "a capture runs the model"
-            self._kept[key] = self._logits_RV
-        return captured
+        return self.graphs.get(key, mode)
 
     def is_captured(self, key: BatchDescriptor) -> bool:
         """Whether `captured` finds a graph of `key`, or a failure to capture it."""
         return self.graphs is not None and key in self.graphs
 
     def launch(self, captured: CapturedStep, *, weights: bool = True) -> None:
-        """Replay on what the tensors hold; compare with a call if the verifier wants to.
-
-        `weights`: as of `StepGraphs.replay`.
-
-        Raises:
-            ValueError: a tensor that the graph reads has moved; nothing was run.
-            VerificationError: replay and call differ.
-        """
+        """Replay on what the tensors hold; arguments and errors as of `StepGraphs.replay`."""
         assert self.graphs is not None, "a step is replayed only while there are graphs"
-        if self.verifier is not None and self.verifier.should(captured.key):
-            self._launch_verified(captured, self.verifier)
-            return
-        piecewise = captured.mode is CUDAGraphMode.PIECEWISE
-        metadata = self._planned(captured.tensors) if piecewise else None
-        self.graphs.replay(captured, metadata, weights=weights)
+        self.graphs.replay(captured, weights=weights)
 
-    def _launch_verified(self, captured: CapturedStep, verifier: Verifier) -> None:
-        """Against a call that is planned for this step, not for the capture's bounds."""
-        assert self.graphs is not None
-        graphs, tensors, key = self.graphs, captured.tensors, captured.key
-        graphs.check_addresses(captured)
-        metadata = self._planned(tensors)
-        rows_S = tensors.device["seq_lens"] > 0
-        rows_R = rows_S.repeat_interleave(key.query_len or 1)[: tensors.num_rows]
-
-        def replay() -> None:
-            self._logits_RV = None
-            graphs.replay(captured, metadata)
-            if self._logits_RV is None:  # a graph; what runs Python again has set it
-                self._logits_RV = self._kept[key]
-
-        more = {}
-        if key.sampling is Sampling.PENALIZED:
-            more["output_counts"] = self._penalty_state().output_counts
-        draw = functools.partial(self._drawn_again, tensors, key, rows_R)
-        verifier.check(
-            key,
-            tensors.device_bytes,
-            self.cache.tensors,
-            tensors.device["slot_mapping"].clone(),
-            replay,
-            lambda: self._run(tensors, key, metadata.common, metadata),
-            lambda: self._outputs(tensors, key, rows_S, rows_R),
-            more=more,
-            draw=None if key.sampling is Sampling.GREEDY else draw,
-        )
-
-    def _outputs(
-        self,
-        tensors: StepTensors,
-        key: BatchDescriptor,
-        rows_S: torch.Tensor,
-        rows_R: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        """What a verified step leaves of rows that are no padding; the first since its filling."""
-        assert self._logits_RV is not None
-        device = tensors.device
-        found = {"logits": self._logits_RV[rows_R], "tokens": device["tokens"][0][rows_R]}
-        if key.query_len == 1:
-            names = ("seq_lens", "slot_mapping", "active")
-            found |= {name: device[name][rows_S] for name in names}
-        return found
-
-    def _drawn_again(
-        self,
-        tensors: StepTensors,
-        key: BatchDescriptor,
-        rows_R: torch.Tensor,
-        logits_RV: torch.Tensor,
-    ) -> torch.Tensor:
-        """Tokens for the logits of the rows that are no padding."""
-        shape = (rows_R.shape[0], *logits_RV.shape[1:])
-        padded_RV = torch.zeros(shape, dtype=logits_RV.dtype, device=self.device)
-        padded_RV[rows_R] = logits_RV
-        return self._sampled(padded_RV, tensors, key.sampling)[rows_R]
-
-    def _planned(self, tensors: StepTensors) -> AttentionMetadata:
-        """Metadata for what the host side holds."""
-        longest = int(tensors.arrays["seq_lens"].max(initial=1))
-        return self.builder.build(0, tensors.common(tensors.max_query_len, longest))
-
-    def _allocate(self, key: BatchDescriptor) -> StepTensors:
-        return StepTensors.allocate(
+    def step(self, key: BatchDescriptor) -> Step:
+        """A step of padding, on tensors of its own."""
+        tensors = StepTensors.allocate(
             key.num_tokens,
             key.num_reqs,
             self.max_blocks,
@@ -249,10 +152,18 @@ class StepRunner:
             num_steps=self.num_steps if key.query_len == 1 else 1,
             logits=key.logits,
         )
-
-    def _batch_of(self, tensors: StepTensors, key: BatchDescriptor) -> CommonAttentionMetadata:
         longest = key.query_len or key.num_tokens
-        return tensors.common(longest, self.max_tokens, on_host=False)
+        common = tensors.common(longest, self.max_tokens, on_host=False)
+        kind = key.sampling
+        return Step(
+            key,
+            tensors,
+            common,
+            self.cache.tensors,
+            self._penalty_state() if kind is Sampling.PENALIZED else None,
+            run=functools.partial(self._run, tensors, key, common),
+            draw=functools.partial(self._sampled, tensors=tensors, kind=kind),
+        )
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -262,23 +173,22 @@ class StepRunner:
         key: BatchDescriptor,
         common: CommonAttentionMetadata,
         metadata: AttentionMetadata | None,
-    ) -> None:
-        """Metadata to tokens, and of a decode step the next one's inputs."""
+    ) -> torch.Tensor:
+        """Metadata to tokens, and of a decode step the next one's inputs; the logits [R, V]."""
         if metadata is None:
             metadata = self.builder.build_for_cudagraph_capture(common)
         logits_RV = self._logits(tensors, metadata)
-        if self.verifier is not None:
-            self._logits_RV = logits_RV
         if not key.logits:
-            return
+            return logits_RV
         tokens_R = self._sampled(logits_RV, tensors, key.sampling)
         if key.query_len != 1:
             tensors.device["tokens"][0].copy_(tokens_R)
-            return
+            return logits_RV
         if key.sampling is Sampling.PENALIZED:
             state = self._penalty_state().view(tensors.num_reqs)
             state.update(tokens_R, tensors.device["active"])
         finish_step(tokens_R, tensors.device, self.cache.block_size)
+        return logits_RV
 
     def _logits(self, tensors: StepTensors, metadata: AttentionMetadata) -> torch.Tensor:
         inputs = self.inputs(tensors.device, metadata, self.cache.tensors)

@@ -43,6 +43,7 @@ from graphs.requests.scheduler import Scheduler
 from graphs.runner import StepRunner
 from graphs.step.inputs import ModelInputs
 from graphs.verify.model_state import ModelState
+from graphs.verify.replay import verified
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class DecodeSession(StepLoop):
         graph_mode: the mode in use; `graph_mode_why` says why where it is not the one asked for.
         compile_record: what the passes did when the model was compiled.
         num_steps: steps that were replayed ("captured") and called.
+        verifier: compares replays with calls; None: never.
 
     Raises:
         ValueError: an argument is out of range, or no backend supports the model.
@@ -78,7 +80,7 @@ class DecodeSession(StepLoop):
             self._set_up(options)
 
     def _set_up(self, options: SessionOptions) -> None:
-        verifier, kv_cache_dtype = options.verifier(), options.kv_cache_dtype
+        self.verifier, kv_cache_dtype = options.verifier(), options.kv_cache_dtype
         self.vocab_size = self.original.config.get_text_config().vocab_size
         self.max_batch_size, self.max_tokens = options.max_batch_size, options.max_tokens
         self.decode_steps, block_size = options.decode_steps, options.block_size
@@ -114,11 +116,15 @@ class DecodeSession(StepLoop):
             max_tokens=self.max_tokens + options.num_draft_tokens,
             vocab_size=self.vocab_size,
             num_steps=self.decode_steps,
-            verifier=verifier,
         )
-        self.plan.start(self.runner, self.original)
+        recorders = self.plan.recorders(self.builder)
+        if self.verifier is not None:
+            recorders = verified(recorders, self.verifier, self.builder)
+        if recorders:
+            keep_failures = options.on_capture_failure == "continue"
+            self.runner.start_capturing(recorders, self.original, keep_failures)
         scheduler = Scheduler(self.cache, self.max_batch_size, options.max_tokens_per_step)
-        self._start_loop(scheduler, always_fills=verifier is not None)
+        self._start_loop(scheduler, always_fills=self.verifier is not None)
         self.compile_record = Recorder()
         self.compile_seconds = 0.0
         self._adding = threading.Lock()

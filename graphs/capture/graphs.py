@@ -3,90 +3,62 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
 
-from attn_ops import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+import torch
+
 from graphs.capture.addresses import AddressBook
 from graphs.capture.failures import CaptureError, diagnosing
-from graphs.capture.whole import Graph, GraphRecorder
+from graphs.capture.recorder import Graph, Recorder, Step
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.step.tensors import StepTensors
 
 logger = logging.getLogger(__name__)
 
 
-class RunStep(Protocol):
-    """Runs a padded step on its device tensors, which hold its results afterwards.
-
-    `metadata` is None where the step plans it itself, with device work only.
-    """
-
-    def __call__(
-        self,
-        tensors: StepTensors,
-        key: BatchDescriptor,
-        common: CommonAttentionMetadata,
-        metadata: AttentionMetadata | None,
-    ) -> None: ...
-
-
 @dataclasses.dataclass(eq=False)
 class CapturedStep:
     """One graph with the tensors it reads and writes, and the addresses it was captured with."""
 
-    key: BatchDescriptor
+    step: Step
     mode: CUDAGraphMode  # FULL or PIECEWISE
     graph: Graph
-    tensors: StepTensors
     book: AddressBook  # of inputs
     weights: AddressBook
-    metadata: AttentionMetadata | None  # planned on the host; None: the graph plans itself
-    num_bytes: int
     seconds: float
     num_replays: int = 0
+    key: BatchDescriptor = dataclasses.field(init=False)  # of the step
+    tensors: StepTensors = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key, self.tensors = self.step.key, self.step.tensors
 
     @property
     def needs_host(self) -> bool:
         """The host plans every replay: none may follow another without it."""
-        return self.metadata is not None or self.mode is CUDAGraphMode.PIECEWISE
+        return self.graph.plan is not None
 
 
 class StepGraphs:
     """Graphs of steps by `BatchDescriptor`.
 
     Args:
-        run_step: the step; everything it launches is captured.
-        allocate: makes the static tensors of a key.
-        batch_of: the batch that tensors hold, without mirrors; its maxima bound those of replays.
-        builder: of the backend; one that plans on the host is asked before capture and replay.
-        inputs: by name, everything besides the step's own tensors that a graph reads by address.
-        weights: the model, or what else holds its parameters and buffers.
-        recorder: makes whole graphs.
-        pieces: makes graphs that are broken around attention.
+        make_step: makes the step of a key, on static tensors of its own that hold padding.
+        recorders: make the graphs, by mode.
+        model: its parameters and buffers must stay where they are.
         keep_failures: remember what cannot be captured instead of raising; it runs uncaptured.
     """
 
     def __init__(
         self,
-        run_step: RunStep,
-        allocate: Callable[[BatchDescriptor], StepTensors],
-        batch_of: Callable[[StepTensors, BatchDescriptor], CommonAttentionMetadata],
-        builder: AttentionMetadataBuilder[AttentionMetadata],
-        inputs: Callable[[], dict[str, Any]],
-        weights: Any,
-        recorder: GraphRecorder,
-        pieces: Any = None,
+        make_step: Callable[[BatchDescriptor], Step],
+        recorders: Mapping[CUDAGraphMode, Recorder],
+        model: torch.nn.Module,
         keep_failures: bool = False,
     ) -> None:
-        self.run_step = run_step
-        self.allocate = allocate
-        self.batch_of = batch_of
-        self.builder = builder
-        self.inputs = inputs
-        self.weights = weights
-        self.recorder = recorder
-        self.pieces = pieces
+        self.make_step = make_step
+        self.recorders = recorders
+        self.model = model
         self.keep_failures = keep_failures
         self.failures: dict[BatchDescriptor, CaptureError] = {}
         self._captured: dict[BatchDescriptor, CapturedStep] = {}
@@ -98,13 +70,13 @@ class StepGraphs:
         """Whether the key is captured, or has failed."""
         return key in self._captured or key in self.failures
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[CapturedStep]:
         return iter(self._captured.values())
 
     @property
     def num_bytes(self) -> int:
         """Of all graphs."""
-        return sum(captured.num_bytes for captured in self)
+        return sum(captured.graph.num_bytes for captured in self)
 
     @property
     def seconds(self) -> float:
@@ -135,35 +107,23 @@ class StepGraphs:
         self._captured[key] = captured
         return captured
 
-    def replay(
-        self,
-        captured: CapturedStep,
-        metadata: AttentionMetadata | None = None,
-        *,
-        weights: bool = True,
-    ) -> None:
+    def replay(self, captured: CapturedStep, *, weights: bool = True) -> None:
         """Run a graph on what its tensors hold; returns before the device is done.
 
         Args:
-            metadata: of this step, where the graph is broken around attention.
             weights: look for moved weights too; once for replays that follow one another.
 
-        A backend that plans on the host reads the tensors' host side, which must hold the step.
+        Where the host plans every replay, it reads the tensors' host side, which must hold the
+        step.
 
         Raises:
             ValueError: a tensor that the graph reads has moved since the capture; nothing was run.
         """
         self.check_addresses(captured, weights=weights)
-        if captured.metadata is not None and captured.mode is CUDAGraphMode.FULL:
-            tensors = captured.tensors
-            longest = self.batch_of(tensors, captured.key).max_seq_len
-            common = tensors.common(tensors.max_query_len, longest)
-            self.builder.prepare_replay(captured.metadata, common)
+        graph = captured.graph
+        metadata = None if graph.plan is None else graph.plan()
         captured.num_replays += 1
-        if captured.mode is CUDAGraphMode.FULL:
-            captured.graph.replay()
-        else:
-            captured.graph.replay(metadata)  # type: ignore
+        graph.replay(metadata)
 
     def check_addresses(self, captured: CapturedStep, *, weights: bool = True) -> None:
         """Raise a ValueError that names what has moved since the capture.
@@ -186,7 +146,8 @@ class StepGraphs:
         """Drop every graph; the pool's memory goes back to the allocator."""
         self._captured.clear()
         self.failures.clear()
-        self.recorder.release()
+        for recorder in self.recorders.values():
+            recorder.release()
 
     def _capture(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep:
         """Run the step once for lazy initialisation, then record it.
@@ -194,36 +155,27 @@ class StepGraphs:
         Its rows are padding: only the null block is written.
         """
         begin = time.perf_counter()
-        tensors = self.allocate(key)
-        tensors.upload()
-        common = self.batch_of(tensors, key)
-        whole = mode is CUDAGraphMode.FULL
-        planned = tensors.common(tensors.max_query_len, common.max_seq_len)
-        metadata = first = None  # planned in the graph
-        if whole:
-            metadata = self.builder.prepare_capture(planned)
-        else:
-            first = self.builder.build(0, planned)
-            metadata = first if self.pieces.breaks_all(key) else None
+        step, recorder = self.make_step(key), self.recorders[mode]
+        step.tensors.upload()
+        metadata = recorder.metadata(step)
 
-        def warm_up() -> None:
-            self.run_step(tensors, key, common, first or metadata)
+        def record() -> Graph:
+            recorder.warm_up(step, metadata)
+            step.tensors.upload()  # the step has changed its state
+            return recorder.record(step, metadata)
 
-        def run() -> None:
-            self.run_step(tensors, key, common, metadata)
-
-        def record() -> tuple[Graph, int]:
-            return self.recorder.record(run) if whole else self.pieces.record(run, key)
-
-        with diagnosing(key, lambda: (warm_up(), record())):
-            (self.recorder if whole else self.pieces).warm_up(warm_up)
-            tensors.upload()  # the step has changed its state
-            graph, num_bytes = record()
-        tensors.upload()
+        with diagnosing(key, record):
+            graph = record()
+        step.tensors.upload()
         book = AddressBook.of(
-            step=tensors.device, metadata=metadata if whole else None, **self.inputs()
+            step=step.tensors.device,
+            metadata=graph.metadata,
+            kv_caches=step.caches,
+            penalties=step.penalties,
         )
+        weights = AddressBook.of(weights=self.model)
         seconds = time.perf_counter() - begin
-        logger.debug("captured %s as %s in %.3f s, %d bytes", key, mode.name, seconds, num_bytes)
-        weights = AddressBook.of(weights=self.weights)
-        return CapturedStep(key, mode, graph, tensors, book, weights, metadata, num_bytes, seconds)
+        logger.debug(
+            "captured %s as %s in %.3f s, %d bytes", key, mode.name, seconds, graph.num_bytes
+        )
+        return CapturedStep(step, mode, graph, book, weights, seconds)

@@ -24,125 +24,19 @@ static place.
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
 
 import torch
 
 from attn_ops import AttentionMetadata
 from attn_ops.ops.breaks import AttentionCall, around_attention
-from graphs.capture.pool import GraphPool, end_failed_capture, is_invalidated, paused_collector
+from graphs.capture.pool import paused_collector
+from graphs.capture.recorder import Builder, HostPlan, Step, plan_anew
+from graphs.capture.segments import Segment, SegmentRecorder
+from graphs.modes import BatchDescriptor
 
 Breaks = Callable[[AttentionCall], bool]
 """Whether a call must stand outside of the graphs."""
-
-
-class Segment(Protocol):
-    """What was recorded between two calls; it also keeps the pool's memory from being returned."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing was launched in it."""
-        ...
-
-    def replay(self) -> None:
-        """Launch it."""
-
-
-class SegmentRecorder(Protocol):
-    """Makes segments: of CUDA, and in tests of anything that can be run again."""
-
-    def warm_up(self, run: Callable[[], Any]) -> None:
-        """Run once, unrecorded, for lazy initialisation."""
-
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Stands around all segments of a step."""
-        ...
-
-    def begin(self) -> None:
-        """Record from here on."""
-
-    def end(self) -> Segment:
-        """Up to here; closed also when this raises."""
-        ...
-
-    def num_bytes(self) -> int:
-        """Memory that is taken now."""
-        ...
-
-
-class CUDASegments:
-    """CUDA graphs in one memory pool, captured on its stream.
-
-    Args:
-        pool: shared with other graphs that are not replayed at the same time.
-    """
-
-    def __init__(self, pool: GraphPool) -> None:
-        self.pool = pool
-        self._open: torch.cuda.CUDAGraph | None = None
-
-    def warm_up(self, run: Callable[[], Any]) -> None:
-        """On the stream that is captured next, which has libraries' workspaces of its own."""
-        with self._on_stream():
-            run()
-        torch.cuda.synchronize()
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        _ = self.pool.handle  # the pool captures something itself when it is new
-        torch.cuda.synchronize()
-        with self._on_stream():
-            yield
-
-    def begin(self) -> None:
-        graph, pool = torch.cuda.CUDAGraph(), cast(Any, self.pool.handle)
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        self._open = graph
-
-    def end(self) -> "CUDASegment":
-        graph, self._open = self._open, None
-        assert graph is not None, "no segment was begun"
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            self._end(graph)
-        empty = [w for w in caught if "Graph is empty" in str(w.message)]  # as torch tells it
-        for w in caught:
-            if w not in empty:
-                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
-        return CUDASegment(graph, bool(empty))
-
-    def num_bytes(self) -> int:
-        return torch.cuda.memory_reserved()
-
-    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End the capture; one that a forbidden call has invalidated, too."""
-        try:
-            if is_invalidated():
-                raise RuntimeError("capture must stay valid to its end, got an invalidated one")
-            graph.capture_end()
-        except BaseException:
-            end_failed_capture(graph, self.pool.stream)
-            raise
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        self.pool.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.pool.stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self.pool.stream)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CUDASegment:
-    """One CUDA graph."""
-
-    graph: torch.cuda.CUDAGraph
-    is_empty: bool
-
-    def replay(self) -> None:
-        self.graph.replay()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,16 +62,28 @@ class PiecewiseGraph:
 
     Calls that were not broken out read the metadata of the recording, whose tensors must hold the
     replay's batch, as in any graph.
+
+    Args:
+        parts: as `record_parts` gives them.
+        num_bytes, plan: as of `Graph`.
     """
 
-    def __init__(self, steps: Sequence[Segment | BrokenCall]) -> None:
-        segments = [s for s in steps if not isinstance(s, BrokenCall)]
-        self._anchors = segments  # the empty ones too: their memory is the pool's while they live
-        self.steps = [s for s in steps if isinstance(s, BrokenCall) or not s.is_empty]
-        self.num_breaks = len(steps) - len(segments)
-        self.num_segments = len(self.steps) - self.num_breaks
+    metadata = None
 
-    def replay(self, metadata: AttentionMetadata) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Segment | BrokenCall],
+        num_bytes: int = 0,
+        plan: HostPlan | None = None,
+    ) -> None:
+        self.num_bytes, self.plan = num_bytes, plan
+        segments = [part for part in parts if not isinstance(part, BrokenCall)]
+        self._anchors = segments  # the empty ones too: their memory is the pool's while they live
+        self.parts = [p for p in parts if isinstance(p, BrokenCall) or not p.is_empty]
+        self.num_breaks = len(parts) - len(segments)
+        self.num_segments = len(self.parts) - self.num_breaks
+
+    def replay(self, metadata: AttentionMetadata | None = None) -> None:
         """Run the step on what its static tensors hold, on the current stream.
 
         Args:
@@ -190,42 +96,72 @@ class PiecewiseGraph:
             raise ValueError(
                 f"metadata must be an AttentionMetadata, got {type(metadata).__name__}"
             )
-        for step in self.steps:
-            if isinstance(step, BrokenCall):
-                step.run(metadata)
+        for part in self.parts:
+            if isinstance(part, BrokenCall):
+                part.run(metadata)
             else:
-                step.replay()
+                part.replay()
 
 
 class PiecewiseRecorder:
     """Records steps in pieces.
 
     Args:
+        builder: of the backend; builds the metadata of every replay.
         segments: makes the pieces.
+        breaks: by key, which calls of attention stand outside; None: all.
     """
 
-    def __init__(self, segments: SegmentRecorder) -> None:
-        self.segments = segments
+    def __init__(
+        self,
+        builder: Builder,
+        segments: SegmentRecorder,
+        breaks: Callable[[BatchDescriptor], Breaks | None],
+    ) -> None:
+        self.builder, self.segments, self.breaks = builder, segments, breaks
 
-    def warm_up(self, run: Callable[[], Any]) -> None:
-        """Run once, unrecorded and in one piece, for lazy initialisation."""
-        self.segments.warm_up(run)
+    def metadata(self, step: Step) -> AttentionMetadata:
+        """As for every replay: what stands outside may take no other."""
+        return self.builder.build(0, step.common_on_host())
 
-    def record(self, run: Callable[[], Any], breaks: Breaks) -> tuple[PiecewiseGraph, int]:
-        """Record a step; calls that break are remembered, not run: what they read is not there yet.
+    def warm_up(self, step: Step, metadata: AttentionMetadata | None) -> None:
+        """In one piece."""
+        self.segments.warm_up(lambda: step.run(metadata))
 
-        Args:
-            run: the step, its arguments bound; results stay in the step's tensors.
-            breaks: which calls stand outside.
+    def record(self, step: Step, metadata: AttentionMetadata | None) -> PiecewiseGraph:
+        """Record the step; where some attention is captured, the metadata is built for it inside.
 
-        Returns:
-            The graph and the bytes it took. Whatever `run` raises leaves no capture open.
+        Whatever the step raises leaves no capture open.
         """
+        breaks = self.breaks(step.key)
+        captured = metadata if breaks is None else None
         before = self.segments.num_bytes()
-        cutting = _Cutting(self.segments, breaks)
-        with paused_collector(), self.segments.recording(), cutting.open():
-            run()
-        return PiecewiseGraph(cutting.steps), self.segments.num_bytes() - before
+        parts = record_parts(
+            lambda: step.run(captured), self.segments, breaks or (lambda call: True)
+        )
+        num_bytes = self.segments.num_bytes() - before
+        return PiecewiseGraph(parts, num_bytes, plan_anew(self.builder, step))
+
+    def release(self) -> None:
+        self.segments.release()
+
+
+def record_parts(
+    run: Callable[[], object], segments: SegmentRecorder, breaks: Breaks
+) -> list[Segment | BrokenCall]:
+    """Segments of a step and the calls between them, in order.
+
+    Calls that break are remembered, not run: what they read is not there yet.
+
+    Args:
+        run: the step, its arguments bound; results stay in the step's tensors.
+        segments: record what is between calls.
+        breaks: which calls stand outside.
+    """
+    cutting = _Cutting(segments, breaks)
+    with paused_collector(), segments.recording(), cutting.open():
+        run()
+    return cutting.parts
 
 
 class _Cutting:
@@ -233,42 +169,33 @@ class _Cutting:
 
     def __init__(self, segments: SegmentRecorder, breaks: Breaks) -> None:
         self.segments, self.breaks = segments, breaks
-        self.steps: list[Segment | BrokenCall] = []
-        self._is_open = False
+        self.parts: list[Segment | BrokenCall] = []
+        self._segment = contextlib.ExitStack()  # the one that is recorded
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """The first segment begins here, the last ends here; calls between are asked about."""
         try:
-            self._begin()
-            with around_attention(self.cut):
-                yield
-            self._end()
+            with self._segment:
+                self._begin()
+                with around_attention(self._cut):
+                    yield
         except BaseException:
-            if self._is_open:
-                # A failed capture says so again when it is ended; the first error counts.
-                with contextlib.suppress(Exception):
-                    self._end()
-            self.steps.clear()
+            self.parts.clear()
             raise
 
-    def cut(self, call: AttentionCall) -> tuple[torch.Tensor, ...] | None:
+    def _cut(self, call: AttentionCall) -> tuple[torch.Tensor, ...] | None:
         """Cut here, if the call breaks: its results are static memory, without values yet."""
         if not self.breaks(call):
             return None
         results = call.empty_results()  # inside the segment that ends: memory of the pool
-        self._end()
-        self.steps.append(BrokenCall.of(call, results))
+        self._segment.close()
+        self.parts.append(BrokenCall.of(call, results))
         self._begin()
         return results
 
     def _begin(self) -> None:
-        self.segments.begin()
-        self._is_open = True
-
-    def _end(self) -> None:
-        self._is_open = False
-        self.steps.append(self.segments.end())
+        self.parts.append(self._segment.enter_context(self.segments.segment()))
 
 
 def over_memory_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,21 +2,22 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from attn_ops import AttentionCGSupport, AttentionSpec, Backend, select_backend
 from attn_ops.backends.grouped import GroupedBackend, levels, runs_on
 from attn_ops.backends.registry import Selection
-from attn_ops.ops.breaks import AttentionCall
 from graphs.capture.dispatch import CudagraphDispatcher
 from graphs.capture.levels import ModeResolution, resolve
-from graphs.capture.pieces import CUDASegments, PiecewiseRecorder
-from graphs.capture.whole import CUDARecorder, RerunRecorder, Run
+from graphs.capture.pieces import Breaks, PiecewiseRecorder
+from graphs.capture.pool import GraphPool
+from graphs.capture.recorder import Builder, Recorder
+from graphs.capture.rerun import RerunRecorder
+from graphs.capture.segments import CUDASegments
+from graphs.capture.whole import WholeRecorder
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.options import SessionOptions
-from graphs.runner import StepRunner
 
 
 @dataclasses.dataclass
@@ -79,18 +80,30 @@ class CapturePlan:
         dispatcher.initialize_keys(found.decode_modes, found.mixed_mode)
         return cls(mode, found.used, why, found, dispatcher, options, debug)
 
-    def start(self, runner: StepRunner, model: torch.nn.Module) -> None:
-        """Let `runner` capture, if anything is to be captured."""
+    def recorders(self, builder: Builder) -> dict[CUDAGraphMode, Recorder]:
+        """What makes the graphs, by mode; empty where nothing is to be captured.
+
+        `builder` is that of the backend.
+        """
         if self.used is CUDAGraphMode.NONE:
-            return
+            return {}
         if self.debug is not None:
-            recorder = pieces = RerunRecorder()
-        else:
-            recorder = CUDARecorder()
-            segments = CUDASegments(recorder.pool)
-            pieces = Pieces(PiecewiseRecorder(segments), self.resolution)
-        keep_failures = self.options.on_capture_failure == "continue"
-        runner.start_capturing(recorder, pieces, model, keep_failures)
+            return {
+                CUDAGraphMode.FULL: RerunRecorder(builder, in_pieces=False),
+                CUDAGraphMode.PIECEWISE: RerunRecorder(builder, in_pieces=True),
+            }
+        pool = GraphPool()
+        return {
+            CUDAGraphMode.FULL: WholeRecorder(builder, pool),
+            CUDAGraphMode.PIECEWISE: PiecewiseRecorder(builder, CUDASegments(pool), self.breaks),
+        }
+
+    def breaks(self, key: BatchDescriptor) -> Breaks | None:
+        """Which calls of attention run between the graphs of a key; None: all."""
+        broken = self.resolution.broken_for(key)
+        if broken == frozenset(self.resolution.groups):
+            return None
+        return lambda call: runs_on(call.meta, call.spec).name in broken
 
     def stop(self, why: str) -> None:
         """Nothing is captured from here on."""
@@ -105,29 +118,6 @@ class CapturePlan:
         modes = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
         keys = [(mode, key) for mode in modes for key in self.dispatcher.keys(mode)]
         return sorted(keys, key=lambda pair: -pair[1].num_tokens)
-
-
-class Pieces:
-    """`PiecewiseRecorder` for the layer groups that cannot be captured, or for all."""
-
-    def __init__(self, recorder: PiecewiseRecorder, resolution: ModeResolution) -> None:
-        self.recorder, self.resolution = recorder, resolution
-
-    def warm_up(self, run: Run) -> None:
-        self.recorder.warm_up(run)
-
-    def record(self, run: Run, key: BatchDescriptor) -> tuple[Any, int]:
-        broken = self.resolution.broken_for(key)
-        everything = self.breaks_all(key)
-
-        def breaks(call: AttentionCall) -> bool:
-            return everything or runs_on(call.meta, call.spec).name in broken
-
-        return self.recorder.record(run, breaks)
-
-    def breaks_all(self, key: BatchDescriptor) -> bool:
-        """Whether no attention of the step is captured."""
-        return self.resolution.broken_for(key) == frozenset(self.resolution.groups)
 
 
 def selected(

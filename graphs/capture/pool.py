@@ -15,7 +15,7 @@ import functools
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -110,13 +110,13 @@ def capturing(
             graph.capture_end()
         except BaseException as error:
             try:
-                end_failed_capture(graph, stream)
+                _end_failed_capture(graph, stream)
             except RuntimeError as lasting:  # the device is lost; what went before says why
                 error.add_note(f"The capture could not be ended: {lasting}")
             raise
 
 
-def end_failed_capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+def _end_failed_capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
     """End the capture that `graph.capture_begin` began on `stream`, in whatever state it is."""
     handle = stream.cuda_stream
     with torch.cuda.stream(stream), warnings.catch_warnings():
@@ -184,8 +184,24 @@ class GraphPool:
         """`capturing` in this pool."""
         return capturing(graph, self.handle, self.stream)
 
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run on the pool's stream, behind what the current stream has and before what it gets."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Run once on the stream that is captured: libraries have workspaces for each stream."""
+        with self.on_stream():
+            run()
+        torch.cuda.synchronize()
+
     def release(self) -> None:
         """Give back the memory, and the stream, of a pool whose graphs and outputs are gone."""
+        if self._stream is None and self._handle is None:
+            return  # whole graphs and pieces share a pool, and each gives it back
         if self._stream is not None:
             self._unused[self._word.device].append(self._stream)
             self._stream = None

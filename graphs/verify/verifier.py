@@ -164,9 +164,9 @@ class Verifier:
             return False
         return number % self._interval == 0 if self._interval else number == 0
 
-    def forget(self) -> None:
-        """The graphs were captured anew: the next replay of each is its first."""
-        self._num_replays.clear()
+    def forget(self, key: Hashable) -> None:
+        """The graph of `key` was captured anew: its next replay is its first."""
+        self._num_replays.pop(key, None)
 
     @torch.no_grad()
     def check(

@@ -68,8 +68,8 @@ def test_moved_plan_is_refused(make_model):
     """What FLASHINFER plans on the host before every replay."""
     session, _ = under_way(cases.wide(make_model), backend=cases.available("FLASHINFER"))
     for captured in session.graphs or ():
-        assert captured.metadata is not None
-        for plan in captured.metadata.plans.values():
+        assert captured.graph.metadata is not None
+        for plan in captured.graph.metadata.plans.values():
             plan.captured.is_empty = plan.captured.is_empty.clone()
     with pytest.raises(ValueError, match=REFUSED + r"metadata\.plans.*is_empty"):
         session.step()
@@ -87,8 +87,8 @@ def test_frozen_length_is_caught(model, monkeypatch, tmp_path, verify):
     unnoticed = small(model, **options)
     assert tokens(unnoticed.generate(PROMPTS, 16)) != uncaptured(model), "nobody looked"
     session = small(model, verify=verify, **options)
-    assert session.runner.verifier is not None
-    session.runner.verifier.directory = tmp_path
+    assert session.verifier is not None
+    session.verifier.directory = tmp_path
     with pytest.raises(VerificationError, match="replay of BatchDescriptor") as caught:
         session.generate(PROMPTS, 16)
     error = caught.value

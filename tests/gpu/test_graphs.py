@@ -17,6 +17,7 @@ from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.capture.graphs import CapturedStep
 from graphs.capture.pieces import PiecewiseGraph
 from graphs.sampling.params import Sampling
+from graphs.verify.replay import VerifiedReplay
 from tests.gpu import graph_cases as cases
 from tests.gpu.graph_cases import PROMPTS, small
 
@@ -43,7 +44,7 @@ def test_1000_random_steps_verified(make_model, backend, family, mode):
     while session.num_steps["captured"] < 1000:
         visitors.step()
     visitors.drain()
-    verifier, graphs = session.runner.verifier, session.graphs
+    verifier, graphs = session.verifier, session.graphs
     assert verifier is not None
     assert graphs is not None
     assert session.num_steps["called"] == 0
@@ -123,8 +124,11 @@ def test_drafts_change_nothing(make_model, sampling):
 
 
 def breaks_and_segments(captured: CapturedStep) -> tuple[int, int]:
-    assert isinstance(captured.graph, PiecewiseGraph)
-    return captured.graph.num_breaks, captured.graph.num_segments
+    graph = captured.graph
+    if isinstance(graph, VerifiedReplay):
+        graph = graph.graph
+    assert isinstance(graph, PiecewiseGraph)
+    return graph.num_breaks, graph.num_segments
 
 
 def is_sliding(spec):

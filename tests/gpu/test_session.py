@@ -134,14 +134,13 @@ def test_200_random_batches_replayed_equal_eager(compiled, backend):
     batches, worst = Batches(session), 0.0
     for _ in range(200):
         captured, num_reqs = batches.next()
-        tensors, key = captured.tensors, captured.key
+        tensors = captured.tensors
         before = Before(session, tensors)
         session.graphs.replay(captured)
         replayed = before.now()
         tokens = tensors.device["tokens"][0, :num_reqs].clone()
         before.restore()
-        common = session.runner._batch_of(tensors, key)
-        session.runner._run(tensors, key, common, captured.metadata)
+        captured.step.run(captured.graph.metadata)
         called = before.now()
         assert torch.equal(replayed[0], called[0]), "tokens, and the state for the next step"
         for mine, theirs in zip(replayed[1:], called[1:], strict=True):

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -112,14 +113,15 @@ def test_failures(model):
     session = captured(model, on_capture_failure="continue", decode_steps=4)
     graphs = session.graphs
     assert graphs is not None
-    record = graphs.recorder.record
+    recorder: Any = graphs.recorders[CUDAGraphMode.FULL]
+    record = recorder.record
 
-    def refuse(run):
+    def refuse(step, metadata):
         if len(graphs) == 0 and not graphs.failures:
             torch.zeros(1).view(2)
-        return record(run)
+        return record(step, metadata)
 
-    graphs.recorder.record = refuse
+    recorder.record = refuse
     session.generate(PROMPTS, 4)
     report = session.report()
     (failure,) = report.failures

@@ -76,9 +76,9 @@ def test_a_verifier_of_ones_own(model, tmp_path):
     verifier = Verifier("always", strict_writes=True, directory=tmp_path)
     session = captured_lazily(model, verify=verifier)
     assert session.generate(PROMPTS, 4) == uncaptured(model).generate(PROMPTS, 4)
-    assert session.runner.verifier is verifier
+    assert session.verifier is verifier
     assert verifier.num_checked > 0
-    assert captured_lazily(model, verify=Verifier(None)).runner.verifier is None
+    assert captured_lazily(model, verify=Verifier(None)).verifier is None
     with pytest.raises(ValueError, match="verify must be made for kv_cache_dtype='auto'"):
         captured_lazily(model, verify=Verifier("first", kv_cache_dtype="fp8_e4m3"))
 

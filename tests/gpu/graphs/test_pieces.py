@@ -21,8 +21,9 @@ from attn_ops import (
     get_backend,
 )
 from attn_ops.integrations.transformers import attention_specs, dynamic_batch
-from graphs.capture.pieces import CUDASegments, PiecewiseRecorder
+from graphs.capture.pieces import PiecewiseGraph, record_parts
 from graphs.capture.pool import GraphPool, Status, driver
+from graphs.capture.segments import CUDASegments
 from tests.gpu.test_session import VOCAB, tiny_llama
 
 pytestmark = pytest.mark.gpu
@@ -93,11 +94,13 @@ class Steps:
             )
 
     def record(self, segments, metadata):
-        recorder = PiecewiseRecorder(segments)
+        """The graph, and the bytes that it took."""
         run = functools.partial(self.run, metadata)
         with torch.no_grad():
-            recorder.warm_up(run)
-            return recorder.record(run, everything)
+            segments.warm_up(run)
+            before = segments.num_bytes()
+            graph = PiecewiseGraph(record_parts(run, segments, everything))
+        return graph, segments.num_bytes() - before
 
     def check(self, graph, lengths, seed):
         metadata = self.set_batch(*lengths, seed=seed)
@@ -220,9 +223,8 @@ def test_every_kind_of_call(segments, case):
         out.copy_(x)
 
     first, then = build([1, 1], [40, 50]), build([5, 3], [77, 300])
-    recorder = PiecewiseRecorder(segments)
-    recorder.warm_up(lambda: run(first))
-    graph, _ = recorder.record(lambda: run(first), everything)
+    segments.warm_up(lambda: run(first))
+    graph = PiecewiseGraph(record_parts(lambda: run(first), segments, everything))
     assert (graph.num_breaks, graph.num_segments) == ((2, 2) if case == "back to back" else (1, 2))
     q.normal_()
     graph.replay(then)

@@ -191,7 +191,7 @@ def _mutates(func: Any) -> bool:
 
 
 class TapeSegments:
-    """Tapes one behind another, as `graphs.capture.pieces.SegmentRecorder`.
+    """Tapes one behind another, as `graphs.capture.segments.SegmentRecorder`.
 
     Args:
         whole: operators that are one entry; others of attn_ops are recorded inside.
@@ -218,18 +218,19 @@ class TapeSegments:
             self._num_bytes += taping.num_bytes
             self._taping = None
 
-    def begin(self) -> None:
-        assert self._taping is not None, "not recording"
-        assert self._taping.tape is None, "begun twice"
-        self._taping.tape = Tape()
+    @contextlib.contextmanager
+    def segment(self) -> Iterator[Tape]:
+        taping = self._taping
+        assert taping is not None, "not recording"
+        assert taping.tape is None, "begun twice"
+        taping.tape = tape = Tape()
         self.num_open += 1
-
-    def end(self) -> Tape:
-        assert self._taping is not None, "not recording"
-        tape, self._taping.tape = self._taping.tape, None
-        assert tape is not None, "not begun"
-        self.num_open -= 1
-        return tape
+        try:
+            yield tape
+        finally:
+            assert taping.tape is tape, "not begun"
+            taping.tape = None
+            self.num_open -= 1
 
     def num_bytes(self) -> int:
         return self._num_bytes
@@ -239,7 +240,7 @@ class TapeSegments:
 
 
 class TapeRecorder:
-    """Whole steps on tapes, as `capture.whole.GraphRecorder`; arguments as of `TapeSegments`."""
+    """Whole steps on tapes; arguments as of `TapeSegments`."""
 
     def __init__(self, whole: Collection[str] = WHOLE, host_reads: bool = False) -> None:
         self.segments = TapeSegments(whole, host_reads)
@@ -250,12 +251,8 @@ class TapeRecorder:
 
     def record(self, run: Callable[[], Any]) -> tuple[Tape, int]:
         segments, before = self.segments, self.segments.num_bytes()
-        with segments.recording():
-            segments.begin()
-            try:
-                run()
-            finally:
-                tape = segments.end()
+        with segments.recording(), segments.segment() as tape:
+            run()
         self.tapes.append(tape)
         return tape, segments.num_bytes() - before
 

@@ -4,33 +4,41 @@ import pytest
 import torch
 
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
+from graphs.capture.recorder import plan_in_place
+from graphs.capture.rerun import Rerun, RerunRecorder
 
 PROMPTS = [[3], [5, 9], list(range(17)), [1, 2, 3, 4]]
 
 
-class Rerun:
+class FakeGraph(Rerun):
     """Stands for a captured graph: what it reads by address, it reads again."""
 
-    def __init__(self, run, events) -> None:
-        self.run, self.events = run, events
-        run()
+    num_bytes = 10
 
-    def replay(self) -> None:
+    def __init__(self, step, metadata, plan, events) -> None:
+        super().__init__(step, metadata, metadata, plan)
+        self.events = events
+        step.run(metadata)
+
+    def replay(self, metadata=None) -> None:
+        assert metadata is None, "the graph has its own"
         self.events.append("replay")
-        self.run()
+        super().replay()
 
 
-class FakeRecorder:
-    def __init__(self, events) -> None:
+class FakeRecorder(RerunRecorder):
+    def __init__(self, builder, events) -> None:
+        super().__init__(builder, in_pieces=False)
         self.events = events
 
-    def warm_up(self, run) -> None:
+    def warm_up(self, step, metadata) -> None:
         self.events.append("warm_up")
-        run()
+        super().warm_up(step, metadata)
 
-    def record(self, run):
+    def record(self, step, metadata) -> FakeGraph:
         self.events.append("record")
-        return Rerun(run, self.events), 10
+        plan = plan_in_place(self.builder, step, metadata)
+        return FakeGraph(step, metadata, plan, self.events)
 
 
 def record_hooks(builder, events, prepares: bool) -> None:
@@ -70,7 +78,7 @@ def make_session(make_model):
         )
         events: list = []
         record_hooks(session.builder, events, prepares)
-        session.graphs.recorder = FakeRecorder(events)
+        session.graphs.recorders[CUDAGraphMode.FULL] = FakeRecorder(session.builder, events)
         return session, events
 
     return make
@@ -84,7 +92,8 @@ def test_hooks_are_called_in_order(make_session, make_model, prepares):
     step = ["prepare_capture", "warm_up", *inside, "record", *inside]
     assert events == step * 2, "one graph a size, largest first"
     captured = session.graphs.get(BatchDescriptor(4, 4, uniform=True))
-    assert (captured.metadata is not None) == prepares
+    assert (captured.graph.metadata is not None) == prepares
+    assert captured.needs_host == prepares
     assert session.graphs.num_bytes == 20
     events.clear()
     results = session.generate(PROMPTS, 4)

@@ -24,7 +24,7 @@ from attn_ops.integrations.transformers import attention_specs
 from fx_passes.config import PassConfig
 from fx_passes.pipeline import run_dynamo_stage
 from fx_passes.regions import compile_regions
-from graphs.capture.pieces import PiecewiseRecorder
+from graphs.capture.pieces import PiecewiseGraph, record_parts
 from tests.graphs.capture.tape import TapeSegments
 
 ROWS = 12  # of a padded step
@@ -40,6 +40,10 @@ BATCHES = {  # query lengths and seq_lens
 
 def everything(call) -> bool:
     return True
+
+
+def recorded(run, cut=everything, segments=None) -> PiecewiseGraph:
+    return PiecewiseGraph(record_parts(run, segments or TapeSegments(), cut))
 
 
 class Steps:
@@ -85,12 +89,12 @@ class Steps:
         self.logits.copy_(logits)
 
     def record(self, metadata, cut=everything):
-        recorder = PiecewiseRecorder(TapeSegments())
+        segments = TapeSegments()
         run = functools.partial(self.run, metadata, self.fast)
         with torch.no_grad():
-            recorder.warm_up(run)
-            graph, num_bytes = recorder.record(run, cut)
-        assert num_bytes > 0
+            segments.warm_up(run)
+            graph = recorded(run, cut, segments)
+        assert segments.num_bytes() > 0
         return graph
 
     def check(self, graph, lengths, seed, exact=True):
@@ -196,8 +200,7 @@ def test_only_a_weak_groups_layers_are_broken_out(make_model):
 
 def recorded_and_eager(run, batch, build, out):
     """Results of a replay with metadata that the recording has not seen, and of an eager call."""
-    recorder = PiecewiseRecorder(TapeSegments())
-    graph, _ = recorder.record(lambda: run(batch.meta), everything)
+    graph = recorded(lambda: run(batch.meta))
     assert (graph.num_breaks, graph.num_segments) == (1, 2)
     new = build()
     graph.replay(new)
@@ -256,9 +259,7 @@ def test_calls_are_made_outside_of_the_recording(make_batch):
         batch.meta.backend, forward=lambda *a: ran.append(None) or forward(*a)
     )
     batch.meta.backend = spy
-    graph, _ = PiecewiseRecorder(TapeSegments()).record(
-        lambda: attention(batch.q, batch.kv_cache, batch.meta, 0.3).sum(), everything
-    )
+    graph = recorded(lambda: attention(batch.q, batch.kv_cache, batch.meta, 0.3).sum())
     assert not ran
     graph.replay(batch.meta)
     assert len(ran) == 1
@@ -272,7 +273,7 @@ def test_empty_segments_are_dropped(make_batch):
         first = attention(batch.q, batch.kv_cache, batch.meta, 0.3)
         out.copy_(attention(first, batch.kv_cache, batch.meta, 0.3))
 
-    graph, _ = PiecewiseRecorder(TapeSegments()).record(run, everything)
+    graph = recorded(run)
     assert (graph.num_breaks, graph.num_segments) == (2, 1)
     graph.replay(batch.meta)
     got = out.clone()
@@ -282,9 +283,7 @@ def test_empty_segments_are_dropped(make_batch):
 
 def test_wrong_metadata_is_refused(make_batch):
     batch = make_batch([1, 1], [5, 7])
-    graph, _ = PiecewiseRecorder(TapeSegments()).record(
-        lambda: attention(batch.q, batch.kv_cache, batch.meta, 0.3).add_(1), everything
-    )
+    graph = recorded(lambda: attention(batch.q, batch.kv_cache, batch.meta, 0.3).add_(1))
     with pytest.raises(ValueError, match=r"^metadata must be an AttentionMetadata, got dict"):
         graph.replay({})  # type: ignore
     with pytest.raises(ValueError, match=r"^q must have at least 3 rows, got 2"):

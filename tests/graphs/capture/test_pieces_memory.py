@@ -10,7 +10,7 @@ import torch
 
 from attn_ops import AttentionSpec, attention
 from attn_ops.ops import breaks
-from graphs.capture.pieces import PiecewiseRecorder, over_memory_of
+from graphs.capture.pieces import PiecewiseGraph, over_memory_of, record_parts
 
 
 def everything(call) -> bool:
@@ -41,12 +41,13 @@ class Counted:
         if self.fail_at == len(self.events):
             raise RuntimeError(f"{event} failed")
 
-    def begin(self):
+    @contextlib.contextmanager
+    def segment(self):
         self._happens("begin")
-
-    def end(self):
-        self._happens("end")
-        return self
+        try:
+            yield self
+        finally:
+            self._happens("end")
 
     def replay(self):
         pass
@@ -67,7 +68,7 @@ def test_memory_of_a_layer_is_not_kept_for_the_next(make_batch):
             assert not gc.isenabled()
             assert all(r() is None for layer in alive[:-1] for r in layer)
 
-    graph, _ = PiecewiseRecorder(Counted()).record(run, everything)
+    graph = PiecewiseGraph(record_parts(run, Counted(), everything))
     assert gc.isenabled()
     assert graph.num_breaks == 4
     assert all(r() is None for layer in alive for r in layer)
@@ -85,7 +86,7 @@ def test_what_fails_leaves_nothing_open(make_batch, fail_at):
             raise KeyError("the model")
 
     with pytest.raises(KeyError if fail_at is None else RuntimeError):
-        PiecewiseRecorder(segments).record(run, everything)
+        record_parts(run, segments, everything)
     assert not breaks.hooks
     assert gc.isenabled()
     assert segments.events[-1] == "exit"
@@ -93,7 +94,8 @@ def test_what_fails_leaves_nothing_open(make_batch, fail_at):
     if fail_at is not None and segments.events[fail_at - 1] == "begin":
         begun -= 1  # it failed to
     assert segments.events.count("end") == begun
-    graph, _ = PiecewiseRecorder(Counted()).record(lambda: run() if fail_at else None, everything)
+    parts = record_parts(lambda: run() if fail_at else None, Counted(), everything)
+    graph = PiecewiseGraph(parts)
     assert graph.num_breaks == (fail_at is not None)
 
 

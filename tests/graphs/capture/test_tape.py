@@ -151,15 +151,14 @@ def test_compiled_code_is_seen():
 def test_segments():
     x, segments = torch.ones(2), TapeSegments()
     with segments.recording():
-        segments.begin()
-        assert segments.end().is_empty
-        segments.begin()
-        x.add_(1)
-        first = segments.end()
+        with segments.segment() as empty:
+            pass
+        assert empty.is_empty
+        with segments.segment() as first:
+            x.add_(1)
         x.add_(100)  # between two segments: on neither
-        segments.begin()
-        x.mul_(2)
-        second = segments.end()
+        with segments.segment() as second:
+            x.mul_(2)
     for tape in (second, first):
         tape.replay()
     assert x.tolist() == [3, 3]

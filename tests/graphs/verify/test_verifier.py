@@ -53,7 +53,7 @@ def test_each_key_is_counted_by_itself(mode, want):
 def test_graphs_captured_anew_are_checked_anew():
     verifier = Verifier("first")
     assert [verifier.should(KEY), verifier.should(KEY)] == [True, False]
-    verifier.forget()
+    verifier.forget(KEY)
     assert verifier.should(KEY)
 
 

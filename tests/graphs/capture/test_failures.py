@@ -6,10 +6,12 @@ tests/gpu/graphs/test_capture_failures.py has the same inside real captures.
 import contextlib
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
+from graphs.capture import failures
 from graphs.capture.failures import CaptureError, Failure, diagnosing
 from graphs.capture.memory import estimate
 
@@ -206,3 +208,9 @@ def test_what_is_no_error_passes():
     with pytest.raises(CaptureError) as caught, diagnosing("another key"):
         raise inner
     assert caught.value is inner
+
+
+def test_files_that_lines_are_not_blamed_on_are_there():
+    """A file that moves away would be named as the place of the error."""
+    for name in failures._PASSED:
+        assert Path(failures._CAPTURES, f"{name}.py").is_file(), name

@@ -253,7 +253,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(
         f"predicted for 35: {guess['seconds']:g} s, {guess['GiB']:g} GiB; for the check of "
         f"{result['num_addresses']} addresses, weights included, {PREDICTED_CHECK_US:g} us. "
-        "The first replay of a flight looks for moved weights too; with 1 step that is each.",
+        "The first replay of a launch looks for moved weights too; with 1 step that is each.",
         highlight=False,
     )
     console.print(bar_table(result["bars"]))

@@ -22,7 +22,7 @@ def predicted(row: Row) -> dict[str, float]:
     """Figures as they were thought to be before anything was measured; by attributes of `Row`.
 
     A whole graph is launched while the one before it runs, so only the copy of the tokens stands
-    between two flights. Around attention, every step is filled, planned and read by the host, and
+    between two launches. Around attention, every step is filled, planned and read by the host, and
     the device waits for that; its launches are thought to take 3 ms of Python.
     """
     if row.batch not in REPLAY_MS:
@@ -55,7 +55,7 @@ def all_bars(
     """Every bar; `whole` False: the shape is another one, and nothing counts as measured.
 
     Graphs that are broken around attention have none but what they share with the others. Weights
-    are no input of a step: they are looked at once a flight, not in every replay.
+    are no input of a step: they are looked at once a launch, not in every replay.
     """
     full = [row for row in rows if row.mode != "PIECEWISE"]
     return [

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from graphs import BatchDescriptor, DecodeSession
-from graphs.ahead import Flight
+from graphs.ahead import LaunchedSteps
 from graphs.capture.graphs import CapturedStep
 
 
@@ -99,17 +99,17 @@ class Waits:
 
 @contextlib.contextmanager
 def watched_waits() -> Iterator[Waits]:
-    """Waits for events of flights inside the block, timed from outside of `graphs`."""
-    waits, original = Waits(), Flight.wait
+    """Waits for launched steps inside the block, timed from outside of `graphs`."""
+    waits, original = Waits(), LaunchedSteps.wait
 
-    def wait(flight: Flight) -> list[list[int]]:
-        if flight.arrived is not None:
+    def wait(launched: LaunchedSteps) -> list[list[int]]:
+        if launched.arrived is not None:
             begin = time.perf_counter()
-            flight.arrived.synchronize()
+            launched.arrived.synchronize()
             waits.seconds += time.perf_counter() - begin
-        return original(flight)
+        return original(launched)
 
-    with mock.patch.object(Flight, "wait", wait):
+    with mock.patch.object(LaunchedSteps, "wait", wait):
         yield waits
 
 
@@ -166,7 +166,7 @@ def replay_ms(session: DecodeSession, captured: CapturedStep, lengths: Lengths) 
     for _ in range(lengths.rounds):
         place(captured, first, session.cache.block_size, grows)
         times.append(interval_ms(replay, lengths.repeats, session.device))
-    session.pilot.land()  # the tensors hold no step of the session's
+    session.loop.launcher.invalidate()  # the tensors hold no step of the session's
     return statistics.median(times)
 
 
@@ -240,7 +240,7 @@ def address_check_us(
     """Host microseconds of the check before a replay: median over seven times `calls` of them.
 
     Args:
-        weights: those too, as before the first replay of a flight.
+        weights: those too, as before the first of the replays that are launched together.
     """
     graphs, key = session.graphs, BatchDescriptor(batch, batch, uniform=True)
     assert graphs is not None, session.graph_mode_why

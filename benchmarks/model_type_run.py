@@ -81,13 +81,7 @@ def run_type(model_type: str, options: Options, sender: Connection) -> None:
             sender.send(stage := "session")
             session = _session(model, options)
             sender.send(stage := "generate")
-            results = session.generate(prompts, max_new_tokens=NEW_TOKENS)
-            ours = Generated(
-                model,
-                [r.token_ids for r in results],
-                [torch.stack(session.logits[i]) for i in range(len(prompts))],
-                cached=True,
-            )
+            ours = _generated(session, model, prompts)
             outcome = _judged(model_type, prompts, reference, ours)
         except Exception as error:
             outcome = _raised(model_type, stage, error)
@@ -115,10 +109,23 @@ def _ours(model_type: str, reference: Any, options: Options) -> Any:
 
 def _session(model: Any, options: Options) -> Any:
     """Room for all prompts at once; the longest is computed in two chunks."""
-    from graphs.app.parity import LogitsSession
+    from graphs import DecodeSession
 
-    return LogitsSession(
+    return DecodeSession(
         model, max_batch_size=3, max_tokens=64, max_tokens_per_step=24, backend=options.backend
+    )
+
+
+def _generated(session: Any, model: Any, prompts: Sequence[Sequence[int]]) -> Generated:
+    from graphs.app.parity import keeping_logits
+
+    with keeping_logits(session) as logits:
+        results = session.generate(prompts, max_new_tokens=NEW_TOKENS)
+    return Generated(
+        model,
+        [r.token_ids for r in results],
+        [torch.stack(logits[i]) for i in range(len(prompts))],
+        cached=True,
     )
 
 

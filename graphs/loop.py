@@ -1,120 +1,89 @@
-"""Steps of a session, one behind the other: what runs next, in which graph, and what follows it.
+"""Steps of a session, one after the other: what runs next, in which graph, and what follows it.
 
-Scheduler.next_step -> StepTensors.fill, upload -> model, sampling -> Intake
+Scheduler.next_step -> StepTensors.fill, upload -> model, sampling -> TokenStream
+
+What is launched, and its states: `graphs.ahead`.
 """
 
-import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
-import torch
-from torch._dynamo.utils import counters
+from tqdm import tqdm
 
-from graphs.ahead import Flight, Pilot
+from graphs.ahead import DecodeLauncher, LaunchedSteps
 from graphs.capture.graphs import CapturedStep, StepGraphs
+from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
-from graphs.context import exclusive, in_surroundings
+from graphs.compilation import Compilation
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.requests import Request
 from graphs.requests.scheduler import Scheduled, Scheduler
-from graphs.requests.stream import Intake
+from graphs.requests.stream import TokenStream
 from graphs.runner import StepRunner
 from graphs.sampling.params import Sampling
 from graphs.verify.model_state import ModelState
 
-
-class CompileCounters:
-    """Graphs, breaks and recompilations of one session.
-
-    Attributes:
-        num_graphs: graphs that Dynamo made until `warm()`.
-        num_breaks: graph breaks in all.
-        num_recompiles: graphs that Dynamo made after `warm()`.
-    """
-
-    def __init__(self) -> None:
-        self.num_graphs = 0
-        self.num_breaks = 0
-        self.num_recompiles = 0
-        self._warm = False
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        graphs, breaks = _graphs(), _breaks()
-        try:
-            yield
-        finally:
-            if self._warm:
-                self.num_recompiles += _graphs() - graphs
-            else:
-                self.num_graphs += _graphs() - graphs
-            self.num_breaks += _breaks() - breaks
-
-    def warm(self) -> None:
-        """From here on every new graph is a recompilation."""
-        self._warm = True
-
-
-def _graphs() -> int:
-    return counters["stats"]["unique_graphs"]
-
-
-def _breaks() -> int:
-    return sum(counters["graph_break"].values())
+logger = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """The part of a `DecodeSession` that runs steps.
+    """Runs the steps of a session. One thread at a time, in its `surroundings`.
+
+    Every method may be interrupted anywhere and called again.
+
+    Args:
+        runner: runs steps on the device.
+        scheduler: says which requests run next.
+        token_stream: takes what they draw.
+        plan: what is captured.
+        state: what of the model may not change unseen.
+        compilation: compiles the model before the first step.
+        always_fills: every step is filled by the host, none goes on from the one before.
 
     Attributes:
         num_steps: steps that were replayed ("captured") and called.
     """
 
-    device: torch.device
-    decode_steps: int
-    plan: CapturePlan
-    runner: StepRunner
-    state: ModelState
-    _requests: dict[int, Request]
-
-    def _start_loop(self, scheduler: Scheduler, always_fills: bool) -> None:
-        self.lock = threading.RLock()
-        self.scheduler = scheduler
-        self.intake = Intake(scheduler)
-        self.pilot = Pilot(self.runner, always_fills)
-        self.counters = CompileCounters()
+    def __init__(
+        self,
+        runner: StepRunner,
+        scheduler: Scheduler,
+        token_stream: TokenStream,
+        plan: CapturePlan,
+        state: ModelState,
+        compilation: Compilation,
+        *,
+        always_fills: bool,
+    ) -> None:
+        self.runner, self.scheduler, self.token_stream = runner, scheduler, token_stream
+        self.plan, self.state, self.compilation = plan, state, compilation
+        self.launcher = DecodeLauncher(runner, always_fills)
         self.num_steps = {"captured": 0, "called": 0}
-        self._flight: Flight | None = None
-        self._looked = False  # at the model, in this step
-        self._looks_late = False  # in the next one
-
-    @property
-    def _replays_only(self) -> bool:
-        """Whether replays run none of the model's Python."""
-        return self.plan.debug is None and not self.pilot.always_fills
+        self._replays_only = plan.debug is None and not always_fills  # no Python of the model
+        self._launched: LaunchedSteps | None = None
+        self._warm = False
+        self._checked = False  # the model, in this step
+        self._checks_late = False  # in the next one
 
     @property
     def graphs(self) -> StepGraphs | None:
         """`StepGraphs`; None where nothing is captured."""
         return self.runner.graphs
 
-    def _warm_up(self) -> None:
-        """Whatever must come before the first step."""
-        raise NotImplementedError
+    # -- steps -------------------------------------------------------------------------------------
 
-    @in_surroundings
-    def _advance(self) -> None:
-        """A step, whose tokens the intake takes. It may be interrupted and done again anywhere.
+    def step(self) -> None:
+        """A step, or `decode_steps` of them; the token stream takes their tokens.
 
-        A flight stays until all of its tokens are taken. What was launched behind it counts only
-        once it has taken its place; the pilot goes on from no other flight.
+        Launched steps stay until all of their tokens are taken. What was launched behind them
+        counts only once it has taken their place; the launcher goes on from nothing else.
         """
-        self._looked = False
-        if not self._looks_late:
-            self._look_at_model()
-        self._warm_up()
-        if self._flight is None:
+        self._checked = False
+        if not self._checks_late:
+            self._check_model()
+        self.warm_up()
+        if self._launched is None:
             step = self.scheduler.next_step()
             if not step:
                 return
@@ -123,28 +92,73 @@ class StepLoop:
                 self._run_alone(step, captured)
                 return
             num_steps = self._num_steps(captured, [s.request for s in step])
-            self._flight = self.pilot.launch(captured, step, num_steps)
-        followed = self._followed(self._flight)  # refused: the flight is still there to be landed
-        if not self._looked and self._look_behind(self._flight):
+            self._launched = self.launcher.launch(captured, step, num_steps)
+        followed = self._launch_ahead(self._launched)  # refused: these can still be collected
+        if not self._checked and self._check_late(self._launched):
             return
-        self._looks_late = self._flight.captured.needs_host and self._replays_only
-        self._land(self._flight)
-        self._flight = followed
+        self._checks_late = self._launched.captured.needs_host and self._replays_only
+        self._collect(self._launched)
+        self._launched = followed
 
-    def _look_at_model(self) -> None:
+    def step_drafted(self, drafts: Mapping[int, list[int]]) -> None:
+        """A step with drafts, or without where a prompt comes first or the budget is too small."""
+        k = self.plan.num_draft_tokens
+        self._check_model()
+        self.warm_up()
+        self.collect_all()
+        step = self.scheduler.next_step()
+        room = self.scheduler.max_tokens_per_step // (1 + k)
+        if not room or not step or not all(s.num_tokens == 1 and s.wants_token for s in step):
+            self.step()
+            return
+        drafted = []
+        for s in step[:room]:
+            known = () if s.request.id in self.token_stream else drafts.get(s.request.id, ())
+            draft = (*known, *[0] * (k - len(known)))
+            drafted.append(dataclasses.replace(s, num_tokens=1 + k, draft=draft))
+        self._run_alone(drafted, self._captured(drafted))
+
+    def warm_up(self) -> None:
+        """Compile and capture what comes before the first step; for a new dump, compile again."""
+        joins_dump = self.compilation.joins_dump()
+        if self._warm:
+            if joins_dump:
+                if self.graphs is not None:
+                    self.drop_graphs()
+                self.compilation.run_again()
+            return
+        self.compilation.run()
+        if self.graphs is not None and not self.plan.lazy:
+            self._capture_first()
+        self._warm = True  # last: what was interrupted is done again
+
+    def collect_all(self) -> None:
+        """Take the tokens of what is launched; nothing goes on from there."""
+        self.launcher.invalidate()
+        if self._launched is not None:
+            self._collect(self._launched)
+            self._launched = None
+
+    def drop_graphs(self) -> None:
+        """Collect what is launched, then give all graphs back; they are captured when needed."""
+        self.collect_all()
+        self.launcher.buffers.clear()
+        self.runner.release()
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    def _check_model(self) -> None:
         """Refuse a model that has changed, or drop its graphs, before anything is launched.
 
         The device computes meanwhile what was launched before.
         """
         if self.state.check() and self.graphs is not None:
-            self._settle()
-            self.pilot.mailbox.clear()
-            self.runner.release()
+            self.drop_graphs()
         self.state.stale = False
-        self._looked = True
+        self._checked = True
 
-    def _look_behind(self, flight: Flight) -> bool:
-        """The same behind a replay; whether it counts for nothing, as the model has changed.
+    def _check_late(self, launched: LaunchedSteps) -> bool:
+        """The same behind a replay; whether it is dropped, as the model has changed.
 
         Where the host plans every replay, the device has nothing to do while the host looks first:
         0.4 of 5.5 ms a step of PIECEWISE at batch 1 (one H200, 2026-11-22).
@@ -154,46 +168,24 @@ class StepLoop:
             changed = self.state.check()
         finally:
             if changed:
-                flight.wait()
-                self.pilot.land()
-                self._flight, self._looks_late = None, False
+                launched.wait()
+                self.launcher.invalidate()
+                self._launched, self._checks_late = None, False
         if changed:
-            self.pilot.mailbox.clear()
-            self.runner.release()
+            self.drop_graphs()
             self.state.stale = False
         return changed
 
-    @exclusive
-    def _advance_alone(self) -> None:
-        self._advance()
+    # -- graphs ------------------------------------------------------------------------------------
 
-    def _finish(self, requests: Sequence[Request], progress: Callable[[int], object]) -> None:
-        """Steps until the requests have ended; `progress` is told how many have in each."""
-        going = list(requests)
-        while going:
-            self._advance_alone()
-            still = [r for r in going if not r.finish_reason]
-            progress(len(going) - len(still))
-            going = still
-
-    @in_surroundings
-    def _advance_drafted(self, drafts: Mapping[int, list[int]]) -> None:
-        """A step with drafts, or without where a prompt comes first or the budget is too small."""
-        k = self.plan.num_draft_tokens
-        self._look_at_model()
-        self._warm_up()
-        self._settle()
-        step = self.scheduler.next_step()
-        room = self.scheduler.max_tokens_per_step // (1 + k)
-        if not room or not step or not all(s.num_tokens == 1 and s.wants_token for s in step):
-            self._advance()
-            return
-        drafted = []
-        for s in step[:room]:
-            known = () if s.request.id in self.intake else drafts.get(s.request.id, ())
-            draft = (*known, *[0] * (k - len(known)))
-            drafted.append(dataclasses.replace(s, num_tokens=1 + k, draft=draft))
-        self._run_alone(drafted, self._captured(drafted))
+    def _capture_first(self) -> None:
+        if self.runner.drops_rows:
+            self.plan.add_chunks(self.scheduler.max_tokens_per_step)
+        keys, guess = self.plan.first_keys(), self.plan.estimated_bytes
+        if guess is not None:
+            logger.info("capturing %d graphs, estimated at %s", len(keys), human(guess))
+        for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
+            self._capture(key, mode)
 
     def _captured(self, step: list[Scheduled]) -> CapturedStep | None:
         """The graph that holds the step, captured if need be; None: it is called."""
@@ -213,31 +205,33 @@ class StepLoop:
         return self._capture(key, mode)
 
     def _capture(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:
-        if not self._looked and not self.runner.is_captured(key):
-            self._look_at_model()
-        with self.counters.watching():
+        if not self._checked and not self.runner.is_captured(key):
+            self._check_model()
+        with self.compilation.counters.watching():
             return self.runner.captured(key, mode)
 
+    # -- steps that end with their tokens on the host ----------------------------------------------
+
     def _run_alone(self, step: list[Scheduled], captured: CapturedStep | None) -> None:
-        """A step that ends with its tokens on the host."""
-        if not self._looked:
-            self._look_at_model()
+        if not self._checked:
+            self._check_model()
             captured = self._captured(step)  # dropped, if the model has changed
-        self._looks_late = False
-        self.pilot.land()
+        self._checks_late = False
+        self.launcher.invalidate()
         if captured is None:
-            self.intake.take(step, self._call(step))
+            self.token_stream.take(step, self._call(step))
             return
         self.runner.fill(captured.tensors, step, captured.key.sampling)
         self.runner.launch(captured)
         self.num_steps["captured"] += 1
         tokens = captured.tensors.device["tokens"][0].tolist()
         rows = len(step[0].draft) + 1
-        self.intake.take(step, [tokens[i * rows : (i + 1) * rows] for i in range(len(step))])
+        drawn = [tokens[i * rows : (i + 1) * rows] for i in range(len(step))]
+        self.token_stream.take(step, drawn)
 
     def _call(self, step: list[Scheduled]) -> list[list[int]]:
         self.num_steps["called"] += 1
-        with self.counters.watching():
+        with self.compilation.counters.watching():
             return self.runner.call(step, self._kind(step), logits=self._wants_logits(step))
 
     def _wants_logits(self, step: Sequence[Scheduled]) -> bool:
@@ -249,34 +243,28 @@ class StepLoop:
             return Sampling.GREEDY
         return max(s.request.sampling.kind for s in step)
 
+    # -- launched steps ----------------------------------------------------------------------------
+
     def _num_steps(
         self, captured: CapturedStep, requests: Sequence[Request], begun: int = 0
     ) -> int:
         """Steps to launch: no more than the longest of the requests still needs."""
-        if not self.pilot.may_stay(captured):
+        if not self.launcher.can_chain(captured):
             return 1
-        return min(self.decode_steps, max(r.remaining - begun for r in requests))
+        return min(self.runner.num_steps, max(r.remaining - begun for r in requests))
 
-    def _followed(self, flight: Flight) -> Flight | None:
-        """The next flight of the same requests, launched before the tokens of this one are read.
+    def _launch_ahead(self, launched: LaunchedSteps) -> LaunchedSteps | None:
+        """The next steps of the same requests, before the tokens of these are read.
 
         None where the batch changes: a request ends, or another one can run.
         """
-        going = all(r.remaining > flight.num_steps for r in flight.requests)
-        same = flight.requests == self.scheduler.running and not self.scheduler.can_admit
-        captured = flight.captured
-        if not (going and same and self.pilot.may_follow(flight)):
+        going = all(r.remaining > launched.num_steps for r in launched.requests)
+        same = launched.requests == self.scheduler.running and not self.scheduler.can_admit
+        if not (going and same and self.launcher.may_follow(launched)):
             return None
-        num_steps = self._num_steps(captured, flight.requests, flight.num_steps)
-        return self.pilot.follow(flight, num_steps)
+        num_steps = self._num_steps(launched.captured, launched.requests, launched.num_steps)
+        return self.launcher.follow(launched, num_steps)
 
-    def _land(self, flight: Flight) -> None:
-        self.intake.land(flight, self._requests)
-        self.num_steps["captured"] += flight.num_steps
-
-    def _settle(self) -> None:
-        """Take what is in the air, and let nothing follow."""
-        self.pilot.land()
-        if self._flight is not None:
-            self._land(self._flight)
-            self._flight = None
+    def _collect(self, launched: LaunchedSteps) -> None:
+        self.token_stream.collect(launched.requests, launched.num_known, launched.wait())
+        self.num_steps["captured"] += launched.num_steps

@@ -108,6 +108,18 @@ class BatchDescriptor:
         """Tokens of every request; None if they may differ."""
         return self.num_tokens // self.num_reqs if self.uniform else None
 
+    def in_words(self) -> str:
+        """decode 8; uniform 8 x 4; mixed 64 tokens, 9 requests; chunks of 64 tokens, 9 requests,
+        no logits.
+        """
+        if self.query_len == 1:
+            return f"decode {self.num_reqs}"
+        if self.uniform:
+            return f"uniform {self.num_reqs} x {self.query_len}"
+        if not self.logits:
+            return f"chunks of {self.num_tokens} tokens, {self.num_reqs} requests, no logits"
+        return f"mixed {self.num_tokens} tokens, {self.num_reqs} requests"
+
 
 def default_capture_sizes(max_batch_size: int) -> list[int]:
     """1, 2, 4, multiples of 8 to 256, then of 16, and `max_batch_size` itself.

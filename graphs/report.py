@@ -1,6 +1,8 @@
 """What a session was asked for, what it does instead, why, and what that cost: `session.report()`.
 
-`SessionReport.of` only reads: it works at any time, without graphs and before the warm-up too.
+`SessionReport.of` only reads what others decided: `CapturePlan` the modes, keys and the estimate,
+`DecodeLauncher` the decode steps, `Selection` the backend. It works at any time, before the warm-up
+too.
 """
 
 import dataclasses
@@ -13,15 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_ops.backends.registry import Selection
-from fx_passes.observe import Recorder
-from graphs.ahead import Pilot
+from graphs.ahead import DecodeSteps
 from graphs.capture.failures import CaptureError
-from graphs.capture.graphs import CapturedStep, StepGraphs
-from graphs.capture.levels import NOTHING_BROKEN
-from graphs.capture.memory import GraphMemory, estimate, human
+from graphs.capture.graphs import CapturedStep
+from graphs.capture.memory import GraphMemory, human
 from graphs.capture.plan import CapturePlan
-from graphs.loop import CompileCounters
-from graphs.modes import BatchDescriptor, CUDAGraphMode
+from graphs.compilation import Compilation
+from graphs.loop import StepLoop
+from graphs.modes import BatchDescriptor
 from graphs.runner import StepRunner
 from graphs.verify.verifier import Verifier
 
@@ -29,26 +30,14 @@ from graphs.verify.verifier import Verifier
 class Reported(Protocol):
     """What a report reads of a `DecodeSession`."""
 
-    model: Any
     original: Any
     device: torch.device
     backend_selection: Selection
-    max_batch_size: int
-    decode_steps: int
     plan: CapturePlan
     runner: StepRunner
-    pilot: Pilot
-    counters: CompileCounters
     verifier: Verifier | None
-    num_steps: dict[str, int]
-    compile_record: Recorder
-    compile_seconds: float
-
-    @property
-    def graphs(self) -> StepGraphs | None: ...
-
-    @property
-    def capture_sizes(self) -> list[int]: ...
+    compilation: Compilation
+    loop: StepLoop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +59,7 @@ class GraphLine:
     def of(cls, captured: CapturedStep) -> "GraphLine":
         key = captured.key
         return cls(
-            batch=in_words(key),
+            batch=key.in_words(),
             num_tokens=key.num_tokens,
             num_reqs=key.num_reqs,
             uniform=key.uniform,
@@ -97,7 +86,7 @@ class FailureLine:
     @classmethod
     def of(cls, key: BatchDescriptor, error: CaptureError) -> "FailureLine":
         return cls(
-            batch=in_words(key),
+            batch=key.in_words(),
             failure=error.failure.name,
             operator=error.operator,
             line=error.line,
@@ -108,15 +97,6 @@ class FailureLine:
     def __str__(self) -> str:
         where = f" at {self.line}" if self.line else ""
         return f"{self.operator or 'an error'}{where}: {self.failure}, {self.cause}"
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeSteps:
-    """Decode steps that run without the host."""
-
-    asked: int
-    used: int | None  # None: known when the first decode step has been captured
-    why: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +133,8 @@ class SessionReport:
     @classmethod
     def of(cls, session: Reported) -> "SessionReport":
         """What `session` knows of itself."""
-        selection, counters, plan = session.backend_selection, session.counters, session.plan
-        graphs, verifier = session.graphs, session.verifier
+        selection, plan, compilation = session.backend_selection, session.plan, session.compilation
+        graphs, verifier, counters = session.runner.graphs, session.verifier, compilation.counters
         failures = {} if graphs is None else graphs.failures
         return cls(
             model=type(session.original).__name__,
@@ -165,20 +145,20 @@ class SessionReport:
             mode_asked=plan.asked.name,
             mode_used=plan.used.name,
             mode_why=plan.why,
-            kinds=_kinds(plan),
-            num_keys=0 if graphs is None else len(plan.first_keys()),
+            kinds=plan.resolution.lines(),
+            num_keys=len(plan.first_keys()),
             graphs=[GraphLine.of(captured) for captured in graphs or ()],
             failures=[FailureLine.of(key, error) for key, error in failures.items()],
             graph_bytes=0 if graphs is None else graphs.num_bytes,
-            graph_bytes_estimated=_estimated(session),
+            graph_bytes_estimated=plan.estimated_bytes,
             capture_seconds=0.0 if graphs is None else graphs.seconds,
-            decode_steps=_decode_steps(session),
-            num_steps=dict(session.num_steps),
+            decode_steps=session.loop.launcher.chained(plan),
+            num_steps=dict(session.loop.num_steps),
             verify=None if verifier is None else str(verifier.mode),
             num_verified=0 if verifier is None else verifier.num_checked,
             num_forgiven=0 if verifier is None else verifier.num_forgiven,
-            compile_seconds=session.compile_seconds,
-            passes=session.compile_record.summaries(),
+            compile_seconds=compilation.seconds,
+            passes=compilation.record.summaries(),
             keeps_rows_why=session.runner.keeps_rows_why,
             num_graphs=counters.num_graphs,
             num_breaks=counters.num_breaks,
@@ -202,87 +182,6 @@ class SessionReport:
         for name, value in _lines(self):
             lines.add_row(name, Text(value))
         yield Group(lines, *([_graph_table(self.graphs)] if self.graphs else []))
-
-
-def in_words(key: BatchDescriptor) -> str:
-    """A key: decode 8; uniform 8 x 4; mixed 64 tokens, 9 requests;
-    chunks of 64 tokens, 9 requests, no logits.
-    """
-    if key.query_len == 1:
-        return f"decode {key.num_reqs}"
-    if key.uniform:
-        return f"uniform {key.num_reqs} x {key.query_len}"
-    if not key.logits:
-        return f"chunks of {key.num_tokens} tokens, {key.num_reqs} requests, no logits"
-    return f"mixed {key.num_tokens} tokens, {key.num_reqs} requests"
-
-
-# -- what is in use --------------------------------------------------------------------------------
-
-
-def _kinds(plan: CapturePlan) -> list[str]:
-    """As `ModeResolution` found it; nothing is captured in debugging, or any more."""
-    found, used = plan.resolution, plan.used
-    if plan.debug is None and used is not CUDAGraphMode.NONE:
-        return found.lines()
-    modes = {
-        kind: used.mixed_mode() if kind is None else used.decode_mode() for kind in found.modes
-    }
-    broken = {
-        kind: frozenset(found.groups) if mode is CUDAGraphMode.PIECEWISE else NOTHING_BROKEN
-        for kind, mode in modes.items()
-    }
-    return dataclasses.replace(found, asked=plan.asked, modes=modes, broken=broken).lines()
-
-
-def _decode_steps(session: Reported) -> DecodeSteps:
-    """N steps in a row need a whole graph that neither the host nor a check comes in between."""
-    asked, plan, graphs = session.decode_steps, session.plan, session.graphs
-    if asked == 1:
-        return DecodeSteps(1, 1, "asked for")
-    if graphs is None:
-        return DecodeSteps(asked, 1, f"no decode step is captured: {plan.why}")
-    if session.pilot.always_fills:
-        return DecodeSteps(asked, 1, "verify compares single steps")
-    keys = [k for k in plan.dispatcher.keys(CUDAGraphMode.FULL) if k.query_len == 1]
-    if not keys:
-        return DecodeSteps(asked, 1, "attention between graphs is planned by the host")
-    failed = [key for key in keys if key in graphs.failures]
-    if failed == keys:
-        return DecodeSteps(asked, 1, "no decode step could be captured")
-    decodes = [captured for captured in graphs if captured.key.query_len == 1]
-    planned = [captured for captured in decodes if captured.needs_host]
-    if planned:
-        which = f" of {len(planned)} of {len(decodes)} graphs" if planned != decodes else ""
-        name = session.backend_selection.backend.name
-        return DecodeSteps(asked, 1, f"{name} plans every replay{which} on the host")
-    but = [f"1 for {in_words(key)}, whose capture failed" for key in failed]
-    largest = max(session.capture_sizes)
-    if largest < session.max_batch_size:
-        but.append(f"1 for more than {largest} requests")
-    if not decodes:
-        return DecodeSteps(asked, None, "; ".join(["no decode step has been captured yet", *but]))
-    return DecodeSteps(asked, asked, "; ".join(["no decode graph needs the host", *but]))
-
-
-def _estimated(session: Reported) -> int | None:
-    """Bytes for all keys, from shapes; None where nothing is captured or a size is not known."""
-    plan, config = session.plan, session.original.config.get_text_config()
-    keys = [key for _, key in plan.first_keys()]
-    if session.graphs is None or plan.debug is not None or not keys:
-        return None
-    names = {n: n for n in ("hidden_size", "intermediate_size", "vocab_size")}
-    names["num_layers"] = "num_hidden_layers"
-    sizes: dict[str, Any] = {name: getattr(config, of, None) for name, of in names.items()}
-    if not all(type(size) is int for size in sizes.values()):
-        return None
-    return estimate(
-        [key.num_tokens for key in keys],
-        **sizes,
-        dtype_bytes=session.original.dtype.itemsize,
-        kernels_per_layer=12 if session.model is not session.original else 30,
-        logits_rows=max(key.num_tokens if key.uniform else key.num_reqs for key in keys),
-    )
 
 
 # -- for people ------------------------------------------------------------------------------------

@@ -30,6 +30,9 @@ from graphs.step.tensors import StepTensors
 
 logger = logging.getLogger(__name__)
 
+LogitsObserver = Callable[[Sequence[Scheduled], torch.Tensor], object]
+"""Gets the requests of a step and its logits [R, V]; see `DecodeSession.observe_logits`."""
+
 
 class StepRunner:
     """The device side of a session: one model over one paged cache.
@@ -46,8 +49,7 @@ class StepRunner:
         num_steps: steps that a captured decode may run without the host.
 
     Attributes:
-        on_logits: called with the logits [R, V] of every step that is called and wants some, not of
-            replays.
+        on_logits: called in every step that is called and wants logits, not in replays.
         drops_rows: whether some layers see only the rows whose logits are wanted (fast prefill), so
             that a step without any is worth its own graph. Known when the model was compiled.
         keeps_rows_why: why not, where the model could not be called without any; else None.
@@ -71,7 +73,7 @@ class StepRunner:
         self.vocab_size, self.num_steps = vocab_size, num_steps
         self.device = cache.tensors[0].device
         self.graphs: StepGraphs | None = None
-        self.on_logits: Callable[[torch.Tensor], None] | None = None
+        self.on_logits: LogitsObserver | None = None
         self.drops_rows = False
         self.keeps_rows_why: str | None = None
         self._penalties: PenaltyState | None = None
@@ -111,7 +113,7 @@ class StepRunner:
         if not logits:
             return [[] for _ in step]
         if self.on_logits is not None:
-            self.on_logits(logits_RV)
+            self.on_logits(step, logits_RV)
         tokens_R = self._sampled(logits_RV, tensors, kind)
         return tokens_R.view(len(step), -1).tolist()
 

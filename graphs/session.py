@@ -1,11 +1,11 @@
 """`DecodeSession`: a Transformers model on a paged KV cache, decode steps captured whole.
 
-add -> waiting requests -> StepLoop -> Intake -> step's outputs
+add -> waiting requests -> StepLoop -> TokenStream -> step's outputs
 """
 
-import logging
+import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -14,17 +14,13 @@ from tqdm import tqdm
 
 from attn_ops import PagedKVCache
 from attn_ops.integrations.merged import check_merged
-from attn_ops.integrations.transformers import (
-    Contract,
-    attention_specs,
-    check_lengths,
-    dynamic_batch,
-)
+from attn_ops.integrations.transformers import Contract, attention_specs, check_lengths
 from fx_passes.backend import start_compile_workers
-from fx_passes.observe import Recorder, recorders, recording
-from graphs.capture.memory import human
+from fx_passes.observe import Recorder
+from graphs.capture.graphs import StepGraphs
+from graphs.capture.memory import sizes_of
 from graphs.capture.plan import CapturePlan, selected
-from graphs.capture.pool import paused_collector
+from graphs.compilation import Compilation, CompileCounters, is_compiled
 from graphs.context import exclusive, in_surroundings, surroundings
 from graphs.loop import StepLoop
 from graphs.modes import CUDAGraphMode
@@ -40,15 +36,14 @@ from graphs.requests.requests import (
     known_request,
 )
 from graphs.requests.scheduler import Scheduler
-from graphs.runner import StepRunner
+from graphs.requests.stream import TokenStream
+from graphs.runner import LogitsObserver, StepRunner
 from graphs.step.inputs import ModelInputs
 from graphs.verify.model_state import ModelState
 from graphs.verify.replay import verified
 
-logger = logging.getLogger(__name__)
 
-
-class DecodeSession(StepLoop):
+class DecodeSession:
     """Continuous batching over one model, its paged KV cache and its captured steps.
 
     Args:
@@ -91,12 +86,13 @@ class DecodeSession(StepLoop):
         contract = Contract(
             self.original, self.specs, inputs.probe, self.vocab_size, self.max_tokens
         )
-        compiled = self.model is not self.original or _is_compiled(self.original)
+        compiled = is_compiled(self.model)
         self.state = ModelState(self.original, contract, compiled=compiled)
+        sizes = sizes_of(self.original, compiled=compiled)
         self.backend_selection = selected(self.specs, block_size, self.device, options.backend)
         chosen = self.backend_selection.backend
         self.builder = chosen.builder(chosen, self.specs, block_size, self.device)
-        self.plan = CapturePlan.of(options, chosen, self.specs, self.device)
+        self.plan = CapturePlan.of(options, chosen, self.specs, self.device, sizes)
         self.cache = PagedKVCache(
             self.specs,
             num_tokens=options.num_cache_tokens,
@@ -123,16 +119,47 @@ class DecodeSession(StepLoop):
         if recorders:
             keep_failures = options.on_capture_failure == "continue"
             self.runner.start_capturing(recorders, self.original, keep_failures)
-        scheduler = Scheduler(self.cache, self.max_batch_size, options.max_tokens_per_step)
-        self._start_loop(scheduler, always_fills=self.verifier is not None)
-        self.compile_record = Recorder()
-        self.compile_seconds = 0.0
-        self._adding = threading.Lock()
         self._next_id = 0
         self._requests: dict[int, Request] = {}
-        self._warm = False
+        self.scheduler = Scheduler(self.cache, self.max_batch_size, options.max_tokens_per_step)
+        self.token_stream = TokenStream(self.scheduler, self._requests)
+        self.compilation = Compilation(self.runner, self)
+        self.loop = StepLoop(
+            self.runner,
+            self.scheduler,
+            self.token_stream,
+            self.plan,
+            self.state,
+            self.compilation,
+            always_fills=self.verifier is not None,
+        )
+        self.lock = threading.RLock()  # of `exclusive`
+        self._adding = threading.Lock()
         if self.device.type == "cuda":
             start_compile_workers()
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """`StepGraphs`; None where nothing is captured."""
+        return self.runner.graphs
+
+    @property
+    def num_steps(self) -> dict[str, int]:
+        return self.loop.num_steps
+
+    @property
+    def counters(self) -> CompileCounters:
+        """Graphs, breaks and recompilations of the model."""
+        return self.compilation.counters
+
+    @property
+    def compile_record(self) -> Recorder:
+        return self.compilation.record
+
+    @property
+    def compile_seconds(self) -> float:
+        """That the last compilation took."""
+        return self.compilation.seconds
 
     @property
     def capture_sizes(self) -> list[int]:
@@ -255,23 +282,26 @@ class DecodeSession(StepLoop):
         if request is None:
             return
         self.scheduler.leave(request)
-        self.intake.forget(request.id)
+        self.token_stream.forget(request.id)
         del self._requests[request.id]  # last: what was interrupted can be done again
 
     # -- steps -------------------------------------------------------------------------------------
 
     @exclusive
+    @in_surroundings
     def step(self) -> list[StepOutput]:
         """Run the next step, or `decode_steps` of them, of all running requests; their new tokens.
 
-        Empty while prompts are computed in part, where a flight lands whose requests have ended,
-        and when nothing is left: `num_unfinished` tells. The device may have begun with what comes
-        next when this returns. Tokens taken meanwhile (`release`, `generate`) come with the next.
+        Empty while prompts are computed in part, where launched steps are collected whose requests
+        have ended, and when nothing is left: `num_unfinished` tells. The device may have begun with
+        what comes next when this returns. Tokens taken meanwhile (`release`, `generate`) come with
+        the next.
         """
-        self._advance()
-        return self.intake.hand_out()
+        self.loop.step()
+        return self.token_stream.hand_out()
 
     @exclusive
+    @in_surroundings
     def verify_draft(self, drafts: Mapping[int, Sequence[int]]) -> list[StepOutput]:
         """One step in which decoding requests bring tokens that they may generate next.
 
@@ -286,21 +316,22 @@ class DecodeSession(StepLoop):
 
         Returns:
             New tokens, those of a request in order: one to 1 + k of requests that brought a draft;
-            what `step` returns where it is one of those; ahead of them what a flight of `step`, or
-            another call, has left.
+            what `step` returns where it is one of those; ahead of them the tokens of steps that
+            `step` has launched, or that another call has taken.
 
         Raises:
             ValueError: no drafts were asked for when the session was made, a request is not known,
                 has a penalty or a draft that is too long or holds an unknown token.
         """
         k = self.plan.num_draft_tokens
-        self._advance_drafted(checked_drafts(drafts, k, self._requests, self.vocab_size))
-        return self.intake.hand_out()
+        self.loop.step_drafted(checked_drafts(drafts, k, self._requests, self.vocab_size))
+        return self.token_stream.hand_out()
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run, or whose last tokens `step` has yet to hand out."""
-        return len(self.scheduler.waiting) + len(self.scheduler.running) + self.intake.num_ended
+        scheduler = self.scheduler
+        return len(scheduler.waiting) + len(scheduler.running) + self.token_stream.num_ended
 
     @exclusive
     @in_surroundings
@@ -310,24 +341,23 @@ class DecodeSession(StepLoop):
         Runs by itself before the first step. Inside `graphs.dump` a model that was compiled before
         is compiled once more, so that the dump sees it.
         """
-        self._warm_up()
+        self.loop.warm_up()
 
-    def _warm_up(self) -> None:
-        unseen = [r for r in recorders() if r.texts and self not in r.sessions]
-        for recorder in unseen:
-            recorder.sessions.add(self)
-        if self._warm:
-            if unseen:
-                self._compile_again()
-            return
-        bar = tqdm(total=1, desc="compile", unit="model", disable=None, leave=False)
-        with bar, recording(self.compile_record), self.counters.watching():
-            self._compile()
-            bar.update()
-        self.counters.warm()
-        if self.graphs is not None and not self.plan.lazy:
-            self._capture_first()
-        self._warm = True  # last: what was interrupted is done again
+    @contextlib.contextmanager
+    def observe_logits(self, observer: LogitsObserver) -> Iterator[None]:
+        """Hand logits to `observer` inside the block, of steps that are called, not of replays.
+
+        Args:
+            observer: called in every such step that wants logits, with its requests in the order of
+                the batch, and logits [R, V]: a row a request, 1 + k of one that brings a draft of k
+                tokens. A request's `wants_token` says whether a token is drawn from them. It must
+                not change the logits, and copy what it keeps. An outer block's observer pauses.
+        """
+        outer, self.runner.on_logits = self.runner.on_logits, observer
+        try:
+            yield
+        finally:
+            self.runner.on_logits = outer
 
     def report(self) -> SessionReport:
         """What was asked, what is used and why, graphs and their memory, steps and checks."""
@@ -338,12 +368,10 @@ class DecodeSession(StepLoop):
     def release(self) -> None:
         """Give captured graphs and their memory back; the session goes on uncaptured.
 
-        Tokens that are in the air come with the next `step`.
+        The tokens of launched steps come with the next `step`.
         """
         if self.graphs is not None:
-            self._settle()
-            self.pilot.mailbox.clear()
-            self.runner.release()
+            self.loop.drop_graphs()
             self.runner.graphs = None
             self.plan.stop("release() was called")
 
@@ -354,29 +382,16 @@ class DecodeSession(StepLoop):
         self._requests[request.id] = request  # first: `discard` knows what is queued
         self.scheduler.waiting.append(request)
 
-    def _capture_first(self) -> None:
-        if self.runner.drops_rows:
-            self.plan.add_chunks(self.scheduler.max_tokens_per_step)
-        keys, guess = self.plan.first_keys(), self.report().graph_bytes_estimated
-        if guess is not None:
-            logger.info("capturing %d graphs, estimated at %s", len(keys), human(guess))
-        for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
-            self._capture(key, mode)
+    def _finish(self, requests: Sequence[Request], progress: Callable[[int], object]) -> None:
+        """Steps until the requests have ended; `progress` is told how many have in each."""
+        going = list(requests)
+        while going:
+            self._step_alone()
+            still = [r for r in going if not r.finish_reason]
+            progress(len(going) - len(still))
+            going = still
 
-    def _compile_again(self) -> None:
-        """Forget what was compiled and compile it anew; graphs are captured again when needed."""
-        if self.graphs is not None:
-            self._settle()
-            self.pilot.mailbox.clear()
-            self.runner.release()
-        torch._dynamo.reset()
-        self._compile()
-
-    def _compile(self) -> None:
-        with paused_collector():
-            self.compile_seconds = self.runner.compile(dynamic_batch)
-
-
-def _is_compiled(model: torch.nn.Module) -> bool:
-    """Whether a module in it was compiled in place (`model.compile()`)."""
-    return any(m._compiled_call_impl is not None for m in model.modules())
+    @exclusive
+    @in_surroundings
+    def _step_alone(self) -> None:
+        self.loop.step()

@@ -1,8 +1,9 @@
 """Does a session generate what Transformers' `generate` does? Tokens and logits of each prompt."""
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,29 +12,21 @@ from graphs.requests.scheduler import Scheduled
 from graphs.session import DecodeSession, Generation
 
 
-class LogitsSession(DecodeSession):
-    """A session that keeps the logits of the steps that are called, not of replayed ones.
+@contextlib.contextmanager
+def keeping_logits(session: DecodeSession) -> Iterator[dict[int, list[torch.Tensor]]]:
+    """Keep the logits of steps that are called inside the block, without drafts; not of replays.
 
-    Attributes:
-        logits: per request id, one [V] float32 a generated token.
-        keep: whether to go on keeping them.
+    Yields, by request id, one [V] float32 a generated token.
     """
+    kept: dict[int, list[torch.Tensor]] = {}
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.logits: dict[int, list[torch.Tensor]] = {}
-        self.keep = True
-        self._step: list[Scheduled] = []
-        self.runner.on_logits = self._keep
-
-    def _call(self, step: list[Scheduled]) -> list[list[int]]:
-        self._step = step if self.keep else []
-        return super()._call(step)
-
-    def _keep(self, logits_SV: torch.Tensor) -> None:
-        for scheduled, row in zip(self._step, logits_SV, strict=False):
+    def keep(step: Sequence[Scheduled], logits_SV: torch.Tensor) -> None:
+        for scheduled, row in zip(step, logits_SV, strict=True):
             if scheduled.wants_token:
-                self.logits.setdefault(scheduled.request.id, []).append(row.float().cpu())
+                kept.setdefault(scheduled.request.id, []).append(row.float().cpu())
+
+    with session.observe_logits(keep):
+        yield kept
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fx_passes
-from graphs.app.parity import LogitsSession, Reference, compare
+from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.app.presets import PRESETS, load
 from graphs.app.tables import RunReport, StepTimes
 from graphs.dump.dump import dump
@@ -52,21 +52,22 @@ def run(
     options = _session_options(prompts, max_new_tokens, backend)
     eager = DecodeSession(subject, cudagraph_mode=CUDAGraphMode.NONE, **options)
     compiled = _compiled(subject, fast_prefill)
-    session = LogitsSession(compiled, **options)
-    with dump(dump_directory) if dump_directory is not None else contextlib.nullcontext():
+    session = called = DecodeSession(compiled, **options)
+    with (
+        dump(dump_directory) if dump_directory is not None else contextlib.nullcontext(),
+        keeping_logits(session) as logits,
+    ):
         session.warm_up()
         begin = time.perf_counter()
         results = session.generate(prompts, max_new_tokens)
         seconds = time.perf_counter() - begin
-    called = session
-    if session.graphs is not None:  # replayed steps keep no logits
-        called = LogitsSession(compiled, cudagraph_mode=CUDAGraphMode.NONE, **options)
-        if called.generate(prompts, max_new_tokens) != results:
+    if session.graphs is not None:  # replayed steps hand out no logits
+        called = DecodeSession(compiled, cudagraph_mode=CUDAGraphMode.NONE, **options)
+        with keeping_logits(called) as logits:
+            again = called.generate(prompts, max_new_tokens)
+        if again != results:
             raise AssertionError("captured steps generated other tokens than called ones")
-    parity = compare(
-        Reference(subject), prompts, results, [called.logits[i] for i in range(len(prompts))]
-    )
-    session.keep = called.keep = False
+    parity = compare(Reference(subject), prompts, results, [logits[i] for i in range(len(prompts))])
     steps = StepTimes(
         batch=options["max_batch_size"],
         eager_ms=_step_ms(eager, max_new_tokens),

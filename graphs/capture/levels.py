@@ -50,6 +50,21 @@ class ModeResolution:
         """Whether less is captured than was asked for."""
         return any(mode is not _asked(self.asked, kind) for kind, mode in self.modes.items())
 
+    def in_debugging(self, why: str) -> "ModeResolution":
+        """The same modes without graphs: where they would be broken, all attention is planned."""
+        everything = frozenset(self.groups)
+        broken = {
+            kind: everything if mode is CUDAGraphMode.PIECEWISE else NOTHING_BROKEN
+            for kind, mode in self.modes.items()
+        }
+        return dataclasses.replace(self, broken=broken, why=why)
+
+    def stopped(self, why: str) -> "ModeResolution":
+        """Nothing is captured any more."""
+        modes = dict.fromkeys(self.modes, CUDAGraphMode.NONE)
+        broken = dict.fromkeys(self.modes, NOTHING_BROKEN)
+        return dataclasses.replace(self, modes=modes, broken=broken, why=why)
+
     def broken_for(self, key: BatchDescriptor) -> frozenset[str]:
         """Layer groups that run between the graphs of a key."""
         return self.broken[key.query_len]

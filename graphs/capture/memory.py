@@ -2,9 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 NODE_BYTES = 8 * 1024
 """Device memory that the driver keeps for a kernel of a graph: a guess on the large side."""
+
+COMPILED_KERNELS, UNCOMPILED_KERNELS = 12, 30
+"""Kernels that a Llama layer launches."""
 
 
 def estimate(
@@ -15,7 +19,7 @@ def estimate(
     vocab_size: int,
     num_layers: int,
     dtype_bytes: int = 2,
-    kernels_per_layer: int = 12,
+    kernels_per_layer: int = COMPILED_KERNELS,
     logits_rows: int | None = None,
 ) -> int:
     """Bytes that capturing one graph per entry of `rows` may take: an estimate, made of shapes.
@@ -30,7 +34,7 @@ def estimate(
         rows: tokens T of each graph.
         hidden_size, intermediate_size, vocab_size, num_layers: of the model.
         dtype_bytes: of an activation.
-        kernels_per_layer: launches; 12 is a compiled Llama layer, 30 an uncompiled one.
+        kernels_per_layer: launches.
         logits_rows: rows whose logits are computed; default: all.
 
     Raises:
@@ -49,6 +53,18 @@ def estimate(
     layer = largest * (3 * hidden_size + 3 * intermediate_size) * dtype_bytes
     logits = (logits_rows or largest) * vocab_size * (dtype_bytes + 8)
     return layer * 3 // 2 + logits + len(rows) * num_layers * kernels_per_layer * NODE_BYTES
+
+
+def sizes_of(model: Any, *, compiled: bool) -> dict[str, int] | None:
+    """What `estimate` asks of a Transformers model; None where a size is not one int."""
+    config = model.config.get_text_config()
+    names = {n: n for n in ("hidden_size", "intermediate_size", "vocab_size")}
+    names["num_layers"] = "num_hidden_layers"
+    sizes: dict[str, Any] = {name: getattr(config, of, None) for name, of in names.items()}
+    if not all(type(size) is int for size in sizes.values()):
+        return None
+    kernels = COMPILED_KERNELS if compiled else UNCOMPILED_KERNELS
+    return sizes | {"dtype_bytes": model.dtype.itemsize, "kernels_per_layer": kernels}
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ from attn_ops.backends.grouped import GroupedBackend, levels, runs_on
 from attn_ops.backends.registry import Selection
 from graphs.capture.dispatch import CudagraphDispatcher
 from graphs.capture.levels import ModeResolution, resolve
+from graphs.capture.memory import estimate
 from graphs.capture.pieces import Breaks, PiecewiseRecorder
 from graphs.capture.pool import GraphPool
 from graphs.capture.recorder import Builder, Recorder
@@ -22,20 +23,43 @@ from graphs.options import SessionOptions
 
 @dataclasses.dataclass
 class CapturePlan:
-    """Modes, sizes and keys of a session.
+    """Modes, sizes and keys of a session."""
 
-    Attributes:
-        asked, used: the mode.
-        why: what keeps `used` from being `asked`, and what would change it.
-    """
-
-    asked: CUDAGraphMode
-    used: CUDAGraphMode
-    why: str
     resolution: ModeResolution  # of each kind of batch and layer group
     dispatcher: CudagraphDispatcher
     options: SessionOptions
-    debug: str | None
+    sizes: dict[str, int] | None  # of the model, for `memory.estimate`; None: not known
+
+    @property
+    def asked(self) -> CUDAGraphMode:
+        """The mode that was asked for."""
+        return self.resolution.asked
+
+    @property
+    def used(self) -> CUDAGraphMode:
+        """The mode in use."""
+        return self.resolution.used
+
+    @property
+    def why(self) -> str:
+        """What keeps `used` from being `asked`, and what would change it."""
+        return self.resolution.why
+
+    @property
+    def debug(self) -> str | None:
+        return self.options.debug
+
+    @property
+    def estimated_bytes(self) -> int | None:
+        """Of the graphs of all keys, from shapes; None where there are none or a size is not known.
+
+        In debugging there are none.
+        """
+        keys = [key for _, key in self.first_keys()]
+        if self.debug is not None or self.sizes is None or not keys:
+            return None
+        rows = max(key.num_tokens if key.uniform else key.num_reqs for key in keys)
+        return estimate([key.num_tokens for key in keys], **self.sizes, logits_rows=rows)
 
     @property
     def decode_sizes(self) -> list[int]:
@@ -56,8 +80,9 @@ class CapturePlan:
         backend: Backend,
         specs: Sequence[AttentionSpec],
         device: torch.device,
+        sizes: dict[str, int] | None,
     ) -> "CapturePlan":
-        """Decide.
+        """Decide. `sizes`: as of `memory.sizes_of`.
 
         Raises:
             ValueError: `strict`, and the mode cannot be had.
@@ -70,15 +95,15 @@ class CapturePlan:
             groups = dict.fromkeys(declared, AttentionCGSupport.ALWAYS)
         found = resolve(mode, groups, device.type, query_lens, options.strict, debug)
         found = dataclasses.replace(found, groups=declared)
-        why = found.why
         if debug is not None:
             why = f"debug={debug!r}: nothing is captured, steps take the same path"
             why += f"; {mode.name} asked for, but {found.why}" if found.lowered else ""
+            found = found.in_debugging(why)
         dispatcher = CudagraphDispatcher(
             mode, options.decode_sizes, options.mixed_sizes, options.max_batch_size, query_lens
         )
         dispatcher.initialize_keys(found.decode_modes, found.mixed_mode)
-        return cls(mode, found.used, why, found, dispatcher, options, debug)
+        return cls(found, dispatcher, options, sizes)
 
     def recorders(self, builder: Builder) -> dict[CUDAGraphMode, Recorder]:
         """What makes the graphs, by mode; empty where nothing is to be captured.
@@ -106,8 +131,9 @@ class CapturePlan:
         return lambda call: runs_on(call.meta, call.spec).name in broken
 
     def stop(self, why: str) -> None:
-        """Nothing is captured from here on."""
-        self.used, self.why = CUDAGraphMode.NONE, why
+        """Nothing is captured from here on, and nothing has a key."""
+        self.resolution = self.resolution.stopped(why)
+        self.dispatcher.initialize_keys(self.resolution.decode_modes, self.resolution.mixed_mode)
 
     def add_chunks(self, num_tokens: int) -> None:
         """Make a step of so many tokens, of prompts that do not end in it, one of the keys."""

@@ -1,13 +1,12 @@
-"""Tokens on their way from the device to the caller: each is taken once and handed out once."""
+"""The token stream: from the device to the caller, each token taken once and handed out once."""
 
 from collections.abc import Collection, Sequence
 
-from graphs.ahead import Flight
 from graphs.requests.requests import Request, StepOutput
 from graphs.requests.scheduler import Scheduled, Scheduler
 
 
-class Intake:
+class TokenStream:
     """Appends tokens to their requests, and remembers which ones the caller has not seen.
 
     All of it may be interrupted and done again. A token is taken by one append to its request's
@@ -15,10 +14,11 @@ class Intake:
 
     Args:
         scheduler: where requests leave that have ended.
+        known: ids of the requests that have not been discarded; its owner changes it.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, known: Collection[int]) -> None:
+        self.scheduler, self.known = scheduler, known
         self._unseen: dict[int, tuple[Request, int]] = {}  # by id: its first unseen token
 
     def __contains__(self, request_id: int) -> bool:
@@ -46,20 +46,25 @@ class Intake:
                 if token != draft or request.finish_reason:
                     break
 
-    def land(self, flight: Flight, known: Collection[int]) -> None:
-        """Take a flight's tokens; what a request drew behind its end is dropped.
+    def collect(
+        self,
+        requests: Sequence[Request],
+        num_known: Sequence[int],
+        steps: Sequence[Sequence[int]],
+    ) -> None:
+        """Take the tokens of decode steps in a row; what a request drew after its end is dropped.
 
         Those that were taken before an interrupt are not taken again.
 
         Args:
-            known: ids of requests that have not been discarded.
+            requests: of all the steps, a row of the batch each.
+            num_known: generated tokens of each before the first step.
+            steps: tokens of every step, request by request.
         """
-        for number, tokens in enumerate(flight.wait()):
-            for request, first, token in zip(
-                flight.requests, flight.num_known, tokens, strict=True
-            ):
+        for number, tokens in enumerate(steps):
+            for request, first, token in zip(requests, num_known, tokens, strict=True):
                 is_next = len(request.token_ids) == first + number
-                if is_next and request.id in known and not request.finish_reason:
+                if is_next and request.id in self.known and not request.finish_reason:
                     self._take(request, token)
 
     def hand_out(self) -> list[StepOutput]:

@@ -13,7 +13,7 @@ from benchmarks import decode_step, graphs, graphs_steps
 from benchmarks.graphs_bars import all_bars, predicted
 from benchmarks.graphs_steps import Captures, Lengths, Row, measure_case, place, watched_waits
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
-from graphs.ahead import Flight
+from graphs.ahead import LaunchedSteps
 
 LENGTHS = Lengths(context=30, warm=8, timed=16, repeats=4, rounds=1)
 
@@ -95,12 +95,13 @@ def test_a_session_goes_on_after_bare_replays(make_session):
 def test_waits_are_counted_and_nothing_else():
     event = types.SimpleNamespace(synchronize=lambda: time.sleep(0.02))
     nobody: Any = [None, None]
-    flight = Flight(nobody, nobody, [0, 0], 1, 0, torch.tensor([[7, 8]]), cast(Any, event))
+    tokens = torch.tensor([[7, 8]])
+    launched = LaunchedSteps(nobody, nobody, [0, 0], 1, 0, tokens, cast(Any, event))
     with watched_waits() as waits:
-        assert flight.wait() == [[7, 8]]
+        assert launched.wait() == [[7, 8]]
         before = waits.seconds
-        dataclasses.replace(flight, arrived=None).wait()
-    flight.wait()
+        dataclasses.replace(launched, arrived=None).wait()
+    launched.wait()
     assert 0.02 <= before == waits.seconds < 0.2
 
 

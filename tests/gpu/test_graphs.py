@@ -194,7 +194,7 @@ def test_20000_steps_need_no_more_memory(make_model):
     assert visitors.num_finished > 200
     assert session.counters.num_recompiles == 0
     assert not session._requests
-    assert len(session.pilot.mailbox._buffers) <= len(session.graphs or ())
+    assert len(session.loop.launcher.buffers) <= len(session.graphs or ())
     for (name, limit), values in zip(LIMITS.items(), zip(*samples, strict=True), strict=True):
         grown = [(value - values[0]) / MIB for value in values]
         assert max(grown) <= limit, f"{name}: MiB beyond that of 4,000 steps: {grown}"
@@ -202,9 +202,7 @@ def test_20000_steps_need_no_more_memory(make_model):
 
 def drop_graphs(session):
     """As `release`, but they may be captured again."""
-    session._settle()
-    session.pilot.mailbox.clear()
-    session.runner.release()
+    session.loop.drop_graphs()
 
 
 def check_released(before):

@@ -14,7 +14,7 @@ from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.capture.failures import CaptureError, Failure
 from graphs.capture.levels import resolve
 from graphs.capture.memory import NODE_BYTES
-from graphs.report import FailureLine, SessionReport, in_words
+from graphs.report import FailureLine, SessionReport
 from tests.kit.sessions import captured
 
 PROMPTS = [[3], [5, 9], list(range(1, 18))]
@@ -202,9 +202,8 @@ def on_a_gpu(session: DecodeSession) -> None:
         "TORCH": get_backend("TORCH").support.cudagraph,
     }
     found = resolve(session.plan.asked, levels, "cuda")
-    plan = dataclasses.replace(
-        session.plan, resolution=found, debug=None, used=found.used, why=found.why
-    )
+    options = dataclasses.replace(session.plan.options, debug=None)
+    plan = dataclasses.replace(session.plan, resolution=found, options=options)
     plan.dispatcher.initialize_keys(found.decode_modes, found.mixed_mode)
     session.plan = plan
 
@@ -228,9 +227,9 @@ def test_a_weak_group_and_the_estimate(model):
 
 def test_no_estimate_for_a_model_of_unknown_shape(make_model, monkeypatch):
     model = make_model()
+    monkeypatch.setitem(vars(model.config), "intermediate_size", [96, 128])  # one a layer
     session = captured(model)
     on_a_gpu(session)
-    monkeypatch.setitem(vars(model.config), "intermediate_size", [96, 128])  # one a layer
     assert session.report().graph_bytes_estimated is None
 
 
@@ -253,9 +252,9 @@ def test_json_and_text(model):
 
 
 def test_keys_in_words():
-    assert in_words(key_of(8)) == "decode 8"
-    assert in_words(BatchDescriptor(32, 8, uniform=True)) == "uniform 8 x 4"
-    assert in_words(BatchDescriptor(64, 9)) == "mixed 64 tokens, 9 requests"
+    assert key_of(8).in_words() == "decode 8"
+    assert BatchDescriptor(32, 8, uniform=True).in_words() == "uniform 8 x 4"
+    assert BatchDescriptor(64, 9).in_words() == "mixed 64 tokens, 9 requests"
 
 
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))

@@ -40,9 +40,8 @@ def test_more_requests_than_the_batch_holds(model, wanted, max_batch_size):
 def test_chunked_prefill(model, wanted, max_tokens_per_step):
     session = poisoned(chunked(model, max_tokens_per_step=max_tokens_per_step))
     sizes = []
-    call = session._call
-    session._call = lambda step: sizes.append(sum(s.num_tokens for s in step)) or call(step)
-    assert tokens_of(session.generate(PROMPTS, 8)) == wanted
+    with session.observe_logits(lambda step, _: sizes.append(sum(s.num_tokens for s in step))):
+        assert tokens_of(session.generate(PROMPTS, 8)) == wanted
     assert max(sizes) <= max_tokens_per_step
     assert session.num_steps == {"captured": 0, "called": len(sizes)}
 

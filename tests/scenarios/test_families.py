@@ -7,7 +7,8 @@ import torch
 
 import fx_passes
 from attn_ops.integrations.transformers import register
-from graphs.app.parity import LogitsSession, Reference, compare
+from graphs import DecodeSession
+from graphs.app.parity import Reference, compare, keeping_logits
 
 FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "phi3", "gpt_oss", "gemma3", "llama4", "cohere2"]
 NUM_BATCHES = 50
@@ -97,20 +98,18 @@ def check_random_batches(make_family, family: str, num_batches: int) -> None:
     model = make_family(family, tie_word_embeddings=False)  # tied, Gemma 2 repeats its last token
     reference = Reference(model)
     compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
-    session = LogitsSession(compiled, max_batch_size=4, max_tokens=48, max_tokens_per_step=16)
+    session = DecodeSession(compiled, max_batch_size=4, max_tokens=48, max_tokens_per_step=16)
     for cache in session.cache.tensors:
         cache[1:] = float("nan")  # only tokens that were written may be read
     numbers, outputs = random.Random(family), []
     for _ in range(num_batches):
         prompts, max_new_tokens = random_batch(numbers)
-        session.logits.clear()
-        results = session.generate(prompts, max_new_tokens)
-        parity = compare(
-            reference, prompts, results, [r for _, r in sorted(session.logits.items())]
-        )
+        with keeping_logits(session) as logits:
+            results = session.generate(prompts, max_new_tokens)
+        parity = compare(reference, prompts, results, [r for _, r in sorted(logits.items())])
         assert parity.num_identical == len(prompts)
         assert parity.max_logits_difference < 1e-4
-        assert all(len(rows) == max_new_tokens for rows in session.logits.values())
+        assert all(len(rows) == max_new_tokens for rows in logits.values())
         assert [r.finish_reason for r in results] == ["length"] * len(prompts)
         outputs += [r.token_ids for r in results]
     counters = session.counters

@@ -86,8 +86,8 @@ def test_chunks_of_a_prompt_compute_no_logits(make_model, num_graphs, name, mode
     before = num_graphs()
     session = chunked(fast, **MODES[mode])
     sizes = []
-    session.runner.on_logits = lambda logits_RV: sizes.append(logits_RV.shape[0])
-    assert tokens_of(session.generate(prompts, 8)) == wanted
+    with session.observe_logits(lambda step, logits_RV: sizes.append(logits_RV.shape[0])):
+        assert tokens_of(session.generate(prompts, 8)) == wanted
     assert num_graphs() - before == 1
     if mode == "called":
         assert sizes == [1] * 8, "one of the last chunk, seven of decodes"

@@ -15,7 +15,7 @@ import fx_passes
 from attn_ops import PagedKVCache, get_backend
 from attn_ops.integrations import transformers as integration
 from graphs import DecodeSession
-from graphs.app.parity import LogitsSession
+from graphs.app.parity import keeping_logits
 
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PROMPTS = [[3], [5, 9], list(range(17)), list(range(40, 0, -1))]
@@ -24,14 +24,14 @@ NAN = 0x7F  # a NaN in both formats
 ROUNDING = {"fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3}
 
 
-def make_session(model, kv_cache_dtype: str, cls=DecodeSession, **options) -> DecodeSession:
+def make_session(model, kv_cache_dtype: str, **options) -> DecodeSession:
     defaults: dict[str, Any] = {
         "max_batch_size": 4,
         "max_tokens": 64,
         "max_tokens_per_step": 16,
         "block_size": 4,
     }
-    session = cls(model, kv_cache_dtype=kv_cache_dtype, **(defaults | options))
+    session = DecodeSession(model, kv_cache_dtype=kv_cache_dtype, **(defaults | options))
     for cache in session.cache.tensors:
         cache[1:] = NAN if cache.dtype == torch.uint8 else float("nan")
     return session
@@ -51,11 +51,10 @@ def test_logits_stay_close(make_model, kv_cache_dtype, compiled, cache_layout):
     rows = {}
     for dtype in ("auto", kv_cache_dtype):
         run = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
-        session = make_session(
-            run if compiled else model, dtype, LogitsSession, cache_layout=cache_layout
-        )
-        session.generate(PROMPTS, 1)
-        rows[dtype] = torch.stack([r[0] for _, r in sorted(session.logits.items())])
+        session = make_session(run if compiled else model, dtype, cache_layout=cache_layout)
+        with keeping_logits(session) as logits:
+            session.generate(PROMPTS, 1)
+        rows[dtype] = torch.stack([r[0] for _, r in sorted(logits.items())])
     wanted, got = rows["auto"], rows[kv_cache_dtype]
     shift = (got - wanted).abs() / wanted.std()
     assert 1e-4 < shift.mean() < 4 * ROUNDING[kv_cache_dtype]

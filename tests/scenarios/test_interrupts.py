@@ -26,18 +26,19 @@ class Interrupt:
     """Raises at the n-th line that runs in the session's own files."""
 
     NAMES = (
-        "session loop ahead runner requests/requests requests/scheduler requests/stream "
-        "step/tensors verify/model_state"
+        "session loop ahead compilation runner requests/requests requests/scheduler "
+        "requests/stream step/tensors verify/model_state"
     )
-    FILES = tuple(f"graphs/{name}.py" for name in NAMES.split())
+    FILES = (*(f"graphs/{name}.py" for name in NAMES.split()), "attn_ops/kv_cache.py")
 
     def __init__(self, at: int) -> None:
         self.at, self.num_lines = at, 0
+        self.seen: set[str] = set()
 
     def __call__(self, frame, event, argument):
-        return (
-            self.line if frame.f_code.co_filename.endswith((*self.FILES, "kv_cache.py")) else None
-        )
+        found = [name for name in self.FILES if frame.f_code.co_filename.endswith(name)]
+        self.seen.update(found)
+        return self.line if found else None
 
     def line(self, frame, event, argument):
         if event == "line":
@@ -70,7 +71,8 @@ def test_interrupted_anywhere(model, sampling):
     count = Interrupt(0)
     while session.num_unfinished:
         count.during(session.step)
-    assert count.num_lines > 4000  # a file that moves away is missed here
+    assert count.num_lines > 4500  # code that moves to another file is missed here
+    assert count.seen == set(Interrupt.FILES)  # and so is a file that moves
     for at in random.Random(0).sample(range(1, count.num_lines), 20):
         session, ids = begun()
         interrupt, outputs = Interrupt(at), []
@@ -89,7 +91,7 @@ def test_interrupted_anywhere(model, sampling):
 def test_interrupted_while_tokens_are_taken(model, number, monkeypatch):
     want = uncaptured(model).generate(PROMPTS[:1], 20)
     session = captured_lazily(model, decode_steps=8)
-    request, take, taken = session.add(PROMPTS[0], 20), session.intake._take, []
+    request, take, taken = session.add(PROMPTS[0], 20), session.token_stream._take, []
 
     def interrupted(*arguments):
         take(*arguments)
@@ -97,7 +99,7 @@ def test_interrupted_while_tokens_are_taken(model, number, monkeypatch):
         if len(taken) == number:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.intake, "_take", interrupted)
+    monkeypatch.setattr(session.token_stream, "_take", interrupted)
     outputs = []
     with contextlib.suppress(KeyboardInterrupt):
         while session.num_unfinished:
@@ -122,14 +124,14 @@ def test_an_interrupted_generate_leaves_nothing(model):
 
 def test_an_interrupted_generate_leaves_nothing_behind(model, monkeypatch):
     session = make_session(model, max_batch_size=2, max_tokens=32)
-    free, original = session.cache.num_free_blocks, session._call
+    free, original = session.cache.num_free_blocks, session.runner.call
 
-    def interrupt(step):
-        if session.num_steps["called"] > 2:
+    def interrupt(*arguments, **options):
+        if session.num_steps["called"] > 3:
             raise KeyboardInterrupt
-        return original(step)
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(session, "_call", interrupt)
+    monkeypatch.setattr(session.runner, "call", interrupt)
     with pytest.raises(KeyboardInterrupt):
         session.generate([[1], [2], [3]], 20)
     assert session.num_unfinished == 0
@@ -146,7 +148,7 @@ def test_an_interrupted_warm_up_is_repeated(model, monkeypatch):
         if len(compiled) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "_compile", once)
+    monkeypatch.setattr(session.compilation, "_call_model", once)
     with pytest.raises(KeyboardInterrupt):
         session.warm_up()
     session.warm_up()

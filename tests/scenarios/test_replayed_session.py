@@ -1,6 +1,6 @@
 """Sessions whose steps go through graphs: on a CPU a graph runs its step's Python again.
 
-Everything else is as on a GPU: static tensors, padding, keys, flights, checks.
+Everything else is as on a GPU: static tensors, padding, keys, launched steps, checks.
 """
 
 import pytest
@@ -17,7 +17,7 @@ MODES = [m for m in CUDAGraphMode if m is not CUDAGraphMode.NONE]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("decode_steps", [1, 3, 8])
 def test_modes_and_steps(model, mode, decode_steps):
-    """More requests than the batch holds; they end in the middle of flights."""
+    """More requests than the batch holds; they end in the middle of launched steps."""
     want = uncaptured(model, max_tokens_per_step=24).generate(PROMPTS, 11)
     session = captured(
         model, cudagraph_mode=mode, decode_steps=decode_steps, max_tokens_per_step=24
@@ -69,7 +69,7 @@ def test_sampling_in_graphs(model, kinds, decode_steps):
         assert run(captured(model, seed=99), [seeded]) == {seeded: want[seeded]}
 
 
-def test_requests_come_and_go_in_flight(model):
+def test_requests_come_and_go_between_launched_steps(model):
     """Added and discarded between any two steps: the others are what they are alone."""
     session, generator = captured(model, decode_steps=4), torch.Generator().manual_seed(0)
     alone = {}

@@ -12,7 +12,8 @@ from attn_ops import write_kv
 from attn_ops.compat.torch_version import TORCH_VERSION
 from attn_ops.integrations.transformers import attention_specs, cache_index
 from attn_ops.integrations.transformers import forward as integration
-from graphs.app.parity import LogitsSession, Reference, compare
+from graphs import DecodeSession
+from graphs.app.parity import Reference, compare, keeping_logits
 
 FAMILIES = ["gemma3n", "gemma4"]
 LENGTHS = [1, 33, 20, 5, 2]  # longer than a step, longer than the window of 6, one token
@@ -31,9 +32,9 @@ def make_sharing(make_model):
     return lambda name, **overrides: make_model(name, tie_word_embeddings=False, **overrides)
 
 
-def generate_like_transformers(model, run, **mode: Any) -> LogitsSession:
+def generate_like_transformers(model, run, **mode: Any) -> DecodeSession:
     """Two rounds of ragged prompts, over caches of NaN; tokens and logits are compared."""
-    session = LogitsSession(
+    session = DecodeSession(
         run, max_batch_size=4, max_tokens=48, max_tokens_per_step=16, backend="TORCH", **mode
     )
     for cache in session.cache.tensors:
@@ -41,9 +42,9 @@ def generate_like_transformers(model, run, **mode: Any) -> LogitsSession:
     reference, numbers, tokens = Reference(model), random.Random(0), set()
     for first in (0, len(LENGTHS)):
         prompts = [[numbers.randrange(64) for _ in range(n)] for n in LENGTHS]
-        session.logits.clear()
-        results = session.generate(prompts, 6)
-        rows = [session.logits.get(i, []) for i in range(first, first + len(prompts))]
+        with keeping_logits(session) as logits:
+            results = session.generate(prompts, 6)
+        rows = [logits.get(i, []) for i in range(first, first + len(prompts))]
         if "debug" in mode:  # the logits of replayed steps are not kept
             rows = [[] for _ in prompts]
         parity = compare(reference, prompts, results, rows)

@@ -7,12 +7,12 @@ from tests.kit.sessions import captured_lazily, drain, uncaptured
 
 
 def begun(model, **options):
-    """A request whose next tokens are in the air, and what was handed out."""
+    """A request whose next steps are launched, and what was handed out."""
     session = captured_lazily(model, decode_steps=4, **options)
     request, outputs = session.add([1, 2], 12), []
     for _ in range(2):
         outputs += session.step()
-    assert session._flight is not None
+    assert session.loop._launched is not None
     return session, request, outputs
 
 
@@ -24,10 +24,10 @@ def others():
         session.generate([[3, 4]], 20)
 
     def failing_drafts(session):
-        session._run_alone = None
+        session.loop._run_alone = None
         with pytest.raises(TypeError):
             session.verify_draft({})
-        del session._run_alone
+        del session.loop._run_alone
 
     return [release, generate, failing_drafts]
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attn_ops.compat
 from graphs.capture.pool import capturing, is_invalidated
 
 __all__ = ["CaptureError", "Failure", "capturing", "diagnosing"]
@@ -26,6 +27,7 @@ __all__ = ["CaptureError", "Failure", "capturing", "diagnosing"]
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _GRAPHS = str(Path(__file__).parents[1]) + os.sep
 _CAPTURES = str(Path(__file__).parent) + os.sep
+_COMPAT = str(Path(attn_ops.compat.__file__).parent) + os.sep
 _PYTHON = str(Path(contextlib.__file__).parent) + os.sep
 _PASSED = ("failures", "graphs", "pieces", "pool", "recorder", "rerun", "segments", "whole")
 _CAPTURE = re.compile(r"captur", re.IGNORECASE)
@@ -205,7 +207,7 @@ def _second_run(error: Exception, again: Callable[[], object]) -> Watch | None:
 
 def _site(frames: list[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost frame of the model; where the step failed elsewhere, the innermost of ours."""
-    passed = (_TORCH, *_triton(), *(f"{_CAPTURES}{name}.py" for name in _PASSED))
+    passed = (_TORCH, _COMPAT, *_triton(), *(f"{_CAPTURES}{name}.py" for name in _PASSED))
     written = [f for f in frames if _is_written(f) and not f.filename.startswith(passed)]
     outside = [f for f in written if not f.filename.startswith(_GRAPHS)]
     return next(iter((outside or written)[-1:]), None)

@@ -1,68 +1,14 @@
-"""Captures that end whatever is raised in them, and the memory pool they share.
-
-An error inside a capture often invalidates it. In torch 2.11 `CUDAGraph.capture_end` then raises
-before it has tidied up: both allocators go on recording into the pool, so that no other graph can
-use it; random generators stay in capture mode, and draw nothing outside one; and the capture
-stream stays the current one. (PyTorch's pull requests 180395 and 171265 repair parts of this.)
-
-Python cannot reach all of that state, but `capture_end` can: so the invalidated capture is ended
-with the driver, an empty one begins in its place, and torch ends that without an error.
-"""
+"""Captures that end whatever is raised in them, and the memory pool they share."""
 
 import contextlib
-import ctypes
-import functools
 import gc
-import sys
-import warnings
 from collections.abc import Callable, Iterator
-from enum import IntEnum
 from typing import Any, ClassVar
 
 import torch
 
-
-class Status(IntEnum):
-    """What a stream does, in the driver's numbers."""
-
-    NONE = 0
-    ACTIVE = 1
-    INVALIDATED = 2
-
-
-class Driver:
-    """Calls of the CUDA driver that torch does not offer. Streams are handles."""
-
-    def __init__(self) -> None:
-        self._cuda: Any = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-    def status(self, stream: int) -> Status:
-        """Whether the stream is capturing; `torch.cuda` cannot tell a capture that is invalid."""
-        value = ctypes.c_int()
-        self._call("cuStreamIsCapturing", ctypes.c_void_p(stream), ctypes.byref(value))
-        return Status(value.value)
-
-    def begin(self, stream: int) -> None:
-        """Begin a capture that minds its own thread only."""
-        self._call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), ctypes.c_int(1))
-
-    def end(self, stream: int) -> None:
-        """End a capture, valid or not; what it recorded is dropped."""
-        graph = ctypes.c_void_p()
-        self._cuda.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
-        if graph.value:
-            self._call("cuGraphDestroy", graph)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._cuda, name)(*arguments)
-        if code:
-            raise RuntimeError(f"{name} of the CUDA driver returned {code}")
-
-
-@functools.cache
-def driver() -> Driver:
-    """The driver, loaded when it is first needed: there is none on a machine without a GPU."""
-    return Driver()
+from attn_ops.compat.cuda_driver import Status, driver
+from attn_ops.compat.failed_capture_until_2_16 import end_failed_capture
 
 
 def is_invalidated() -> bool:
@@ -110,38 +56,10 @@ def capturing(
             graph.capture_end()
         except BaseException as error:
             try:
-                _end_failed_capture(graph, stream)
+                end_failed_capture(graph, stream)
             except RuntimeError as lasting:  # the device is lost; what went before says why
                 error.add_note(f"The capture could not be ended: {lasting}")
             raise
-
-
-def _end_failed_capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
-    """End the capture that `graph.capture_begin` began on `stream`, in whatever state it is."""
-    handle = stream.cuda_stream
-    with torch.cuda.stream(stream), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the graph is empty
-        for _ in range(2):  # the first end fails where another stream has not joined again
-            if driver().status(handle) is Status.INVALIDATED:
-                driver().end(handle)
-            if driver().status(handle) is Status.NONE:
-                driver().begin(handle)
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-                break
-        if driver().status(handle) is not Status.NONE:
-            driver().end(handle)
-    graph.reset()
-    _forget_error(stream.device)
-
-
-def _forget_error(device: torch.device) -> None:
-    """The runtime keeps an error until it is asked for; the next launch would be blamed for it."""
-    for _ in range(2):
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=device)
-            torch.cuda.synchronize(device)
-            return
 
 
 class GraphPool:

@@ -11,9 +11,10 @@ import threading
 import pytest
 import torch
 
+from attn_ops.compat.cuda_driver import Status, driver
 from graphs.capture.addresses import AddressBook
 from graphs.capture.failures import CaptureError, Failure, diagnosing
-from graphs.capture.pool import GraphPool, Status, capturing, driver
+from graphs.capture.pool import GraphPool, capturing
 
 pytestmark = pytest.mark.gpu
 

@@ -20,9 +20,10 @@ from attn_ops import (
     attention_with_lse,
     get_backend,
 )
+from attn_ops.compat.cuda_driver import Status, driver
 from attn_ops.integrations.transformers import attention_specs, dynamic_batch
 from graphs.capture.pieces import PiecewiseGraph, record_parts
-from graphs.capture.pool import GraphPool, Status, driver
+from graphs.capture.pool import GraphPool
 from graphs.capture.segments import CUDASegments
 from tests.gpu.test_session import VOCAB, tiny_llama
 

@@ -5,13 +5,15 @@ tests/gpu/graphs/test_capture_failures.py has the same inside real captures.
 
 import contextlib
 import gc
+import traceback
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from graphs.capture import failures
+from attn_ops.compat.failed_capture_until_2_16 import end_failed_capture
+from graphs.capture import failures, pool
 from graphs.capture.failures import CaptureError, Failure, diagnosing
 from graphs.capture.memory import estimate
 
@@ -214,3 +216,16 @@ def test_files_that_lines_are_not_blamed_on_are_there():
     """A file that moves away would be named as the place of the error."""
     for name in failures._PASSED:
         assert Path(failures._CAPTURES, f"{name}.py").is_file(), name
+
+
+def test_work_arounds_are_not_the_models_lines():
+    """The repair of a failed capture is called by the capture: neither is where a model failed."""
+    frames = [
+        traceback.FrameSummary("/home/user/model.py", 7, "forward", line="x.item()"),
+        traceback.FrameSummary(pool.__file__, 1, "capturing", line="a"),
+        traceback.FrameSummary(end_failed_capture.__code__.co_filename, 2, "end", line="b"),
+    ]
+    for count in (1, 2, 3):
+        site = failures._site(frames[:count])
+        assert site is not None
+        assert site.filename == "/home/user/model.py"

@@ -13,20 +13,27 @@ CPU = torch.device("cpu")
 class DeviceConstants(Pass):
     """Replace a number's copy from the host by a fill on the device.
 
-    Gemma 3n's epsilon and sparsity are such numbers. A copy from memory that is not pinned
-    makes the host wait, which no CUDA graph can record. A fill is a constant for Inductor, which
-    does not round it to the tensor's dtype; so the number is rounded here, as `torch.tensor` does.
+    Gemma 3n's epsilon and sparsity are such numbers. A copy from memory that is not pinned makes
+    the host wait, which no CUDA graph can record. Inductor takes a fill for a constant and does not
+    round it to the tensor's dtype. So the number is rounded here, as `torch.tensor` does.
 
     Before::
 
-        epsilon = torch.tensor(1e-05); to = epsilon.to(device)
-        sparsity = torch.tensor(0.95, dtype=bfloat16, device=device)
+        x: cuda.f32[4]
+        epsilon = torch.tensor(1e-05); to = epsilon.to('cuda')
+        maximum = torch.maximum(x, to)
+        sparsity = torch.tensor(0.95, dtype=torch.bfloat16, device='cuda')
+        mul = maximum * sparsity
+        return mul
 
     After::
 
-        epsilon = torch.full((), 9.99999975e-06, dtype=float32, device=device)
-        to = epsilon.to(device)
-        sparsity = torch.full((), 0.94921875, dtype=bfloat16, device=device)
+        epsilon_1 = torch.full((), 9.999999747378752e-06, dtype=torch.float32, device='cuda')
+        to = epsilon_1.to('cuda')
+        maximum = torch.maximum(x, to)
+        sparsity_1 = torch.full((), 0.94921875, dtype=torch.bfloat16, device='cuda')
+        mul = maximum * sparsity_1
+        return mul
 
     Skipped when:
         - the number is used on the host, too;

@@ -30,18 +30,31 @@ class FastPrefill(Pass):
 
     Before::
 
-        q = linear(x, w_q); write_kv(k, v, kv_cache); out = attention(q, kv_cache, meta)
-        h = add(x, linear(out, w_o)); ...; y = getitem(h, (slice(None), logits_to_keep))
+        T: int; R: int; rows: i64[R]; slots: i64[T]; meta: AttentionMetadata
+        x: f32[T, 16]; k: f32[T, 2, 8]; v: f32[T, 2, 8]; kv_cache: f32[3, 2, 4, 2, 8]
+        w_q: f32[16, 16]; w_o: f32[16, 16]
+        q = F.linear(x, w_q); view = q.view(T, 2, 8)
+        attn_ops.write_kv(k, v, kv_cache, meta, slot_mapping=slots)
+        out = attn_ops.attention(view, kv_cache, meta, 0.25)
+        flat = out.flatten(1); o = F.linear(flat, w_o)
+        h = x + o
+        y = h[rows]
+        return y
 
     After::
 
-        x_R = index_select(x, 1, logits_to_keep); q = linear(x_R, w_q)
-        write_kv(k, v, kv_cache); out = attention(q, kv_cache, meta, logits_rows=True)
-        h = add(x_R, linear(out, w_o)); ...; y = h
+        index_select = torch.index_select(x, 0, rows)
+        q = F.linear(index_select, w_q); view = q.view(R, 2, 8)
+        attn_ops.write_kv(k, v, kv_cache, meta, slot_mapping=slots)
+        out = attn_ops.attention(view, kv_cache, meta, 0.25, logits_rows=True)
+        flat = out.flatten(1); o = F.linear(flat, w_o)
+        h = index_select + o
+        return h
 
-    `row_liveness` finds the region. Every value that enters it is gathered once, sizes inside are
-    the number of logits rows, and its attention reads the reduced batch. Keys and values are
-    computed and written for all rows, so that caches do not change by a bit.
+    `row_liveness` finds the region of nodes that only the logits rows need. Every value that enters
+    it is gathered once. Sizes inside are the number of logits rows, and attention inside reads the
+    reduced batch. Keys and values are computed and written for all rows, so caches do not change by
+    a bit.
 
     Skipped when:
         - no rows are selected by a tensor of indices, or by several;

@@ -15,17 +15,22 @@ class OutlineLayers(Pass):
 
     Before::
 
-        q = linear(x, layers_0_q); ...; y = add(x, o)
-        q_1 = linear(y, layers_1_q); ...; y_1 = add(y, o_1)
+        x: f32[3, 8]; w_0: f32[8, 8]; w_1: f32[8, 8]
+        linear = F.linear(x, w_0); relu = torch.relu(linear)  # layers.0
+        linear_1 = F.linear(relu, w_1); relu_1 = torch.relu(linear_1)  # layers.1
+        return relu_1
 
     After::
 
-        y = layer_0(x, layers_0_q, ...)[0]
-        y_1 = layer_0(y, layers_1_q, ...)[0]
+        def layer_0(in_0, in_1):
+            linear = F.linear(in_0, in_1); relu = torch.relu(linear)
+            return (relu,)
+        layer_0 = self.layer_0(x, w_0); getitem = layer_0[0]
+        layer_1 = self.layer_0(getitem, w_1); getitem_1 = layer_1[0]
+        return getitem_1
 
-    Layers are told apart by the module path that Dynamo records, and taken for equal when their
-    nodes, constants and input shapes are the same; weights and KV caches are inputs, so no layer
-    index is left (ARCHITECTURE 2.6).
+    Layers are told apart by the module path that Dynamo records. Two are equal if their nodes,
+    constants and input shapes are. Weights and KV caches are inputs, so no layer index is left.
 
     Skipped when:
         - fewer than two layers are equal;

@@ -12,19 +12,24 @@ _PURE = PRODUCTS | VIEWS
 class ShareProducts(Pass):
     """Merge equal matrix products, and the views that lead to them.
 
-    `attn_ops.integrations.merged.merge_projections` turns q, k, v (and gate, up) into
-    slices of one product; traced, every slice comes with its own copy of the product, and
-    this pass makes them one again.
+    `attn_ops.integrations.merged.merge_projections` makes q, k and v slices of one product, and
+    gate and up of another. Every slice is traced with a copy of its product. This pass leaves one.
 
     Before::
 
-        view = aten.view(x, [T, 64]); mm = aten.mm(view, w); q = aten.slice(mm, 1, 0, 64)
-        view_1 = aten.view(x, [T, 64]); mm_1 = aten.mm(view_1, w); k = aten.slice(mm_1, 1, 64, 96)
+        T: int; x: f32[1, T, 8]; w: f32[8, 12]
+        view = aten.view(x, [T, 8]); mm = aten.mm(view, w)
+        q = aten.slice.Tensor(mm, 1, 0, 8)
+        view_1 = aten.view(x, [T, 8]); mm_1 = aten.mm(view_1, w)
+        k = aten.slice.Tensor(mm_1, 1, 8, 12)
+        return (q, k)
 
     After::
 
-        view = aten.view(x, [T, 64]); mm = aten.mm(view, w)
-        q = aten.slice(mm, 1, 0, 64); k = aten.slice(mm, 1, 64, 96)
+        view = aten.view(x, [T, 8]); mm = aten.mm(view, w)
+        q = aten.slice.Tensor(mm, 1, 0, 8)
+        k = aten.slice.Tensor(mm, 1, 8, 12)
+        return (q, k)
 
     Skipped when:
         - the products differ in any argument.

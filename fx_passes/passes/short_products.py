@@ -32,24 +32,30 @@ class ShortProducts(Pass):
     """Replace a batched product whose sums have at most four terms by those sums.
 
     AltUp of Gemma 3n predicts four streams of hidden states by a product of [H, 4] and [4, 4] a
-    token: a kernel of a library that reads and writes all streams once more, and takes a fifth of a
-    layer. As a sum it belongs to the kernel that adds the streams.
+    token. A library's kernel reads and writes all streams once more for it, which takes a fifth of
+    a layer. Inductor computes a sum in the kernel that adds the streams.
 
     Before::
 
+        T: int; h: f32[T, 8, 2]; c: f32[T, 2, 2]
         bmm = aten.bmm(h, c)
+        return bmm
 
     After::
 
-        slice = aten.slice(h, 2, 0, 1); slice_1 = aten.slice(c, 1, 0, 1)
-        mul = aten.mul(slice, slice_1)
-        ...
-        add = aten.add(mul, mul_1); clone = aten.clone(add, memory_format=torch.contiguous_format)
+        slice_tensor = aten.slice.Tensor(h, 2, 0, 1); slice_tensor_1 = aten.slice.Tensor(c, 1, 0, 1)
+        mul_tensor = aten.mul.Tensor(slice_tensor, slice_tensor_1)
+        slice_tensor_2 = aten.slice.Tensor(h, 2, 1, 2)
+        slice_tensor_3 = aten.slice.Tensor(c, 1, 1, 2)
+        mul_tensor_1 = aten.mul.Tensor(slice_tensor_2, slice_tensor_3)
+        add_tensor = aten.add.Tensor(mul_tensor, mul_tensor_1)
+        clone_default = aten.clone(add_tensor, memory_format=torch.contiguous_format)
+        return clone_default
 
-    Sums are in float32 at least, as inside a product, and in the order of their terms; a sum of
-    zeros may be -0, a product's is +0. Like all that Inductor fuses, a sum is rounded to its dtype
-    only where it goes to memory: in float16, one that a product would make infinite may not be. The
-    clone has the strides of a product; Inductor copies nothing for it.
+    Sums are in float32 at least, as inside a product, and in the order of their terms. A sum of
+    zeros may be -0, a product's is +0. Inductor rounds a sum to its dtype only where it writes it
+    to memory. In float16 a sum may stay finite where a product would be infinite. The clone has the
+    strides of a product; Inductor copies nothing for it.
 
     Skipped when:
         - the number of terms, rows or columns changes, the result is no floating point number, or

@@ -30,18 +30,23 @@ class CollapseViews(Pass):
     Copies that change nothing are dropped.
 
     Model code takes a projection through slice, view and transpose before attention. Inductor
-    follows such a chain step by step, and a step that reshapes a strided tensor makes it guard on
-    more than one token (`_compute_stride`, torch 2.11 to 2.13), which costs a recompilation at the
-    first decode step of a batch of one. One view needs none.
+    follows such a chain step by step. A step that reshapes a strided tensor makes it guard on more
+    than one token (`_compute_stride`, torch 2.11 to 2.13). The first decode step of one request
+    then recompiles. One view needs no guard.
 
     Before::
 
-        slice = aten.slice(mm, 1, 64, 96); view = aten.view(slice, [1, T, 2, 16])
+        T: int; x: f32[T, 8]; w: f32[8, 12]
+        mm = aten.mm(x, w)
+        k = aten.slice.Tensor(mm, 1, 4, 8); view = aten.view(k, [1, T, 2, 2])
         permute = aten.permute(view, [0, 2, 1, 3])
+        return permute
 
     After::
 
-        as_strided = aten.as_strided(mm, [1, 2, T, 16], [1, 16, 128, 1], 64)
+        mm = aten.mm(x, w)
+        as_strided_default = aten.as_strided(mm, [1, 2, T, 2], [1, 2, 12, 1], 4)
+        return as_strided_default
 
     Skipped when:
         - the chain's shape or stride is neither a number nor a multiple of the row count;

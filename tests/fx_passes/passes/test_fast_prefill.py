@@ -241,6 +241,10 @@ class AuxiliaryHead(Plain):
         return self.head(h[:, logits_to_keep]), h.mean(1)
 
 
+ALL_ROWS = pytest.mark.skipped_when(FastPrefill, "something needs all rows of the last hidden")
+
+
+@ALL_ROWS
 @pytest.mark.parametrize("kind", [AllLogits, HandsOut, AuxiliaryHead])
 def test_skipped_when_all_rows_are_read(kind):
     refused(seeded(kind()), "is needed for all rows: all its rows are read")
@@ -269,6 +273,7 @@ class Mixes(Plain):
     ],
     ids=["cumsum", "flip", "roll", "experts", "count", "two T dims"],
 )
+@ALL_ROWS
 def test_skipped_when_an_operator_mixes_rows(mix, named):
     refused(seeded(Mixes(mix)), named)
 
@@ -320,6 +325,10 @@ class TwoTensors(Plain):
         return self.head(h[:, logits_to_keep]), self.head(h[:, other_rows])
 
 
+NOT_SELECTED = pytest.mark.skipped_when(FastPrefill, "no rows are selected by a tensor of indices")
+
+
+@NOT_SELECTED
 def test_skipped_when_no_tensor_selects():
     refused(seeded(SlicedByInt()), "no rows are selected by a tensor of indices")
 
@@ -335,17 +344,20 @@ def refused_at(model, match, **changes):
     assert any(match in reason for reason in record.skipped), record.skipped
 
 
+@NOT_SELECTED
 def test_skipped_when_several_tensors_select():
     rows = torch.tensor([0, 4])
     match = "rows are selected by several tensors: l_logits_to_keep_, l_other_rows_"
     refused_at(seeded(TwoTensors()), match, other_rows=rows)
 
 
+@pytest.mark.skipped_when(FastPrefill, "rows cannot be told apart")
 def test_skipped_when_as_many_rows_are_selected_as_there_are():
     """Of the first batch: the two sizes are then one to the compiler."""
     refused_at(seeded(Plain()), "cannot be told apart", logits_to_keep=torch.arange(9))
 
 
+@pytest.mark.skipped_when(FastPrefill, "training: an input requires grad")
 def test_skipped_when_training():
     model = seeded(Plain())
     model.head.requires_grad_(True)

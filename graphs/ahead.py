@@ -165,7 +165,7 @@ class DecodeLauncher:
         self._num_launched = 0
         requests = [s.request for s in scheduled]
         known = [len(request.token_ids) for request in requests]
-        return self._launched(captured, requests, known, num_steps)
+        return self._replay(captured, requests, known, num_steps)
 
     def may_follow(self, launched: LaunchedSteps) -> bool:
         """Whether the tensors hold what these steps leave, and the next can go on from there."""
@@ -175,13 +175,13 @@ class DecodeLauncher:
         """Launch the next steps of the same requests before the tokens of these are read."""
         assert self.may_follow(launched), "nothing came in between"
         known = [number + launched.num_steps for number in launched.num_known]
-        return self._launched(launched.captured, launched.requests, known, num_steps)
+        return self._replay(launched.captured, launched.requests, known, num_steps)
 
     def invalidate(self) -> None:
         """The tensors hold nobody's next step: the next launch fills them."""
         self._resident = None
 
-    def _launched(
+    def _replay(
         self, captured: CapturedStep, requests: list[Request], known: list[int], num_steps: int
     ) -> LaunchedSteps:
         """If a replay is refused, those before it are dropped: the next launch fills anew."""

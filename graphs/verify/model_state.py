@@ -102,7 +102,7 @@ class ModelState:
         self._contract.check()
         changed = {text.partition(" is ")[0] for text in self._changes()}
         kept = {n for n in changed if n.endswith(".training") or n.startswith("weights.")}
-        self._own |= changed - kept
+        self._own = self._own | (changed - kept)  # another set: an interrupt brings the old back
         self._remember()
 
     def _check_globals(self) -> None:

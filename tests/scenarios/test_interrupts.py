@@ -3,11 +3,11 @@
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 import contextlib
 import random
-import sys
 
 import pytest
 import torch
 
+from tests.kit.interrupts import Interrupt
 from tests.kit.sessions import PROMPTS, captured_lazily, drain, is_empty, make_session, uncaptured
 
 PENALIZED = {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}
@@ -20,41 +20,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-class Interrupt:
-    """Raises at the n-th line that runs in the session's own files."""
-
-    NAMES = (
-        "session loop ahead compilation runner requests/requests requests/scheduler "
-        "requests/stream step/tensors verify/model_state"
-    )
-    FILES = (*(f"graphs/{name}.py" for name in NAMES.split()), "attn_ops/kv_cache.py")
-
-    def __init__(self, at: int) -> None:
-        self.at, self.num_lines = at, 0
-        self.seen: set[str] = set()
-
-    def __call__(self, frame, event, argument):
-        found = [name for name in self.FILES if frame.f_code.co_filename.endswith(name)]
-        self.seen.update(found)
-        return self.line if found else None
-
-    def line(self, frame, event, argument):
-        if event == "line":
-            self.num_lines += 1
-            if self.num_lines == self.at:
-                raise KeyboardInterrupt
-        return self.line
-
-    def during(self, run):
-        sys.settrace(self)
-        try:
-            return run()
-        except KeyboardInterrupt:
-            return []
-        finally:
-            sys.settrace(None)
 
 
 @pytest.mark.parametrize("sampling", [{}, PENALIZED])
@@ -72,7 +37,7 @@ def test_interrupted_anywhere(model, sampling):
     while session.num_unfinished:
         count.during(session.step)
     assert count.num_lines > 4500  # code that moves to another file is missed here
-    assert count.seen == set(Interrupt.FILES)  # and so is a file that moves
+    assert count.seen == set(count.files)  # and so is a file that moves
     for at in random.Random(0).sample(range(1, count.num_lines), 20):
         session, ids = begun()
         interrupt, outputs = Interrupt(at), []

@@ -1,6 +1,8 @@
 """What may change of a model while a session lives: what is refused, taken and undone."""
 
+import contextlib
 import copy
+import random
 import threading
 
 import pytest
@@ -10,7 +12,8 @@ from torch import nn
 from attn_ops.integrations.merged import merge_projections
 from attn_ops.integrations.transformers import dynamic_batch
 from graphs.app.parity import Reference
-from tests.kit.sessions import chunked, refuses
+from tests.kit.interrupts import Interrupt
+from tests.kit.sessions import chunked, drain, refuses
 
 PROMPTS = [[5, 9, 3], list(range(20)), [60]]
 
@@ -135,6 +138,77 @@ def test_a_change_that_is_undone(model, debug, decode_steps, num_steps):
     while session.num_unfinished:
         session.step()
     assert session.result(request).token_ids == wanted
+
+
+def scale(model):
+    model.model.layers[0].self_attn.scaling = 0.9
+
+
+def add_the_mean(model):
+    model.model.norm.register_forward_hook(lambda *a: a[2] + a[2].mean(1, True))
+
+
+def counted(session) -> list[int]:
+    """An entry for each check of the contract that has come to an end without an error."""
+    done, check = [], session.state._contract.check
+
+    def counting():
+        check()
+        done.append(1)
+
+    session.state._contract.check = counting
+    return done
+
+
+@pytest.mark.parametrize("change", [scale, add_the_mean])
+def test_an_interrupt_leaves_a_change_unchecked(model, change):
+    """Between any two lines of a check: the next one looks again, and takes or refuses it."""
+    model.model.layers[1].register_forward_hook(  # sets an attribute in its own forward
+        lambda module, *a: setattr(module, "calls", getattr(module, "calls", 0) + 1)
+    )
+    session = chunked(model)
+    state, unchanged = session.state, dict(vars(session.state))
+    change(model)
+    count = Interrupt(0, ("verify/model_state.py",))
+    with contextlib.suppress(ValueError):
+        count.during(state.check)
+    assert count.num_lines > 500
+    contract = counted(session)
+    for at in random.Random(0).sample(range(1, count.num_lines), 25):
+        vars(state).update(unchanged)
+        contract.clear()
+        with contextlib.suppress(ValueError):
+            Interrupt(at, count.files).during(state.check)
+        if change is scale:
+            assert state.check(), at  # graphs are older than the model
+            assert contract, at
+        else:
+            with pytest.raises(ValueError, match=r"must stay where they were, got .*hook"):
+                state.check()
+            assert not contract, at
+
+
+@pytest.mark.parametrize("debug", [None, "eager_replay"])
+def test_a_step_that_is_interrupted_while_it_checks_a_change(model, debug):
+    """It launches nothing; the next step checks the change, and draws the changed model's token."""
+    session = chunked(model, debug=debug)
+    session.generate(PROMPTS, 3)
+    graphs = list(session.graphs or ())
+    scale(model)
+    wanted = Reference(model).generate(PROMPTS[1], 6)[0]
+    request, check = session.add(PROMPTS[1], 6), session.state._contract.check
+
+    def interrupted():
+        session.state._contract.check = check
+        raise KeyboardInterrupt
+
+    session.state._contract.check = interrupted
+    steps = dict(session.num_steps)
+    with pytest.raises(KeyboardInterrupt):
+        session.step()
+    assert session.num_steps == steps
+    assert drain(session)[request] == wanted
+    assert not set(graphs) & set(session.graphs or ())
 
 
 def test_weights_change_in_place(model):

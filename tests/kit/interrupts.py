@@ -1,0 +1,59 @@
+"""Interrupts at any line of chosen files."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+SESSION = tuple(
+    f"graphs/{name}.py"
+    for name in (
+        "session",
+        "loop",
+        "ahead",
+        "compilation",
+        "runner",
+        "requests/requests",
+        "requests/scheduler",
+        "requests/stream",
+        "step/tensors",
+        "verify/model_state",
+    )
+)
+"""What a step of a session runs on the host, but for capture."""
+
+
+class Interrupt:
+    """Raises at the n-th line that runs in some files; 0: counts them only.
+
+    Attributes:
+        num_lines: that have run.
+        seen: files of which a function has run.
+    """
+
+    def __init__(
+        self, at: int, files: tuple[str, ...] = (*SESSION, "attn_ops/kv_cache.py")
+    ) -> None:
+        self.at, self.files, self.num_lines = at, files, 0
+        self.seen: set[str] = set()
+
+    def __call__(self, frame, event, argument):
+        found = [name for name in self.files if frame.f_code.co_filename.endswith(name)]
+        self.seen.update(found)
+        return self.line if found else None
+
+    def line(self, frame, event, argument):
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines == self.at:
+                raise KeyboardInterrupt
+        return self.line
+
+    def during(self, run: Callable[[], Any]) -> Any:
+        """What `run` returns; an empty list where it is interrupted."""
+        sys.settrace(self)
+        try:
+            return run()
+        except KeyboardInterrupt:
+            return []
+        finally:
+            sys.settrace(None)

@@ -26,7 +26,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch
 
 from benchmarks.programs.draw import Program, drawn
-from benchmarks.programs.drive import AS_GENERATE, Outcome, run
+from benchmarks.programs.drive import Outcome, run
+from benchmarks.programs.judge import AS_GENERATE
 
 MAX_ATTEMPTS = 20
 """Programs drawn for one number until one has a truth."""

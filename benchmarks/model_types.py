@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds a type may take")
     parser.add_argument("--out", type=Path, help="write the outcomes there, as JSON")
     args = parser.parse_args()
-    known = _prepare()
+    known = prepared_types()
     types = args.types or known
     if unknown := set(types) - set(known):
         parser.error(f"--types must be causal model types, got {', '.join(sorted(unknown))}")
@@ -69,7 +69,7 @@ def main() -> None:
     raise SystemExit(any(o.kind == "wrong" for o in outcomes))
 
 
-def _prepare() -> list[str]:
+def prepared_types() -> list[str]:
     """Import once what every child needs; the causal types that Transformers knows."""
     import torch
     import transformers

@@ -8,8 +8,7 @@ pytest.importorskip("transformers")
 
 from attn_ops.integrations.transformers import Contract
 from benchmarks.model_type_run import Options
-from benchmarks.model_types import _prepare as prepare_types
-from benchmarks.model_types import run_all
+from benchmarks.model_types import prepared_types, run_all
 from benchmarks.programs.draw import drawn
 from benchmarks.programs.drive import run
 
@@ -19,7 +18,7 @@ REFUSED = ["diffllama", "hrm_text", "mvp", "xglm", "qwen2_moe", "phimoe", "trocr
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 def test_model_types_are_equal_or_refused():
-    known = prepare_types()
+    known = prepared_types()
     types = [name for name in (*EQUAL, *REFUSED) if name in known]
     outcomes = {o.model_type: o.kind for o in run_all(types, Options(), jobs=2, timeout=120)}
     wanted = {name: "equal" if name in EQUAL else "refused" for name in types}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
+from attn_ops.metadata.features import FeatureArguments, spec_fields
 from attn_ops.ops import attention, write_kv
 
 
@@ -95,11 +96,9 @@ class Attention(nn.Module):
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             dtype=dtype,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
             kv_cache_dtype=kv_cache_dtype,
-            sinks=self.sinks is not None,
             attention_chunk_size=self.attention_chunk_size,
+            **spec_fields(self._features()),
         )
         if self.kv_sharing_target is not None:
             _check_equal(spec, self.kv_sharing_target.spec(dtype, kv_cache_dtype))
@@ -146,13 +145,19 @@ class Attention(nn.Module):
             kv_cache,
             attn_metadata,
             self.scale,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
             attention_chunk_size=self.attention_chunk_size,
             causal=True,
+            **self._features(),
             **stored,
         )
+
+    def _features(self) -> FeatureArguments:
+        """What the layer asks for, as the operators take it."""
+        return {
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
+            "sinks": self.sinks,
+        }
 
     def _check(
         self,

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from attn_ops.backends import Backend, backend_names, get_backend
+from attn_ops.metadata.features import FEATURES
 
 BEGIN, END = "<!-- support-table:begin -->", "<!-- support-table:end -->"
 
@@ -21,10 +22,7 @@ COLUMNS = (
     "head sizes",
     "block sizes",
     "KV cache",
-    "sliding window",
-    "soft cap",
-    "ALiBi",
-    "sinks",
+    *(feature.title for feature in FEATURES),
     "non-causal",
     "log-sum-exp",
     "no cache",
@@ -74,10 +72,7 @@ def update(text: str) -> str:
 def _cells(backend: Backend) -> tuple[str, ...]:
     support = backend.support
     able_to = (
-        support.sliding_window,
-        support.soft_cap,
-        support.alibi,
-        support.sinks,
+        *(getattr(support, feature.declared) for feature in FEATURES),
         support.non_causal,
         support.lse,
         backend.varlen is not None,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from attn_ops import AttentionOptions, attention, get_backend
-from attn_ops.ops.attention import attend, batch_of
-from attn_ops.ops.checks import check_attention_inputs
+from attn_ops.ops.attention import attend
+from attn_ops.ops.checks import layer_of
 from benchmarks.fuzz_cases import Case, Geometry, draw_case, geometries_of
 from benchmarks.fuzz_inputs import Inputs, make_inputs
 from benchmarks.fuzz_oracle import oracle
@@ -98,9 +98,7 @@ def _call(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None
     options = dict(inputs.options)
     chunk = options.pop("attention_chunk_size", None)
     asked = AttentionOptions(scale, **options, lse=inputs.lse.tensor)
-    meta = batch_of(meta, chunk, asked)
-    check_attention_inputs(q, cache, meta, asked)
-    out = attend(q, cache, meta, asked)
+    out = attend(layer_of(q, cache, meta, asked, chunk), q, cache, asked)
     lse = inputs.lse.tensor.clone()
     inputs.lse.tensor.copy_(inputs.lse.remembered())  # what is left to differ is around it
     inputs.watched["around lse"] = (inputs.lse.bytes, inputs.lse.before)

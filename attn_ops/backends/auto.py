@@ -25,6 +25,7 @@ from attn_ops.metadata import (
     AttentionMetadataBuilder,
     AttentionSpec,
     CommonAttentionMetadata,
+    LogitsRows,
 )
 
 DECODE, OTHER = "TRITON", "FLASH_ATTN"
@@ -72,17 +73,18 @@ class AutoMetadataBuilder(AttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> AttentionMetadata:
         builder = self._builder(common_attn_metadata)
-        metadata = builder.build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata.reduce = self.build_logits_rows  # by the backend that is best for few rows
-        return metadata
+        return self._own(builder.build(common_prefix_len, common_attn_metadata, fast_build))
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> AttentionMetadata:
         builder = self._builder(common_attn_metadata)
-        metadata = builder.build_for_cudagraph_capture(common_attn_metadata)
-        metadata.reduce = self.build_logits_rows
-        return metadata
+        return self._own(builder.build_for_cudagraph_capture(common_attn_metadata))
+
+    def _own(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Logits rows of it are reduced for the backend that is best for few rows."""
+        rows = LogitsRows(self.build_logits_rows)
+        return metadata.replace(views=dataclasses.replace(metadata.views, logits_rows=rows))
 
 
 def forward(

@@ -27,6 +27,7 @@ from attn_ops.metadata import (
     AttentionSpec,
     CommonAttentionMetadata,
 )
+from attn_ops.metadata.features import FEATURES, PER_HEAD
 
 ROUNDS = {"cuda": 20, "cpu": 3}
 
@@ -131,19 +132,13 @@ def make_layers(
 
 def layer_options(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
     """Keywords of the operator that make a layer of geometry `spec`."""
-    options: dict[str, Any] = {
-        "sliding_window": spec.sliding_window,
-        "soft_cap": spec.soft_cap,
-        "kv_cache_dtype": spec.kv_cache_dtype,
-    }
+    options: dict[str, Any] = {f.name: getattr(spec, f.declared) for f in FEATURES}
+    options["kv_cache_dtype"] = spec.kv_cache_dtype
     if spec.attention_chunk_size is not None:
         options["attention_chunk_size"] = spec.attention_chunk_size
-    if spec.alibi:
-        slopes = torch.arange(1, spec.num_heads + 1, dtype=torch.float32, device=device)
-        options["alibi_slopes"] = torch.exp2(-8 * slopes / spec.num_heads)
-    if spec.sinks:
-        options["sinks"] = torch.zeros(spec.num_heads, dtype=torch.float32, device=device)
-    return options
+    head_N = torch.arange(1, spec.num_heads + 1, dtype=torch.float32, device=device)
+    small_N = torch.exp2(-8 * head_N / spec.num_heads)  # values do not change how long it takes
+    return options | {f.name: small_N if options[f.name] else None for f in PER_HEAD}
 
 
 def quantizes_query(support: Support, spec: AttentionSpec) -> bool:

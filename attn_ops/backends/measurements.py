@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.backends.base import Backend
+from attn_ops.backends.base import OWN_MASK, Backend
 from attn_ops.backends.measure import (
     Lengths,
     Measurement,
@@ -28,7 +28,6 @@ from attn_ops.backends.measure import (
     measure,
     quantizes_query,
 )
-from attn_ops.backends.registry import OWN_MASK
 from attn_ops.metadata import AttentionSpec
 
 LIBRARIES = (

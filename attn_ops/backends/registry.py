@@ -5,15 +5,14 @@ import importlib
 import os
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from attn_ops.backends.base import Backend
+from attn_ops.backends.base import OWN_MASK, Backend
+from attn_ops.backends.measure import Shape
+from attn_ops.backends.measurements import choose
 from attn_ops.metadata import AttentionSpec
-
-if TYPE_CHECKING:
-    from attn_ops.backends.measure import Shape
 
 _BUILT_IN = {
     "AUTO": "attn_ops.backends.auto",
@@ -30,8 +29,6 @@ _BUILT_IN = {
 _registered: dict[str, Backend] = {}
 
 ENTRY_POINT_GROUP = "attn_ops.backends"
-
-OWN_MASK = "its mask is its own; ask for it by name"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +80,7 @@ def select_backend(
     device: torch.device | str,
     backend: str | None = None,
     measure: bool = False,
-    shapes: "Sequence[Shape] | None" = None,
+    shapes: Sequence[Shape] | None = None,
     measurements: str | os.PathLike[str] | None = None,
 ) -> Selection:
     """Choose the backend for a model's layers.
@@ -140,8 +137,6 @@ def select_backend(
 
 def _fastest(usable: list[str], *arguments: Any) -> tuple[str, str, dict[str, str]]:
     """The backend that `measurements.choose` finds, why, and the reasons against the others."""
-    from attn_ops.backends.measurements import choose
-
     choice = choose([get_backend(name) for name in usable], *arguments)
     return choice.name, choice.why, choice.reasons_against
 

@@ -1,7 +1,7 @@
 """TORCH's fast path on a CPU: `scaled_dot_product_attention` for requests of like lengths at once.
 
-Takes float32, float16 and bfloat16 with windows, ALiBi, FP8 caches and non-causal batches. Soft
-cap, sinks, the log-sum-exp, float64 and other devices stay with `torch_backend`'s reference.
+Takes float32, float16 and bfloat16 with windows, ALiBi, FP8 caches and non-causal batches. All
+else stays with `torch_backend`'s reference: other features and devices, float64, the log-sum-exp.
 
 Requests of one query length whose keys are about as many make a bucket. Their keys are gathered by
 the block table in one indexed read and rows without a token zeroed: a weight of zero times NaN is
@@ -38,9 +38,8 @@ def takes(q: torch.Tensor, options: AttentionOptions) -> bool:
     return (
         q.device.type == "cpu"
         and q.dtype != torch.float64
-        and options.soft_cap is None
-        and options.sinks is None
         and options.lse is None
+        and options.has_only("sliding_window", "alibi_slopes")
     )
 
 

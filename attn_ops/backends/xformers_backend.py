@@ -46,6 +46,7 @@ from attn_ops.metadata import (
     AttentionMetadataBuilder,
     AttentionSpec,
     CommonAttentionMetadata,
+    Views,
 )
 
 OLDEST = (0, 0, 35)
@@ -103,26 +104,29 @@ class XFormersMetadataBuilder(AttentionMetadataBuilder):
     reorder_batch_threshold: int | None = 1
 
     def _planned(
-        self, specs: Sequence[AttentionSpec], common: CommonAttentionMetadata
+        self,
+        specs: Sequence[AttentionSpec],
+        common: CommonAttentionMetadata,
+        views: Views | None = None,
     ) -> AttentionMetadata:
-        metadata = AttentionMetadata(common, self.backend, block_size=self.block_size)
-        for spec in specs:
-            able = is_able(spec.head_size, spec.sliding_window, spec.soft_cap)
-            plan_of(metadata, able, self.block_size)
-        return metadata
+        """A plan for layers that xFormers is able to take, and one for all others."""
+        plans = {able: make_plan(able, common, self.block_size) for able in {*map(is_able, specs)}}
+        return AttentionMetadata(common, self.backend, plans, self.block_size, views=views)
 
 
-def is_able(head_size: int, sliding_window: int | None, soft_cap: float | None) -> bool:
+def is_able(spec: AttentionSpec) -> bool:
     """Whether xFormers' operator can take any query of such a layer."""
-    return sliding_window is None and soft_cap is None and head_size in HEAD_SIZES
+    plain = spec.sliding_window is None and spec.soft_cap is None
+    return plain and spec.head_size in HEAD_SIZES
 
 
-def plan_of(meta: AttentionMetadata, able: bool, block_size: int) -> Plan:
-    """The step's plan for all layers that xFormers is able to take, or for all others."""
-    plans: dict[Any, Any] = meta.plans
-    if able not in plans:
-        plans[able] = make_plan(able, meta.common, block_size)
-    return plans[able]
+def plan_of(meta: AttentionMetadata, spec: AttentionSpec) -> Plan:
+    """The plan of layers of geometry `spec`; made now, where the builder was given none like it."""
+    able, block_size = is_able(spec), meta.block_size
+    if able in meta.plans:
+        return meta.plans[able]
+    assert block_size is not None, "the builder gives it"
+    return meta.once(("plan", able), lambda: make_plan(able, meta.common, block_size))
 
 
 def make_plan(able: bool, common: CommonAttentionMetadata, block_size: int) -> Plan:
@@ -179,7 +183,11 @@ def _behind(common: CommonAttentionMetadata, first: int, rows: int) -> CommonAtt
 
 
 def forward(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+    plan: Plan | None = None,
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H].
 
@@ -189,8 +197,8 @@ def forward(
     for name, x in (("q", q), ("kv_cache", kv_cache)):
         if x.stride(-1) != 1:
             raise ValueError(f"stride of {name}'s last dimension must be 1, got {x.stride(-1)}")
-    able = is_able(q.shape[2], options.sliding_window, options.soft_cap)
-    plan = plan_of(meta, able, kv_cache.shape[2])
+    if plan is None:
+        plan = plan_of(meta, options.spec(q, kv_cache, meta.common.causal))
     rows = plan.num_rows
     if rows == 0:
         return _by_triton(q, kv_cache, meta.common, options)
@@ -347,4 +355,5 @@ BACKEND = Backend(
     builder=XFormersMetadataBuilder,
     forward=forward,
     unavailable=unavailable,
+    plan_of=plan_of,
 )

@@ -9,12 +9,14 @@ Nothing here reads device memory, except `validate` when asked to.
 from attn_ops.metadata.advance import advance_step
 from attn_ops.metadata.attention import (
     METADATA_TYPE,
-    AttentionCGSupport,
     AttentionMetadata,
-    AttentionMetadataBuilder,
+    Layer,
+    LogitsRows,
     M,
+    Views,
 )
 from attn_ops.metadata.buffers import MetadataBuffers
+from attn_ops.metadata.builder import AttentionMetadataBuilder
 from attn_ops.metadata.cache_layout import (
     KVCacheLayoutType,
     get_kv_cache_layout,
@@ -27,13 +29,19 @@ from attn_ops.metadata.chunked_local import (
 )
 from attn_ops.metadata.common import CommonAttentionMetadata
 from attn_ops.metadata.fast_prefill import make_kv_sharing_fast_prefill_common_attn_metadata
+from attn_ops.metadata.features import (
+    KV_CACHE_DTYPES,
+    AttentionCGSupport,
+    AttentionOptions,
+    AttentionSpec,
+    Support,
+)
 from attn_ops.metadata.positions import (
     PAD_SLOT_ID,
     positions_and_slots,
     positions_of_step,
     slots_of_step,
 )
-from attn_ops.metadata.spec import KV_CACHE_DTYPES, AttentionSpec
 from attn_ops.metadata.splits import split_decodes_and_prefills
 from attn_ops.metadata.vllm_names.causal_conv1d import compute_causal_conv1d_metadata
 from attn_ops.metadata.vllm_names.derived_backends import (
@@ -69,14 +77,19 @@ __all__ = [
     "AttentionCGSupport",
     "AttentionMetadata",
     "AttentionMetadataBuilder",
+    "AttentionOptions",
     "AttentionSpec",
     "CommonAttentionMetadata",
     "KVCacheLayoutType",
     "KVSharingFastPrefillMetadata",
+    "Layer",
+    "LogitsRows",
     "M",
     "MetadataBuffers",
     "PerLayerParameters",
+    "Support",
     "UBatchSlice",
+    "Views",
     "_make_metadata_with_slice",
     "advance_step",
     "compute_causal_conv1d_metadata",

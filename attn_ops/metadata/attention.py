@@ -1,49 +1,132 @@
-"""The batch as one backend reads it: an opaque graph input, and its builder, called once a step."""
+"""The batch as one backend reads it: an opaque graph input that a builder makes once a step.
+
+T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
+"""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from attn_ops.compat.opaque_until_2_15 import OpaqueBase, register_opaque_reference
-from attn_ops.metadata.chunked_local import make_local_attention_virtual_batches
 from attn_ops.metadata.common import CommonAttentionMetadata
-from attn_ops.metadata.fast_prefill import (
-    all_rows_are_logits_rows,
-    make_kv_sharing_fast_prefill_common_attn_metadata,
-    with_known_logits_rows,
+from attn_ops.metadata.fast_prefill import all_rows_are_logits_rows
+from attn_ops.metadata.features import (
+    AttentionOptions,
+    AttentionSpec,
+    Feature,
+    Support,
+    options_key,
 )
-from attn_ops.metadata.shared_prefix import split_shared_prefix
-from attn_ops.metadata.spec import AttentionSpec
-from attn_ops.metadata.vllm_names.cascade import cascade_pays
-from attn_ops.metadata.vllm_names.reorder import (
-    InputBatch,
-    SchedulerOutput,
-    reorder_batch_to_split_decodes_and_prefills,
-)
-
-if TYPE_CHECKING:
-    from attn_ops.backends.base import Backend
-    from attn_ops.backends.grouped.builder import Groups
 
 M = TypeVar("M")
 """A backend's metadata."""
 
+T = TypeVar("T")
 
-class AttentionCGSupport(Enum):
-    """Which batches a backend can take inside a captured CUDA graph."""
 
-    ALWAYS = 3
-    """Any batch, prefill and decode mixed."""
-    UNIFORM_BATCH = 2
-    """Batches in which every query has the same length."""
-    UNIFORM_SINGLE_TOKEN_DECODE = 1
-    """Batches in which every query is one token."""
-    NEVER = 0
-    """None."""
+class AttentionBackend(Protocol):
+    """What a step asks of its backend; `attn_ops.backends.Backend` answers it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def support(self) -> Support: ...
+
+    @property
+    def forward(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    def varlen(self) -> Callable[..., torch.Tensor] | None: ...
+
+    def resolve(
+        self,
+        meta: "AttentionMetadata",
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        options: AttentionOptions,
+    ) -> "Layer":
+        """Check a call and find what computes it.
+
+        Raises:
+            ValueError: tensors and batch do not fit, or the backend does not support the call.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Layer:
+    """What computes layers of one geometry over a step. The first call found and checked it."""
+
+    meta: "AttentionMetadata"  # the batch as the layer sees it, and the backend that attends
+    plan: Any = None  # what the backend's `plan_of` gives; None: nothing
+    cascade: "tuple[AttentionMetadata, AttentionMetadata] | None" = None  # prefix and rest; or None
+    per_head: tuple[Feature, ...] = ()  # that the layer has; their tensors differ by layer
+
+    def attend(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """The backend's forward: q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H]."""
+        meta = self.meta
+        if self.plan is None:
+            return meta.backend.forward(q, kv_cache, meta, options)
+        return meta.backend.forward(q, kv_cache, meta, options, self.plan)
+
+
+class LogitsRows:
+    """A step reduced to the rows whose logits are wanted.
+
+    Args:
+        reduce: makes the metadata of the reduced batch; None: nobody can.
+
+    Attributes:
+        metadata: of the reduced batch; None: no layer has asked for it.
+    """
+
+    def __init__(
+        self, reduce: "Callable[[CommonAttentionMetadata], AttentionMetadata] | None" = None
+    ) -> None:
+        self._reduce = reduce
+        self.metadata: AttentionMetadata | None = None
+
+    def of(self, step: "AttentionMetadata") -> "AttentionMetadata":
+        """The reduced metadata of `step`, made when first asked for; itself if all rows count.
+
+        Raises:
+            ValueError: the batch does not say which rows those are, or is not to be reduced.
+        """
+        if self.metadata is None:
+            self.metadata = self._made(step)
+        return self.metadata
+
+    def _made(self, step: "AttentionMetadata") -> "AttentionMetadata":
+        if not step.common.causal:
+            raise ValueError("common.causal must be True where logits rows attend, got False")
+        if all_rows_are_logits_rows(step.common):
+            return step
+        if self._reduce is None:
+            raise ValueError(
+                f"attn_metadata must come from build() of backend {step.backend.name}'s builder "
+                "for a model with fast prefill, got metadata without a way to reduce it"
+            )
+        return self._reduce(step.common)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Views:
+    """A step as some of its layers see it. The builder makes them with the metadata."""
+
+    # Virtual batches for layers of chunked local attention, by chunk size.
+    chunked: "Mapping[int, AttentionMetadata]" = dataclasses.field(default_factory=dict)
+    # Attention over the prefix that all requests share, and over the rest; None: none is shared.
+    cascade: "tuple[AttentionMetadata, AttentionMetadata] | None" = None
+    # Of a grouped backend, by the name of the group's.
+    groups: "Mapping[str, AttentionMetadata]" = dataclasses.field(default_factory=dict)
+    # Groups whose metadata was prepared for a capture, on the host.
+    prepared: tuple[str, ...] = ()
+    logits_rows: LogitsRows = dataclasses.field(default_factory=LogitsRows)
 
 
 class AttentionMetadata(OpaqueBase):
@@ -54,35 +137,110 @@ class AttentionMetadata(OpaqueBase):
         backend: the backend whose kernels run; `attn_ops::attention` calls its `forward`.
         block_size: tokens a block holds, where known; the operators refuse a cache of another.
         paged: False: a batch without a KV cache, whose block table says nothing.
-        plans: what the backend computed once for the step, by layer geometry.
-        chunked: the step's virtual batches for layers of chunked local attention, by chunk size.
-        cascade: the same step as attention over the prefix that all requests share and over what
-            is behind it; None: no prefix is shared.
-        groups: what a grouped backend keeps of its groups; None: one backend for all layers.
-        reduce: makes the metadata of `logits_rows`; None: its builder cannot.
+        plans: what the builder planned, by layer geometry or a part of it; a grouped backend's:
+            the metadata of the geometry's group.
+        views: the step as some of its layers see it.
 
     Dynamo of torch 2.11 takes no subclass where an operator's schema names this class.
     """
 
+    # These two hold no tensor of the step. As slots they are left out of `vars`, along which
+    # tensors' addresses are compared before every replay.
+    __slots__ = ("_found", "backend")
+
     def __init__(
         self,
         common: CommonAttentionMetadata,
-        backend: "Backend",
-        plans: dict[AttentionSpec, Any] | None = None,
+        backend: AttentionBackend,
+        plans: Mapping[Any, Any] | None = None,
         block_size: int | None = None,
         paged: bool = True,
+        views: Views | None = None,
     ) -> None:
         self.common = common
         self.backend = backend
-        self.plans = plans or {}
+        self.plans: dict[Any, Any] = {} if plans is None else dict(plans)
         self.block_size = block_size
         self.paged = paged
-        self.chunked: dict[int, AttentionMetadata] = {}
-        self.cascade: tuple[AttentionMetadata, AttentionMetadata] | None = None
-        self.groups: Groups | None = None
-        self.reduce: Callable[[CommonAttentionMetadata], AttentionMetadata] | None = None
-        self._logits_rows: AttentionMetadata | None = None
-        self.supported: set[tuple] = set()  # configurations that the backend was found to support
+        self.views = Views() if views is None else views
+        self._found: dict[Hashable, Any] = {}
+
+    def layer(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        options: AttentionOptions,
+        attention_chunk_size: int | None = None,
+    ) -> Layer:
+        """What computes a call, and that it may be computed: asked in full once a geometry.
+
+        Found by plain values: to make and hash an `AttentionSpec` takes as long as a small kernel.
+
+        Raises:
+            ValueError: tensors and batch do not fit, or the backend does not support the call.
+        """
+        common = self.common
+        key = (
+            q.shape,
+            q.dtype,
+            q.get_device(),
+            kv_cache.shape,
+            kv_cache.dtype,
+            kv_cache.get_device(),
+            common.num_actual_tokens,
+            common.causal,
+            attention_chunk_size,
+            options_key(options),
+        )
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._resolved(q, kv_cache, options, attention_chunk_size)
+        return found
+
+    def _resolved(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        options: AttentionOptions,
+        attention_chunk_size: int | None,
+    ) -> Layer:
+        if attention_chunk_size is None:
+            return self.backend.resolve(self, q, kv_cache, options)
+        return self._virtual(attention_chunk_size, options).layer(q, kv_cache, options)
+
+    def _virtual(self, chunk: int, options: AttentionOptions) -> "AttentionMetadata":
+        """The virtual batches for layers of chunked local attention."""
+        for name in ("sliding_window", "alibi_slopes"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"{name} must be None with attention_chunk_size, got a value")
+        if chunk not in self.views.chunked:
+            known = ", ".join(map(str, sorted(self.views.chunked))) or "none"
+            raise ValueError(
+                "attention_chunk_size must be that of a spec which the metadata's builder was "
+                f"given, got {chunk}; supported: {known}"
+            )
+        return self.views.chunked[chunk]
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made by the first of the step's calls that asks for `key`."""
+        if key not in self._found:
+            self._found[key] = make()
+        return self._found[key]
+
+    def planned(self, spec: AttentionSpec) -> Any:
+        """What was planned for layers of geometry `spec`; None: nothing.
+
+        Layers are as causal as the batch, whatever the spec says that the builder was given.
+        """
+        found = self.plans.get(spec)
+        if found is None:
+            found = self.plans.get(dataclasses.replace(spec, causal=not spec.causal))
+        return found
+
+    def replace(self, **changes: Any) -> "AttentionMetadata":
+        """A copy with other `views`, `backend` or any other argument of the class."""
+        names = ("common", "backend", "plans", "block_size", "paged", "views")
+        return AttentionMetadata(**{n: getattr(self, n) for n in names} | changes)
 
     def logits_rows(self, num_rows: int) -> "AttentionMetadata":
         """The step reduced to the rows whose logits are wanted, for layers that see only those.
@@ -96,19 +254,18 @@ class AttentionMetadata(OpaqueBase):
             ValueError: the batch does not say which rows those are, they are others or, as far as
                 the host sees, not the last of their requests.
         """
-        if self._logits_rows is None:
-            self._logits_rows = self._reduced()
-        if self._logits_rows is not self and self.num_logits_rows != num_rows:
+        reduced = self.views.logits_rows.of(self)
+        if reduced is not self and self.num_logits_rows != num_rows:
             raise ValueError(
                 f"logits rows must be those of the batch, {self.num_logits_rows} with padding, "
                 f"got {num_rows}"
             )
-        return self._logits_rows
+        return reduced
 
     @property
     def has_logits_rows(self) -> bool:
         """Whether a layer has asked for `logits_rows`."""
-        return self._logits_rows is not None
+        return self.views.logits_rows.metadata is not None
 
     def wants_no_logits(self, num_rows: int) -> bool:
         """Whether a layer that sees `num_rows` rows is right to see none: the batch wants none."""
@@ -121,19 +278,6 @@ class AttentionMetadata(OpaqueBase):
         indices = self.common.logits_indices if padded is None else padded
         return 0 if indices is None else indices.shape[0]
 
-    def _reduced(self) -> "AttentionMetadata":
-        common = self.common
-        if not common.causal:
-            raise ValueError("common.causal must be True where logits rows attend, got False")
-        if all_rows_are_logits_rows(common):
-            return self
-        if self.reduce is None:
-            raise ValueError(
-                f"attn_metadata must come from build() of backend {self.backend.name}'s builder "
-                "for a model with fast prefill, got metadata without a way to reduce it"
-            )
-        return self.reduce(common)
-
     def __repr__(self) -> str:
         c = self.common
         return (
@@ -145,238 +289,3 @@ class AttentionMetadata(OpaqueBase):
 
 METADATA_TYPE = register_opaque_reference(AttentionMetadata)
 """Name of `AttentionMetadata` in an operator's schema."""
-
-
-class AttentionMetadataBuilder(Generic[M]):
-    """Turns a batch into a backend's metadata, once per step for all layers.
-
-    Args:
-        backend: the backend that the metadata will name.
-        specs: the distinct geometries of the model's layers.
-        block_size: tokens a block of the KV cache holds.
-        device: where the metadata's tensors live.
-        layer_names: the layers that share the metadata; errors of the geometries name them.
-        num_speculative_tokens: draft tokens that a decode step verifies; None: no drafting.
-
-    Attributes:
-        cudagraph_support: which batches may be captured.
-        reorder_batch_threshold: queries up to this length must stand in front of the batch
-            (`reorder_batch`); None: any order will do.
-        plans_on_host: plans read the CPU mirrors; else they may be missing, as under capture.
-
-    Raises:
-        ValueError: the backend does not support a geometry; the reasons are in the message.
-    """
-
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-    reorder_batch_threshold: int | None = None
-    plans_on_host: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        backend: "Backend",
-        specs: Sequence[AttentionSpec],
-        block_size: int,
-        device: torch.device | str,
-        *,
-        layer_names: Sequence[str] = (),
-        num_speculative_tokens: int | None = None,
-    ) -> None:
-        reasons = [
-            reason
-            for spec in specs
-            for reason in backend.support.reasons_against(spec, block_size, torch.device(device))
-        ]
-        if reasons:
-            layers = ", ".join(layer_names) or "these layers"
-            raise ValueError(f"backend {backend.name} cannot take {layers}: {'; '.join(reasons)}")
-        self.backend = backend
-        self.specs = tuple(dict.fromkeys(specs))
-        self.block_size = block_size
-        self.device = torch.device(device)
-        self.layer_names = tuple(layer_names)
-        self.num_speculative_tokens = num_speculative_tokens
-
-    def _init_reorder_batch_threshold(
-        self, reorder_batch_threshold: int | None = 1, supports_spec_as_decode: bool = False
-    ) -> None:
-        """Set `reorder_batch_threshold`; with drafts that the backend takes as decodes, 1 + k."""
-        self.reorder_batch_threshold = reorder_batch_threshold
-        if (
-            reorder_batch_threshold is not None
-            and supports_spec_as_decode
-            and self.num_speculative_tokens is not None
-        ):
-            self.reorder_batch_threshold = 1 + self.num_speculative_tokens
-
-    def plan(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> Any:
-        """What the kernels of one geometry share over a step; capturable: device work only."""
-        return None
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> M:
-        """The step's metadata. Reads no device memory.
-
-        Args:
-            common_prefix_len: tokens that all requests share, for backends with cascade attention.
-            common_attn_metadata: the batch.
-            fast_build: without effect; taken for code that is written against vLLM's builders.
-
-        Raises:
-            ValueError: the batch is on another device or in blocks of another size.
-        """
-        common = common_attn_metadata
-        if not isinstance(common, CommonAttentionMetadata):
-            raise ValueError(
-                "common_attn_metadata must be a CommonAttentionMetadata, "
-                f"got {type(common).__name__}"
-            )
-        if common.device.type != self.device.type:
-            raise ValueError(f"common must be on {self.device}, got {common.device}")
-        if common.block_size not in (None, self.block_size):
-            raise ValueError(
-                f"common must have block_size {self.block_size}, got {common.block_size}"
-            )
-        if common_prefix_len:
-            metadata = self._build_cascade(common_prefix_len, common)
-        else:
-            metadata = self._planned([s for s in self.specs if not s.attention_chunk_size], common)
-            self._add_chunked(metadata)
-        metadata.reduce = self.build_logits_rows
-        return metadata  # type: ignore
-
-    def build_logits_rows(self, common_attn_metadata: CommonAttentionMetadata) -> M:
-        """Metadata of a batch reduced to its logits rows; no prefix is taken apart.
-
-        Args:
-            common_attn_metadata: the whole batch, with logits_indices_padded and
-                num_logits_indices, and their mirror logits_indices_cpu or, under capture,
-                num_logits. The rows must be the last of their requests.
-
-        Raises:
-            ValueError: one of them is missing or wrong.
-        """
-        common = with_known_logits_rows(common_attn_metadata)
-        reduced = make_kv_sharing_fast_prefill_common_attn_metadata(common)
-        if reduced.query_start_loc_cpu is None:
-            return self.build_for_cudagraph_capture(reduced)
-        return self.build(0, reduced)
-
-    def _planned(
-        self, specs: Sequence[AttentionSpec], common: CommonAttentionMetadata
-    ) -> AttentionMetadata:
-        plans = {s: self.plan(s, common) for s in specs}
-        return AttentionMetadata(common, self.backend, plans, self.block_size)
-
-    def _add_chunked(self, metadata: AttentionMetadata) -> None:
-        """The virtual batches of each chunk size that a layer has."""
-        for chunk in {s.attention_chunk_size for s in self.specs if s.attention_chunk_size}:
-            virtual = make_local_attention_virtual_batches(
-                chunk, metadata.common, self.block_size, on_device=not self.plans_on_host
-            )
-            plain = [
-                dataclasses.replace(s, attention_chunk_size=None)
-                for s in self.specs
-                if s.attention_chunk_size == chunk
-            ]
-            metadata.chunked[chunk] = self._planned(plain, virtual)
-
-    def _build_cascade(self, length: int, common: CommonAttentionMetadata) -> AttentionMetadata:
-        """Layers that see all keys get prefix and rest; the others the batch as it is.
-
-        Sinks count once, with the rest.
-        """
-        support = self.backend.support
-        if not (support.non_causal and support.lse):
-            raise ValueError(
-                f"common_prefix_len must be 0 with backend {self.backend.name}, got {length}; "
-                "cascade attention needs non-causal attention and the log-sum-exp"
-            )
-        whole = [s for s in self.specs if cascades(s)]
-        plain = [s for s in self.specs if not s.attention_chunk_size and not cascades(s)]
-        prefix, rest = split_shared_prefix(length, common, self.block_size)
-        metadata = self._planned(plain, common)
-        self._add_chunked(metadata)
-        if prefix.max_seq_len:
-            shared = [dataclasses.replace(s, causal=False, sinks=False) for s in whole]
-            metadata.cascade = (self._planned(shared, prefix), self._planned(whole, rest))
-        else:
-            metadata.plans |= {s: self.plan(s, common) for s in whole}
-        return metadata
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
-        """Metadata for a captured step; its `max_seq_len` must bound that of every replay."""
-        return self.build(0, common_attn_metadata)
-
-    def prepare_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M | None:
-        """Metadata for a step that is about to be captured, made before the capture begins.
-
-        None, unless the backend plans on the host: then the graph builds its metadata itself.
-        """
-        return None
-
-    def prepare_replay(self, metadata: M, common_attn_metadata: CommonAttentionMetadata) -> None:
-        """Bring what `prepare_capture` gave up to date, on the host, before a replay.
-
-        Args:
-            metadata: of the captured step.
-            common_attn_metadata: its batch; the CPU mirrors hold this replay's lengths.
-        """
-
-    def build_for_drafting(
-        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
-    ) -> M:
-        """Metadata for a draft model's step.
-
-        Args:
-            common_attn_metadata: the batch.
-            draft_index: which token of the chain, or level of the tree, is drafted.
-        """
-        return self.build(0, common_attn_metadata, fast_build=True)
-
-    def reorder_batch(self, input_batch: InputBatch, scheduler_output: SchedulerOutput) -> bool:
-        """Bring the batch into the order that the backend wants; whether anything changed.
-
-        Decodes first where `reorder_batch_threshold` is set, else nothing.
-        """
-        if self.reorder_batch_threshold is None:
-            return False
-        return reorder_batch_to_split_decodes_and_prefills(
-            input_batch, scheduler_output, self.reorder_batch_threshold
-        )
-
-    def use_cascade_attention(
-        self,
-        common_prefix_len: int,
-        query_lens: np.ndarray,
-        num_query_heads: int,
-        num_kv_heads: int,
-        use_alibi: bool,
-        use_sliding_window: bool,
-        use_local_attention: bool,
-        num_sms: int,
-    ) -> bool:
-        """Whether cascade attention over the shared prefix pays, by vLLM's rule (`cascade_pays`).
-
-        The layers must see all keys, and the backend be able to cascade.
-        """
-        support = self.backend.support
-        if use_alibi or use_sliding_window or use_local_attention:
-            return False
-        return (support.non_causal and support.lse) and cascade_pays(
-            common_prefix_len, query_lens, num_query_heads, num_kv_heads, num_sms
-        )
-
-
-def cascades(spec: AttentionSpec) -> bool:
-    """Whether layers of this geometry can take a shared prefix apart: their rows see all of it."""
-    return (
-        spec.causal
-        and not spec.alibi
-        and spec.sliding_window is None
-        and spec.attention_chunk_size is None
-    )

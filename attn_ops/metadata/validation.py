@@ -3,15 +3,12 @@
 S requests, T rows, M blocks a request may own.
 """
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from attn_ops.metadata.checks import check_int
-
-if TYPE_CHECKING:
-    from attn_ops.metadata.common import CommonAttentionMetadata
 
 _INT32, _INT64, _INDICES = (torch.int32,), (torch.int64,), (torch.int32, torch.int64)
 
@@ -38,7 +35,33 @@ _RANK = {"block_table_tensor": 2}
 """Dimensions of a field, where it is not one; behind the first any size will do."""
 
 
-def check_form(common: "CommonAttentionMetadata") -> None:
+class Batch(Protocol):
+    """What is checked: the fields of `CommonAttentionMetadata`, which says what they mean."""
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor | None
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor | None
+    num_computed_tokens_cpu: torch.Tensor | None
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    logits_indices_padded: torch.Tensor | None
+    num_logits_indices: int | None
+    encoder_seq_lens: np.ndarray | torch.Tensor | None
+    seq_lens_cpu_upper_bound: torch.Tensor | None
+    positions: torch.Tensor | None
+    logits_indices: torch.Tensor | None
+    logits_indices_cpu: torch.Tensor | None
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def check_form(common: Batch) -> None:
     """Raise a ValueError that names the first field of a wrong dtype, device or shape."""
     for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
         check_int(name, getattr(common, name), 0)
@@ -66,7 +89,7 @@ def check_form(common: "CommonAttentionMetadata") -> None:
 
 
 def check_values(
-    common: "CommonAttentionMetadata",
+    common: Batch,
     num_blocks: int | None,
     block_size: int | None,
     read_device: bool,
@@ -107,7 +130,7 @@ def _refuse(bad: np.ndarray, name: str, values: np.ndarray, must: str) -> None:
         raise ValueError(f"{name} must {must}, got {name}{index}={values[at]}")
 
 
-def _check_mirrors(common: "CommonAttentionMetadata") -> None:
+def _check_mirrors(common: Batch) -> None:
     for name in ("query_start_loc", "seq_lens"):
         mirror = getattr(common, f"{name}_cpu")
         if mirror is not None:
@@ -124,7 +147,7 @@ def _check_mirrors(common: "CommonAttentionMetadata") -> None:
         )
 
 
-def _check_counts(common: "CommonAttentionMetadata") -> None:
+def _check_counts(common: Batch) -> None:
     """Sizes that have to agree with each other, whatever the values are."""
     padded, rows_cpu = common.logits_indices_padded, common.logits_indices_cpu
     count = common.num_logits_indices
@@ -150,7 +173,7 @@ def _check_counts(common: "CommonAttentionMetadata") -> None:
         )
 
 
-def _check_starts(common: "CommonAttentionMetadata", starts: np.ndarray) -> None:
+def _check_starts(common: Batch, starts: np.ndarray) -> None:
     name = "query_start_loc"
     _refuse(starts[:1] != 0, name, starts[:1], "start at 0")
     falls = np.concatenate([[False], np.diff(starts) < 0])
@@ -163,9 +186,7 @@ def _check_starts(common: "CommonAttentionMetadata", starts: np.ndarray) -> None
         )
 
 
-def _check_lengths(
-    common: "CommonAttentionMetadata", query_lens: np.ndarray, seq_lens: np.ndarray
-) -> None:
+def _check_lengths(common: Batch, query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
     impossible = (seq_lens < query_lens) & (seq_lens != 0)  # 0: padding, its slots are checked
     if impossible.any():
         at = int(np.argmax(impossible))
@@ -191,7 +212,7 @@ def _check_lengths(
 
 
 def _check_blocks(
-    common: "CommonAttentionMetadata",
+    common: Batch,
     seq_lens: np.ndarray,
     num_blocks: int | None,
     block_size: int | None,
@@ -208,9 +229,7 @@ def _check_blocks(
     _refuse(outside_SM, "block_table_tensor", table_SM, f"hold block ids from 0 to {limit - 1}")
 
 
-def _check_slots(
-    common: "CommonAttentionMetadata", num_blocks: int | None, block_size: int | None
-) -> None:
+def _check_slots(common: Batch, num_blocks: int | None, block_size: int | None) -> None:
     slots_T = common.slot_mapping.cpu().numpy()
     limit = np.iinfo(np.int64).max
     if num_blocks is not None and block_size is not None:
@@ -219,9 +238,7 @@ def _check_slots(
     _refuse(outside_T, "slot_mapping", slots_T, f"hold -1 or slots from 0 to {limit - 1}")
 
 
-def _check_padding(
-    common: "CommonAttentionMetadata", start: np.ndarray, seq_lens: np.ndarray
-) -> None:
+def _check_padding(common: Batch, start: np.ndarray, seq_lens: np.ndarray) -> None:
     """A request with rows and without tokens is padding: nothing of it may be written."""
     request_T = np.repeat(np.arange(seq_lens.size), np.diff(start))
     slots_T = common.slot_mapping[: request_T.size].cpu().numpy()
@@ -229,7 +246,7 @@ def _check_padding(
     _refuse(written_T, "slot_mapping", slots_T, "be -1 for requests whose seq_lens are 0")
 
 
-def _check_logits(common: "CommonAttentionMetadata", readable: bool) -> None:
+def _check_logits(common: Batch, readable: bool) -> None:
     padded, count = common.logits_indices_padded, common.num_logits_indices
     wanted = padded[:count] if padded is not None and count is not None else None
     for name, mirror, tensor in (

@@ -8,22 +8,16 @@ import functools
 
 import torch
 
-from attn_ops.backends.base import AttentionOptions
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
+from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, AttentionOptions, Layer
+from attn_ops.metadata.features import SCHEMA
 from attn_ops.ops import breaks
 from attn_ops.ops.breaks import AttentionCall
-from attn_ops.ops.checks import (
-    check_attention_inputs,
-    check_causal,
-    check_query,
-    check_v_head_size,
-)
+from attn_ops.ops.checks import check_causal, check_query, check_v_head_size, layer_of
 from attn_ops.ops.library import LIBRARY
 
 _ARGUMENTS = (
     f"Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
-    "int? sliding_window=None, float? soft_cap=None, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None, str kv_cache_dtype='auto', Tensor? k_scale=None, Tensor? v_scale=None, "
+    f"{SCHEMA}, str kv_cache_dtype='auto', Tensor? k_scale=None, Tensor? v_scale=None, "
     "int? attention_chunk_size=None, bool? causal=None, bool logits_rows=False"
 )
 # Host values of the metadata reach the kernels: Inductor's own graphs ("reduce-overhead") are cut
@@ -58,10 +52,7 @@ def _attention(
         check_causal(meta, causal)
     if logits_rows:
         meta = meta.logits_rows(q.shape[0])
-    if attention_chunk_size is not None:
-        meta = batch_of(meta, attention_chunk_size, asked)
-    check_attention_inputs(q, kv_cache, meta, asked)
-    return attend(q, kv_cache, meta, asked)
+    return attend(layer_of(q, kv_cache, meta, asked, attention_chunk_size), q, kv_cache, asked)
 
 
 def _asked(scale: float, **options: object) -> AttentionOptions:
@@ -111,9 +102,8 @@ def _attention_with_lse(
         check_causal(meta, causal)
     if logits_rows:
         meta = meta.logits_rows(q.shape[0])
-    meta = batch_of(meta, attention_chunk_size, asked)
-    check_attention_inputs(q, kv_cache, meta, asked)
-    return attend(q, kv_cache, meta, asked), lse
+    layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
+    return attend(layer, q, kv_cache, asked), lse
 
 
 @torch.library.register_fake("attn_ops::attention_with_lse", lib=LIBRARY)
@@ -127,44 +117,17 @@ def _attention_with_lse_fake(
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def batch_of(
-    meta: AttentionMetadata, attention_chunk_size: int | None, options: AttentionOptions
-) -> AttentionMetadata:
-    """The batch as the layer sees it: with chunked local attention, its virtual batches.
-
-    Raises:
-        ValueError: the builder was given no layer of that chunk size, or the layer has a window
-            or ALiBi besides.
-    """
-    if attention_chunk_size is None or not isinstance(meta, AttentionMetadata):
-        return meta
-    for name in ("sliding_window", "alibi_slopes"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"{name} must be None with attention_chunk_size, got a value")
-    if attention_chunk_size not in meta.chunked:
-        known = ", ".join(map(str, sorted(meta.chunked))) or "none"
-        raise ValueError(
-            "attention_chunk_size must be that of a spec which the metadata's builder was given, "
-            f"got {attention_chunk_size}; supported: {known}"
-        )
-    return meta.chunked[attention_chunk_size]
-
-
 def attend(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+    layer: Layer, q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
     """The backend's forward; over a shared prefix and the rest apart, if the batch was built so."""
-    if (
-        meta.cascade is None
-        or options.sliding_window is not None
-        or options.alibi_slopes is not None
-    ):
-        return meta.backend.forward(q, kv_cache, meta, options)
+    if layer.cascade is None:
+        return layer.attend(q, kv_cache, options)
     parts = []
-    for part, sinks in zip(meta.cascade, (None, options.sinks), strict=True):
+    for part, asked in zip(layer.cascade, (options.of_shared_prefix(), options), strict=True):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        asked = dataclasses.replace(options, sinks=sinks, lse=lse)
-        parts += [part.backend.forward(q, kv_cache, part, asked), lse]
+        asked = dataclasses.replace(asked, lse=lse)
+        parts += [part.layer(q, kv_cache, asked).attend(q, kv_cache, asked), lse]
     out, lse = torch.ops.attn_ops.merge_attn_states(*parts)
     if options.lse is not None:
         options.lse.copy_(lse)

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.backends.base import AttentionOptions
-from attn_ops.metadata import AttentionMetadata, AttentionSpec
+from attn_ops.metadata import AttentionMetadata, AttentionOptions, AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

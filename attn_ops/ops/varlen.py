@@ -6,25 +6,27 @@ T tokens, N query heads, K kv heads, H head size, V head size of values.
 """
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 
-from attn_ops.backends.base import AttentionOptions, Backend
-from attn_ops.backends.registry import OWN_MASK, backend_names, get_backend
+from attn_ops.backends.base import OWN_MASK, Backend
+from attn_ops.backends.registry import backend_names, get_backend
 from attn_ops.metadata import (
     METADATA_TYPE,
     PAD_SLOT_ID,
     AttentionMetadata,
+    AttentionOptions,
     AttentionSpec,
     CommonAttentionMetadata,
 )
-from attn_ops.ops.checks import check_causal, check_query, check_vector
+from attn_ops.metadata.features import PER_HEAD, SCHEMA, FeatureArguments, options_key
+from attn_ops.ops.checks import check_causal, check_metadata, check_per_head, check_query
 from attn_ops.ops.library import LIBRARY
 
 LIBRARY.define(
     f"varlen_attention(Tensor q, Tensor k, Tensor v, {METADATA_TYPE} meta, float scale, *, "
-    "int? sliding_window=None, float? soft_cap=None, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None, bool? causal=None) -> Tensor",
+    f"{SCHEMA}, bool? causal=None) -> Tensor",
     tags=torch.Tag.cudagraph_unsafe,  # as of attention
 )
 
@@ -68,8 +70,7 @@ def _check(
     options: AttentionOptions,
 ) -> None:
     """Raise a ValueError unless the tensors fit each other and the backend supports them."""
-    if not isinstance(meta, AttentionMetadata):
-        raise ValueError(f"meta must be an AttentionMetadata, got {type(meta).__name__}")
+    check_metadata(meta)
     check_query(q)
     num_tokens, num_heads, head_size = q.shape
     for name, x, size in (("k", k, head_size), ("v", v, None)):
@@ -91,9 +92,9 @@ def _check(
             f"q must have at least {meta.common.num_actual_tokens} rows on {meta.common.device}, "
             f"got {num_tokens} on {q.device}"
         )
-    check_vector("alibi_slopes", options.alibi_slopes, num_heads, q.device)
-    check_vector("sinks", options.sinks, num_heads, q.device, q.dtype)
-    _check_supported(q, k, v, meta, options)
+    check_per_head(PER_HEAD, options, q)
+    key = ("varlen", q.shape, k.shape, v.shape, q.dtype, meta.common.causal, options_key(options))
+    meta.once(key, lambda: _check_supported(q, k, v, meta, options))
 
 
 def _check_supported(
@@ -103,21 +104,8 @@ def _check_supported(
     meta: AttentionMetadata,
     options: AttentionOptions,
 ) -> None:
-    """Asked once a step and geometry, as in `attention`."""
-    spec = AttentionSpec(
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        head_size=q.shape[2],
-        dtype=q.dtype,
-        sliding_window=options.sliding_window,
-        soft_cap=options.soft_cap,
-        alibi=options.alibi_slopes is not None,
-        sinks=options.sinks is not None,
-        causal=meta.common.causal,
-    )
-    key = ("varlen", spec, v.shape[2])
-    if key in meta.supported:
-        return
+    """Raise a ValueError unless the batch's backend attends without a cache as the layer asks."""
+    spec = options.geometry(q, k.shape[1], meta.common.causal)
     backend = meta.backend
     if backend.varlen is None:
         raise ValueError(f"backend {backend.name} cannot attend without a KV cache")
@@ -127,7 +115,6 @@ def _check_supported(
         reasons.append(f"v must have the head size of q, got {v.shape[2]}; supported: {q.shape[2]}")
     if reasons:
         raise ValueError(f"backend {backend.name} cannot run this layer: {'; '.join(reasons)}")
-    meta.supported.add(key)
 
 
 def varlen_attention(
@@ -137,11 +124,8 @@ def varlen_attention(
     meta: AttentionMetadata,
     scale: float,
     *,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
     causal: bool | None = None,
+    **features: Unpack[FeatureArguments],
 ) -> torch.Tensor:
     """Attention of each request's rows over its own rows of k and v; nothing is cached.
 
@@ -151,7 +135,7 @@ def varlen_attention(
         v: [T, K, V]; V is H unless the backend supports another.
         meta: the batch, from `varlen_metadata` or a builder; `meta.common.causal` says whether rows
             see later ones. Rows from `meta.common.num_actual_tokens` on are padding.
-        scale, sliding_window, soft_cap, alibi_slopes, sinks, causal: as of `attention`. Without
+        scale, causal, and the features that a layer may ask for: as of `attention`. Without
             causality a window is symmetric.
 
     Returns:
@@ -160,18 +144,7 @@ def varlen_attention(
     Raises:
         ValueError: shapes or devices do not fit, or the backend does not support the configuration.
     """
-    return torch.ops.attn_ops.varlen_attention(
-        q,
-        k,
-        v,
-        meta,
-        scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        causal=causal,
-    )
+    return torch.ops.attn_ops.varlen_attention(q, k, v, meta, scale, causal=causal, **features)
 
 
 def varlen_metadata(

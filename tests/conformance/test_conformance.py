@@ -261,7 +261,7 @@ def test_cascade(name, device, feature):
             make_case(*arguments, device=device, shared_prefix=2)
         return
     case = make_case(*arguments, device=device, shared_prefix=2)
-    assert case.meta.cascade is not None
+    assert case.meta.views.cascade is not None
     out, lse = attention_with_lse(case.q, case.kv_cache, case.meta, case.scale, **case.options)
     case.check(out, lse, least=1e-6)  # merged by float32 weights, float64 too
     out = attention(case.q, case.kv_cache, case.meta, case.scale, **case.options)

@@ -22,9 +22,8 @@ T tokens, S requests, N query heads, K kv heads, H head size, V head size of val
 B block size.
 """
 
-import dataclasses
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -35,6 +34,7 @@ from attn_ops.backends.flash_attn.library import (
     fa_version,
     find_library,
     found_library,
+    has_ragged_upstream,
     reasons_of_library,
     unavailable,
     upstream_forward,
@@ -51,6 +51,10 @@ from attn_ops.metadata import (
 )
 
 __all__ = ["BACKEND", "LIBRARIES", "fa_version", "find_library", "unavailable"]
+
+_SINKS_REFUSED = "sinks must be None with {}, got a tensor; supported with: " + ", ".join(
+    LIBRARIES[:2]
+)
 
 
 class FlashAttentionMetadataBuilder(AttentionMetadataBuilder):
@@ -88,8 +92,9 @@ def forward(
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,
     options: AttentionOptions,
+    plan: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H].
+    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H]; `plan` is what `plan_of` gives.
 
     Raises:
         ValueError: the library has no kernels for the options.
@@ -98,9 +103,11 @@ def forward(
     rows = common.num_actual_tokens
     if options.lse is not None:
         options.lse.fill_(-math.inf)
+    if plan is None:
+        plan = plan_of(meta, options.spec(q, kv_cache, common.causal))
     if 0 < rows == q.shape[0] and not fp8 and fa_version() == 3:
         # FA3 makes the same tensor in less of the host's time.
-        return _run(q, kv_cache, meta, options, None, _step_arguments(q, kv_cache, meta, options))
+        return _run(q, kv_cache, meta, options, None, plan)
     out_TNH = torch.empty_like(q, memory_format=torch.contiguous_format)
     if rows < q.shape[0]:
         out_TNH[rows:].zero_()
@@ -108,10 +115,11 @@ def forward(
         return out_TNH
     if fp8:
         check_fp8()
-        return _forward_fp8(q, kv_cache, meta, options, out_TNH)
+        return _forward_fp8(q, kv_cache, meta, options, out_TNH, plan)
     if fa_version() is None:
+        _refuse_sinks(options)
         return upstream_forward(q, kv_cache, common, options, out_TNH)
-    return _run(q, kv_cache, meta, options, out_TNH, _step_arguments(q, kv_cache, meta, options))
+    return _run(q, kv_cache, meta, options, out_TNH, plan)
 
 
 def _forward_fp8(
@@ -120,6 +128,7 @@ def _forward_fp8(
     meta: AttentionMetadata,
     options: AttentionOptions,
     out_TNH: torch.Tensor,
+    plan: dict[str, Any],
 ) -> torch.Tensor:
     """kv_cache [P, 2, B, K, H] uint8: E4M3 of what it stands for over the scales."""
     from attn_ops.backends.flash_attn.triton.quantize import quantize_query, quantize_tokens
@@ -134,8 +143,7 @@ def _forward_fp8(
     descales = {n: s if s is None else s.expand(shape_SK) for n, s in scales.items()}
     # FA3 gives bfloat16 for FP8 whatever the model computes in.
     result = out_TNH if q.dtype == torch.bfloat16 else torch.empty_like(q_fp8, dtype=torch.bfloat16)
-    arguments = _step_arguments(q, kv_cache, meta, options) | descales
-    _run(q_fp8, kv_cache.view(torch.float8_e4m3fn), meta, options, result, arguments)
+    _run(q_fp8, kv_cache.view(torch.float8_e4m3fn), meta, options, result, plan | descales)
     if result is not out_TNH:
         out_TNH[:rows] = result[:rows]
     return out_TNH
@@ -179,56 +187,32 @@ def _sinks(options: AttentionOptions) -> torch.Tensor | None:
     return None if options.sinks is None else options.sinks.to(torch.bfloat16)
 
 
+def _refuse_sinks(options: AttentionOptions) -> None:
+    """They are written for the vLLM builds alone."""
+    if options.sinks is not None:
+        raise ValueError(_SINKS_REFUSED.format(found_library()[0]))
+
+
 def _geometry_arguments(
-    common: CommonAttentionMetadata, options: AttentionOptions
+    common: CommonAttentionMetadata, sliding_window: int | None, soft_cap: float | None
 ) -> dict[str, Any]:
     """Keywords that layers of one geometry share, with and without a cache."""
     return {
         "causal": common.causal,
-        "window_size": window_sizes(options.sliding_window, common.causal),
-        "softcap": options.soft_cap or 0.0,
+        "window_size": window_sizes(sliding_window, common.causal),
+        "softcap": soft_cap or 0.0,
         "fa_version": fa_version(),
     }
 
 
-def _step_arguments(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
-) -> dict[str, Any]:
-    """The geometry's keywords and the step's plan, made by the first layer of the geometry.
+def plan_of(meta: AttentionMetadata, spec: AttentionSpec) -> dict[str, Any]:
+    """The geometry's keywords of the kernel, and the step's plan for its tile scheduler.
 
-    Found by a key of plain values, as an `AttentionSpec` takes longer to make and to hash than all
-    else here. With these kept and FA3's own output `forward` without the library's function takes
-    5.5 us of a CPU host, 7.2 us before (2026-11-21).
+    With these kept and FA3's own output `forward` without the library's function takes 5.5 us of a
+    CPU host, 7.2 us where every call makes them (2026-11-21).
     """
-    found, causal = cast("dict[Any, Any]", meta.plans), meta.common.causal
-    key = (
-        q.shape,
-        q.dtype,
-        kv_cache.shape[3],
-        causal,
-        options.sliding_window,
-        options.soft_cap,
-        options.kv_cache_dtype,
-        options.sinks is None,
-    )
-    try:
-        return found[key]
-    except KeyError:
-        arguments = _geometry_arguments(meta.common, options)
-        arguments["scheduler_metadata"] = _plan_of(q, kv_cache, meta, options)
-        found[key] = arguments
-        return arguments
-
-
-def _plan_of(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
-) -> torch.Tensor | None:
-    """The step's plan for the layer, which is as causal as the batch whatever its spec says."""
-    spec = options.spec(q, kv_cache, meta.common.causal)
-    plan = meta.plans.get(spec)
-    return (
-        meta.plans.get(dataclasses.replace(spec, causal=not spec.causal)) if plan is None else plan
-    )
+    arguments = _geometry_arguments(meta.common, spec.sliding_window, spec.soft_cap)
+    return arguments | {"scheduler_metadata": meta.planned(spec)}
 
 
 def varlen(
@@ -251,6 +235,7 @@ def varlen(
     if rows == 0:
         return out_TNH
     if fa_version() is None:
+        _refuse_sinks(options)
         return upstream_varlen(q, k, v, common, options, out_TNH)
     varlen_function()(
         q=q,
@@ -264,7 +249,7 @@ def varlen(
         cu_seqlens_k=common.query_start_loc,
         softmax_scale=options.scale,
         s_aux=_sinks(options),
-        **_geometry_arguments(common, options),
+        **_geometry_arguments(common, options.sliding_window, options.soft_cap),
     )
     return out_TNH
 
@@ -276,7 +261,12 @@ class FlashAttentionBackend(Backend):
         self, spec: AttentionSpec, block_size: int, device: torch.device
     ) -> list[str]:
         reasons = super().reasons_against(spec, block_size, device)
-        return reasons or reasons_of_library(spec)
+        if reasons:
+            return reasons
+        reasons = reasons_of_library(spec)
+        if spec.sinks and has_ragged_upstream():
+            reasons.insert(0, _SINKS_REFUSED.format(found_library()[0]))
+        return reasons
 
 
 BACKEND = FlashAttentionBackend(
@@ -299,4 +289,5 @@ BACKEND = FlashAttentionBackend(
     forward=forward,
     unavailable=unavailable,
     varlen=varlen,
+    plan_of=plan_of,
 )

@@ -87,7 +87,6 @@ def upstream_forward(
 
     Upstream FA2 has no ragged queries over a paged cache of small blocks, so it is refused.
     """
-    _refuse_sinks(options)
     name, module = found_library()
     if name != UPSTREAM_FA3:
         raise ValueError(
@@ -126,7 +125,6 @@ def upstream_varlen(
     out_TNV: torch.Tensor,
 ) -> torch.Tensor:
     """Without a cache, by keywords that upstream FA2 and FA3 share."""
-    _refuse_sinks(options)
     rows = common.num_actual_tokens
     result = varlen_function()(
         q[:rows],
@@ -146,13 +144,9 @@ def upstream_varlen(
     return out_TNV
 
 
-def _refuse_sinks(options: AttentionOptions) -> None:
-    """Sinks are written for the vLLM builds alone."""
-    if options.sinks is not None:
-        raise ValueError(
-            f"sinks must be None with {found_library()[0]}, got a tensor; supported with: "
-            f"{', '.join(LIBRARIES[:2])}"
-        )
+def has_ragged_upstream() -> bool:
+    """Whether the library is upstream's FA3, which takes ragged batches over a paged cache."""
+    return fa_version() is None and found_library()[0] == UPSTREAM_FA3
 
 
 def reasons_of_library(spec: AttentionSpec) -> list[str]:
@@ -164,8 +158,6 @@ def reasons_of_library(spec: AttentionSpec) -> list[str]:
             f"supported: {', '.join(LIBRARIES[:3])}"
         ]
     reasons = []
-    if fa_version() is None and spec.sinks:
-        reasons.append(f"sinks must be None with {name}, got a tensor; supported with: {vllm}")
     if spec.kv_cache_dtype != "auto" and fa_version() != 3:
         kernels = name if fa_version() is None else f"FA{fa_version()}"
         reasons.append(

@@ -23,7 +23,7 @@ import torch
 
 from attn_ops.backends.base import Backend, Support
 from attn_ops.backends.flashinfer.builder import FlashInferMetadataBuilder
-from attn_ops.backends.flashinfer.forward import forward
+from attn_ops.backends.flashinfer.forward import forward, plan_of
 from attn_ops.metadata import KV_CACHE_DTYPES, AttentionCGSupport
 
 OLDEST = (0, 6, 8)
@@ -67,4 +67,5 @@ BACKEND = Backend(
     builder=FlashInferMetadataBuilder,
     forward=forward,
     unavailable=unavailable,
+    plan_of=plan_of,
 )

@@ -24,6 +24,7 @@ from attn_ops.metadata import (
     AttentionMetadataBuilder,
     AttentionSpec,
     CommonAttentionMetadata,
+    Views,
     make_local_attention_virtual_batches,
 )
 
@@ -36,7 +37,6 @@ class Plan:
     rows: torch.Tensor | None  # [L] int64, device: those rows; None: they are the first ones
     wrappers: tuple[tuple[slice, Wrapper], ...]  # which of the L rows each wrapper computes
     captured: CapturedDecodes | None = None  # None: the step is not captured
-    layers: set[tuple] = dataclasses.field(default_factory=set)  # `forward` found them planned here
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder):
@@ -118,8 +118,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
             prepared[chunk] = AttentionMetadata(batch, self.backend, plans, self.block_size)
         plain = AttentionMetadata(common_attn_metadata, self.backend, None, self.block_size)
         metadata = prepared.pop(None, plain)
-        metadata.chunked = {chunk: m for chunk, m in prepared.items() if chunk is not None}
-        return metadata
+        chunked = {chunk: m for chunk, m in prepared.items() if chunk is not None}
+        return metadata.replace(views=Views(chunked=chunked))
 
     def prepare_replay(
         self, metadata: AttentionMetadata, common_attn_metadata: CommonAttentionMetadata
@@ -133,7 +133,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
             ValueError: the metadata is not that of a captured step, or the batch does not fit it.
         """
         for chunk, specs, batch in self._batches(common_attn_metadata):
-            holder = metadata if chunk is None else metadata.chunked.get(chunk)
+            holder = metadata if chunk is None else metadata.views.chunked.get(chunk)
             plan = None if holder is None else holder.plans.get(specs[0])
             if plan is None or plan.captured is None:
                 raise ValueError(f"metadata must come from prepare_capture, got {metadata}")

@@ -16,7 +16,11 @@ from attn_ops.metadata import KV_CACHE_DTYPES, AttentionMetadata, AttentionSpec
 
 
 def forward(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
+    plan: Plan | None = None,
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H].
 
@@ -26,7 +30,8 @@ def forward(
     Raises:
         ValueError: the metadata has no plan for the layer, or the cache's heads are not contiguous.
     """
-    plan = _plan_of(q, kv_cache, meta, options)
+    if plan is None:
+        plan = plan_of(meta, options.spec(q, kv_cache, meta.common.causal))
     if kv_cache.stride(4) != 1:
         raise ValueError(f"stride of kv_cache's last dimension must be 1, got {kv_cache.stride(4)}")
     fp8 = KV_CACHE_DTYPES[options.kv_cache_dtype]
@@ -112,37 +117,17 @@ def _run(
             lse_LN.masked_fill_(plan.captured.is_empty, -math.inf)  # FlashInfer's is finite there
 
 
-def _plan_of(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
-) -> Plan:
-    """The layer's plan; the spec is made once a step, for that takes as long as a small kernel."""
-    layer = (
-        q.shape,
-        q.dtype,
-        kv_cache.shape,
-        options.sliding_window,
-        options.soft_cap,
-        options.kv_cache_dtype,
-        options.alibi_slopes is None,
-        options.sinks is None,
-    )
-    for plan in meta.plans.values():
-        if layer in plan.layers:
-            return plan
-    plan = _planned(meta, options.spec(q, kv_cache, meta.common.causal))
-    plan.layers.add(layer)
-    return plan
+def plan_of(meta: AttentionMetadata, spec: AttentionSpec) -> Plan:
+    """The plan of layers of geometry `spec`.
 
-
-def _planned(meta: AttentionMetadata, spec: AttentionSpec) -> Plan:
-    """Plans are as causal as the batch, whatever the spec that the builder was given says."""
-    plan = meta.plans.get(spec)
+    Raises:
+        ValueError: the builder was not given such a layer.
+    """
+    plan = meta.planned(spec)
     if plan is None:
-        plan = meta.plans.get(dataclasses.replace(spec, causal=not spec.causal))
-    if plan is not None:
-        return plan
-    planned = ", ".join(map(str, meta.plans)) or "none"
-    raise ValueError(f"layer must have been planned by the builder, got {spec}; {planned}")
+        planned = ", ".join(map(str, meta.plans)) or "none"
+        raise ValueError(f"layer must have been planned by the builder, got {spec}; {planned}")
+    return plan
 
 
 def _rows(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:

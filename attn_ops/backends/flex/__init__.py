@@ -23,6 +23,7 @@ from attn_ops.backends.flex.plan import (
     FlexMetadataBuilder,
     FlexPlan,
     key_slots_of,
+    mask_plan,
     plan_of,
 )
 from attn_ops.metadata import KV_CACHE_DTYPES, AttentionCGSupport, AttentionMetadata, AttentionSpec
@@ -38,10 +39,13 @@ def forward(
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,
     options: AttentionOptions,
+    plan: FlexPlan | None = None,
+    *,
     mods: "Mods | None" = None,
 ) -> torch.Tensor:
     """Attention over the cache: gathered, then dense."""
-    plan = plan_of(meta, meta.common.causal, options.sliding_window)
+    if plan is None:
+        plan = mask_plan(meta, meta.common.causal, options.sliding_window)
     if plan is None:
         return _nothing(q, q.shape[2], options)
     slots_C = key_slots_of(meta, plan.num_keys, kv_cache.shape[2])
@@ -57,7 +61,7 @@ def varlen(
     mods: "Mods | None" = None,
 ) -> torch.Tensor:
     """Attention over this step's own keys, without those of padding rows, which may be NaN."""
-    plan = plan_of(meta, meta.common.causal, options.sliding_window)
+    plan = mask_plan(meta, meta.common.causal, options.sliding_window)
     if plan is None:
         return _nothing(q, v.shape[2], options)
     num_rows = meta.common.num_actual_tokens
@@ -139,6 +143,7 @@ BACKEND = Backend(
     forward=forward,
     unavailable=unavailable,
     varlen=varlen,
+    plan_of=plan_of,
 )
 
 
@@ -204,4 +209,5 @@ def flex_backend(name: str, mask: "Mask", score: "Score | None" = None) -> Backe
         forward=functools.partial(forward, mods=mods),
         unavailable=unavailable,
         varlen=functools.partial(varlen, mods=mods),
+        plan_of=plan_of,
     )

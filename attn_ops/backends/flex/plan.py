@@ -10,7 +10,6 @@ I tiles of rows, J tiles of keys.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from attn_ops.metadata import (
     AttentionMetadataBuilder,
     AttentionSpec,
     CommonAttentionMetadata,
+    Views,
 )
 from attn_ops.metadata.positions import PAD_SLOT_ID
 from attn_ops.ops.cache_blocks import locate
@@ -80,11 +80,15 @@ class FlexMetadataBuilder(AttentionMetadataBuilder):
     plans_on_host = True
 
     def _planned(
-        self, specs: Sequence[AttentionSpec], common: CommonAttentionMetadata
+        self,
+        specs: Sequence[AttentionSpec],
+        common: CommonAttentionMetadata,
+        views: Views | None = None,
     ) -> AttentionMetadata:
-        metadata = AttentionMetadata(common, self.backend, block_size=self.block_size)
+        """A plan a mask, made now, while the lengths are those of the step."""
+        metadata = AttentionMetadata(common, self.backend, block_size=self.block_size, views=views)
         for spec in specs:
-            plan_of(metadata, spec.causal, spec.sliding_window)
+            mask_plan(metadata, spec.causal, spec.sliding_window)
         return metadata
 
 
@@ -115,16 +119,18 @@ class CustomMaskMetadataBuilder(FlexMetadataBuilder):
         )
 
 
-def plan_of(meta: AttentionMetadata, causal: bool, sliding_window: int | None) -> FlexPlan | None:
+def plan_of(meta: AttentionMetadata, spec: AttentionSpec) -> FlexPlan | None:
+    """The step's plan for layers of geometry `spec`, which is as causal as the batch."""
+    return mask_plan(meta, spec.causal, spec.sliding_window)
+
+
+def mask_plan(meta: AttentionMetadata, causal: bool, sliding_window: int | None) -> FlexPlan | None:
     """The step's plan for layers of any geometry with this causality and window.
 
     Made on first use: a batch without a cache has no builder.
     """
-    plans: dict[Any, Any] = meta.plans
-    mask = (causal, sliding_window)
-    if mask not in plans:
-        plans[mask] = make_plan(meta.common, causal, sliding_window)
-    return plans[mask]
+    key = ("mask", causal, sliding_window)
+    return meta.once(key, lambda: make_plan(meta.common, causal, sliding_window))
 
 
 def key_slots_of(meta: AttentionMetadata, num_keys: int, block_size: int) -> torch.Tensor:
@@ -132,15 +138,15 @@ def key_slots_of(meta: AttentionMetadata, num_keys: int, block_size: int) -> tor
 
     PAD_SLOT_ID behind the last key.
     """
-    plans: dict[Any, Any] = meta.plans
-    key = ("slots", num_keys, block_size)
-    if key not in plans:
+
+    def make() -> torch.Tensor:
         common = meta.common
         block_C, offset_C, owned_C = locate(
             common.block_table_tensor, common.seq_lens, num_keys, block_size
         )
-        plans[key] = torch.where(owned_C, block_C * block_size + offset_C, PAD_SLOT_ID)
-    return plans[key]
+        return torch.where(owned_C, block_C * block_size + offset_C, PAD_SLOT_ID)
+
+    return meta.once(("slots", num_keys, block_size), make)
 
 
 def make_plan(

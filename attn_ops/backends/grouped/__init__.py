@@ -14,16 +14,27 @@ A recording of CUDA graphs need not break around all layers because one group ca
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from attn_ops.backends.base import Backend, Support
+from attn_ops.backends.grouped.backend import (
+    GroupedBackend,
+    GroupedSupport,
+    Layers,
+    captures,
+    runs_on,
+)
 from attn_ops.backends.grouped.builder import GroupedMetadataBuilder
-from attn_ops.backends.grouped.routing import captures, forward, runs_on
 from attn_ops.backends.registry import get_backend
-from attn_ops.metadata import AttentionCGSupport, AttentionSpec
+from attn_ops.metadata import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionOptions,
+    AttentionSpec,
+)
 
 __all__ = [
     "GroupedBackend",
@@ -32,60 +43,6 @@ __all__ = [
     "levels",
     "runs_on",
 ]
-
-Layers = AttentionSpec | Callable[[AttentionSpec], bool]
-"""Which layers a group has: those of one geometry, or all that a predicate takes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedSupport(Support):
-    """Takes what any group takes: the operators ask before it is known which group is meant.
-
-    Builder, selection and the first call of a layer ask the layer's own group.
-    """
-
-    parts: tuple[Support, ...] = ()
-
-    def reasons_against(
-        self, spec: AttentionSpec, block_size: int, device: torch.device
-    ) -> list[str]:
-        reasons = [part.reasons_against(spec, block_size, device) for part in self.parts]
-        return [] if [] in reasons else reasons[-1]  # the default's
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedBackend(Backend):
-    """A backend made of others; see `grouped_backend`."""
-
-    groups: tuple[tuple[Layers, Backend], ...] = ()
-    default: Backend = dataclasses.field(kw_only=True)
-
-    @property
-    def parts(self) -> list[Backend]:
-        """Every backend once, the default last."""
-        named = {b.name: b for _, b in self.groups if b.name != self.default.name}
-        return [*named.values(), self.default]
-
-    def group_of(self, spec: AttentionSpec) -> Backend:
-        """The backend of layers with geometry `spec`: the first group that has them."""
-        for layers, backend in self.groups:
-            if layers == spec if isinstance(layers, AttentionSpec) else layers(spec):
-                return backend
-        return self.default
-
-    def groups_of(self, specs: Sequence[AttentionSpec]) -> dict[str, list[AttentionSpec]]:
-        """The distinct geometries of each group that has any."""
-        groups: dict[str, list[AttentionSpec]] = {}
-        for spec in dict.fromkeys(specs):
-            groups.setdefault(self.group_of(spec).name, []).append(spec)
-        return groups
-
-    def reasons_against(
-        self, spec: AttentionSpec, block_size: int, device: torch.device
-    ) -> list[str]:
-        backend = self.group_of(spec)
-        reasons = backend.reasons_against(spec, block_size, device)
-        return [f"{backend.name}: {reason}" for reason in reasons]
 
 
 def grouped_backend(
@@ -135,6 +92,17 @@ def grouped_backend(
     unavailable = functools.partial(_unavailable, tuple(parts))
     support = _support_of(parts, last)
     return GroupedBackend(name, support, builder, forward, unavailable, groups=pairs, default=last)
+
+
+def forward(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+) -> torch.Tensor:
+    """By the backend of the layer's group: q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H].
+
+    Raises:
+        ValueError: the builder was not given the layer, or its group does not support the call.
+    """
+    return meta.layer(q, kv_cache, options).attend(q, kv_cache, options)
 
 
 def levels(backend: Backend, specs: Sequence[AttentionSpec]) -> dict[str, AttentionCGSupport]:

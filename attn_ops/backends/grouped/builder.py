@@ -3,40 +3,25 @@
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from attn_ops.backends.base import AttentionOptions
+from attn_ops.backends.base import Backend
+from attn_ops.backends.grouped.backend import GroupedBackend
 from attn_ops.metadata import (
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
+    AttentionOptions,
     AttentionSpec,
     CommonAttentionMetadata,
+    LogitsRows,
+    Views,
 )
-from attn_ops.metadata.attention import cascades
-
-if TYPE_CHECKING:
-    from attn_ops.backends.grouped import GroupedBackend
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class Groups:
-    """Of a step's metadata for several backends, whose `plans` hold that of each geometry's group.
-
-    Attributes:
-        parts: metadata by group, as that group's builder made it.
-        prepared: groups whose metadata was prepared for a capture, on the host.
-        routes: metadata by what calls of the operator know; each is looked up once a step.
-    """
-
-    parts: dict[str, AttentionMetadata]
-    prepared: tuple[str, ...] = ()
-    routes: dict[tuple, AttentionMetadata] = dataclasses.field(default_factory=dict)
 
 
 class GroupedMetadataBuilder(AttentionMetadataBuilder):
@@ -48,7 +33,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
 
     def __init__(
         self,
-        backend: "GroupedBackend",
+        backend: GroupedBackend,
         specs: Sequence[AttentionSpec],
         block_size: int,
         device: torch.device | str,
@@ -57,6 +42,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(backend, specs, block_size, device, **keywords)
         self._backend = backend
         self._groups = backend.groups_of(self.specs)
+        self._parts = {part.name: part for part in backend.parts}
         self._builders = {
             part.name: part.builder(part, self._groups[part.name], block_size, device, **keywords)
             for part in backend.parts
@@ -86,7 +72,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         common = common_attn_metadata
         parts = {}
         for name, builder in self._builders.items():
-            shared = common_prefix_len if any(map(cascades, builder.specs)) else 0
+            shared = common_prefix_len if any(s.cascades for s in builder.specs) else 0
             parts[name] = builder.build(shared, common, fast_build)
         return self._assembled(parts, common)
 
@@ -108,7 +94,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         parts = {
             name: builder.build_for_cudagraph_capture(common)
             if takes(_level(builder), common)
-            else _refusing(builder, common)
+            else _refusing(self._parts[name], builder, common)
             for name, builder in self._builders.items()
         }
         return self._assembled(parts, common)
@@ -130,13 +116,10 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
             return None
         for name, builder in self._builders.items():
             if name not in able:
-                parts[name] = _refusing(builder, common)
+                parts[name] = _refusing(self._parts[name], builder, common)
             elif name not in planned:
                 parts[name] = _planless(builder, common, planned)
-        metadata = self._assembled(parts, common)
-        assert metadata.groups is not None, "assembled so"
-        metadata.groups.prepared = planned
-        return metadata
+        return self._assembled(parts, common, planned)
 
     def prepare_replay(
         self, metadata: AttentionMetadata, common_attn_metadata: CommonAttentionMetadata
@@ -146,11 +129,11 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         Raises:
             ValueError: the metadata is not that of a captured step.
         """
-        groups = metadata.groups
-        if groups is None or not groups.prepared:
+        views = metadata.views
+        if not views.prepared:
             raise ValueError(f"metadata must come from prepare_capture, got {metadata}")
-        for name in groups.prepared:
-            self._builders[name].prepare_replay(groups.parts[name], common_attn_metadata)
+        for name in views.prepared:
+            self._builders[name].prepare_replay(views.groups[name], common_attn_metadata)
 
     def use_cascade_attention(
         self,
@@ -164,7 +147,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         num_sms: int,
     ) -> bool:
         """Whether every group with layers that see all of the prefix would take it apart."""
-        asked = [b for b in self._builders.values() if any(map(cascades, b.specs))]
+        asked = [b for b in self._builders.values() if any(s.cascades for s in b.specs)]
         return bool(asked) and all(
             builder.use_cascade_attention(
                 common_prefix_len,
@@ -180,41 +163,51 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def _assembled(
-        self, parts: Mapping[str, AttentionMetadata], common: CommonAttentionMetadata
+        self,
+        parts: Mapping[str, AttentionMetadata],
+        common: CommonAttentionMetadata,
+        prepared: tuple[str, ...] = (),
     ) -> AttentionMetadata:
         """One step's metadata of what the groups built: as it is, chunked, and in a cascade."""
-        metadata = self._routed(
-            common,
-            {s: parts[name] for name, s in self._layers() if s.attention_chunk_size is None},
-            parts,
+        plain = {s: parts[name] for name, s in self._layers() if s.attention_chunk_size is None}
+        views = Views(
+            chunked=self._chunks_of(parts),
+            cascade=self._cascade_of(plain),
+            groups=dict(parts),
+            prepared=prepared,
+            logits_rows=LogitsRows(self.build_logits_rows),
         )
+        return self._routed(common, plain, views)
+
+    def _chunks_of(self, parts: Mapping[str, AttentionMetadata]) -> dict[int, AttentionMetadata]:
+        """Virtual batches by chunk size, each of those that the groups made."""
         chunked: dict[int, dict[AttentionSpec, AttentionMetadata]] = {}
         for name, spec in self._layers():
             chunk = spec.attention_chunk_size
             if chunk is not None:
                 plain = dataclasses.replace(spec, attention_chunk_size=None)
-                chunked.setdefault(chunk, {})[plain] = parts[name].chunked[chunk]
-        for chunk, plans in chunked.items():
-            metadata.chunked[chunk] = self._routed(next(iter(plans.values())).common, plans)
-        self._add_cascade(metadata)
-        metadata.reduce = self.build_logits_rows
-        return metadata
+                chunked.setdefault(chunk, {})[plain] = parts[name].views.chunked[chunk]
+        return {
+            chunk: self._routed(next(iter(plans.values())).common, plans)
+            for chunk, plans in chunked.items()
+        }
 
-    def _add_cascade(self, metadata: AttentionMetadata) -> None:
+    def _cascade_of(
+        self, plans: Mapping[AttentionSpec, AttentionMetadata]
+    ) -> tuple[AttentionMetadata, AttentionMetadata] | None:
         """Prefix and rest of every group; all have taken the same prefix apart, or none has."""
         prefixes: dict[AttentionSpec, AttentionMetadata] = {}
         rests: dict[AttentionSpec, AttentionMetadata] = {}
-        whole = [spec for spec in metadata.plans if cascades(spec)]
+        whole = [spec for spec in plans if spec.cascades]
         for spec in whole:
-            cascade = metadata.plans[spec].cascade
+            cascade = plans[spec].views.cascade
             if cascade is not None:
-                shared = dataclasses.replace(spec, causal=False, sinks=False)
-                prefixes[shared], rests[spec] = cascade
+                prefixes[spec.of_shared_prefix()], rests[spec] = cascade
         if not rests:
-            return
+            return None
         assert len(rests) == len(whole), "one prefix, one block size: all groups or none"
         first_prefix, first_rest = next(iter(prefixes.values())), next(iter(rests.values()))
-        metadata.cascade = (
+        return (
             self._routed(first_prefix.common, prefixes),
             self._routed(first_rest.common, rests),
         )
@@ -223,11 +216,9 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         self,
         common: CommonAttentionMetadata,
         plans: Mapping[AttentionSpec, AttentionMetadata],
-        parts: Mapping[str, AttentionMetadata] | None = None,
+        views: Views | None = None,
     ) -> AttentionMetadata:
-        metadata = AttentionMetadata(common, self._backend, dict(plans), self.block_size)
-        metadata.groups = Groups(dict(parts or {}))
-        return metadata
+        return AttentionMetadata(common, self._backend, plans, self.block_size, views=views)
 
     def _layers(self) -> list[tuple[str, AttentionSpec]]:
         return [(name, spec) for name, specs in self._groups.items() for spec in specs]
@@ -238,7 +229,7 @@ def _planless(
 ) -> AttentionMetadata:
     """Metadata made before the capture of a group that has nothing to compute in the graph."""
     metadata = builder.build_for_cudagraph_capture(common)
-    if not metadata.chunked and all(plan is None for plan in metadata.plans.values()):
+    if not metadata.views.chunked and all(plan is None for plan in metadata.plans.values()):
         return metadata
     raise ValueError(
         f"group {builder.backend.name} must plan nothing in a captured graph beside "
@@ -248,14 +239,16 @@ def _planless(
 
 
 def _refusing(
-    builder: AttentionMetadataBuilder, common: CommonAttentionMetadata
+    backend: Backend, builder: AttentionMetadataBuilder, common: CommonAttentionMetadata
 ) -> AttentionMetadata:
     """Metadata that names the group's backend, and raises where the group would be captured."""
-    backend = dataclasses.replace(builder.backend, forward=_refuse)
-    metadata = AttentionMetadata(common, backend, block_size=builder.block_size)
-    for chunk in {s.attention_chunk_size for s in builder.specs if s.attention_chunk_size}:
-        metadata.chunked[chunk] = AttentionMetadata(common, backend, block_size=builder.block_size)
-    return metadata
+    refusing = dataclasses.replace(backend, forward=_refuse, plan_of=None)
+    chunked = {
+        chunk: AttentionMetadata(common, refusing, block_size=builder.block_size)
+        for chunk in {s.attention_chunk_size for s in builder.specs if s.attention_chunk_size}
+    }
+    views = Views(chunked=chunked)
+    return AttentionMetadata(common, refusing, block_size=builder.block_size, views=views)
 
 
 def _refuse(
@@ -280,7 +273,7 @@ def takes(level: AttentionCGSupport, common: CommonAttentionMetadata) -> bool:
     return level is AttentionCGSupport.ALWAYS
 
 
-def _warn_of_unused(backend: "GroupedBackend", specs: Sequence[AttentionSpec]) -> None:
+def _warn_of_unused(backend: GroupedBackend, specs: Sequence[AttentionSpec]) -> None:
     """A spec that no layer has is most often one that was written down wrongly."""
     for layers, part in backend.groups:
         if isinstance(layers, AttentionSpec) and layers not in specs:

@@ -11,11 +11,13 @@ import torch
 from attn_ops.integrations.transformers.layers import (
     cache_index,
     chunk_size,
+    features_of_call,
     is_causal,
     shares_cache,
 )
 from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
+from attn_ops.metadata.features import spec_fields
 from attn_ops.ops import attention, varlen_attention, write_kv
 
 NAME = "attn_ops"
@@ -65,7 +67,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention function of one layer, as Transformers calls it.
 
-    query [1, N, T, H], key and value [1, K, T, H], s_aux the sinks [N] (GPT-OSS). There are three
+    query [1, N, T, H], key and value [1, K, T, H], s_aux [N] of GPT-OSS. There are three
     kinds of layers:
 
     - Causal layers attend over `kv_caches`. A layer that shares another's cache writes nothing, and
@@ -81,8 +83,7 @@ def attention_forward(
     """
     causal = is_causal(module) and kwargs.get("is_causal") is not False
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options: dict[str, Any] = {"sliding_window": sliding_window, "soft_cap": softcap}
-    options["sinks"] = s_aux
+    options: dict[str, Any] = {**features_of_call(sliding_window, softcap, s_aux)}
     probe: Any = attn_metadata
     if not torch.compiler.is_compiling() and isinstance(probe, AttentionProbe):
         _refuse_ignored(None, dropout, kwargs)
@@ -129,11 +130,9 @@ def _spec_of_call(
         num_kv_heads=key.shape[1],
         head_size=query.shape[3],
         dtype=query.dtype,
-        sliding_window=options["sliding_window"],
-        soft_cap=options["soft_cap"],
-        sinks=options["sinks"] is not None,
         causal=causal,
         attention_chunk_size=chunk_size(module) if causal else None,
+        **spec_fields(options),
     )
 
 

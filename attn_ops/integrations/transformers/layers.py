@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import torch
+
+from attn_ops.metadata.features import FeatureArguments
+
 
 def is_causal(layer: Any) -> bool:
     """Whether a row sees no later one; decoders that do not say are causal."""
@@ -18,6 +22,22 @@ def window(layer: Any) -> int | None:
         return None
     holder = layer if hasattr(layer, "sliding_window") else getattr(layer, "config", None)
     return getattr(holder, "sliding_window", None) or None
+
+
+def features(layer: Any) -> FeatureArguments:
+    """What the layer asks for, as the operators take it."""
+    return {
+        "sliding_window": window(layer),
+        "soft_cap": getattr(layer, "attn_logit_softcapping", None),
+        "sinks": getattr(layer, "sinks", None),
+    }
+
+
+def features_of_call(
+    sliding_window: int | None, softcap: float | None, s_aux: torch.Tensor | None
+) -> FeatureArguments:
+    """What a call asks for, under the names that Transformers' layers have for it."""
+    return {"sliding_window": sliding_window, "soft_cap": softcap, "sinks": s_aux}
 
 
 def chunk_size(layer: Any) -> int | None:

@@ -10,11 +10,12 @@ from attn_ops.integrations.transformers.forward import NAME
 from attn_ops.integrations.transformers.layers import (
     cache_owner,
     chunk_size,
+    features,
     is_causal,
     shares_cache,
-    window,
 )
 from attn_ops.metadata import AttentionSpec
+from attn_ops.metadata.features import spec_fields
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -114,12 +115,10 @@ def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
         num_kv_heads=num_heads // getattr(layer, "num_key_value_groups", 1),
         head_size=head_size,
         dtype=model.dtype,
-        sliding_window=window(layer),
-        soft_cap=getattr(layer, "attn_logit_softcapping", None),
         kv_cache_dtype=kv_cache_dtype,
-        sinks=getattr(layer, "sinks", None) is not None,
         causal=is_causal(layer),
         attention_chunk_size=chunk_size(layer),
+        **spec_fields(features(layer)),
     )
 
 

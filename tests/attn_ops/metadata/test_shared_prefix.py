@@ -66,13 +66,13 @@ def builder_of(**geometry):
 
 
 def test_a_prefix_of_no_whole_block_is_no_cascade():
-    assert builder_of().build(3, batch()).cascade is None
+    assert builder_of().build(3, batch()).views.cascade is None
 
 
 def test_layers_that_do_not_see_all_keys_are_not_cascaded():
     meta = builder_of(sliding_window=3).build(8, batch())
-    assert meta.cascade is not None
-    assert not meta.cascade[0].plans
+    assert meta.views.cascade is not None
+    assert not meta.views.cascade[0].plans
     assert len(meta.plans) == 1
 
 

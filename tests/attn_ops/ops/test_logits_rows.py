@@ -141,8 +141,7 @@ def test_rows_must_be_given(make_batch):
 
 
 def test_metadata_must_know_how(make_batch):
-    meta = reduced(make_batch([3, 2], [5, 2]), [2, 4])
-    meta.reduce = None
+    meta = reduced(make_batch([3, 2], [5, 2]), [2, 4]).replace(views=None)
     with pytest.raises(ValueError, match=r"must come from build\(\) of backend TORCH's builder"):
         meta.logits_rows(2)
 

@@ -319,14 +319,14 @@ def test_narrow_values_with_the_log_sum_exp(make_batch, compiled):
 
 
 def test_attention_across_devices_is_refused(make_batch):
-    from attn_ops.ops.attention import check_attention_inputs
+    from attn_ops.ops.checks import layer_of
 
     b = make_batch(*RAGGED)
     for q, kv_cache in ((b.q.to("meta"), b.kv_cache), (b.q, b.kv_cache.to("meta"))):
         with pytest.raises(
             ValueError, match=r"^q, kv_cache and attn_metadata must be on one device"
         ):
-            check_attention_inputs(q, kv_cache, b.meta, AttentionOptions(1.0))
+            layer_of(q, kv_cache, b.meta, AttentionOptions(1.0))
 
 
 def test_cache_of_another_block_size_is_refused_and_not_written():

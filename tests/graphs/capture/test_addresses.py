@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from attn_ops import AttentionMetadata, AttentionSpec, CommonAttentionMetadata, get_backend
+from attn_ops.metadata import Views
 from graphs.capture.addresses import AddressBook, Place
 
 
@@ -249,23 +250,22 @@ def metadata(**changes):
 
 
 def test_metadata_is_walked_whole():
-    meta = metadata()
-    meta.chunked[8] = metadata()
-    meta.cascade = metadata(), metadata()
+    cascade = metadata(), metadata()
+    meta = metadata().replace(views=Views(chunked={8: metadata()}, cascade=cascade))
     book = AddressBook.of(metadata=meta)
     for name in (
         "metadata.common.seq_lens",
         "metadata.common.block_table_tensor",
         "metadata.plans[0].caches[1]",
-        "metadata.chunked[8].common.slot_mapping",
-        "metadata.cascade[0].common.seq_lens",
-        "metadata.cascade[1].plans[0].tables[a]",
+        "metadata.views.chunked[8].common.slot_mapping",
+        "metadata.views.cascade[0].common.seq_lens",
+        "metadata.views.cascade[1].plans[0].tables[a]",
     ):
         assert name in book.places, name
     assert book.moved() == []
-    meta.cascade[1].common.seq_lens = meta.cascade[1].common.seq_lens.clone()
+    cascade[1].common.seq_lens = cascade[1].common.seq_lens.clone()
     meta.plans[next(iter(meta.plans))].caches[0] = zeros(4)
-    moved = ["metadata.plans[0].caches[0]", "metadata.cascade[1].common.seq_lens"]
+    moved = ["metadata.plans[0].caches[0]", "metadata.views.cascade[1].common.seq_lens"]
     assert sorted(book.moved()) == sorted(moved)
     meta.common = metadata().common
     assert "metadata.common.seq_lens" in book.moved()

@@ -243,7 +243,7 @@ def test_every_kind_of_call(make_batch, case):
         return builder.build(2 * BLOCK if case == "cascade" else 0, common)
 
     if case == "cascade":
-        assert build().cascade is not None
+        assert build().views.cascade is not None
     got, wanted = recorded_and_eager(run, batch, build, lse if case == "with_lse" else out)
     assert torch.equal(got, wanted)
     num_tokens = 4

@@ -82,10 +82,9 @@ def test_hooks_of_groups_that_plan_on_the_host(on_host):
     assert builder.reorder_batch_threshold == 1
     common = decode()
     meta = builder.prepare_capture(common)
-    assert meta.groups is not None
     ((_, part),) = on_host.events
     assert meta.plans[SLIDING] is part
-    assert meta.groups.prepared == ("HOST",)
+    assert meta.views.prepared == ("HOST",)
     replayed = decode()
     builder.prepare_replay(meta, replayed)
     assert on_host.events[1:] == [("replay", part, replayed)]
@@ -156,7 +155,7 @@ def test_levels_and_batches(level, lengths, captured):
     backend = grouped_backend({SLIDING: fake("LEVELLED", level)}, default="TRITON")
     builder = backend.builder(backend, list(LAYERS), 16, "cpu")
     common = CommonAttentionMetadata.from_lengths(lengths, [9, 9], [[1], [2]], 16)
-    part = builder.build_for_cudagraph_capture(common).groups.parts["LEVELLED"]
+    part = builder.build_for_cudagraph_capture(common).views.groups["LEVELLED"]
     assert (part.backend is not builder.backend.groups[0][1]) is not captured
     assert backend.support.cudagraph is level
     assert backend.builder.cudagraph_support is level

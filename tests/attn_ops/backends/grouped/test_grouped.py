@@ -89,9 +89,9 @@ def test_every_group_runs_its_own_layers(make_batch, monkeypatch):
     def watched(name):
         backend = get_backend(name)
 
-        def forward(q, kv_cache, meta, options):
+        def forward(q, kv_cache, meta, options, *plan):
             ran.append((name, meta.backend.name))
-            return backend.forward(q, kv_cache, meta, options)
+            return backend.forward(q, kv_cache, meta, options, *plan)
 
         return dataclasses.replace(backend, forward=forward)
 
@@ -144,7 +144,7 @@ def test_chunked_layers_have_a_group_of_their_own(chunked_on):
     case = make_case(TORCH, FULL, LENGTHS["mixed"], FEATURES["plain"])
     meta = built(backend, case.meta.common, (FULL, CHUNKED))
     assert runs_on(meta, CHUNKED).name == chunked_on
-    assert runs_on(meta.chunked[32], FULL).name == chunked_on
+    assert runs_on(meta.views.chunked[32], FULL).name == chunked_on
     assert runs_on(meta, FULL).name == other
     case.check(attention(case.q, case.kv_cache, meta, case.scale))
     out = attention(case.q, case.kv_cache, meta, case.scale, attention_chunk_size=32)
@@ -191,7 +191,7 @@ def test_cascade_is_the_groups_own(default):
     sinks = dataclasses.replace(FULL, sinks=True)
     backend = grouped_backend({is_sliding: "FLEX", sinks: "FLEX"}, default=default)
     meta = built(backend, case.meta.common, (FULL, SLIDING, sinks), prefix=32)
-    assert meta.cascade is not None
+    assert meta.views.cascade is not None
     asked = {
         "plain": {},
         "sinks": {"sinks": torch.tensor([-1.0, 0.0, 0.5, 2.0])},
@@ -201,7 +201,7 @@ def test_cascade_is_the_groups_own(default):
         layer = dataclasses.replace(case, options=options)
         out, lse = attention_with_lse(case.q, case.kv_cache, meta, case.scale, **options)
         layer.check(out, lse, least=1e-6)
-    assert built(backend, case.meta.common, (FULL, SLIDING), prefix=3).cascade is None
+    assert built(backend, case.meta.common, (FULL, SLIDING), prefix=3).views.cascade is None
 
 
 def test_cascade_is_refused_where_a_group_must_and_cannot(make_batch):

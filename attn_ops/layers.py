@@ -3,13 +3,13 @@
 T rows of the batch, N query heads, K kv heads, H head size, P physical blocks, B block size.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
-from attn_ops.metadata.features import FeatureArguments, spec_fields
+from attn_ops.metadata.features import FEATURES, FeatureArguments, spec_fields
 from attn_ops.ops import attention, write_kv
 
 
@@ -21,9 +21,8 @@ class Attention(nn.Module):
         num_kv_heads: K, a divisor of N.
         head_size: H.
         scale: factor on q.k; None is H ** -0.5.
-        sliding_window: keys a query sees, its own included; None sees all.
-        soft_cap: c in c * tanh(s / c) on the scaled scores; None for none.
-        sinks: [N], a logit more in each head's softmax. A parameter stays one.
+        features: `sliding_window` and the other `FeatureArguments`, as `attention` takes them. A
+            tensor becomes a buffer of the layer, or stays a parameter.
         attention_chunk_size: a query sees the keys of its own chunk of so many tokens.
         kv_sharing_target: the layer whose cache this one reads, instead of writing its own. It is
             no submodule: its owner is the model.
@@ -38,7 +37,6 @@ class Attention(nn.Module):
     """
 
     kv_sharing_target: "Attention | None"
-    sinks: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
 
@@ -49,23 +47,19 @@ class Attention(nn.Module):
         head_size: int,
         scale: float | None = None,
         *,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
         attention_chunk_size: int | None = None,
         kv_sharing_target: "Attention | None" = None,
+        **features: Unpack[FeatureArguments],
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.sliding_window, self.soft_cap = sliding_window, soft_cap
         self.attention_chunk_size = attention_chunk_size
-        self._register("sinks", sinks)
+        self._feature_names = tuple(feature.name for feature in FEATURES)
+        self._set_features(features)
         for name in ("k_scale", "v_scale"):
             self.register_buffer(name, None)
         # Past nn.Module, which would register it: its parameters are the target's own.
         object.__setattr__(self, "kv_sharing_target", kv_sharing_target)
-        if sinks is not None and sinks.shape != (num_heads,):
-            raise ValueError(f"sinks must have shape [{num_heads}], got {list(sinks.shape)}")
         if kv_sharing_target is not None and kv_sharing_target.kv_sharing_target is not None:
             raise ValueError(
                 "kv_sharing_target must have a cache of its own, got a layer that shares one; "
@@ -74,12 +68,21 @@ class Attention(nn.Module):
         self.spec(torch.float32)  # raises for numbers out of range
         self.scale = head_size**-0.5 if scale is None else scale
 
-    def _register(self, name: str, value: torch.Tensor | None) -> None:
-        """As a parameter or a buffer, whichever the tensor is."""
-        if isinstance(value, nn.Parameter):
-            self.register_parameter(name, value)
-        else:
-            self.register_buffer(name, value)
+    def _set_features(self, features: FeatureArguments) -> None:
+        """Numbers as attributes, tensors as parameters or buffers, whichever they are."""
+        if unknown := ", ".join(features.keys() - set(self._feature_names)):
+            raise TypeError(f"Attention() got an unexpected keyword argument {unknown}")
+        for feature in FEATURES:
+            name, value = feature.name, features.get(feature.name)
+            if not feature.per_head:
+                setattr(self, name, value)
+            elif isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            else:
+                self.register_buffer(name, value)
+            if feature.per_head and value is not None and value.shape != (self.num_heads,):
+                got = list(value.shape)
+                raise ValueError(f"{name} must have shape [{self.num_heads}], got {got}")
 
     def spec(self, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> AttentionSpec:
         """Geometry of the layer, for builders; for `PagedKVCache` if it shares no other's cache.
@@ -151,13 +154,9 @@ class Attention(nn.Module):
             **stored,
         )
 
-    def _features(self) -> FeatureArguments:
+    def _features(self) -> dict[str, Any]:
         """What the layer asks for, as the operators take it."""
-        return {
-            "sliding_window": self.sliding_window,
-            "soft_cap": self.soft_cap,
-            "sinks": self.sinks,
-        }
+        return {name: getattr(self, name) for name in self._feature_names}
 
     def _check(
         self,

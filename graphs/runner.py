@@ -44,7 +44,7 @@ class StepRunner:
         builder: of the attention metadata.
         max_batch_size: requests of a step at most.
         max_tokens: of a request at most, drafts included; captured steps are planned for it, though
-            no position is behind the last that a request without a draft may have.
+            positions end with the last that a request without a draft may have.
         vocab_size: V.
         num_steps: steps that a captured decode may run without the host.
 
@@ -144,7 +144,7 @@ class StepRunner:
         self.graphs.replay(captured, weights=weights)
 
     def step(self, key: BatchDescriptor) -> Step:
-        """A step of padding, on tensors of its own."""
+        """A step of padding, on new tensors."""
         tensors = StepTensors.allocate(
             key.num_tokens,
             key.num_reqs,
@@ -201,7 +201,7 @@ class StepRunner:
     def _sampled(
         self, logits_RV: torch.Tensor, tensors: StepTensors, kind: Sampling
     ) -> torch.Tensor:
-        """A token a row. A row's is the one behind the tokens that are in the cache with it."""
+        """A token a row: the one that follows the row's tokens in the cache."""
         if kind is Sampling.GREEDY:
             return argmax(logits_RV)
         seq_lens_S, query_len = tensors.device["seq_lens"].long(), tensors.query_len

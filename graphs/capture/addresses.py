@@ -1,7 +1,6 @@
-"""Where the tensors of a captured step stand, compared before every replay.
+"""Addresses of the tensors of a captured step, compared before every replay.
 
-A graph reads and writes addresses. A tensor that moved, or an attribute that holds another tensor
-now, would leave the replay computing on memory that nobody fills.
+A graph reads and writes addresses: if a tensor moves, a replay still uses the old memory.
 """
 
 import dataclasses
@@ -55,11 +54,10 @@ class Link:
 class AddressBook:
     """Names and addresses of tensors, with the containers in which they were found.
 
-    Make one with `of`. The tensors are kept alive: what a graph reads is not freed while its book
-    is there.
+    Make one with `of`. It keeps the tensors alive, so that nothing a graph reads is freed.
 
     Attributes:
-        places: by name, where each tensor stood.
+        places: by name, where each tensor was.
     """
 
     def __init__(self, roots: dict[str, Any]) -> None:
@@ -88,8 +86,8 @@ class AddressBook:
     def moved(self) -> list[str]:
         """Names of tensors that are gone, elsewhere, or of another shape, and of replaced modules.
 
-        While there are none, which is at every replay of a healthy session, no name is touched:
-        the containers hold the same containers, and the tensors in them have the same addresses.
+        Names are only looked at where something has moved. Otherwise two comparisons are enough:
+        the containers hold the same containers, their tensors have the same addresses.
         """
         try:
             if self._stayed():
@@ -115,20 +113,18 @@ class AddressBook:
         return changes
 
     def _stayed(self) -> bool:
-        """The comparison in few calls, each of which runs along a list in C.
-
-        Most of it is 40 ns a tensor for `data_ptr`; torch's own comparison of a list of tensors
-        with a list of addresses takes as long (AMD EPYC, 2026-11-21).
-        """
+        """The comparison in few calls, each of which runs along a list in C."""
         inner = map(operator.getitem, self._holders, self._keys)
         if not all(map(operator.is_, inner, self._inner)):
             return False
         tensors = self._states.now()
         if not all(map(operator.is_, tensors, self._kept)):
-            return False  # perhaps another view of the same memory; `changes` will tell
+            return False  # perhaps another view of the same memory; `changes` looks closer
         if list(map(torch.Tensor.numel, tensors)) != self._sizes:
             return False
         tensors += self._weights.now()
+        # Most of the time goes here, 40 ns a tensor. torch's own comparison of a list of tensors
+        # with a list of addresses takes as long (AMD EPYC, 2026-11-21).
         return list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
 
     def _places(self, links: Sequence[Link]) -> dict[str, Place]:
@@ -146,10 +142,10 @@ class AddressBook:
         self._keys = [link.key for link in inner]
         self._inner = [link.held for link in inner]
         counted = [link for link in links if self._counts(link)]
-        # A tensor may be resized or seen otherwise where it stands; nobody does that to a weight.
+        # Other tensors may be resized in place or viewed in another way; weights never are.
         weights = [link for link in counted if isinstance(link.held, torch.nn.Parameter)]
         states = [link for link in counted if not isinstance(link.held, torch.nn.Parameter)]
-        self._states, self._weights = Lane.of(states), Lane.of(weights)
+        self._states, self._weights = Lookup.of(states), Lookup.of(weights)
         tensors = self._states.now()
         self._sizes = [tensor.numel() for tensor in tensors]
         self._kept = tensors + self._weights.now()
@@ -157,15 +153,15 @@ class AddressBook:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lane:
-    """Where tensors are looked up: entry by entry, and in lists that hold nothing else."""
+class Lookup:
+    """Where tensors are found: entry by entry, and in lists that hold nothing else."""
 
     holders: list[Any]
     keys: list[Any]
     lists: Sequence[Sequence[torch.Tensor]]
 
     @classmethod
-    def of(cls, links: Sequence[Link]) -> "Lane":
+    def of(cls, links: Sequence[Link]) -> "Lookup":
         groups: dict[int, list[Link]] = {}
         for link in links:
             groups.setdefault(id(link.holder), []).append(link)
@@ -179,7 +175,7 @@ class Lane:
         return cls([link.holder for link in others], [link.key for link in others], whole)
 
     def now(self) -> list[torch.Tensor]:
-        """What stands there now."""
+        """The tensors that are there now."""
         tensors: list[torch.Tensor] = list(map(operator.getitem, self.holders, self.keys))
         tensors += itertools.chain.from_iterable(self.lists)
         return tensors

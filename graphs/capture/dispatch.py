@@ -79,7 +79,7 @@ class CudagraphDispatcher:
     def keys(self, mode: CUDAGraphMode) -> list[BatchDescriptor]:
         """Keys that run under this runtime mode, largest first.
 
-        Memory that the first capture takes then serves all that follow.
+        In that order, later captures reuse the memory of the first.
 
         Raises:
             ValueError: `mode` is none.
@@ -133,8 +133,8 @@ class CudagraphDispatcher:
             return []
         if query_len is not None:
             return [BatchDescriptor(s * query_len, s, uniform=True) for s in self.decode_sizes]
-        # One request more than a batch has: it owns the padding rows, so that none of them becomes
-        # a part of somebody's query.
+        # One request more than a batch has: it owns the padding rows, which would otherwise be
+        # part of another request's query.
         return [BatchDescriptor(t, min(self.max_num_reqs + 1, t)) for t in self.mixed_sizes]
 
     def _smallest(

@@ -43,7 +43,7 @@ class StepGraphs:
     """Graphs of steps by `BatchDescriptor`.
 
     Args:
-        make_step: makes the step of a key, on static tensors of its own that hold padding.
+        make_step: makes the step of a key, on new static tensors that hold padding.
         recorders: make the graphs, by mode.
         model: its parameters and buffers must stay where they are.
         keep_failures: remember what cannot be captured instead of raising; it runs uncaptured.
@@ -90,7 +90,7 @@ class StepGraphs:
 
         Raises:
             CaptureError: the step cannot be captured, and failures are not kept. Nothing of it
-                stays behind.
+                is kept either.
         """
         if key in self._captured:
             return self._captured[key]

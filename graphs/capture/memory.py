@@ -24,11 +24,11 @@ def estimate(
 ) -> int:
     """Bytes that capturing one graph per entry of `rows` may take: an estimate, made of shapes.
 
-    Graphs of one pool share their activations, so the largest decides: a layer has the residual,
-    its normed copy, an output and the three parts of the feed-forward at a time, of which half as
-    much again lies between what is freed and what is taken; behind the layers stand the logits,
-    once in the model's dtype and twice in float32 for sampling. The driver's share grows with the
-    number of kernels in all graphs. Workspaces of libraries are not counted.
+    Graphs of one pool share their activations, so the largest graph decides. A layer has the
+    residual, its normed copy, an output and the three parts of the feed-forward at a time. Half as
+    much again is lost to fragmentation. The logits come on top: once in the model's dtype and
+    twice in float32 for sampling. The driver's share grows with the number of kernels in all
+    graphs. Workspaces of libraries are not counted.
 
     Args:
         rows: tokens T of each graph.

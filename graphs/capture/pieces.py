@@ -3,23 +3,7 @@
     model:    embedding, q, k, v | attention | o, mlp, q, k, v | attention | ... | norm, logits
     recorded: segment 0          | call 0    | segment 1       | call 1    | ... | segment n
 
-A call that cannot be captured ends the capture from inside the operator's Python, and a new one
-begins behind it: in whatever calls the operator, compiled or not. Everything else of a padded
-step is the same in every step and is captured. A call is remembered with its operands' addresses
-and made anew in every replay, with the metadata of that replay.
-
-Inductor's own partitions (`graph_partition`, a wrapper around each) would hold a CUDA graph per
-partition of one compiled artifact. Ours is one artifact for all layers: the model is cut into
-layers, and one compiled piece is called once a layer (`fx_passes.regions`), so that one of its
-partitions needs a graph for each layer. Cutting what runs, instead of what is compiled, gives each
-layer its own graph, and needs no compiler.
-
-Memory: a call's result is written to memory of the pool, allocated in the segment before it, so
-that later segments take it over once the model has let it go. q and the results are remembered as
-addresses: a reference to them would keep a tensor of every layer alive at once.
-
-Cost: besides a launch per segment, a copy kernel per call brings the backend's result to its
-static place.
+A call of attention that cannot be captured ends the capture, and a new one begins after it.
 """
 
 import contextlib
@@ -36,12 +20,15 @@ from graphs.capture.segments import Segment, SegmentRecorder
 from graphs.modes import BatchDescriptor
 
 Breaks = Callable[[AttentionCall], bool]
-"""Whether a call must stand outside of the graphs."""
+"""Whether a call must run between the graphs."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BrokenCall:
-    """A call outside of the graphs; q and `results` do not own their memory."""
+    """A call outside of the graphs: its operands' addresses, and where its results go.
+
+    q and `results` do not own their memory. References would keep a tensor of every layer alive.
+    """
 
     call: AttentionCall
     results: tuple[torch.Tensor, ...]  # out [T, N, H] and, if asked for, lse [T, N]
@@ -54,6 +41,7 @@ class BrokenCall:
 
     def run(self, metadata: AttentionMetadata) -> None:
         """Attend over the batch of `metadata`; the rows of q and the result are those recorded."""
+        # Costs a copy kernel a call, besides a launch a segment.
         self.call.run_into(self.results, metadata)
 
 
@@ -109,7 +97,7 @@ class PiecewiseRecorder:
     Args:
         builder: of the backend; builds the metadata of every replay.
         segments: makes the pieces.
-        breaks: by key, which calls of attention stand outside; None: all.
+        breaks: by key, which calls of attention run between the graphs; None: all.
     """
 
     def __init__(
@@ -121,7 +109,7 @@ class PiecewiseRecorder:
         self.builder, self.segments, self.breaks = builder, segments, breaks
 
     def metadata(self, step: Step) -> AttentionMetadata:
-        """As for every replay: what stands outside may take no other."""
+        """As for every replay: calls between graphs may refuse the metadata of a capture."""
         return self.builder.build(0, step.common_on_host())
 
     def warm_up(self, step: Step, metadata: AttentionMetadata | None) -> None:
@@ -151,13 +139,17 @@ def record_parts(
 ) -> list[Segment | BrokenCall]:
     """Segments of a step and the calls between them, in order.
 
-    Calls that break are remembered, not run: what they read is not there yet.
+    Calls that break are remembered, not run: what they read is not there yet. The cut is made
+    where the operator's Python runs, in a compiled model or not.
 
     Args:
         run: the step, its arguments bound; results stay in the step's tensors.
         segments: record what is between calls.
-        breaks: which calls stand outside.
+        breaks: which calls run between the graphs.
     """
+    # Inductor could cut instead (`graph_partition`), with a CUDA graph per partition of a compiled
+    # artifact. Ours is one artifact that all layers call (`fx_passes.regions`), and each layer
+    # needs a graph.
     cutting = _Cutting(segments, breaks)
     with paused_collector(), segments.recording(), cutting.open():
         run()
@@ -165,7 +157,7 @@ def record_parts(
 
 
 class _Cutting:
-    """The recording of one step."""
+    """The recording of one step, cut at calls of attention."""
 
     def __init__(self, segments: SegmentRecorder, breaks: Breaks) -> None:
         self.segments, self.breaks = segments, breaks
@@ -188,7 +180,9 @@ class _Cutting:
         """Cut here, if the call breaks: its results are static memory, without values yet."""
         if not self.breaks(call):
             return None
-        results = call.empty_results()  # inside the segment that ends: memory of the pool
+        # Memory of the pool, as the segment has not ended: later segments use it again once the
+        # model has let it go.
+        results = call.empty_results()
         self._segment.close()
         self.parts.append(BrokenCall.of(call, results))
         self._begin()

@@ -90,8 +90,8 @@ class CapturePlan:
         mode, debug, query_lens = options.mode, options.debug, options.query_lens
         declared = groups = levels(backend, specs)
         if debug is not None and device.type != "cuda" and not isinstance(backend, GroupedBackend):
-            # Nothing can be captured here with any backend, so a plain one runs as if all could. A
-            # grouped one refuses batches that its groups are too weak for, whoever calls.
+            # Nothing is captured here, so a plain backend runs as if all could be. A grouped one
+            # always refuses batches that its groups are too weak for.
             groups = dict.fromkeys(declared, AttentionCGSupport.ALWAYS)
         found = resolve(mode, groups, device.type, query_lens, options.strict, debug)
         found = dataclasses.replace(found, groups=declared)

@@ -81,7 +81,7 @@ class Recorder(Protocol):
         """Run the step once, unrecorded, for lazy initialisation."""
 
     def record(self, step: Step, metadata: AttentionMetadata | None) -> Graph:
-        """Record the step, or leave nothing behind and raise."""
+        """Record the step; if that raises, nothing of it is kept."""
         ...
 
     def release(self) -> None:
@@ -89,7 +89,7 @@ class Recorder(Protocol):
 
 
 def metadata_now(builder: Builder, tensors: StepTensors) -> AttentionMetadata:
-    """Metadata for the batch that the host side of `tensors` holds, and no longer one."""
+    """Metadata for the batch that the host side of `tensors` holds, planned for its lengths."""
     longest = int(tensors.arrays["seq_lens"].max(initial=1))
     return builder.build(0, tensors.common(tensors.max_query_len, longest))
 
@@ -97,7 +97,7 @@ def metadata_now(builder: Builder, tensors: StepTensors) -> AttentionMetadata:
 def plan_in_place(
     builder: Builder, step: Step, metadata: AttentionMetadata | None
 ) -> HostPlan | None:
-    """For a graph with attention inside: `metadata` is brought up to date where it stands."""
+    """For a graph with attention inside: every replay updates `metadata` in place."""
     if metadata is None:
         return None
 

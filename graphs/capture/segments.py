@@ -29,7 +29,7 @@ class SegmentRecorder(Protocol):
         """Run once, unrecorded, for lazy initialisation."""
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Stands around all segments of a step."""
+        """Around all segments of a step."""
         ...
 
     def segment(self) -> contextlib.AbstractContextManager[Segment]:
@@ -85,7 +85,7 @@ class CUDASegments:
                 warnings.simplefilter("always")
                 capture.close()
         for w in caught:
-            if "Graph is empty" in str(w.message):  # as torch tells it
+            if "Graph is empty" in str(w.message):  # torch says it in no other way
                 segment.is_empty = True
             else:
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)

@@ -46,7 +46,7 @@ class WholeRecorder:
         return self.builder.prepare_capture(step.common_on_host())
 
     def warm_up(self, step: Step, metadata: AttentionMetadata | None) -> None:
-        """On the stream that is captured next, which has libraries' workspaces of its own."""
+        """On the stream that is captured next."""
         self.pool.warm_up(lambda: step.run(metadata))
 
     def record(self, step: Step, metadata: AttentionMetadata | None) -> WholeGraph:

@@ -1,7 +1,7 @@
 """What of a model may not change unseen while a session lives: modes, configs, hooks and numbers.
 
 A captured step runs none of the model's Python, and a compiled one runs what was traced. Weights
-may change in place at any time; where they stand is `graphs.capture.addresses`' affair.
+may change in place at any time; `graphs.capture.addresses` checks where they are.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ _CONTAINERS = (list, dict, set)
 class ModelState:
     """Attributes of modules and configs as they were, compared in few calls.
 
-    What has changed is taken, if the model still keeps its contract: then whoever holds graphs of
-    it must make them anew. Dynamo guards on attributes, but not on hooks, classes and functions:
+    A change is accepted if the model still keeps its contract. Graphs of the model must then be
+    captured anew. Dynamo guards on attributes, but not on hooks, classes and functions:
     those of a compiled model must stay. What the model changes in its own forward is left out.
 
     Raises:
@@ -48,7 +48,7 @@ class ModelState:
         self._model, self._contract, self._compiled = model, contract, compiled
         self._device_type = next(model.parameters()).device.type
         self._own: set[str] = set()
-        self.stale = False  # graphs are older than the model; whoever drops them says so
+        self.stale = False  # graphs are older than the model; reset by the code that drops them
         self._check_globals()
         self._remember()
         self._check_contract()
@@ -78,14 +78,14 @@ class ModelState:
 
     def _check_change(self, changed: list[str]) -> None:
         shown = "; ".join(changed[:3]) + (f" and {len(changed) - 3} more" if changed[3:] else "")
-        told = (
+        message = (
             "modules, functions and hooks of the model must stay where they were, got "
             f"{shown}. Undo it, or make a new DecodeSession"
         )
         if any(text.startswith("weights.") for text in changed):
-            raise ValueError(told)
+            raise ValueError(message)
         if self._compiled and any(map(_is_code, changed)):
-            raise ValueError(f"{told}; supported: models that are not compiled")
+            raise ValueError(f"{message}; supported: models that are not compiled")
         before = dict(vars(self))
         try:
             self.stale = True
@@ -95,7 +95,7 @@ class ModelState:
             vars(self).update(before)
             if not isinstance(error, Exception):
                 raise
-            raise ValueError(f"{told}: {error}") from error
+            raise ValueError(f"{message}: {error}") from error
 
     def _check_contract(self) -> None:
         """Check it; what the forwards have changed is the model's own."""
@@ -117,7 +117,7 @@ class ModelState:
         entries = [e for e in _entries(self._model) if e[0] not in self._own]
         self._before = {name: _copy(value) for name, _, _, value in entries}
         self._boxes = [value for *_, value in entries if isinstance(value, _CONTAINERS)]
-        entries = [e for e in entries if e[2] not in _HOOKS]  # nobody replaces those dicts
+        entries = [e for e in entries if e[2] not in _HOOKS]  # those dicts are never replaced
         self._holders = [holder for _, holder, _, _ in entries]
         self._keys = [key for _, _, key, _ in entries]
         self._values = [value for *_, value in entries]

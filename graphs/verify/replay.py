@@ -1,4 +1,4 @@
-"""Replays of a session that are compared with calls: graphs that check themselves.
+"""Replays that are compared with calls of the same steps.
 
 S requests, R rows of logits, V vocabulary.
 """

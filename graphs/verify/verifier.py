@@ -37,7 +37,7 @@ class VerificationError(RuntimeError):
     Attributes:
         key: of the graph.
         tensor: the first that differs, in the order in which a step computes them.
-        difference: the largest absolute one; inf where NaN or infinity stands on one side only,
+        difference: the largest absolute one; inf where one side only has NaN or infinity,
             where shapes or dtypes differ, and for rows of the cache outside the step's slots.
         dump: the directory with both results; None where it could not be written.
     """
@@ -114,7 +114,7 @@ class Verifier:
     """Decides which replays are compared with a call, and compares them.
 
     Args:
-        mode: "first" replay of every key; an int N, the first and every N-th behind it; "always";
+        mode: "first" replay of every key; an int N, the first and every N-th after it; "always";
             None, never.
         tolerance: in place of `TOLERANCES`, for every dtype or by dtype.
         kv_cache_dtype: what uint8 caches hold: fp8_e4m3 or fp8_e5m2; auto: they are integers.

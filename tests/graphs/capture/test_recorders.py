@@ -3,6 +3,7 @@
 import pytest
 
 from attn_ops.backends.grouped import grouped_backend
+from graphs.capture.levels import resolve
 from graphs.capture.pieces import PiecewiseGraph, PiecewiseRecorder
 from graphs.capture.recorder import plan_in_place
 from graphs.capture.rerun import RerunRecorder
@@ -95,6 +96,7 @@ def test_only_layers_of_a_weak_group_stand_between_graphs(make_model):
     want = uncaptured(model, **options).generate(PROMPTS[:2], 3)
     session = captured(model, cudagraph_mode="FULL", lazy_capture=True, **options)
     assert session.graphs is not None
+    session.plan.resolution = resolve(FULL, session.plan.resolution.groups, "cuda")
     session.graphs.recorders = {PIECEWISE: RECORDERS["pieces"][1](session)}
     assert session.generate(PROMPTS[:2], 3) == want
     assert len(session.graphs) > 1

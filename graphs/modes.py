@@ -62,10 +62,6 @@ class CUDAGraphMode(Enum):
         """Whether decode or mixed batches run under this runtime mode."""
         return mode in (self.decode_mode(), self.mixed_mode())
 
-    def requires_piecewise(self) -> bool:
-        """Whether some graphs are broken around attention."""
-        return self.has_mode(CUDAGraphMode.PIECEWISE)
-
     def separate_routine(self) -> bool:
         """Whether decode batches run under another mode than mixed ones."""
         return self in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)

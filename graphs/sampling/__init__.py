@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from graphs.sampling.filters import filtered
-from graphs.sampling.params import FIELDS, Sampling, SamplingParams, stacked
+from graphs.sampling.params import FIELDS, Sampling, SamplingParams
 from graphs.sampling.penalties import PenaltyState, penalized
 from graphs.sampling.race import argmax, reference_race
 
@@ -23,7 +23,6 @@ __all__ = [
     "SamplingParams",
     "argmax",
     "sample",
-    "stacked",
 ]
 
 

@@ -1,7 +1,7 @@
 """What a request asks of sampling, checked, and as the tensors of a step."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
@@ -117,17 +117,6 @@ class SamplingParams:
         """One value for each of `FIELDS`, in order."""
         seed = default_seed if self.seed is None else self.seed
         return (*(getattr(self, name) for name in FIELDS if name != "seed"), seed)
-
-
-def stacked(
-    params: Sequence[SamplingParams], device: torch.device | str = "cpu", default_seed: int = 0
-) -> dict[str, torch.Tensor]:
-    """The tensors [R] that `sample` reads, one entry a request."""
-    columns = zip(*(p.values(default_seed) for p in params), strict=True)
-    return {
-        name: torch.tensor(column, dtype=dtype, device=device)
-        for (name, (dtype, _)), column in zip(FIELDS.items(), columns, strict=True)
-    }
 
 
 def _check_real(name: str, value: Any, low: float, high: float, *, exclusive: bool = False) -> None:

@@ -39,7 +39,6 @@ def test_parts(mode):
     assert (mode.decode_mode(), mode.mixed_mode()) == (decode, mixed)
     assert mode.separate_routine() is separate
     assert {m for m in CUDAGraphMode if mode.has_mode(m)} == {decode, mixed}
-    assert mode.requires_piecewise() is (PIECEWISE in (decode, mixed))
     assert CUDAGraphMode.of(decode, mixed) is mode
 
 

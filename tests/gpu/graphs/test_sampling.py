@@ -13,12 +13,12 @@ from graphs.sampling import (
     SamplingParams,
     argmax,
     sample,
-    stacked,
 )
 from graphs.sampling.filters import kernel_keep, reference_keep, weights
 from graphs.sampling.params import Sampling
 from graphs.sampling.philox import gumbel, words
 from graphs.sampling.race import reference_race
+from tests.kit.sampling import stacked
 
 pytestmark = pytest.mark.gpu
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from graphs.sampling import SamplingParams, stacked
+from graphs.sampling import SamplingParams
 from graphs.sampling.filters import filtered, kernel_keep, reference_keep
+from tests.kit.sampling import stacked
 
 INF = torch.inf
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from graphs.sampling import FIELDS, SamplingParams, stacked
+from graphs.sampling import FIELDS, SamplingParams
 from graphs.sampling.params import Sampling
+from tests.kit.sampling import stacked
 
 
 @pytest.mark.parametrize(

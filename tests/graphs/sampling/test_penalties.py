@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from graphs.sampling import PenaltyState, SamplingParams, stacked
+from graphs.sampling import PenaltyState, SamplingParams
 from graphs.sampling.penalties import penalized
+from tests.kit.sampling import stacked
 
 VOCAB = 30
 PROMPTS = [[1, 2, 2, 29], [], [5], [0, 3]]

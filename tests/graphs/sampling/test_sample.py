@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from graphs.sampling import PenaltyState, SamplingParams, argmax, sample, stacked
+from graphs.sampling import PenaltyState, SamplingParams, argmax, sample
 from graphs.sampling.params import Sampling
+from tests.kit.sampling import stacked
 
 PARAMS = [
     SamplingParams(seed=1),

@@ -16,11 +16,10 @@ from attn_ops import PagedKVCache
 from attn_ops.integrations.merged import check_merged
 from attn_ops.integrations.transformers import Contract, attention_specs, check_lengths
 from fx_passes.backend import start_compile_workers
-from fx_passes.observe import Recorder
 from graphs.capture.graphs import StepGraphs
 from graphs.capture.memory import sizes_of
 from graphs.capture.plan import CapturePlan, selected
-from graphs.compilation import Compilation, CompileCounters, is_compiled
+from graphs.compilation import Compilation, is_compiled
 from graphs.context import exclusive, in_surroundings, surroundings
 from graphs.loop import StepLoop
 from graphs.modes import CUDAGraphMode
@@ -56,6 +55,7 @@ class DecodeSession:
     Attributes:
         backend_selection: the backend, why, and the reasons against the others.
         graph_mode: the mode in use; `graph_mode_why` says why where it is not the one asked for.
+        counters: graphs, breaks and recompilations of the model.
         compile_record: what the passes did when the model was compiled.
         num_steps: steps that were replayed ("captured") and called.
         verifier: compares replays with calls; None: never.
@@ -119,11 +119,17 @@ class DecodeSession:
         if recorders:
             keep_failures = options.on_capture_failure == "continue"
             self.runner.start_capturing(recorders, self.original, keep_failures)
+        self._make_loop(options)
+        if self.device.type == "cuda":
+            start_compile_workers()
+
+    def _make_loop(self, options: SessionOptions) -> None:
         self._next_id = 0
         self._requests: dict[int, Request] = {}
         self.scheduler = Scheduler(self.cache, self.max_batch_size, options.max_tokens_per_step)
         self.token_stream = TokenStream(self.scheduler, self._requests)
         self.compilation = Compilation(self.runner, self)
+        self.counters, self.compile_record = self.compilation.counters, self.compilation.record
         self.loop = StepLoop(
             self.runner,
             self.scheduler,
@@ -133,28 +139,14 @@ class DecodeSession:
             self.compilation,
             always_fills=self.verifier is not None,
         )
+        self.num_steps = self.loop.num_steps
         self.lock = threading.RLock()  # of `exclusive`
         self._adding = threading.Lock()
-        if self.device.type == "cuda":
-            start_compile_workers()
 
     @property
     def graphs(self) -> StepGraphs | None:
         """`StepGraphs`; None where nothing is captured."""
         return self.runner.graphs
-
-    @property
-    def num_steps(self) -> dict[str, int]:
-        return self.loop.num_steps
-
-    @property
-    def counters(self) -> CompileCounters:
-        """Graphs, breaks and recompilations of the model."""
-        return self.compilation.counters
-
-    @property
-    def compile_record(self) -> Recorder:
-        return self.compilation.record
 
     @property
     def compile_seconds(self) -> float:

@@ -77,8 +77,8 @@ def run(
     return RunReport.of(
         session,
         model=model,
-        preset=model in PRESETS,
         parity=parity,
+        ok=parity.ok and (parity.varied or model not in PRESETS),
         steps=steps,
         tokens_per_second=parity.num_tokens / seconds,
         dump=str(dump_directory) if dump_directory is not None else None,

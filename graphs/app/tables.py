@@ -54,39 +54,32 @@ class RunReport:
     session: SessionReport
 
     @classmethod
-    def of(
-        cls, session: DecodeSession, *, preset: bool, parity: Parity, **measured: Any
-    ) -> "RunReport":
-        """What `session` knows of itself, with what was measured; a preset's outputs must vary."""
-        selection, counters, record = (
-            session.backend_selection,
-            session.counters,
-            session.compile_record,
-        )
+    def of(cls, session: DecodeSession, *, parity: Parity, **measured: Any) -> "RunReport":
+        """What `session` knows of itself, with what was measured."""
+        report, record = session.report(), session.compile_record
         skipped = [f"{p.pass_name}: {reason}" for p in record.passes for reason in p.skipped]
         return cls(
             dtype=str(session.original.dtype).removeprefix("torch."),
-            device=str(session.device),
-            backend=selection.backend.name,
-            backend_why=selection.why,
-            backends_against=selection.reasons_against,
-            graph_mode_asked=session.graph_mode_asked.name,
-            graph_mode_used=session.graph_mode.name,
-            graph_mode_why=session.graph_mode_why,
-            num_graphs=counters.num_graphs,
-            num_breaks=counters.num_breaks,
-            num_recompiles=counters.num_recompiles,
+            device=report.device,
+            backend=report.backend,
+            backend_why=report.backend_why,
+            backends_against=session.backend_selection.reasons_against,
+            graph_mode_asked=report.mode_asked,
+            graph_mode_used=report.mode_used,
+            graph_mode_why=report.mode_why,
+            num_graphs=report.num_graphs,
+            num_breaks=report.num_breaks,
+            num_recompiles=report.num_recompiles,
             matches=record.matches(),
             skipped=list(dict.fromkeys(skipped)),
             parity=parity,
             outputs_vary=parity.varied,
-            ok=parity.ok and (parity.varied or not preset),
-            cache_bytes=sum(t.numel() * t.itemsize for t in session.cache.tensors),
-            graph_bytes=session.graphs.num_bytes if session.graphs is not None else 0,
-            compile_seconds=session.compile_seconds,
-            num_steps=dict(session.num_steps),
+            cache_bytes=session.cache.num_bytes,
+            graph_bytes=report.graph_bytes,
+            compile_seconds=report.compile_seconds,
+            num_steps=report.num_steps,
             max_tokens_per_step=session.scheduler.max_tokens_per_step,
-            session=session.report(),
+            session=report,
             **measured,
         )
 

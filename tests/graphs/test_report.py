@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from attn_ops import get_backend
+from attn_ops.backends.grouped import grouped_backend
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.capture.failures import CaptureError, Failure
 from graphs.capture.levels import resolve
@@ -223,6 +224,20 @@ def test_a_weak_group_and_the_estimate(model):
     nodes = 3 * 2 * 30 * NODE_BYTES  # three sizes, two layers
     assert report.graph_bytes_estimated == layer * 3 // 2 + logits + nodes
     assert "0 graphs, 0 B (estimated 1.4 MiB), 0.00 s, of 3 keys" in one_line(report)
+
+
+def test_debugging_reports_every_kind_as_it_runs(make_model):
+    """Decodes are lowered to PIECEWISE; mixed batches are not captured, as nobody asked for it."""
+    sliding = grouped_backend({(lambda s: s.sliding_window is not None): "TORCH"}, default="FLEX")
+    session = captured(make_model("gemma2"), backend=sliding, max_tokens=32)
+    report = session.report()
+    assert (report.mode_asked, report.mode_used) == ("FULL_DECODE_ONLY", "PIECEWISE")
+    assert report.kinds == [
+        "decode batches: FULL asked for, PIECEWISE used, between graphs: FLEX, TORCH",
+        "mixed batches: NONE asked for, NONE used",
+    ]
+    session.generate([[1, 2, 3]], 3)
+    assert session.num_steps == {"captured": 2, "called": 1}
 
 
 def test_no_estimate_for_a_model_of_unknown_shape(make_model, monkeypatch):

@@ -50,6 +50,7 @@ class ModelState:
         self._own: set[str] = set()
         self.stale = False  # graphs are older than the model; reset by the code that drops them
         self._check_globals()
+        contract.prepare()
         self._remember()
         self._check_contract()
 

@@ -27,10 +27,11 @@ from attn_ops.integrations.transformers.forward import (
     NAME,
     attention_forward,
     no_mask,
-    register,
 )
+from attn_ops.integrations.transformers.keywords import carry_keywords
 from attn_ops.integrations.transformers.layers import cache_index
 from attn_ops.integrations.transformers.probe import AttentionProbe
+from attn_ops.integrations.transformers.registration import register
 from attn_ops.integrations.transformers.rows import check_logits
 from attn_ops.integrations.transformers.specs import attention_specs, cross_attention_specs
 
@@ -43,6 +44,7 @@ __all__ = [
     "attention_forward",
     "attention_specs",
     "cache_index",
+    "carry_keywords",
     "check_contract",
     "check_lengths",
     "check_logits",

@@ -15,6 +15,8 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from attn_ops.integrations.transformers.batch import PATCHING
+from attn_ops.integrations.transformers.forward import KeywordsMissing
+from attn_ops.integrations.transformers.keywords import carry_keywords
 from attn_ops.integrations.transformers.layers import shares_cache
 from attn_ops.integrations.transformers.masks import check_masks
 from attn_ops.integrations.transformers.probe import ProbedCall
@@ -72,6 +74,19 @@ class Contract:
         self.model, self.specs, self.vocab_size, self.longest = model, specs, vocab_size, longest
         self._caches: list[int] | None = None  # in the order in which layers attend to them
         self._probes = Probes(model, forward, vocab_size, max(1, min(NUM_ROWS, longest)))
+
+    def prepare(self) -> None:
+        """Where the model drops the keywords of attn_ops, have them carried to its layers.
+
+        Comes before `check`, and before anybody remembers the model's hooks.
+        """
+        with PATCHING:
+            try:
+                self._probes.in_order()
+            except KeywordsMissing:
+                carry_keywords(self.model, attention_layers(self.model))
+            except ValueError:
+                pass  # `check` says it
 
     def check(self) -> None:
         """Raise a ValueError unless batches give what the model alone gives.

@@ -14,6 +14,7 @@ from attn_ops.integrations.transformers.layers import (
     features_of_call,
     is_causal,
     shares_cache,
+    window,
 )
 from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
@@ -22,14 +23,20 @@ from attn_ops.ops import attention, varlen_attention, write_kv
 
 NAME = "attn_ops"
 
+_FROM_LAYER = object()
+"""A layer that passes no window: Qwen2-MoE and PhiMoE leave it to the mask."""
 
-def register() -> None:
-    """Make `attn_implementation="attn_ops"` known to Transformers. It may be called again."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, no_mask)
+class KeywordsMissing(ValueError):
+    """An attention layer was called without a batch, or without caches."""
+
+    def __init__(self, meta: object, caches: object) -> None:
+        super().__init__(
+            "attn_metadata and kv_caches must be forward keywords of a model with "
+            f"attn_implementation='attn_ops', got {type(meta).__name__} and "
+            f"{type(caches).__name__}; supported without kv_caches: encoders. Models that drop "
+            "keywords on the way to their layers need carry_keywords(model)"
+        )
 
 
 def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -53,7 +60,7 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: Any = _FROM_LAYER,
     softcap: float | None = None,
     attn_metadata: AttentionMetadata | None = None,
     kv_caches: Sequence[torch.Tensor] | None = None,
@@ -83,6 +90,8 @@ def attention_forward(
     """
     causal = is_causal(module) and kwargs.get("is_causal") is not False
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if sliding_window is _FROM_LAYER:
+        sliding_window = window(module) if causal else None
     options: dict[str, Any] = {**features_of_call(sliding_window, softcap, s_aux)}
     probe: Any = attn_metadata
     if not torch.compiler.is_compiling() and isinstance(probe, AttentionProbe):
@@ -92,6 +101,8 @@ def attention_forward(
         index, name = cache_index(module), probe.name(module)
         call = ProbedCall(name, module, index, *rows, spec, scale, attention_mask, kwargs)
         return probe.attend(call), None
+    if causal and attn_metadata is None:
+        raise KeywordsMissing(attn_metadata, kv_caches)
     _refuse_ignored(attention_mask, dropout, kwargs)
     if query.shape[0] != 1:
         raise ValueError(
@@ -168,11 +179,7 @@ def _refuse_missing(
 ) -> None:
     """Raise a ValueError unless the layer got a batch, and caches if and only if it is causal."""
     if meta is None or (causal and caches is None):
-        raise ValueError(
-            "attn_metadata and kv_caches must be forward keywords of a model with "
-            f"attn_implementation='attn_ops', got {type(meta).__name__} and "
-            f"{type(caches).__name__}; supported without kv_caches: encoders"
-        )
+        raise KeywordsMissing(meta, caches)
     if not causal and caches is not None:
         raise ValueError(
             "is_causal must be True with kv_caches, got False; supported: causal attention, "

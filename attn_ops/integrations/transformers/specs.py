@@ -103,7 +103,7 @@ def _attends(module: Any) -> bool:
 
 def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
     config = model.config.get_text_config()
-    head_size = _first(layer, "head_dim", "attention_head_size")
+    head_size = _first(layer, "head_dim", "attention_head_size", "head_size")
     if head_size is None:
         raise ValueError(
             f"attention layers must have head_dim, got {type(layer).__name__}; "

@@ -1,0 +1,73 @@
+"""Brings attn_ops' forward keywords to the attention layers of models that drop them on the way.
+
+Most models hand unknown keywords down from their forward to every layer. Some do not: StableLM,
+Nemotron, GPT-J. There, hooks carry them: one of the whole model takes them, one of each attention
+layer adds them to what it is called with. Dynamo traces both.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+CARRIED = ("attn_metadata", "kv_caches", "slot_mapping", "kv_cache_dtype")
+"""Keywords of `attention_forward` that the whole model is called with."""
+
+_INSTALLING = threading.Lock()
+"""Two sessions of one model may be made at the same time; it gets its hooks once."""
+
+
+class KeywordCarrier:
+    """Holds the keywords of one forward while it runs, and no longer."""
+
+    def __init__(self) -> None:
+        self.keywords: dict[str, Any] | None = None
+
+    def take(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before the model's forward: remember the keywords.
+
+        Raises:
+            RuntimeError: another forward of the model runs, in another thread.
+        """
+        if self.keywords is not None:
+            raise RuntimeError(
+                f"{type(model).__name__} must be called by one thread at a time: it drops the "
+                "keywords of attn_ops, which are carried to its layers for one call"
+            )
+        self.keywords = {name: kwargs[name] for name in CARRIED if name in kwargs}
+
+    def deliver(
+        self, layer: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Before an attention layer's forward: add them."""
+        return args, {**kwargs, **(self.keywords or {})}
+
+    def drop(self, model: Any, args: tuple, output: Any) -> None:
+        """Behind the model's forward, also where it raises."""
+        self.keywords = None
+
+
+def carried(layer: Any) -> dict[str, Any]:
+    """What is carried to a layer now; empty where `carry_keywords` was not called."""
+    carrier = getattr(layer, "keyword_carrier", None)
+    return {} if carrier is None else carrier.keywords or {}
+
+
+def carry_keywords(model: torch.nn.Module, layers: Sequence[Any]) -> None:
+    """Install the hooks; does nothing if they are there.
+
+    Args:
+        model: the whole model, uncompiled.
+        layers: its attention layers. Each hands unknown keywords to its attention, or asks for
+            `carried`.
+    """
+    with _INSTALLING:
+        if all(hasattr(layer, "keyword_carrier") for layer in layers):
+            return
+        carrier = KeywordCarrier()
+        model.register_forward_pre_hook(carrier.take, with_kwargs=True)
+        for layer in layers:
+            layer.keyword_carrier = carrier
+            layer.register_forward_pre_hook(carrier.deliver, with_kwargs=True)
+        model.register_forward_hook(carrier.drop, always_call=True)

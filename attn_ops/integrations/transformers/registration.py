@@ -1,0 +1,14 @@
+"""Makes attn_ops known to Transformers."""
+
+from attn_ops.integrations.transformers.forward import NAME, attention_forward, no_mask
+from attn_ops.integrations.transformers.own_attention import register_classes
+
+
+def register() -> None:
+    """Make `attn_implementation="attn_ops"` known to Transformers; harmless if repeated."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, no_mask)
+    register_classes()

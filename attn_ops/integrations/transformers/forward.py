@@ -28,14 +28,18 @@ _FROM_LAYER = object()
 
 
 class KeywordsMissing(ValueError):
-    """An attention layer was called without a batch, or without caches."""
+    """An attention layer was called without a batch, or without caches.
+
+    `model.generate` gives none. A model that drops keywords needs `carry_keywords`, which
+    `graphs.DecodeSession` calls.
+    """
 
     def __init__(self, meta: object, caches: object) -> None:
         super().__init__(
             "attn_metadata and kv_caches must be forward keywords of a model with "
             f"attn_implementation='attn_ops', got {type(meta).__name__} and "
-            f"{type(caches).__name__}; supported without kv_caches: encoders. Models that drop "
-            "keywords on the way to their layers need carry_keywords(model)"
+            f"{type(caches).__name__}; use graphs.DecodeSession, or, for model.generate, "
+            "model.set_attn_implementation('sdpa'); supported without kv_caches: encoders"
         )
 
 
@@ -47,8 +51,9 @@ def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: An
     """
     if attention_mask is not None:
         raise ValueError(
-            "attention_mask must be None with attn_implementation='attn_ops'; "
-            "pad nothing, pass attn_metadata"
+            "attention_mask must be None with attn_implementation='attn_ops', got a tensor: a batch "
+            "is packed, not padded. Use graphs.DecodeSession, or, for model.generate, "
+            "model.set_attn_implementation('sdpa')"
         )
 
 

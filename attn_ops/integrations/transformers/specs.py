@@ -79,14 +79,16 @@ def _layers(model: Any) -> list[Any]:
     layers = [m for m in model.modules() if _attends(m)]
     if not layers:
         raise ValueError(
-            "model must have attention layers with layer_idx and scaling, "
-            f"got {type(model).__name__}"
+            "model must have layers that attend by Transformers' attention functions and have a "
+            f"layer_idx, got {type(model).__name__}, whose layers have code of their own or do not "
+            "attend at all"
         )
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         raise ValueError(
             f"layer_types must be supported, got {', '.join(sorted(unknown))}; "
-            f"supported: {', '.join(sorted(_LAYER_TYPES))}"
+            f"supported: {', '.join(sorted(_LAYER_TYPES))}; recurrent, convolving and "
+            "index-selecting layers have no paged KV cache of keys and values"
         )
     return sorted(layers, key=lambda m: m.layer_idx)
 

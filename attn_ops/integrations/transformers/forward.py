@@ -51,8 +51,8 @@ def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: An
     """
     if attention_mask is not None:
         raise ValueError(
-            "attention_mask must be None with attn_implementation='attn_ops', got a tensor: a batch "
-            "is packed, not padded. Use graphs.DecodeSession, or, for model.generate, "
+            "attention_mask must be None with attn_implementation='attn_ops', got a tensor: "
+            "a batch is packed, not padded. Use graphs.DecodeSession, or, for model.generate, "
             "model.set_attn_implementation('sdpa')"
         )
 

@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-all lint gpu-test sanitize bench docs
+.PHONY: setup demo test test-all lint gpu-test sanitize bench models docs
 
 setup: $(READY)
 
@@ -37,6 +37,9 @@ gpu-test: setup
 
 sanitize: setup
 	PYTHON=$(BIN)/python bash tests/gpu/sanitize.sh
+
+models: setup
+	$(BIN)/python -m benchmarks.model_types --page docs/models.md
 
 bench: setup
 	$(BIN)/python -m benchmarks.decode_step

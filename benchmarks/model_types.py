@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=120, help="seconds a type may take")
     parser.add_argument("--out", type=Path, help="write the outcomes there, as JSON")
+    parser.add_argument("--page", type=Path, help="write them there, as docs/models.md has them")
     args = parser.parse_args()
     known = prepared_types()
     types = args.types or known
@@ -64,6 +65,10 @@ def main() -> None:
         print(_line(outcome), flush=True)
     outcomes.sort(key=lambda o: types.index(o.model_type))
     _summarize(outcomes, time.perf_counter() - begin)
+    if args.page:
+        from benchmarks.model_types_page import page  # behind _prepare, as Transformers is slow
+
+        args.page.write_text(page(outcomes))
     if args.out:
         args.out.write_text(json.dumps([dataclasses.asdict(o) for o in outcomes], indent=1))
     raise SystemExit(any(o.kind == "wrong" for o in outcomes))

@@ -1,0 +1,83 @@
+"""docs/models.md: what came of every causal model type."""
+
+import collections
+import textwrap
+from collections.abc import Sequence
+
+import transformers
+
+from benchmarks.model_type_run import Outcome
+
+HEAD = """# Models
+
+Every causal model type of Transformers {version} was built small, with random weights, and decoded
+in a `DecodeSession`. `equal`: the tokens and logits of all prompts are those of the model's own
+`generate`. `refused`: the session, or the model's constructor, raised an error that says why.
+
+{counts}.
+`make models` writes this page; a test compares it with what the installed Transformers does.
+
+A type stands here for its decoder. Some of them are the text part of a model that also reads images
+or sound; prompts are text alone.
+"""
+
+REASONS = (
+    ("layer_types must be supported", "layers of recurrence, convolution or selected keys"),
+    ("model must have layers that attend", "attention code of their own, or none"),
+    ("attention layers must have head_dim", "latent attention (MLA)"),
+    ("attention_mask must be None", "they make a padding mask themselves"),
+    ("attention_mask must reach attention", "they compute with the mask"),
+    ("logits must have shape", "they compute logits of all rows"),
+    (" must attend once in a forward", "a layer attends more than once"),
+    ("must be given the mask that its options", "the mask is not what the layer's options say"),
+    ("max_tokens must be at most the model's", "their config has no number of positions"),
+    ("must attend over a key a row", "they attend over other rows than a sequence's own"),
+    ("pip install timm", "Transformers asks for timm"),
+    ("attn_implementation must not be", "text sees an image in both directions"),
+)
+"""What an error message begins with or holds, and its reason in a few words."""
+
+
+def counts(outcomes: Sequence[Outcome]) -> str:
+    """One clause: "189 types: 106 equal, 80 refused, ...", without kinds that no type has."""
+    found = collections.Counter(outcome.kind for outcome in outcomes)
+    return f"{len(outcomes)} types: " + ", ".join(f"{n} {kind}" for kind, n in found.most_common())
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """The whole page."""
+    head = HEAD.format(version=transformers.__version__, counts=counts(outcomes))
+    equal = [o.model_type for o in outcomes if o.kind == "equal"]
+    wrapped = textwrap.fill(_listed(equal), 100, break_on_hyphens=False)
+    parts = [head, f"## Equal ({len(equal)})\n", wrapped, ""]
+    for kind, title in (("refused", "Refused"), ("unbuildable", "Not built")):
+        rows = [o for o in outcomes if o.kind == kind]
+        if rows:
+            parts += [f"## {title} ({len(rows)})\n", _table(rows), ""]
+    wrong = [f"{o.model_type} ({o.kind})" for o in outcomes if o.kind in ("wrong", "crash")]
+    if wrong:
+        parts += [f"## Wrong or crashed ({len(wrong)})\n", _listed(wrong), ""]
+    return "\n".join(parts)
+
+
+def _table(outcomes: Sequence[Outcome]) -> str:
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(reason_of(outcome), []).append(outcome)
+    lines = ["| why | types |", "|---|---|"]
+    for reason, members in sorted(groups.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {reason} | {_listed([o.model_type for o in members])} |")
+    return "\n".join(lines)
+
+
+def reason_of(outcome: Outcome) -> str:
+    """In a few words; the message itself, where there are none for it."""
+    text = " ".join(outcome.reason.split())
+    known = [words for start, words in REASONS if start in text]
+    if known:
+        return known[0]
+    return text.split(": ", 1)[-1].partition(", got")[0]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -91,9 +91,13 @@ def merge_projections(model: nn.Module) -> int:
     Layers of a group must be plain `nn.Linear` of one dtype and device, all with a bias or all
     without. Other groups are left alone. It is for inference: a compiled slice reads the merged
     buffer, to which no gradient flows.
+
+    Raises:
+        ValueError: a weight of a group is quantized; nothing was merged.
     """
-    count = 0
-    for parent, names in list(_groups(model)):
+    groups, count = list(_groups(model)), 0
+    _check_plain(model, groups)
+    for parent, names in groups:
         layers = [getattr(parent, name) for name in names]
         merged = MergedWeights(layers)
         setattr(parent, "_".join(names) + "_merged", merged)
@@ -164,6 +168,19 @@ def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
                 layers
             ):
                 yield parent, names
+
+
+def _check_plain(model: nn.Module, groups: list[tuple[nn.Module, tuple[str, ...]]]) -> None:
+    parents = {id(module): name for name, module in model.named_modules()}
+    for parent, names in groups:
+        for name in names:
+            weight = getattr(parent, name).weight
+            if type(weight.data) is not torch.Tensor:
+                raise ValueError(
+                    f"weight of {parents[id(parent)]}.{name} must be a plain tensor, got "
+                    f"{type(weight.data).__name__}; supported: models whose weights are not "
+                    "quantized, before or after"
+                )
 
 
 def _hooked(layer: nn.Module) -> bool:

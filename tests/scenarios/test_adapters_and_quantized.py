@@ -1,0 +1,91 @@
+"""Models with LoRA adapters of peft, and with weights quantized by torchao."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from attn_ops.integrations.merged import merge_projections
+from tests.kit.models import build_model
+from tests.kit.sessions import make_session, tokens
+
+PROMPTS = [[5, 9, 33, 2, 61], [7], [11, 12]]
+
+
+def expected(model) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def plain(implementation: str):
+    return build_model("llama", implementation, eos_token_id=None, bos_token_id=None)
+
+
+def adapted(implementation: str):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=16,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
+    )
+    torch.manual_seed(9)
+    return peft.get_peft_model(plain(implementation), config).eval()
+
+
+def quantized(implementation: str, config_name: str):
+    torchao = pytest.importorskip("torchao.quantization")
+    model = plain(implementation)
+    torchao.quantize_(model, getattr(torchao, config_name)())
+    return model
+
+
+def check(model, wanted, compiled: bool) -> None:
+    if compiled:
+        torch._dynamo.reset()
+        model = torch.compile(model, backend="attn_ops", fullgraph=True)
+    session = make_session(model, backend="TORCH")
+    assert tokens(session.generate(PROMPTS, 8)) == wanted
+    report = session.report()
+    assert (report.num_breaks, report.num_recompiles) == (0, 0)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_with_a_lora_adapter(compiled):
+    wanted = expected(adapted("eager"))
+    assert wanted != expected(plain("eager"))
+    check(adapted("attn_ops").base_model.model, wanted, compiled)
+
+
+def test_the_peft_model_itself():
+    check(adapted("attn_ops"), expected(adapted("eager")), compiled=False)
+
+
+@pytest.mark.parametrize("config_name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_quantized_by_torchao(config_name, compiled):
+    wanted = expected(quantized("eager", config_name))
+    check(quantized("attn_ops", config_name), wanted, compiled)
+
+
+@pytest.mark.parametrize("config_name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_quantized_weights_are_not_merged(config_name):
+    model = quantized("attn_ops", config_name)
+    with pytest.raises(ValueError, match=r"q_proj must be a plain tensor.*not quantized"):
+        merge_projections(model)
+    check(model, expected(quantized("eager", config_name)), compiled=False)
+
+
+def test_merged_weights_are_not_quantized():
+    """`quantize_` takes the layers apart from their merged weight: the session says so."""
+    torchao = pytest.importorskip("torchao.quantization")
+    model = plain("attn_ops")
+    merge_projections(model)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    with pytest.raises(ValueError, match="merge"):
+        make_session(model)

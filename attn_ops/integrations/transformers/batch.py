@@ -53,13 +53,13 @@ def dynamic_batch(
 ) -> Iterator[None]:
     """Call a compiled model for the first time inside, and no later batch recompiles it.
 
-    Marks the sizes that change between steps as dynamic. Keeps Dynamo from specializing a batch of
+    Marks the last dimension of each tensor as dynamic. Keeps Dynamo from specializing a batch of
     one token. The tensors must not be views, as Dynamo guards on their bases. Threads enter one at
     a time.
     """
-    for tensor, dim in ((input_ids, 1), (position_ids, 1), (slot_mapping, 0), (logits_to_keep, 0)):
+    for tensor in (input_ids, position_ids, slot_mapping, logits_to_keep):
         if tensor is not None:
-            torch._dynamo.mark_dynamic(tensor, dim)
+            torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
     oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
     with PATCHING, oblivious, traced_for_any_size():
         yield

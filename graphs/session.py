@@ -14,7 +14,12 @@ from tqdm import tqdm
 
 from attn_ops import PagedKVCache
 from attn_ops.integrations.merged import check_merged
-from attn_ops.integrations.transformers import Contract, attention_specs, check_lengths
+from attn_ops.integrations.transformers import (
+    Contract,
+    attention_specs,
+    check_lengths,
+    check_model,
+)
 from fx_passes.backend import start_compile_workers
 from graphs.capture.graphs import StepGraphs
 from graphs.capture.memory import sizes_of
@@ -70,6 +75,7 @@ class DecodeSession:
         options = SessionOptions.of(options, changes)
         self.model = model
         self.original: Any = getattr(model, "_orig_mod", model)
+        check_model(self.original)
         self.device = next(self.original.parameters()).device
         with surroundings(self.device):
             self._set_up(options)

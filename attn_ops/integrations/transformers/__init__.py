@@ -30,6 +30,7 @@ from attn_ops.integrations.transformers.forward import (
 )
 from attn_ops.integrations.transformers.keywords import carry_keywords
 from attn_ops.integrations.transformers.layers import cache_index
+from attn_ops.integrations.transformers.models import check_model
 from attn_ops.integrations.transformers.probe import AttentionProbe
 from attn_ops.integrations.transformers.registration import register
 from attn_ops.integrations.transformers.rows import check_logits
@@ -48,6 +49,7 @@ __all__ = [
     "check_contract",
     "check_lengths",
     "check_logits",
+    "check_model",
     "counts_positions",
     "cross_attention_specs",
     "cross_metadata",

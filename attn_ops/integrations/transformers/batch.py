@@ -29,6 +29,8 @@ def check_lengths(model: Any, max_tokens: int) -> None:
     """
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or max_tokens
+    if type(longest) is int and longest < 0:  # XLNet's -1: no limit
+        longest = max_tokens
     rope = getattr(config, "rope_parameters", None) or {}
     per_layer_type = [r for r in rope.values() if isinstance(r, dict)]
     for parameters in per_layer_type or [rope]:

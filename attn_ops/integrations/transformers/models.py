@@ -1,0 +1,61 @@
+"""What a model must be, before anything of it is called."""
+
+from typing import Any
+
+from torch import nn
+
+from attn_ops.integrations.transformers.forward import NAME
+
+
+def check_model(model: Any) -> None:
+    """Raise a ValueError unless this is a Transformers model that draws next tokens, with weights.
+
+    Args:
+        model: uncompiled; whatever a user passes.
+    """
+    if isinstance(model, str):
+        raise ValueError(
+            f"model must be a loaded model, got the name {model!r}; load it with "
+            f"AutoModelForCausalLM.from_pretrained({model!r}, attn_implementation={NAME!r})"
+        )
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    name = type(model).__name__
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ValueError(
+            f"model must have a Transformers config, got {name} without one; supported: causal "
+            "models of Transformers. A module of your own runs by hand: examples/own_model.py and "
+            "docs/by_hand.md"
+        )
+    if getattr(model.config, "is_encoder_decoder", False) and not _is_decoder(model):
+        raise ValueError(
+            f"model must be a decoder alone, got {name}, an encoder with a decoder; see "
+            "docs/by_hand.md"
+        )
+    if not _draws_tokens(model):
+        raise ValueError(
+            f"model must compute logits of the next token, got {name}; supported: causal language "
+            "models (AutoModelForCausalLM)"
+        )
+    _check_weights(model)
+
+
+def _is_decoder(model: Any) -> bool:
+    """Whether it is the decoder of such a pair, built as a causal model."""
+    return getattr(model.config, "is_decoder", False)
+
+
+def _draws_tokens(model: Any) -> bool:
+    can_generate = getattr(model, "can_generate", None)
+    return can_generate is None or bool(can_generate())
+
+
+def _check_weights(model: nn.Module) -> None:
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if not devices:
+        raise ValueError(f"model must have weights, got {type(model).__name__} without any")
+    if "meta" in devices:
+        raise ValueError(
+            "weights of the model must be loaded, got some on the device meta; call "
+            "from_pretrained, or to_empty(device=...) and load a state dict"
+        )

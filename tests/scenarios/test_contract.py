@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import fx_passes
-from attn_ops.integrations.transformers import attention_specs
+from attn_ops.integrations.transformers import attention_specs, register
 from graphs.app.parity import Reference
-from tests.kit.sessions import chunked, refuses
+from tests.kit.sessions import chunked, make_session, refuses
 
 PROMPTS = [[5, 9, 3], list(range(20)), [60]]
 
@@ -161,19 +161,33 @@ def test_a_layer_that_attends_now_and_then(model):
 # -- what attention is asked for -------------------------------------------------------------------
 
 
-def test_a_window_that_stands_in_the_mask_alone(make_model):
-    """Qwen2-MoE holds a window and does not hand it to attention."""
+@pytest.fixture
+def qwen2_moe():
+    """It holds a window and does not hand it to attention; its masks have it."""
     transformers = pytest.importorskip("transformers")
+    register()
     config = transformers.Qwen2MoeConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64, intermediate_size=96, moe_intermediate_size=32, num_experts=4,
         shared_expert_intermediate_size=32, use_sliding_window=True, sliding_window=6,
         max_window_layers=1,
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
-    refuses(
-        model.eval(), r"sliding_window of model.layers.\d.self_attn's attention must be 6.*None"
-    )
+    make = transformers.AutoModelForCausalLM.from_config
+    return make(config, attn_implementation="attn_ops").eval()
+
+
+def test_a_window_that_stands_in_the_mask_alone(qwen2_moe):
+    """Tokens are compared in tests/benchmarks/test_models_and_programs.py."""
+    assert [s.sliding_window for s in make_session(qwen2_moe).specs] == [6, None]
+
+
+def test_a_window_that_no_mask_has(qwen2_moe):
+    qwen2_moe.model.layers[1].self_attn.sliding_window = 6
+    qwen2_moe.config.layer_types = ["sliding_attention", "full_attention"]
+    attention = qwen2_moe.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config.layer_types = ["sliding_attention"] * 2
+    refuses(qwen2_moe, r"layers.1.self_attn must be given the mask that its options describe")
 
 
 def test_a_window_that_only_the_mask_knows(make_model):

@@ -13,13 +13,7 @@ import torch
 from tqdm import tqdm
 
 from attn_ops import PagedKVCache
-from attn_ops.integrations.merged import check_merged
-from attn_ops.integrations.transformers import (
-    Contract,
-    attention_specs,
-    check_lengths,
-    check_model,
-)
+from attn_ops.integrations.transformers import Contract, attention_specs, check_model
 from fx_passes.backend import start_compile_workers
 from graphs.capture.graphs import StepGraphs
 from graphs.capture.memory import sizes_of
@@ -51,8 +45,7 @@ class DecodeSession:
     """Continuous batching over one model, its paged KV cache and its captured steps.
 
     Args:
-        model: a causal model of Transformers with
-            `attn_implementation="attn_ops"`, compiled or not.
+        model: a causal model of Transformers with `attn_implementation="attn_ops"`, compiled or not.
         options: how the session runs; None: the defaults.
         changes: fields of `SessionOptions`, in place of those of `options`. `max_batch_size` and
             `max_tokens` have no default.
@@ -75,7 +68,7 @@ class DecodeSession:
         options = SessionOptions.of(options, changes)
         self.model = model
         self.original: Any = getattr(model, "_orig_mod", model)
-        check_model(self.original)
+        check_model(self.original, options.max_tokens)
         self.device = next(self.original.parameters()).device
         with surroundings(self.device):
             self._set_up(options)
@@ -85,8 +78,6 @@ class DecodeSession:
         self.vocab_size = self.original.config.get_text_config().vocab_size
         self.max_batch_size, self.max_tokens = options.max_batch_size, options.max_tokens
         self.decode_steps, block_size = options.decode_steps, options.block_size
-        check_lengths(self.original, self.max_tokens)
-        check_merged(self.original)
         self.specs = attention_specs(self.original, kv_cache_dtype)
         inputs = ModelInputs(self.original, kv_cache_dtype)
         contract = Contract(

@@ -4,14 +4,17 @@ from typing import Any
 
 from torch import nn
 
+from attn_ops.integrations.merged import check_merged
+from attn_ops.integrations.transformers.batch import check_lengths
 from attn_ops.integrations.transformers.forward import NAME
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, max_tokens: int) -> None:
     """Raise a ValueError unless this is a Transformers model that draws next tokens, with weights.
 
     Args:
         model: uncompiled; whatever a user passes.
+        max_tokens: of a request, as `check_lengths` takes it.
     """
     if isinstance(model, str):
         raise ValueError(
@@ -38,6 +41,8 @@ def check_model(model: Any) -> None:
             "models (AutoModelForCausalLM)"
         )
     _check_weights(model)
+    check_lengths(model, max_tokens)
+    check_merged(model)
 
 
 def _is_decoder(model: Any) -> bool:

@@ -45,7 +45,7 @@ class DecodeSession:
     """Continuous batching over one model, its paged KV cache and its captured steps.
 
     Args:
-        model: a causal model of Transformers with `attn_implementation="attn_ops"`, compiled or not.
+        model: a causal model with `attn_implementation="attn_ops"`, compiled or not.
         options: how the session runs; None: the defaults.
         changes: fields of `SessionOptions`, in place of those of `options`. `max_batch_size` and
             `max_tokens` have no default.

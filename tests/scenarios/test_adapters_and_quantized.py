@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 from attn_ops.integrations.merged import merge_projections
 from tests.kit.models import build_model
-from tests.kit.sessions import make_session, tokens
+from tests.kit.sessions import make_session, tokens_of
 
 PROMPTS = [[5, 9, 33, 2, 61], [7], [11, 12]]
 
@@ -49,7 +49,7 @@ def check(model, wanted, compiled: bool) -> None:
         torch._dynamo.reset()
         model = torch.compile(model, backend="attn_ops", fullgraph=True)
     session = make_session(model, backend="TORCH")
-    assert tokens(session.generate(PROMPTS, 8)) == wanted
+    assert tokens_of(session.generate(PROMPTS, 8)) == wanted
     report = session.report()
     assert (report.num_breaks, report.num_recompiles) == (0, 0)
     assert not counters["graph_break"]

@@ -90,6 +90,7 @@ class Recorder:
 _active: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
     "attn_ops_recorders", default=()
 )
+"""Recorders of open blocks. Global: torch calls a backend with nothing of its caller's."""
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ _PIPELINE: list[type[Pass]] = [
     DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, ShortProducts,
     CollapseViews,
 ]  # fmt: skip
+"""Global: it is the registry of passes."""
 
 
 def register_pass(new: type[Pass], *, before: str | None = None, after: str | None = None) -> None:

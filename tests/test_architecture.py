@@ -1,9 +1,11 @@
 """Packages import each other in one direction; `import attn_ops` only defines operators."""
 
 import ast
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,74 @@ def test_files_and_folders_are_small():
             folders[folder] = folders.get(folder, 0) + 1
     assert {f: n for f, n in folders.items() if n > 16} == {}
     assert folders["graphs"] <= 9
+
+
+MAKERS = {"ContextVar", "Library", "Lock", "RLock", "WeakKeyDictionary", "WeakSet", "local"}
+"""Calls whose results are there to be changed."""
+
+CHANGES = {"append", "add", "clear", "extend", "insert", "pop", "popleft", "setdefault", "update"}
+
+
+def changed_names(tree: ast.Module) -> set[str]:
+    """Names and attributes whose values a module changes: items, methods, `global`."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found |= set(node.names)
+        target = None
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            target = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            target = node.func.value if node.func.attr in CHANGES else None
+        while isinstance(target, (ast.Call, ast.Subscript)):  # d.setdefault(k, []).append(x)
+            target = getattr(target, "func", None) or getattr(target, "value", None)
+            target = target.value if isinstance(target, ast.Attribute) else target
+        if isinstance(target, (ast.Name, ast.Attribute)):
+            found.add(target.id if isinstance(target, ast.Name) else target.attr)
+    return found
+
+
+def state_of(body: list[ast.stmt], changed: set[str]) -> Iterator[tuple[str, str]]:
+    """Mutable state of modules and classes, and the docstring that follows it."""
+    for node, behind in itertools.pairwise([*body, ast.Pass()]):
+        if isinstance(node, ast.ClassDef):
+            yield from state_of(node.body, changed)
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        name, value = ast.unparse(target), node.value
+        maker = value.func if isinstance(value, ast.Call) else None
+        kind = ast.unparse(maker).split(".")[-1] if maker else ""
+        fixed = kind == "field" or isinstance(value, ast.Tuple)
+        if kind in MAKERS or (name in changed and not fixed):
+            doc = behind.value if isinstance(behind, ast.Expr) else None
+            yield name, str(doc.value) if isinstance(doc, ast.Constant) else ""
+
+
+def test_mutable_state_of_a_module_says_why_it_is_global():
+    unsaid, known = [], set()
+    for name, path in modules().items():
+        tree = ast.parse(path.read_text())
+        for variable, doc in state_of(tree.body, changed_names(tree)):
+            known.add(f"{name}.{variable}")
+            if "Global" not in doc:
+                unsaid.append(f"{name}.{variable}")
+    assert unsaid == []
+    assert {"attn_ops.backends.registry._registered", "fx_passes.pipeline._PIPELINE"} <= known
+    assert len(known) <= 11, sorted(known)
+
+
+def test_caches_say_what_they_save():
+    """In a comment above the decorator that begins with `Cached:`."""
+    found = 0
+    for name, path in modules().items():
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            if line.lstrip().startswith(("@functools.cache", "@functools.lru_cache")):
+                found += 1
+                above = lines[number - 1]
+                assert above.lstrip().startswith("# Cached: "), f"{name}:{number + 1}"
+    assert found
 
 
 @pytest.mark.parametrize("package", ALLOWED)

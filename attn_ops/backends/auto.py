@@ -95,6 +95,7 @@ def forward(
     return meta.backend.forward(q, kv_cache, meta, options)
 
 
+# Cached: asks the device; each selection asks.
 @functools.cache
 def unavailable() -> str | None:
     for name in (DECODE, OTHER):

@@ -27,6 +27,7 @@ _BUILT_IN = {
 """Name to the module that holds `BACKEND`, in order of preference; imported on first use."""
 
 _registered: dict[str, Backend] = {}
+"""Third parties' backends by name. Global: it is the registry of backends."""
 
 ENTRY_POINT_GROUP = "attn_ops.backends"
 

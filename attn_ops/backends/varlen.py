@@ -59,6 +59,7 @@ def active_implementation() -> str | None:
     return importlib.import_module("torch.nn.attention").current_flash_attention_impl()
 
 
+# Cached: found once, not once a layer.
 @functools.cache
 def varlen_function() -> Callable[..., Any]:
     return importlib.import_module("torch.nn.attention.varlen").varlen_attn

@@ -44,6 +44,7 @@ class Driver:
             raise RuntimeError(f"{name} of the CUDA driver returned {code}")
 
 
+# Cached: the library is loaded once.
 @functools.cache
 def driver() -> Driver:
     """The driver, loaded when it is first needed: there is none on a machine without a GPU."""

@@ -16,7 +16,7 @@ import torch
 from attn_ops.compat.torch_version import TORCH_VERSION
 
 _lock = threading.RLock()
-"""A global, as what it guards: contexts that overlap would put the wrong originals back."""
+"""Global, as what it guards: contexts that overlap would put the wrong originals back."""
 
 
 @contextlib.contextmanager

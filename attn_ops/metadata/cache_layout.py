@@ -11,6 +11,7 @@ KVCacheLayoutType = Literal["NHD", "HND"]
 DEFAULT_KV_CACHE_LAYOUT: KVCacheLayoutType = "NHD"
 
 _setting: KVCacheLayoutType | None = None
+"""What was set; None: nothing. Global, as in vLLM, whose engine sets it for all caches."""
 
 
 def is_valid_kv_cache_layout(value: str) -> bool:

@@ -67,12 +67,13 @@ class GraphPool:
 
     A graph of one kernel lives as long as the pool. Without it the allocator would retire the pool
     with the last graph, a failed first one included, and refuse the next capture in it.
-
-    Streams of released pools are used again: cuBLAS keeps 32 MiB for every stream it has run on
-    (H200, torch 2.11).
     """
 
     _unused: ClassVar[dict[torch.device, list[torch.cuda.Stream]]] = {}
+    """Streams of released pools, used again by new ones.
+
+    Global: cuBLAS keeps 32 MiB for every stream it has run on, whoever owned it (H200, torch 2.11).
+    """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None

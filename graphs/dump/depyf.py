@@ -15,10 +15,10 @@ import torch._dynamo.utils as dynamo_utils
 from torch._inductor.codecache import PyCodeCache
 
 _notes: list[str] = []
-"""Of the active block; depyf swaps functions of torch for its own, so there can be only one."""
+"""Of the active block. Global: depyf swaps functions of torch, so there can be only one block."""
 
 _format: dict[str, Callable[..., Any]] = {}
-"""depyf's way to print a graph, which `_format_graph` calls."""
+"""depyf's way to print a graph. Global: `_format_graph` runs as the code of another function."""
 
 
 @contextlib.contextmanager

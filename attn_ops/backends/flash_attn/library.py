@@ -21,6 +21,7 @@ LIBRARIES = ("vllm.vllm_flash_attn", "vllm_flash_attn", "flash_attn_interface", 
 UPSTREAM_FA3 = "flash_attn_interface"
 
 
+# Cached: each library that is missing takes 0.15 ms to miss (a CPU, 2026-11-22).
 @functools.cache
 def find_library() -> tuple[str, ModuleType] | None:
     """The first of `LIBRARIES` that imports and has a varlen function, or None."""
@@ -34,6 +35,7 @@ def find_library() -> tuple[str, ModuleType] | None:
     return None
 
 
+# Cached: asks the device; every call of a layer needs the answer.
 @functools.cache
 def fa_version() -> int | None:
     """3 or 2, whichever the vLLM build supports on this device; None for an upstream build."""
@@ -43,6 +45,7 @@ def fa_version() -> int | None:
     return next((version for version in (3, 2) if found[1].is_fa_version_supported(version)), None)
 
 
+# Cached: imports a library, and asks the device; each selection asks.
 @functools.cache
 def unavailable() -> str | None:
     if not torch.cuda.is_available():
@@ -63,6 +66,7 @@ def found_library() -> tuple[str, ModuleType]:
     return found
 
 
+# Cached: found once, not once a layer.
 @functools.cache
 def varlen_function() -> Callable[..., Any]:
     """`flash_attn_varlen_func` of the library: resolved once, not once a layer."""

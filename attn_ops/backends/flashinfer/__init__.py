@@ -30,6 +30,7 @@ OLDEST = (0, 6, 8)
 """The version whose sources this is written against; `run(q_scale=)` must reach both wrappers."""
 
 
+# Cached: to find a package and its version takes 2.8 ms (a CPU, 2026-11-22); each selection asks.
 @functools.cache
 def unavailable() -> str | None:
     """Asks for the package without importing it: the import takes seconds."""

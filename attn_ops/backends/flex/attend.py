@@ -103,6 +103,7 @@ def _as_outside_operators() -> contextlib.AbstractContextManager[None]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _AUTOCAST)
 
 
+# Cached: a tensor of a number is a copy to the device; layers have few scales and caps.
 @functools.lru_cache(maxsize=256)
 def _scalar(number: float, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
@@ -306,6 +307,7 @@ class _Fused:
         return out
 
 
+# Cached: holds the compiled kernels of each variant, which take seconds to compile.
 @functools.cache
 def compiled(variant: _Variant, backend: str = "inductor") -> _Fused:
     """The fused kernels of a variant."""

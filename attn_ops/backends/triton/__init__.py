@@ -62,6 +62,7 @@ def forward(
         return attend(q, kv_cache, meta.common, options)
 
 
+# Cached: two imports in a function take 5 us a call (a CPU, 2026-11-22).
 @functools.cache
 def _kernels() -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
     """The launchers of single-token queries and of any; imports Triton."""
@@ -128,6 +129,7 @@ def _check(q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions) -
         )
 
 
+# Cached: a property of the device, asked by each launch.
 @functools.cache
 def _converts_e4m3(device: torch.device) -> bool:
     """Whether Triton compiles conversions from E4M3 for `device`."""

@@ -211,6 +211,7 @@ def decode_constants(padded_head_size: int, dtype: torch.dtype, fp8: bool) -> De
     return DecodeConstants(32, 2, 4) if padded_head_size <= 128 else DecodeConstants(32, 4, 3)
 
 
+# Cached: a property of the device, asked by each launch.
 @functools.cache
 def launches_early(device: torch.device) -> bool:
     """Whether a kernel can be launched before the one that it waits for has ended."""

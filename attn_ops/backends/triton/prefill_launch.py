@@ -176,12 +176,14 @@ def gathers(q: torch.Tensor, cache: torch.Tensor, common: CommonAttentionMetadat
     return enough and num_bytes * q.dtype.itemsize <= MAX_GATHER_BYTES
 
 
+# Cached: a property of the device, asked by each launch.
 @functools.cache
 def has_tma(device: torch.device) -> bool:
     """Whether `device` is a Hopper GPU; how the kernel runs on later ones is not measured."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+# Cached: a property of the device, asked by each launch.
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may take on `device`; 0 for the interpreter."""

@@ -23,6 +23,7 @@ MAX_SPLITS = 64
 registers, and that of `decode` takes longer to merge more than it saves."""
 
 
+# Cached: a property of the device, asked by each launch.
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of `device`; 1 for the interpreter."""

@@ -14,7 +14,10 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from attn_ops.compat.one_token_until_2_16 import traced_for_any_size
 
 PATCHING = threading.RLock()
-"""Held while torch or Transformers is patched, so that every patch is undone in order."""
+"""Held while torch or Transformers is patched, so that every patch is undone in order.
+
+Global, as what is changed.
+"""
 
 
 def check_lengths(model: Any, max_tokens: int) -> None:

@@ -124,7 +124,7 @@ class Attention(nn.Module):
             k, v: [T, K, H]; None with a `kv_sharing_target`, which has written its own.
             kv_cache: [P, 2, B, K, H], that of the target if there is one.
             attn_metadata: the batch.
-            slot_mapping: [T] int64, as of `write_kv`; None reads it from `attn_metadata`.
+            slot_mapping: [T] int64, see `write_kv`; None reads it from `attn_metadata`.
             kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the cache holds.
 
         Returns:

@@ -41,7 +41,7 @@ class Lengths:
         num_padded_reqs: int | None,
         num_padded_tokens: int | None,
     ) -> "Lengths":
-        """Copies of the lengths; arguments and errors as of `from_lengths`."""
+        """Copies of the lengths; `from_lengths` documents arguments and errors."""
         query, seq = _as_int32("query_lens", query_lens), _as_int32("seq_lens", seq_lens)
         if query.shape != seq.shape:
             raise ValueError(

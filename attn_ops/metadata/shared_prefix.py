@@ -1,4 +1,4 @@
-"""A batch whose requests begin alike, as two: the prefix read once, and what stands behind it.
+"""A batch whose requests begin alike, as two: the shared prefix, read once, and the rest.
 
 S requests, T rows, B block size, M blocks a request may own.
 """

@@ -62,7 +62,7 @@ class AttentionCall:
     def run_into(
         self, results: tuple[torch.Tensor, ...], meta: AttentionMetadata | None = None
     ) -> None:
-        """`run`, copied to memory as of `empty_results`: a copy kernel a result."""
+        """`run`, copied into tensors of `empty_results`: one copy kernel a result."""
         for static, new in zip(results, self.run(meta), strict=True):
             static.copy_(new)
 

@@ -27,7 +27,7 @@ from attn_ops.ops.library import LIBRARY
 LIBRARY.define(
     f"varlen_attention(Tensor q, Tensor k, Tensor v, {METADATA_TYPE} meta, float scale, *, "
     f"{SCHEMA}, bool? causal=None) -> Tensor",
-    tags=torch.Tag.cudagraph_unsafe,  # as of attention
+    tags=torch.Tag.cudagraph_unsafe,  # like attention
 )
 
 
@@ -135,7 +135,7 @@ def varlen_attention(
         v: [T, K, V]; V is H unless the backend supports another.
         meta: the batch, from `varlen_metadata` or a builder; `meta.common.causal` says whether rows
             see later ones. Rows from `meta.common.num_actual_tokens` on are padding.
-        scale, causal, and the features that a layer may ask for: as of `attention`. Without
+        scale, causal, and the features that a layer may ask for: see `attention`. Without
             causality a window is symmetric.
 
     Returns:

@@ -121,7 +121,7 @@ def check_write_inputs(
 def index_put_kv(
     k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """The write as two scatters on the base tensor; padding lands in slot 0 of the null block."""
+    """The write as two scatters on the base tensor; padding goes to slot 0 of the null block."""
     block_size = kv_cache.shape[2]
     slot_T = slot_mapping.clamp(min=0)
     block_T, offset_T = slot_T // block_size, slot_T % block_size

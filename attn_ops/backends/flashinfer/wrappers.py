@@ -134,8 +134,8 @@ class Wrapper:
 class GraphWrapper(Wrapper):
     """A decode wrapper whose launches are recorded: every plan must ask for the same ones.
 
-    A wait for the last plan's copy is a wait for the replay before the last one, because the copy
-    stands behind it on the stream: the device always has one replay queued.
+    A wait for the last plan's copy is a wait for the replay before the last one: the copy follows
+    that replay on the stream. So the device always has one replay queued.
     """
 
     def __init__(self, workspace: torch.Tensor, **buffers: torch.Tensor) -> None:

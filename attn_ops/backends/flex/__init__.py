@@ -1,12 +1,12 @@
-"""FLEX: PyTorch's FlexAttention, for any head size and for masks of one's own.
+"""FLEX: PyTorch's FlexAttention, for any head size and for custom masks.
 
 | devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
 |---|---|---|---|---|---|---|
 | cuda, cpu | float32, float16, bfloat16 | any | any | yes | yes | never: not captured |
 
-Keys are gathered from the cache into dense tensors: what stands in a page behind a request's last
-token may be NaN, and a weight of zero would not hide it. On CUDA the kernel is fused, and compiled
-once a variant of layer; on a CPU FlexAttention runs unfused, in float32, with N * T * C scores.
+Keys are gathered from the cache into dense tensors: values in a page after a request's last token
+may be NaN, and a weight of zero would not hide them. On CUDA the kernel is fused, and compiled once
+a variant of layer. On a CPU FlexAttention runs unfused, in float32, with N * T * C scores.
 
 T rows, C keys of all requests, N query heads, K kv heads, H head size, V head size of values,
 P blocks, B block size.

@@ -69,7 +69,7 @@ def finish_step_kernel(
 def launch_finish_step(
     tokens_S: torch.Tensor, tensors: Mapping[str, torch.Tensor], block_size: int
 ) -> None:
-    """Arguments as of `finish_step`."""
+    """`finish_step` as a kernel, with the same arguments."""
     num_steps, num_reqs = tensors["tokens"].shape
     with torch.cuda.device_of(tokens_S):
         finish_step_kernel[(1,)](

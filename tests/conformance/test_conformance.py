@@ -3,8 +3,6 @@
 On a CPU the backends that run there (TRITON interpreted); marked `gpu`, all of them on CUDA.
 """
 
-import functools
-
 import pytest
 import torch
 
@@ -56,7 +54,6 @@ def block_size_of(support) -> int:
     return 16 if not support.block_sizes or 16 in support.block_sizes else support.block_sizes[0]
 
 
-@functools.cache
 def compiled_attention():
     return torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
 
@@ -74,7 +71,7 @@ def usable(name: str):
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("batch", LENGTHS)
 def test_features(name, device, feature, batch):
-    """Every dtype, eager and compiled, on ragged batches; undeclared features are refused."""
+    """Every dtype on ragged batches; undeclared features are refused."""
     backend, asked = usable(name), FEATURES[feature]
     support = backend.support
     for dtype in support.dtypes:
@@ -86,10 +83,22 @@ def test_features(name, device, feature, batch):
             continue
         case = make_case(*arguments, device=device)
         case.check(attention(case.q, case.kv_cache, case.meta, case.scale, **case.options))
-        if dtype == support.dtypes[0]:
-            torch._dynamo.reset()
-            attend = compiled_attention()
-            case.check(attend(case.q, case.kv_cache, case.meta, case.scale, **case.options))
+
+
+@on_every_place
+@pytest.mark.parametrize("feature", FEATURES)
+def test_compiled_features(name, device, feature, num_graphs):
+    """One graph for all ragged batches."""
+    backend, asked = usable(name), FEATURES[feature]
+    support = backend.support
+    if not asked.declared(support):
+        pytest.skip(f"{name} does not declare {feature}: it is refused by test_features")
+    spec = AttentionSpec(4, 2, head_size_of(support), support.dtypes[0], **asked.spec)
+    before, attend = num_graphs(), compiled_attention()
+    for lengths in LENGTHS.values():
+        case = make_case(backend, spec, lengths, asked, block_size_of(support), device=device)
+        case.check(attend(case.q, case.kv_cache, case.meta, case.scale, **case.options))
+    assert num_graphs() - before == 1
 
 
 @on_every_place

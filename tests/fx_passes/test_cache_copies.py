@@ -11,6 +11,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from fx_passes import attn_ops, recording
+from tests.kit.compile import graphs_are_compiled_anew
 
 
 def copies_in_graph(text: str, shape: tuple[int, ...]) -> list[str]:
@@ -38,7 +39,7 @@ def test_no_copy_of_a_cache(make_model, make_prompts, nested, with_slots):
     written = [t.clone() for t in prompts.caches]
     for tensor in prompts.caches:
         tensor.fill_(float("nan"))
-    with recording() as recorder, torch._inductor.config.patch(force_disable_caches=True):
+    with recording() as recorder, graphs_are_compiled_anew():
         run = torch.compile(
             model, backend=attn_ops, options={"outline_layers": nested}, fullgraph=True
         )

@@ -91,7 +91,7 @@ def test_50_random_batches_equal_transformers(make_family, family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_random_batches_equal_transformers(make_family, family):
-    check_random_batches(make_family, family, 20)
+    check_random_batches(make_family, family, 12)
 
 
 def check_random_batches(make_family, family: str, num_batches: int) -> None:

@@ -16,6 +16,7 @@ from attn_ops import PagedKVCache, get_backend
 from attn_ops.integrations import transformers as integration
 from graphs import DecodeSession
 from graphs.app.parity import keeping_logits
+from tests.kit.compile import graphs_are_compiled_anew
 
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PROMPTS = [[3], [5, 9], list(range(17)), list(range(40, 0, -1))]
@@ -158,7 +159,7 @@ def test_no_copy_of_a_cache(make_model, kv_cache_dtype):
     run = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
     session = make_session(run, kv_cache_dtype)
     addresses = [t.data_ptr() for t in session.cache.tensors]
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with graphs_are_compiled_anew():
         _, code = run_and_get_code(lambda: session.generate(PROMPTS, 2))
     assert [t.data_ptr() for t in session.cache.tensors] == addresses
     source, shape = "\n".join(code), tuple(session.cache.tensors[0].shape)

@@ -23,7 +23,8 @@ def one_thread():
 
 
 @pytest.mark.parametrize("sampling", [{}, PENALIZED])
-def test_interrupted_anywhere(model, sampling):
+@pytest.mark.parametrize("number", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_interrupted_anywhere(model, sampling, number):
     """Between any two lines of a step: the same tokens, none twice, no block lost."""
     want = uncaptured(model, max_batch_size=2).generate(PROMPTS, 12, **sampling)
 
@@ -38,7 +39,7 @@ def test_interrupted_anywhere(model, sampling):
         count.during(session.step)
     assert count.num_lines > 4500  # code that moves to another file is missed here
     assert count.seen == set(count.files)  # and so is a file that moves
-    for at in random.Random(0).sample(range(1, count.num_lines), 20):
+    for at in random.Random(0).sample(range(1, count.num_lines), number):
         session, ids = begun()
         interrupt, outputs = Interrupt(at), []
         for _ in range(60):

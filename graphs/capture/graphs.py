@@ -167,15 +167,18 @@ class StepGraphs:
         with diagnosing(key, record):
             graph = record()
         step.tensors.upload()
-        book = AddressBook.of(
-            step=step.tensors.device,
-            metadata=graph.metadata,
-            kv_caches=step.caches,
-            penalties=step.penalties,
-        )
-        weights = AddressBook.of(weights=self.model)
+        book, weights = _inputs_of(step, graph), AddressBook.of(weights=self.model)
         seconds = time.perf_counter() - begin
-        logger.debug(
-            "captured %s as %s in %.3f s, %d bytes", key, mode.name, seconds, graph.num_bytes
-        )
+        text = "captured %s as %s in %.3f s, %d bytes"
+        logger.debug(text, key, mode.name, seconds, graph.num_bytes)
         return CapturedStep(step, mode, graph, book, weights, seconds)
+
+
+def _inputs_of(step: Step, graph: Graph) -> AddressBook:
+    """All that the graph reads by address, but for the weights."""
+    return AddressBook.of(
+        step=step.tensors.device,
+        metadata=graph.metadata,
+        kv_caches=step.caches,
+        penalties=step.penalties,
+    )

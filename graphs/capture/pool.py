@@ -1,4 +1,4 @@
-"""Captures that end whatever is raised in them, and the memory pool they share."""
+"""The memory pool of all graphs, and captures in it, which end whatever they raise."""
 
 import contextlib
 import gc
@@ -37,8 +37,8 @@ def capturing(
         capture_error_mode: `thread_local` lets other threads call CUDA during the capture.
 
     Raises:
-        RuntimeError: the stream is capturing already; or the capture was invalidated and nobody
-            said so, because the error was caught on the way.
+        RuntimeError: the stream is capturing already; or the capture was invalidated by an error
+            that was caught inside the block.
     """
     if driver().status(stream.cuda_stream) is not Status.NONE:
         raise RuntimeError("stream must not be capturing, got one that is")

@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -109,4 +110,4 @@ def plan_in_place(
 
 def plan_anew(builder: Builder, step: Step) -> HostPlan:
     """For a graph with attention outside: every replay takes new metadata."""
-    return lambda: metadata_now(builder, step.tensors)
+    return functools.partial(metadata_now, builder, step.tensors)

@@ -50,8 +50,8 @@ def attn_ops(
     def compile_piece(piece: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return cast(Callable[..., Any], compile_fx(piece, inputs, config_patches=patches))
 
-    # AOTAutograd's own cache would skip our passes and with them their counts; Inductor's
-    # cache behind it stays on.
+    # A hit in AOTAutograd's cache would skip our passes, and their counts with them. Inductor's
+    # cache stays on.
     with functorch_config.patch(enable_autograd_cache=False), inductor_mended():
         return compile_regions(gm, example_inputs, compile_piece)
 
@@ -79,9 +79,9 @@ def options(config: PassConfig | None = None) -> dict[str, Any]:
 def start_compile_workers() -> None:
     """Start Inductor's compile processes, so that they are ready when Dynamo has traced the model.
 
-    Kernels of the first graph are otherwise compiled one by one in this process: 4.6 of 20.5 s for
-    the Llama-3-8B shape (H200, torch 2.11, 2026-11-20). Returns at once; does nothing where
-    Inductor uses no processes.
+    Without this, the kernels of the first graph are compiled one by one in this process: 4.6 of
+    20.5 s for the Llama-3-8B shape (H200, torch 2.11, 2026-11-20). Returns at once. Does nothing
+    where Inductor uses no processes.
     """
     maybe_warm_pool()
     AsyncCompile.use_process_pool()

@@ -14,13 +14,13 @@ from fx_passes.pipeline import passes, run_pass
 SLOT = "joint_custom_post_pass"
 """Inductor's slot for the `aten` stage.
 
-It runs before Inductor looks into its cache, so passes run, and are counted, on a warm cache too;
-the post-grad slots run only when the cache misses.
+It runs before Inductor looks into its cache, so passes run, and are counted, on a warm cache too.
+The post-grad slots run only when the cache misses.
 """
 
 
 class AtenPipeline(CustomGraphPass):
-    """The `aten` stage as one custom pass of Inductor, behind what the user has put into the slot.
+    """The `aten` stage as one custom pass of Inductor. It runs after a pass of the user's.
 
     Inductor calls it once for every graph, subgraphs included.
     """
@@ -59,7 +59,7 @@ class AtenPipeline(CustomGraphPass):
 
 
 def with_user_pass(config: PassConfig, user_pass: Any) -> AtenPipeline:
-    """Our pipeline behind what stands in the slot already; a pipeline of ours there is replaced."""
+    """Our pipeline, after what the slot holds already. A pipeline of ours in it is replaced."""
     if isinstance(user_pass, list | tuple):  # torch 2.13 and later allow several
         chain = [p.user_pass if isinstance(p, AtenPipeline) else p for p in user_pass]
         chain = [p for p in chain if p is not None]

@@ -3,9 +3,9 @@
     graph:  embedding, rope | layer_0(...) | layer_0(...) | ... | norm, lm_head
     pieces: rest_0            layer_0                             rest_1
 
-Inductor compiles three pieces instead of a graph of all layers; a Python function of a line
-per piece runs them. See docs/decisions.md for the compile times of this, of
-`invoke_subgraph` and of the whole graph.
+Inductor compiles three pieces instead of a graph of all layers. A Python function with a line for
+each piece runs them. docs/decisions.md has the compile times of this, of `invoke_subgraph` and of
+the whole graph.
 """
 
 import operator
@@ -37,11 +37,14 @@ class Region:
         self.outputs = [n for n in nodes if any(user not in inside for user in n.users)]
 
     def refreshed(self) -> "Region":
-        """The same nodes with their inputs of now: replacing a region changes the next."""
+        """The same nodes, with the inputs that they have now: replacing a region changes others."""
         return Region(self.path, self.nodes)
 
     def reason_against(self) -> str | None:
-        """Why it cannot become one call: something between its nodes hangs on it, or it on that."""
+        """Why it cannot become one call; None if it can.
+
+        Something between its nodes depends on it and is needed by it, or shares memory with it.
+        """
         if any(not isinstance(value_of(n), torch.Tensor) for n in self.outputs):
             return "it hands something other than a tensor to the outside"
         inside = set(self.nodes)
@@ -88,6 +91,7 @@ class Region:
         return "\n".join(lines)
 
     def subgraph(self) -> GraphModule:
+        """The nodes as a module; placeholders stand for the inputs."""
         graph = Graph()
         new: dict[Node, Node] = {}
         for i, node in enumerate(self.inputs):
@@ -116,7 +120,7 @@ class Region:
 
 
 def _after_inputs(inputs: list[Node], first: Node) -> Node:
-    """The first place at or after `first` at which every input stands before."""
+    """The first place at or after `first` that comes after every input."""
     remaining = set(inputs)
     node = first.graph._root.next
     while node is not first:
@@ -165,7 +169,7 @@ def compile_regions(
 def _outline_rest(gm: GraphModule) -> None:
     """Make submodules of the runs of nodes between the calls.
 
-    A run without results stays too: it may write to its inputs.
+    A run without results is one of them: it may write to its inputs.
     """
     runs: list[list[Node]] = [[]]
     for node in gm.graph.nodes:

@@ -69,7 +69,7 @@ class FakeRun:
 
 
 def _hidden_write(node: Node, values: dict[Node, Any]) -> list[tuple[Any, tuple, dict, Any]]:
-    """The call of an operator of ours that writes, as to a KV cache, and is not run."""
+    """The call of an operator of ours that writes, such as to a KV cache. `run_node` leaves it."""
     if namespace(node) != "attn_ops" or not mutated_names(node.target):  # type: ignore
         return []
     args, kwargs = tree_map(
@@ -82,7 +82,7 @@ def _hidden_write(node: Node, values: dict[Node, Any]) -> list[tuple[Any, tuple,
 def fake_execution(graph: Graph) -> Iterator[None]:
     """Run nodes of the graph inside, without a guard, a gradient or a symbol that stays pending."""
     values = [value_of(n) for n in graph.find_nodes(op="placeholder")]
-    # Their own mode: while a backend runs, the tracing context holds another one.
+    # The mode of the inputs: while a backend runs, the tracing context holds another one.
     mode = next((x.fake_mode for x in tensors_of(values) if isinstance(x, FakeTensor)), None)
     if mode is None or mode.shape_env is None:
         raise NotApplicableError("its inputs have no symbolic shapes")

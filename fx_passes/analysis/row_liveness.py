@@ -1,11 +1,11 @@
 """Which rows of the batch each value of a Dynamo graph is needed for: all, or the logits rows.
 
 A backward dataflow. The model takes the rows whose logits are wanted out of its last hidden states
-(`h[:, logits_to_keep]`); from there, a value that is computed row by row is needed for no other
-rows either, up to what mixes rows or writes to a KV cache.
+(`h[:, logits_to_keep]`). A value from which it computes them row by row is needed for those rows
+alone. That ends where something mixes rows or writes to a KV cache.
 
-Every node is run on fake tensors, and the ATen operators it calls are judged by `row_rules`; so the
-table need not know PyTorch's functions and methods, of which there are many more.
+Every node is run on fake tensors, and `row_rules` judges the ATen operators that it calls. So the
+table need not know PyTorch's functions and methods, which are many more.
 
 T rows of the batch, R logits rows.
 """

@@ -1,4 +1,4 @@
-"""Let go of the columns of a value that all rows were computed for and logits rows alone read."""
+"""Free the columns of a value that only logits rows read, though all rows were computed."""
 
 import operator
 from typing import Any
@@ -20,8 +20,8 @@ def keep_read_columns(graph: Graph, source: Node, rows: Node) -> bool:
     """Copy what is still read of `source`, whose rows have been gathered, so that it can be freed.
 
     Gemma 3n and Gemma 4 compute the inputs of all layers at the start, [T, layers, D], and every
-    layer takes its own. Those of the layers that see logits rows only would be kept, for all rows,
-    until the first of these::
+    layer takes one column. Columns of layers that see logits rows only would be kept, for all rows,
+    until the first of these layers runs. So this::
 
         v = ...; first = v[:, 0]; second = v[:, 1]; rows = index_select(v, 0, indices)
 
@@ -30,10 +30,11 @@ def keep_read_columns(graph: Graph, source: Node, rows: Node) -> bool:
         v = ...; rows = index_select(v, 0, indices); read = clone(v[:, 0:2])
         first = read[:, 0]; second = read[:, 1]
 
-    Run inside `fake_execution`. Returns whether it was done. It is not where there is nothing to
-    gain, as something reads all columns, most are read, or by one node alone; where the value does
-    not lie in memory of its own in the order of its dimensions; and where a reader is looked at by
-    more than operators that compute something new of it, in the same layout as before.
+    Run it inside `fake_execution`. Returns whether it was done. It is not done where
+
+    - there is nothing to gain: something reads all columns, most are read, or one node alone reads;
+    - the value is a view, or its memory is not in the order of its dimensions;
+    - a user of a column makes no new tensor of it, or one in another layout than before.
 
     Args:
         graph: Dynamo's graph; it is rewritten.
@@ -94,7 +95,7 @@ def _is_plain(reader: Node, user: Node, value: torch.Tensor) -> bool:
         return False
     try:
         result = run_node(reader, values)
-    except Exception:  # as of values that a later node reshapes in place
+    except Exception:  # such as of values that a later node reshapes in place
         return False
     old, new = list(tensors_of(value_of(reader))), list(tensors_of(result))
     same = [_layout(x) for x in old] == [_layout(x) for x in new]
@@ -102,7 +103,7 @@ def _is_plain(reader: Node, user: Node, value: torch.Tensor) -> bool:
 
 
 def _layout(x: torch.Tensor) -> tuple[str, str]:
-    """Sizes and strides, symbols as they are written."""
+    """Sizes and strides, with symbols by name."""
     return str(tuple(x.shape)), str(x.stride())
 
 

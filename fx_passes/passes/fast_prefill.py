@@ -223,7 +223,7 @@ class _Rewrite:
         return self.graph.call_function(torch.ops.aten.sym_size.int, (self.live.indices, 0))
 
     def _propagate(self) -> None:
-        """Note the values of all nodes anew: those of the region have other sizes."""
+        """Note the values of all nodes again: those of the region have other sizes."""
         values: dict[Node, Any] = {}
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -236,7 +236,7 @@ class _Rewrite:
 
 
 def _inferred(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the size in -1's place, which a shape of no rows would leave open."""
+    """Arguments with the size in place of -1, which torch cannot infer for no rows."""
     value, arguments, keywords = value_of(node), list(node.args), dict(node.kwargs)
     views = node.target in ("view", "reshape", torch.reshape) and isinstance(value, torch.Tensor)
     named = next((name for name in ("size", "shape") if name in keywords), None)
@@ -256,7 +256,7 @@ def _inferred(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _behind_inputs(node: Node) -> Node:
-    """The first node behind the inputs of the graph."""
+    """The first node after the inputs of the graph."""
     while node.op == "placeholder":
         node = node.next
     return node

@@ -64,7 +64,7 @@ class CollapseViews(Pass):
         ) + (sum(self._collapse(graph, node) for node in list(graph.nodes) if _ends_chain(node)))
 
     def _drop_copy(self, graph: Graph, node: Node) -> bool:
-        """A clone that changes neither strides nor owner: nothing mutates its source."""
+        """Drop a clone that keeps the strides: nothing mutates its source."""
         source = _source(node)
         if _reaches_output(node):  # two outputs of the graph would become one tensor
             return False

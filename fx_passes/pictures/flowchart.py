@@ -59,7 +59,7 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Boxes in the order of the graph, and of each the boxes that it hangs on."""
+    """Boxes in the order of the graph, and the boxes that each depends on."""
 
     boxes: list[Box]
     sources: list[tuple[int, ...]]

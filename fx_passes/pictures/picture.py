@@ -1,4 +1,4 @@
-"""Pictures of a Dynamo graph: what one wants to see of it, for a Mermaid flowchart.
+"""Pictures of a Dynamo graph, as Mermaid flowcharts.
 
 nodes --_Walk--> boxes and sources --_merged--> Chart --Chart.mermaid--> text
 
@@ -66,15 +66,15 @@ def chart_of(graph: Graph) -> Chart:
 
 
 class _Walk:
-    """Boxes of a graph. Edges that a longer way makes superfluous are left out.
+    """Boxes of a graph. An edge is left out where a longer path joins the same boxes.
 
-    Residual streams would otherwise join every layer with every one behind it.
+    Residual streams would otherwise join every layer with every later one.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.boxes: list[Box] = []
         self.sources: list[tuple[int, ...]] = []
-        self._before: list[int] = []  # of each box, the bits of all boxes that it hangs on
+        self._before: list[int] = []  # of each box, the bits of all boxes that it depends on
         self._behind: dict[Node, frozenset[int]] = {}  # the boxes that a value comes from
         self._written: dict[int, frozenset[int]] = {}  # the same of a storage
         self._names = _symbol_names(graph)
@@ -98,7 +98,7 @@ class _Walk:
             self._written[key] = self._latest(self._written.get(key, frozenset()) | found)
 
     def _latest(self, boxes: Collection[int]) -> frozenset[int]:
-        """Those that no other of them hangs on."""
+        """Those that no other of them depends on."""
         earlier = 0
         for i in boxes:
             earlier |= self._before[i]
@@ -203,14 +203,14 @@ def _operator(node: Node) -> str:
 
 
 def _plain(name: str) -> str:
-    """A node's name without what Dynamo adds: hidden_states of hidden_states_26."""
+    """A node's name without what Dynamo adds: hidden_states for hidden_states_26."""
     if name.startswith("l_"):
         return re.sub(r"^l_(kwargs_|self_)?|_+$", "", name)
     return re.sub(r"_\d+$", "", name)
 
 
 def _merged(boxes: list[Box], sources: list[tuple[int, ...]]) -> Chart:
-    """One box for those that hang on the same and carry the same, such as k_proj and v_proj."""
+    """One box for those with the same sources and users, such as k_proj and v_proj."""
     users: list[list[int]] = [[] for _ in boxes]
     for i, found in enumerate(sources):
         for source in found:

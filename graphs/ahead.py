@@ -6,20 +6,23 @@ next call goes on from what the last column says.
 =========  ==========================  ===========================  ============================
 state      meaning                     moved by, to                 an interrupt leaves
 =========  ==========================  ===========================  ============================
-none       no steps are launched       `DecodeLauncher.launch`,     none; what the device got
-                                       to launched                  already is dropped
-launched   their tokens are not read;  `DecodeLauncher.follow`,     launched
-           the loop holds them, the    to followed
-           step's tensors hold what    `StepLoop`, to collected
-           they leave                  or dropped
-followed   the next steps are          `StepLoop`, to collected     launched; the next steps are
-           launched too; the tensors                                dropped
-           hold what those leave
-collected  `TokenStream.collect` has   `StepLoop`, to none, or to   followed; a token that was
-           read every token            launched for the next steps  taken is not taken again
-dropped    their tokens count for      the next `launch` fills the  dropped
-           nothing: the model has      tensors anew and draws the
-           changed, or an interrupt    same tokens
+none       no steps are launched       `DecodeLauncher.launch`,     none; replays that run
+                                       to launched                  already are dropped
+launched   the loop holds them, their  `DecodeLauncher.follow`,     launched
+           tokens are not read; the    to followed; `StepLoop`,
+           tensors hold what they      to collected, or to dropped
+           leave                       as the model has changed
+followed   the next steps of the same  `TokenStream.collect`, to    launched; the next steps are
+           requests are launched too;  collected                    dropped, nothing follows
+           the tensors hold what
+           those leave
+collected  the token stream has their  `StepLoop`: to none, or to   launched; no token is taken
+           tokens                      launched for the next steps  twice; the next steps are
+                                                                    dropped
+dropped    their tokens count for      `DecodeLauncher.launch`,     dropped
+           nothing                     which fills the tensors
+                                       anew and draws the same
+                                       tokens, to launched
 =========  ==========================  ===========================  ============================
 
 `DecodeLauncher.invalidate` says that the tensors hold nobody's next step. Every other use of the
@@ -73,9 +76,9 @@ class TokenBuffers:
         return len(self._pairs)
 
     def copy(self, captured: CapturedStep) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Copy the graph's ring of tokens behind what is launched, without waiting.
+        """Copy the graph's ring of tokens after what is launched, without waiting.
 
-        Returns the copy, and the event behind it on a GPU.
+        Returns the copy, and the event after it on a GPU.
         """
         ring = captured.tensors.device["tokens"]
         on_gpu = ring.device.type == "cuda"

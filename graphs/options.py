@@ -36,10 +36,10 @@ class SessionOptions:
         decode_steps: decode steps that the device runs without the host; the tokens are those of 1.
         num_draft_tokens: k of `verify_draft`; batches of 1 + k tokens a request are captured too.
         verify: compare replays with calls: "first" of a graph, an int for every so many, "always";
-            a `Verifier` of one's own; None: never. A difference raises `VerificationError`.
-        debug: "eager_replay" runs every step through the capture path, but calls it anew instead of
-            replaying a graph; None. Modes are lowered as on CUDA, but on a CPU only where groups of
-            layers have backends of their own.
+            a `Verifier`; None: never. A difference raises `VerificationError`.
+        debug: None, or "eager_replay": every step takes the capture path, but is called again where
+            a graph would be replayed. Modes are lowered as on CUDA; on a CPU only where groups of
+            layers have different backends.
         strict: a mode that cannot be had is a ValueError, and so is on_capture_failure "continue".
         lazy_capture: capture a size when it is first needed, not all before the first step.
         on_capture_failure: "raise", or "continue": such steps run uncaptured, and are reported.
@@ -74,7 +74,7 @@ class SessionOptions:
 
         Raises:
             TypeError: a field is unknown, or one without a default is missing.
-            ValueError: as of the class.
+            ValueError: a field is out of range, or two contradict each other.
         """
         if options is None:
             return cls(**changes)

@@ -227,7 +227,7 @@ class DecodeSession:
                     bar.reset(len(requests))
                     self._finish(requests, bar.update)
                 return [cast(Generation, self.result(r.id)) for r in requests]
-            finally:  # also when interrupted: nothing of this call stays behind
+            finally:  # also when interrupted: nothing of this call is left
                 self._discard_all(requests)
         finally:  # and when interrupted there
             self._discard_all(requests)
@@ -242,7 +242,7 @@ class DecodeSession:
     ) -> None:
         """Queue all prompts, or none; `requests` gets what they have become.
 
-        No step has to end before: it only takes requests from the queue's other end.
+        A step may run meanwhile: it takes requests from the queue's other end.
         """
         with self._adding:
             requests += checked_requests(
@@ -279,12 +279,14 @@ class DecodeSession:
     @exclusive
     @in_surroundings
     def step(self) -> list[StepOutput]:
-        """Run the next step, or `decode_steps` of them, of all running requests; their new tokens.
+        """Run the next step, or `decode_steps` of them, of all running requests.
 
-        Empty while prompts are computed in part, where launched steps are collected whose requests
-        have ended, and when nothing is left: `num_unfinished` tells. The device may have begun with
-        what comes next when this returns. Tokens taken meanwhile (`release`, `generate`) come with
-        the next.
+        The device may have begun with the next steps when this returns.
+
+        Returns:
+            New tokens, also those that `release` or `generate` has taken meanwhile. None while
+            prompts are computed in part, where launched steps were those of requests that have
+            ended, and when nothing is left; `num_unfinished` tells.
         """
         self.loop.step()
         return self.token_stream.hand_out()
@@ -294,19 +296,19 @@ class DecodeSession:
     def verify_draft(self, drafts: Mapping[int, Sequence[int]]) -> list[StepOutput]:
         """One step in which decoding requests bring tokens that they may generate next.
 
-        A request keeps those that it would have generated without them, and one more; a request
-        without a draft, or with a shorter one, takes part too. Prompts come first, as in `step`. Of
-        1 + k tokens a request, no more go into a step than `max_tokens_per_step` allows; if that is
-        less than 1 + k, the step is one without drafts.
+        A request keeps those that it would have generated without them, and one more. Requests
+        without a draft, or with a shorter one, take part too. Prompts come first, as in `step`. A
+        step takes requests, of 1 + k tokens each, up to `max_tokens_per_step`; if that is less than
+        1 + k, it is a step without drafts.
 
         Args:
             drafts: by request id, up to `num_draft_tokens` tokens. Those of requests that have
                 finished are ignored, and of requests with tokens that this call hands out besides.
 
         Returns:
-            New tokens, those of a request in order: one to 1 + k of requests that brought a draft;
-            what `step` returns where it is one of those; ahead of them the tokens of steps that
-            `step` has launched, or that another call has taken.
+            New tokens, those of a request in order: first what `step` has launched or another call
+            has taken; then one to 1 + k tokens of requests that brought a draft, or what `step`
+            returns where it is a step without drafts.
 
         Raises:
             ValueError: no drafts were asked for when the session was made, a request is not known,
@@ -361,8 +363,8 @@ class DecodeSession:
         """
         if self.graphs is not None:
             self.loop.drop_graphs()
-            self.runner.graphs = None
             self.plan.stop("release() was called")
+            self.runner.graphs = None  # last: what was interrupted can be done again
 
     # -- inside ------------------------------------------------------------------------------------
 

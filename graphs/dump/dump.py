@@ -20,6 +20,7 @@ from torch._inductor.codecache import PyCodeCache, get_path
 from fx_passes.observe import PassRecord, Recorder, recording
 from graphs.dump.depyf import writing_depyf_files
 from graphs.dump.index import MARKER, Entry, Index
+from graphs.report import SessionReport
 
 _FOLDERS = ("passes", "pictures", "final", "inductor", "depyf")
 _FILES = ("index.md", "index.html")
@@ -91,7 +92,7 @@ def _write(
             "its first step inside the block; anything else must be called for the first time "
             "inside, or after torch._dynamo.reset()."
         )
-    sessions = [_session_line(session) for session in recorder.sessions]
+    sessions = [_session_line(session.report()) for session in recorder.sessions]
     matches, summaries = recorder.matches(), recorder.summaries()
     index = Index(recorder.num_graphs, matches, summaries, sessions, notes, entries)
     (directory / "index.md").write_text(index.markdown())
@@ -178,11 +179,9 @@ def _put(directory: Path, name: str, text: str) -> str:
     return name
 
 
-def _session_line(session) -> str:
-    selection, counters = session.backend_selection, session.counters
+def _session_line(report: SessionReport) -> str:
     return (
-        f"backend {selection.backend.name} ({selection.why}); CUDA graphs: "
-        f"{session.graph_mode_asked.name} asked for, {session.graph_mode.name} used "
-        f"({session.graph_mode_why}); {counters.num_graphs} graphs, "
-        f"{counters.num_breaks} breaks, {counters.num_recompiles} recompiles after warm-up"
+        f"backend {report.backend} ({report.backend_why}); CUDA graphs: {report.mode_asked} asked "
+        f"for, {report.mode_used} used ({report.mode_why}); {report.num_graphs} graphs, "
+        f"{report.num_breaks} breaks, {report.num_recompiles} recompiles after warm-up"
     )

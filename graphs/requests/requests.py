@@ -57,7 +57,7 @@ class Request:
     def append(self, token: int) -> None:
         """Take a generated token; its own keys and values are not in the cache, all others are.
 
-        The token comes first. Interrupted behind it, one token more is computed again, as a chunk
+        The token comes first. Interrupted after it, one token more is computed again, as a chunk
         of a prompt is.
         """
         self.token_ids.append(token)

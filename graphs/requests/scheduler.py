@@ -18,7 +18,7 @@ class Scheduled:
 
     request: Request
     num_tokens: int
-    draft: tuple[int, ...] = ()  # behind the last known token, and counted in num_tokens
+    draft: tuple[int, ...] = ()  # after the last known token, and counted in num_tokens
 
     def tokens(self) -> list[int]:
         """The step's tokens of the request."""

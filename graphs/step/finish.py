@@ -1,4 +1,4 @@
-"""What a decode step does behind its model, on the device: keep the tokens, stop, and go on.
+"""What a decode step does after its model, on the device: keep the tokens, stop, and go on.
 
 S requests, N steps without the host.
 """

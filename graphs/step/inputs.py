@@ -53,7 +53,7 @@ class ModelInputs:
     ) -> torch.Tensor:
         """Call the model as a step does, uncompiled, with a probe in place of attention.
 
-        Arguments as of `attn_ops.integrations.transformers.contract.Forward`.
+        Arguments: those of `attn_ops.integrations.transformers.contract.Forward`.
         """
         tensors = {
             "input_ids": input_ids,

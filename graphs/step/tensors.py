@@ -28,7 +28,7 @@ class StepTensors:
     """Inputs of one step and what it leaves. `host` and `device` hold the same fields.
 
     `query_len` is that of all requests, padding too; None: they differ, and the last request of the
-    batch is one of padding that owns the rows behind the others.
+    batch is one of padding that owns the rows after the others.
     """
 
     num_tokens: int
@@ -39,7 +39,7 @@ class StepTensors:
     host_bytes: torch.Tensor
     device_bytes: torch.Tensor
     arrays: dict[str, np.ndarray]  # of `host`
-    uploaded: torch.cuda.Event | None  # behind the last upload; None where there is no GPU
+    uploaded: torch.cuda.Event | None  # after the last upload; None where there is no GPU
 
     @classmethod
     def allocate(
@@ -122,7 +122,7 @@ class StepTensors:
             row[: len(blocks)] = blocks
         host["input_ids"][0, :num_tokens] = [t for s in step for t in s.tokens()]
         positions = positions_of_step(query, computed, start)
-        # Drafts may go on behind the last position that the model has. Nobody wants those rows, but
+        # Drafts may go on after the last position that the model has. Nobody wants those rows, but
         # a position is an index, and of some models (dynamic RoPE) all rows depend on the largest.
         last = np.array([s.request.max_tokens - 1 for s in step], dtype=np.int64)
         host["position_ids"][0, :num_tokens] = np.minimum(positions, np.repeat(last, query))

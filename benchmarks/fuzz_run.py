@@ -98,7 +98,7 @@ def _call(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None
     options = dict(inputs.options)
     chunk = options.pop("attention_chunk_size", None)
     asked = AttentionOptions(scale, **options, lse=inputs.lse.tensor)
-    out = attend(layer_of(q, cache, meta, asked, chunk), q, cache, asked)
+    out = attend(layer_of(q, cache, meta, asked, chunk), q, cache, meta, asked)
     lse = inputs.lse.tensor.clone()
     inputs.lse.tensor.copy_(inputs.lse.remembered())  # what is left to differ is around it
     inputs.watched["around lse"] = (inputs.lse.bytes, inputs.lse.before)

@@ -88,7 +88,7 @@ class Backend:
         spec = check_layer(q, kv_cache, meta, options)
         per_head = tuple(f for f in PER_HEAD if getattr(options, f.name) is not None)
         if meta.views.cascade is not None and spec.cascades:
-            return Layer(meta, cascade=meta.views.cascade, per_head=per_head)
+            return Layer(cascade=meta.views.cascade, per_head=per_head)
         layer = self.find(meta, q, kv_cache, options, spec)
         return dataclasses.replace(layer, per_head=per_head)
 
@@ -101,4 +101,4 @@ class Backend:
         spec: AttentionSpec,
     ) -> Layer:
         """What computes a call that the backend supports."""
-        return Layer(meta, None if self.plan_of is None else self.plan_of(meta, spec))
+        return Layer(None if self.plan_of is None else self.plan_of(meta, spec))

@@ -58,21 +58,36 @@ class AttentionBackend(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Layer:
-    """What computes layers of one geometry over a step. The first call found and checked it."""
+    """What computes layers of one geometry over a step. The first call found and checked it.
 
-    meta: "AttentionMetadata"  # the batch as the layer sees it, and the backend that attends
+    It does not refer to the step's metadata, which remembers it: that would outlive the step.
+    """
+
     plan: Any = None  # what the backend's `plan_of` gives; None: nothing
+    part: "AttentionMetadata | None" = None  # of its group, or virtual batches; None: the step's
     cascade: "tuple[AttentionMetadata, AttentionMetadata] | None" = None  # prefix and rest; or None
     per_head: tuple[Feature, ...] = ()  # that the layer has; their tensors differ by layer
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        meta: "AttentionMetadata",
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        """The backend's forward: q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H]."""
-        meta = self.meta
+        """The backend's forward: q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H].
+
+        `meta` is the step's, by which the layer was found.
+        """
+        if self.part is not None:
+            meta = self.part
         if self.plan is None:
             return meta.backend.forward(q, kv_cache, meta, options)
         return meta.backend.forward(q, kv_cache, meta, options, self.plan)
+
+    def of_part(self, part: "AttentionMetadata") -> "Layer":
+        """The layer as the whole step has it, that was found by metadata of a part of the step."""
+        return self if self.part is not None else dataclasses.replace(self, part=part)
 
 
 class LogitsRows:
@@ -82,13 +97,15 @@ class LogitsRows:
         reduce: makes the metadata of the reduced batch; None: nobody can.
 
     Attributes:
-        metadata: of the reduced batch; None: no layer has asked for it.
+        asked: whether a layer has asked for it.
+        metadata: of the reduced batch; None before that, and where all rows count.
     """
 
     def __init__(
         self, reduce: "Callable[[CommonAttentionMetadata], AttentionMetadata] | None" = None
     ) -> None:
         self._reduce = reduce
+        self.asked = False
         self.metadata: AttentionMetadata | None = None
 
     def of(self, step: "AttentionMetadata") -> "AttentionMetadata":
@@ -97,15 +114,16 @@ class LogitsRows:
         Raises:
             ValueError: the batch does not say which rows those are, or is not to be reduced.
         """
-        if self.metadata is None:
+        if not self.asked:
             self.metadata = self._made(step)
-        return self.metadata
+            self.asked = True
+        return step if self.metadata is None else self.metadata
 
-    def _made(self, step: "AttentionMetadata") -> "AttentionMetadata":
+    def _made(self, step: "AttentionMetadata") -> "AttentionMetadata | None":
         if not step.common.causal:
             raise ValueError("common.causal must be True where logits rows attend, got False")
         if all_rows_are_logits_rows(step.common):
-            return step
+            return None
         if self._reduce is None:
             raise ValueError(
                 f"attn_metadata must come from build() of backend {step.backend.name}'s builder "
@@ -206,7 +224,8 @@ class AttentionMetadata(OpaqueBase):
     ) -> Layer:
         if attention_chunk_size is None:
             return self.backend.resolve(self, q, kv_cache, options)
-        return self._virtual(attention_chunk_size, options).layer(q, kv_cache, options)
+        virtual = self._virtual(attention_chunk_size, options)
+        return virtual.layer(q, kv_cache, options).of_part(virtual)
 
     def _virtual(self, chunk: int, options: AttentionOptions) -> "AttentionMetadata":
         """The virtual batches for layers of chunked local attention."""
@@ -265,7 +284,7 @@ class AttentionMetadata(OpaqueBase):
     @property
     def has_logits_rows(self) -> bool:
         """Whether a layer has asked for `logits_rows`."""
-        return self.views.logits_rows.metadata is not None
+        return self.views.logits_rows.asked
 
     def wants_no_logits(self, num_rows: int) -> bool:
         """Whether a layer that sees `num_rows` rows is right to see none: the batch wants none."""

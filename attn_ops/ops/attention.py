@@ -52,7 +52,8 @@ def _attention(
         check_causal(meta, causal)
     if logits_rows:
         meta = meta.logits_rows(q.shape[0])
-    return attend(layer_of(q, kv_cache, meta, asked, attention_chunk_size), q, kv_cache, asked)
+    layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
+    return attend(layer, q, kv_cache, meta, asked)
 
 
 def _asked(scale: float, **options: object) -> AttentionOptions:
@@ -104,7 +105,7 @@ def _attention_with_lse(
     if logits_rows:
         meta = meta.logits_rows(q.shape[0])
     layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
-    return attend(layer, q, kv_cache, asked), lse
+    return attend(layer, q, kv_cache, meta, asked), lse
 
 
 @torch.library.register_fake("attn_ops::attention_with_lse", lib=LIBRARY)
@@ -119,16 +120,20 @@ def _attention_with_lse_fake(
 
 
 def attend(
-    layer: Layer, q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions
+    layer: Layer,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """The backend's forward; over a shared prefix and the rest apart, if the batch was built so."""
     if layer.cascade is None:
-        return layer.attend(q, kv_cache, options)
+        return layer.attend(q, kv_cache, meta, options)
     parts = []
     for part, asked in zip(layer.cascade, (options.of_shared_prefix(), options), strict=True):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         asked = dataclasses.replace(asked, lse=lse)
-        parts += [part.layer(q, kv_cache, asked).attend(q, kv_cache, asked), lse]
+        parts += [part.layer(q, kv_cache, asked).attend(q, kv_cache, part, asked), lse]
     out, lse = torch.ops.attn_ops.merge_attn_states(*parts)
     if options.lse is not None:
         options.lse.copy_(lse)

@@ -102,7 +102,7 @@ def forward(
     Raises:
         ValueError: the builder was not given the layer, or its group does not support the call.
     """
-    return meta.layer(q, kv_cache, options).attend(q, kv_cache, options)
+    return meta.layer(q, kv_cache, options).attend(q, kv_cache, meta, options)
 
 
 def levels(backend: Backend, specs: Sequence[AttentionSpec]) -> dict[str, AttentionCGSupport]:

@@ -82,7 +82,7 @@ class GroupedBackend(Backend):
             reasons.append("it cannot return the log-sum-exp; call attention()")
         if reasons:
             raise ValueError(f"backend {name} cannot run this layer: {'; '.join(reasons)}")
-        return part.layer(q, kv_cache, options)
+        return part.layer(q, kv_cache, options).of_part(part)
 
 
 def part_of(meta: AttentionMetadata, spec: AttentionSpec) -> AttentionMetadata:

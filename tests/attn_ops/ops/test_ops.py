@@ -3,7 +3,9 @@
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
 
+import gc
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -18,6 +20,7 @@ from attn_ops import (
     attention,
     attention_with_lse,
     get_backend,
+    grouped_backend,
     varlen_metadata,
     write_kv,
 )
@@ -359,3 +362,32 @@ def test_a_strided_vector_is_named_as_such():
     q, cache, common = random_batch()
     with pytest.raises(ValueError, match="contiguous"):
         attention(q, cache, build_metadata("TORCH", common), 0.2, alibi_slopes=torch.rand(8)[::2])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_step_is_freed_with_its_last_reference(grouped):
+    """Its plans hold memory of the device: they must not wait for the garbage collector."""
+    backend = get_backend("TORCH")
+    if grouped:
+        backend = grouped_backend({lambda s: s.sliding_window is not None: "FLEX"}, default=backend)
+    specs = [AttentionSpec(4, 2, 16, torch.float32, sliding_window=w) for w in (None, 3)]
+    specs.append(AttentionSpec(4, 2, 16, torch.float32, attention_chunk_size=16))
+    common = CommonAttentionMetadata.from_lengths([1, 2], [17, 20], [[1, 2], [1, 3]], 16)
+    common.logits_indices = torch.arange(3)
+    builder = backend.builder(backend, specs, 16, "cpu")
+    q, cache = torch.randn(3, 4, 16), torch.randn(4, 2, 16, 2, 16)
+    gc.collect()
+    gc.disable()
+    try:
+        for prefix in (0, 16):
+            meta = builder.build(prefix, common)
+            for options in ({}, {"sliding_window": 3}, {"attention_chunk_size": 16}):
+                attention(q, cache, meta, 0.25, **options)
+            if not prefix:
+                attention(q, cache, meta, 0.25, logits_rows=True)
+            write_kv(torch.zeros(3, 2, 16), torch.zeros(3, 2, 16), cache, meta)
+            seen = weakref.ref(meta)
+            del meta
+            assert seen() is None
+    finally:
+        gc.enable()

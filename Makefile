@@ -1,18 +1,24 @@
 # Everything a contributor types. `make demo` and `make test` need Python 3.11 and a C++ compiler, nothing else.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-BIN := .venv/bin
-READY := .venv/.ready
+# `make test TORCH=2.15.0` runs the tests on that version, in an environment of its own.
+TORCH ?= 2.13.0
+OTHER_TORCH := $(filter-out 2.13.0,$(TORCH))
+VENV := .venv$(if $(OTHER_TORCH),-$(OTHER_TORCH))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 
 .PHONY: setup demo test test-all lint gpu-test sanitize bench models docs
 
 setup: $(READY)
 
 # torch stands first, so that pip resolves the rest around it.
+# Another torch goes with another Triton, which is left to pip.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -c constraints.txt -e '.[transformers,triton,dev]'
+	$(PYTHON) -m venv $(VENV)
+	sed '$(if $(OTHER_TORCH),/^torch==/d; /^triton==/d)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt torch==$(TORCH)
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt torch==$(TORCH) -e '.[transformers,triton,dev]'
 	touch $(READY)
 
 demo: setup

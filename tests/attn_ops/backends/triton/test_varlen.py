@@ -33,6 +33,7 @@ OPTIONS = pytest.mark.parametrize(
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
+SLOW = pytest.mark.slow
 CAUSAL = pytest.mark.parametrize("causal", [True, False])
 
 
@@ -177,15 +178,21 @@ def test_gathered_dtypes(head_size, kv_cache_dtype):
     check_launch(Launch(64, 64, 4, 2, gather=True), case, **options)
 
 
-@CAUSAL
+SPLITS = [(2, True, True), (7, False, False)]
+"""Number of splits, loads ahead, causal."""
+OTHER_SPLITS = sorted({(n, a, c) for n in (2, 7) for a in (0, 1) for c in (0, 1)} - set(SPLITS))
+
+
 @OPTIONS
-@pytest.mark.parametrize("num_splits", [2, 7])
-@pytest.mark.parametrize("ahead", [True, False])
-def test_split_keys(causal, options, num_splits, ahead):
+@pytest.mark.parametrize(
+    ("num_splits", "ahead", "causal"),
+    [*SPLITS, *(pytest.param(*splits, marks=SLOW) for splits in OTHER_SPLITS)],
+)
+def test_split_keys(options, num_splits, ahead, causal):
     from attn_ops.backends.triton.prefill_launch import Launch
 
-    case = make_paged([4, 0, 1, 4, 3], [4, 0, 40, 130, 99], causal, 16, torch.float32)
-    launch = Launch(16, 16, 4, 1, ahead=ahead, num_splits=num_splits)
+    case = make_paged([4, 0, 1, 4, 3], [4, 0, 40, 130, 99], bool(causal), 16, torch.float32)
+    launch = Launch(16, 16, 4, 1, ahead=bool(ahead), num_splits=num_splits)
     check_launch(launch, case, **options)
 
 

@@ -10,6 +10,7 @@ SESSION = tuple(
         "session",
         "loop",
         "ahead",
+        "capture/recorder",
         "compilation",
         "runner",
         "requests/requests",
@@ -19,7 +20,7 @@ SESSION = tuple(
         "verify/model_state",
     )
 )
-"""What a step of a session runs on the host, but for capture."""
+"""What a step of a session runs on the host, but for the making of graphs."""
 
 
 class Interrupt:

@@ -64,7 +64,7 @@ def generate(prompts: list[list[int]], num_tokens: int, device: str, compiled: b
     run = torch.compile(model, backend="attn_ops", fullgraph=True) if compiled else model
 
     # Prefill: all prompts in one row of tokens.
-    common = CommonAttentionMetadata.from_lengths(lengths, lengths, table, BLOCK)
+    common = CommonAttentionMetadata.from_lengths(lengths, lengths, table, BLOCK, device)
     token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     slots = common.slot_mapping
@@ -75,7 +75,7 @@ def generate(prompts: list[list[int]], num_tokens: int, device: str, compiled: b
 
     # Decode: the inputs of a step stay where they are, so that a graph can be replayed on them.
     common = CommonAttentionMetadata.from_lengths(
-        [1] * len(prompts), [n + 1 for n in lengths], table, BLOCK
+        [1] * len(prompts), [n + 1 for n in lengths], table, BLOCK, device
     )
     token_ids, positions = drawn[0].clone(), common.seq_lens.long() - 1
     slots, seq_lens = common.slot_mapping, common.seq_lens

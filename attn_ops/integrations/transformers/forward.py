@@ -26,6 +26,12 @@ NAME = "attn_ops"
 _FROM_LAYER = object()
 """A layer that passes no window: Qwen2-MoE and PhiMoE leave it to the mask."""
 
+Batch = tuple[AttentionMetadata | None, Sequence[torch.Tensor] | None, torch.Tensor | None]
+"""Metadata, KV caches and slots, as a model is called with them."""
+
+PagedBatch = tuple[AttentionMetadata, Sequence[torch.Tensor], torch.Tensor | None]
+"""The same where there are caches."""
+
 
 class KeywordsMissing(ValueError):
     """An attention layer was called without a batch, or without caches.
@@ -99,42 +105,59 @@ def attention_forward(
         sliding_window = window(module) if causal else None
     options: dict[str, Any] = {**features_of_call(sliding_window, softcap, s_aux)}
     probe: Any = attn_metadata
-    if not torch.compiler.is_compiling() and isinstance(probe, AttentionProbe):
+    compiling = torch.compiler.is_compiling()
+    if not compiling and isinstance(probe, AttentionProbe):
         _refuse_ignored(None, dropout, kwargs)
         spec = _spec_of_call(module, query, key, causal, options)
-        rows = _rows(query), _rows(key), _rows(value)
-        index, name = cache_index(module), probe.name(module)
-        call = ProbedCall(name, module, index, *rows, spec, scale, attention_mask, kwargs)
-        return probe.attend(call), None
+        asked = (spec, scale, attention_mask, kwargs)
+        return probe.attend(_probed_call(probe, module, (query, key, value), *asked)), None
     if causal and attn_metadata is None:
         raise KeywordsMissing(attn_metadata, kv_caches)
     _refuse_ignored(attention_mask, dropout, kwargs)
+    own = (attn_metadata, kv_caches, slot_mapping)
+    cross = (cross_attn_metadata, cross_kv_caches, cross_slot_mapping)
+    meta, caches, slots_T = _batch_of(query, causal, own, cross)
+    if compiling:  # eager has checked it; fewer options make a faster call
+        options["causal"] = causal
+    q_TNH = _rows(query)
+    if caches is None:
+        out_TNH = varlen_attention(q_TNH, _rows(key), _rows(value), meta, scale, **options)
+        return out_TNH.unsqueeze(0), None
+    stored = _storage(module, kv_cache_dtype)
+    options |= {"attention_chunk_size": chunk_size(module) if causal else None, **stored}
+    kv_cache = _written_cache(module, key, value, (meta, caches, slots_T), stored)
+    return attention(q_TNH, kv_cache, meta, scale, **options).unsqueeze(0), None
+
+
+def _probed_call(
+    probe: AttentionProbe, module: Any, qkv: tuple[torch.Tensor, ...], *asked: Any
+) -> ProbedCall:
+    """The call as a probe gets it; `asked` are the last fields, from `spec` on."""
+    q, k, v = (_rows(x) for x in qkv)
+    return ProbedCall(probe.name(module), module, cache_index(module), q, k, v, *asked)
+
+
+def _batch_of(
+    query: torch.Tensor, causal: bool, own: Batch, cross: Batch
+) -> tuple[AttentionMetadata, Sequence[torch.Tensor] | None, torch.Tensor | None]:
+    """The metadata, caches and slots that a layer attends with: its model's, or the encoder's.
+
+    Raises:
+        ValueError: they are missing, or not for such a layer; query has a batch dimension.
+    """
     if query.shape[0] != 1:
         raise ValueError(
             f"input_ids must have shape [1, num_tokens], got a batch dimension of {query.shape[0]}"
         )
-    if not causal and cross_kv_caches is not None:
-        name, meta, caches = "cross_attn_metadata", cross_attn_metadata, cross_kv_caches
-        slot_mapping = cross_slot_mapping
+    if not causal and cross[1] is not None:
+        name, (meta, caches, slots_T) = "cross_attn_metadata", cross
     else:
-        name, meta, caches = "attn_metadata", attn_metadata, kv_caches
+        name, (meta, caches, slots_T) = "attn_metadata", own
         _refuse_missing(causal, meta, caches)
     if meta is None:
         raise ValueError(f"{name} must be an AttentionMetadata with its caches, got None")
     _check_batch(name, causal, meta)
-    q_TNH = _rows(query)
-    if torch.compiler.is_compiling():  # eager has checked it; fewer options make a faster call
-        options["causal"] = causal
-    if caches is None:
-        out_TNH = varlen_attention(q_TNH, _rows(key), _rows(value), meta, scale, **options)
-        return out_TNH.unsqueeze(0), None
-    kv_cache = _cache_of(module, caches)
-    stored = _storage(module, kv_cache_dtype)
-    if not shares_cache(module):
-        write_kv(_rows(key), _rows(value), kv_cache, meta, slot_mapping=slot_mapping, **stored)
-    chunk = chunk_size(module) if causal else None
-    options |= {"attention_chunk_size": chunk, **stored}
-    return attention(q_TNH, kv_cache, meta, scale, **options).unsqueeze(0), None
+    return meta, caches, slots_T
 
 
 def _spec_of_call(
@@ -159,6 +182,17 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     (torch 2.13, _compute_stride).
     """
     return x.transpose(1, 2).squeeze(0)
+
+
+def _written_cache(
+    module: Any, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch, stored: dict[str, Any]
+) -> torch.Tensor:
+    """The cache that the layer reads; key and value are in it, unless it shares another's."""
+    meta, caches, slots_T = batch
+    kv_cache = _cache_of(module, caches)
+    if not shares_cache(module):
+        write_kv(_rows(key), _rows(value), kv_cache, meta, slot_mapping=slots_T, **stored)
+    return kv_cache
 
 
 def _cache_of(module: Any, caches: Sequence[torch.Tensor]) -> torch.Tensor:

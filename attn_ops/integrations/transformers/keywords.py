@@ -15,7 +15,7 @@ CARRIED = ("attn_metadata", "kv_caches", "slot_mapping", "kv_cache_dtype")
 """Keywords of `attention_forward` that the whole model is called with."""
 
 _INSTALLING = threading.Lock()
-"""Two sessions of one model may be made at the same time; it gets its hooks once."""
+"""Two sessions of one model may be made at a time; it gets its hooks once. Global, as the model."""
 
 
 class KeywordCarrier:

@@ -89,7 +89,7 @@ class StepRunner:
         model: torch.nn.Module,
         keep_failures: bool,
     ) -> None:
-        """From here on `graphs` captures what it is asked for; arguments as of `StepGraphs`."""
+        """From here on `graphs` captures what it is asked for; arguments: see `StepGraphs`."""
         self.graphs = StepGraphs(self.step, recorders, model, keep_failures)
 
     # -- called ------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class StepRunner:
         return self.graphs is not None and key in self.graphs
 
     def launch(self, captured: CapturedStep, *, weights: bool = True) -> None:
-        """Replay on what the tensors hold; arguments and errors as of `StepGraphs.replay`."""
+        """Replay on what the tensors hold; arguments and errors: see `StepGraphs.replay`."""
         assert self.graphs is not None, "a step is replayed only while there are graphs"
         self.graphs.replay(captured, weights=weights)
 

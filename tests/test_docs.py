@@ -7,7 +7,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*.md")])
 PRODUCT = ("attn_ops", "fx_passes", "graphs")
 FOLDERS = (*PRODUCT, "tests", "benchmarks", "examples", "docs")
 UNCLEAR = ("stands? behind", "as of", "of one's own", "in the air", "lands")

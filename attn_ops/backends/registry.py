@@ -42,7 +42,7 @@ class Selection:
 
 
 def register_backend(backend: Backend) -> None:
-    """Add a third party's backend; it stands behind the built-in ones in the order of preference.
+    """Add a third party's backend; it follows the built-in ones in the order of preference.
 
     Raises:
         ValueError: the name is taken.

@@ -222,7 +222,7 @@ def attention_with_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention`, and the log of every softmax's denominator, for merging partial results.
 
-    Arguments and errors as of `attention`.
+    `attention` documents arguments and errors.
 
     Returns:
         [T, N, H], with `v_head_size` its first V columns, and [T, N] float32: log(sum(exp(score))),

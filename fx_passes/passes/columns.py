@@ -95,7 +95,7 @@ def _is_plain(reader: Node, user: Node, value: torch.Tensor) -> bool:
         return False
     try:
         result = run_node(reader, values)
-    except Exception:  # such as of values that a later node reshapes in place
+    except Exception:  # for example: a later node reshapes the value in place
         return False
     old, new = list(tensors_of(value_of(reader))), list(tensors_of(result))
     same = [_layout(x) for x in old] == [_layout(x) for x in new]

@@ -53,7 +53,7 @@ class PiecewiseGraph:
 
     Args:
         parts: as `record_parts` gives them.
-        num_bytes, plan: as of `Graph`.
+        num_bytes, plan: see `Graph`.
     """
 
     metadata = None

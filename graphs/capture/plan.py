@@ -82,7 +82,7 @@ class CapturePlan:
         device: torch.device,
         sizes: dict[str, int] | None,
     ) -> "CapturePlan":
-        """Decide. `sizes`: as of `memory.sizes_of`.
+        """Decide. `sizes`: see `memory.sizes_of`.
 
         Raises:
             ValueError: `strict`, and the mode cannot be had.

@@ -16,7 +16,7 @@ class Rerun:
     Args:
         step: what runs.
         recorded: the metadata that it runs with, as recorded; None: it builds its own.
-        metadata, plan: as of `Graph`.
+        metadata, plan: see `Graph`.
     """
 
     num_bytes = 0

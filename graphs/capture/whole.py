@@ -12,7 +12,7 @@ class WholeGraph:
 
     Args:
         graph: captured.
-        num_bytes, metadata, plan: as of `Graph`.
+        num_bytes, metadata, plan: see `Graph`.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ def varlen(
     """q [T, N, H], k and v [T, K, H] -> [T, N, H]: every request over its own rows.
 
     Raises:
-        ValueError: as of `forward`.
+        ValueError: see `forward`.
     """
     _check_interpreter(q)
     for name, x in (("q", q), ("k", k), ("v", v)):

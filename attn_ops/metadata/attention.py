@@ -17,7 +17,7 @@ from attn_ops.metadata.features import (
     AttentionSpec,
     Feature,
     Support,
-    options_key,
+    layer_key,
 )
 
 M = TypeVar("M")
@@ -198,17 +198,8 @@ class AttentionMetadata(OpaqueBase):
             ValueError: tensors and batch do not fit, or the backend does not support the call.
         """
         common = self.common
-        key = (
-            q.shape,
-            q.dtype,
-            q.get_device(),
-            kv_cache.shape,
-            kv_cache.dtype,
-            kv_cache.get_device(),
-            common.num_actual_tokens,
-            common.causal,
-            attention_chunk_size,
-            options_key(options),
+        key = layer_key(
+            q, kv_cache, options, common.num_actual_tokens, common.causal, attention_chunk_size
         )
         found = self._found.get(key)
         if found is None:

@@ -52,7 +52,12 @@ def _attention(
         check_causal(meta, causal)
     if logits_rows:
         meta = meta.logits_rows(q.shape[0])
-    layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
+    if options or type(meta) is not AttentionMetadata:
+        layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
+    else:  # no tensor of its own has to be checked
+        layer = meta.layer(q, kv_cache, asked, attention_chunk_size)
+    if layer.cascade is None:
+        return layer.attend(q, kv_cache, meta, asked)
     return attend(layer, q, kv_cache, meta, asked)
 
 

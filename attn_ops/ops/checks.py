@@ -35,7 +35,8 @@ def layer_of(
         ValueError: the tensors do not fit each other or the batch, or the backend does not support
             them.
     """
-    check_metadata(meta)
+    if type(meta) is not AttentionMetadata:
+        check_metadata(meta)
     layer = meta.layer(q, kv_cache, options, attention_chunk_size)
     if layer.per_head:
         check_per_head(layer.per_head, options, q)

@@ -56,8 +56,8 @@ def _attention(
         layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
     else:  # no tensor of its own has to be checked
         layer = meta.layer(q, kv_cache, asked, attention_chunk_size)
-    if layer.cascade is None:
-        return layer.attend(q, kv_cache, meta, asked)
+    if layer.direct:
+        return meta.backend.forward(q, kv_cache, meta, asked)
     return attend(layer, q, kv_cache, meta, asked)
 
 

@@ -90,7 +90,8 @@ def _falcon(eager: type, module: Any) -> type:
             hidden_states: torch.Tensor,
             alibi: torch.Tensor | None,
             attention_mask: Any,
-            position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+            *,
+            position_embeddings: tuple[torch.Tensor, torch.Tensor],
             **kwargs: Any,
         ) -> tuple[torch.Tensor, None]:
             """hidden_states [1, T, N*H] -> [1, T, N*H] and None."""

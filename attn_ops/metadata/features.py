@@ -1,7 +1,8 @@
 """What attention layers may ask for: a layer's geometry, a call's options, a backend's support.
 
 A new feature is an entry of `FEATURES` and a field of `AttentionOptions`, `FeatureArguments`,
-`AttentionSpec` and `Support`. What forwards, checks and lists features names none of them.
+`AttentionSpec` and `Support`. What forwards, checks and lists features names none of them, except
+`attention` in ops/attention.py. docs/adding_a_backend.md lists the other files.
 
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
@@ -125,7 +126,7 @@ class AttentionSpec:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """dtype of the cache tensor; FP8 is stored as uint8 (ARCHITECTURE 2.4)."""
+        """dtype of the cache tensor; FP8 is stored as uint8."""
         return self.dtype if self.kv_cache_dtype == "auto" else torch.uint8
 
     @property

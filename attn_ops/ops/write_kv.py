@@ -4,8 +4,7 @@ T tokens, K kv heads, H head size, P physical blocks, B block size.
 
 Two forms of one write. In eager it is one operator. Traced, it is `aten.index_put_` on the cache
 itself, which Inductor fuses with what computes k and v (norm, RoPE, scaling). The base tensor is
-indexed, never a view of it: a select view makes Inductor clone the whole cache. See
-ARCHITECTURE 2.4 and docs/decisions.md.
+indexed, never a view of it: a select view makes Inductor clone the whole cache.
 """
 
 import torch

@@ -35,7 +35,10 @@ DTYPES = {
     "f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16,
     "i32": torch.int32, "i64": torch.int64, "b8": torch.bool,
 }  # fmt: skip
-NAMES = {"aten": torch.ops.aten, "attn_ops": torch.ops.attn_ops, "torch": torch, "F": functional}
+NAMES = {
+    "aten": torch.ops.aten, "prims": torch.ops.prims, "attn_ops": torch.ops.attn_ops,
+    "torch": torch, "F": functional,
+}  # fmt: skip
 OPERATORS: dict[type, Callable] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -1,13 +1,22 @@
-"""Decode sessions, CUDA-graph capture, dumps and the command line."""
+"""Decode sessions, CUDA-graph capture, dumps and the command line.
 
-from graphs.capture.dispatch import CudagraphDispatcher
-from graphs.capture.failures import CaptureError
-from graphs.dump.dump import dump
-from graphs.modes import BatchDescriptor, CUDAGraphMode
-from graphs.options import SessionOptions
-from graphs.sampling import SamplingParams
-from graphs.session import DecodeSession, Generation, StepOutput
-from graphs.verify.verifier import VerificationError, Verifier
+A public name is imported when it is first used: `attn-ops` checks its arguments without torch.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphs.capture.dispatch import CudagraphDispatcher
+    from graphs.capture.failures import CaptureError
+    from graphs.dump.dump import dump
+    from graphs.modes import BatchDescriptor, CUDAGraphMode
+    from graphs.options import SessionOptions
+    from graphs.sampling import SamplingParams
+    from graphs.session import DecodeSession, Generation, StepOutput
+    from graphs.verify.verifier import VerificationError, Verifier
 
 __all__ = [
     "BatchDescriptor",
@@ -23,3 +32,45 @@ __all__ = [
     "Verifier",
     "dump",
 ]
+
+_MODULES = {
+    "BatchDescriptor": "modes",
+    "CUDAGraphMode": "modes",
+    "CaptureError": "capture.failures",
+    "CudagraphDispatcher": "capture.dispatch",
+    "DecodeSession": "session",
+    "Generation": "session",
+    "SamplingParams": "sampling",
+    "SessionOptions": "options",
+    "StepOutput": "session",
+    "VerificationError": "verify.verifier",
+    "Verifier": "verify.verifier",
+}
+"""Where a public name is; `dump` is a property of the package."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Importing the folder `graphs/dump/` does not replace the function `graphs.dump`."""
+
+    @property
+    def dump(self) -> Any:
+        return importlib.import_module("graphs.dump.dump").dump
+
+    @dump.setter
+    def dump(self, value: Any) -> None:
+        """Ignore what importing the folder sets."""
+
+
+sys.modules[__name__].__class__ = _Package

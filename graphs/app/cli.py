@@ -9,6 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from graphs.app.arguments import DTYPES, RunArguments
+from graphs.app.presets import PRESETS
+from graphs.app.prompts import check_lines, read_lines
+
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
 )
@@ -23,13 +27,31 @@ def main() -> None:
 @app.command()
 def run(
     model: Annotated[
-        str, typer.Option(help="A preset, or a directory with a saved model.")
+        str,
+        typer.Option(help=f"A preset ({', '.join(PRESETS)}) or a directory with a saved model."),
     ] = "llama-tiny",
     backend: Annotated[str | None, typer.Option(help="An attention backend by name.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="A prompt a line: token ids between spaces, or a JSON list.")
+        Path | None,
+        typer.Option(
+            help="A file with a prompt a line: text where the model's directory has a tokenizer, "
+            "else token ids between spaces; a JSON list of token ids anywhere."
+        ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 16,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the most likely token, more draws at random.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the most likely tokens with this much probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the random draws.")] = 0,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}. Default: as saved.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.")
+    ] = None,
     dump: Annotated[
         Path | None, typer.Option(help="Write what was compiled to this directory.")
     ] = None,
@@ -40,22 +62,29 @@ def run(
 ) -> None:
     """Generate with a model, compare with Transformers, report what was compiled and how fast."""
     with _one_line_errors():
-        from graphs.app.run import read_prompts
-        from graphs.app.run import run as run_model
+        arguments = RunArguments(
+            model=model,
+            backend=backend,
+            max_new_tokens=max_new_tokens,
+            dump=dump,
+            fast_prefill=fast_prefill,
+            dtype=dtype,
+            device=device,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        lines = None if prompts is None else read_lines(prompts)
+        check_lines(lines or [], model)
+
+        from graphs.app.run import run as run_model  # from here on torch is imported
         from graphs.app.tables import print_run
 
-        report = run_model(
-            model,
-            backend=backend,
-            prompts=None if prompts is None else read_prompts(prompts),
-            max_new_tokens=max_new_tokens,
-            dump_directory=dump,
-            fast_prefill=fast_prefill,
-        )
+        report = run_model(arguments, lines)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
-        print_run(report, Console(markup=False))
+        print_run(report, _console())
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -70,7 +99,14 @@ def backends(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(backends_as_dicts(rows), indent=2))
     else:
-        print_backends(rows, Console(markup=False))
+        print_backends(rows, _console())
+
+
+def _console() -> Console:
+    """At most 120 columns; a file has no width of its own."""
+    terminal = Console()
+    width = min(terminal.width, 120) if terminal.is_terminal else 120
+    return Console(markup=False, width=width)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
-"""Models to try things on: small random ones of five families, one shape for GPUs, a directory."""
+"""Models to try things on: small random ones of five families, one shape for GPUs, a directory.
+
+The command line reads `PRESETS` before it imports torch.
+"""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
-
-import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Preset:
 
     config: str  # name of the config class in transformers
     sizes: dict[str, Any]
-    dtype: torch.dtype
+    dtype: str
 
 
 _TINY = {
@@ -38,58 +39,85 @@ _LLAMA_3_8B = {
 }
 
 PRESETS = {
-    "llama-tiny": Preset("LlamaConfig", _TINY, torch.float32),
-    "qwen3-tiny": Preset("Qwen3Config", _TINY | {"head_dim": 16}, torch.float32),
-    "mistral-tiny": Preset("MistralConfig", _TINY | {"sliding_window": 48}, torch.float32),
+    "llama-tiny": Preset("LlamaConfig", _TINY, "float32"),
+    "qwen3-tiny": Preset("Qwen3Config", _TINY | {"head_dim": 16}, "float32"),
+    "mistral-tiny": Preset("MistralConfig", _TINY | {"sliding_window": 48}, "float32"),
     "gemma2-tiny": Preset(  # with tied weights it repeats its last token
         "Gemma2Config",
         _TINY | {"head_dim": 16, "sliding_window": 48, "tie_word_embeddings": False},
-        torch.float32,
+        "float32",
     ),
-    "phi3-tiny": Preset(
-        "Phi3Config", _TINY | {"sliding_window": 48, "pad_token_id": 0}, torch.float32
-    ),
-    "llama-3-8b": Preset("LlamaConfig", _LLAMA_3_8B, torch.bfloat16),
+    "phi3-tiny": Preset("Phi3Config", _TINY | {"sliding_window": 48, "pad_token_id": 0}, "float32"),
+    "llama-3-8b": Preset("LlamaConfig", _LLAMA_3_8B, "bfloat16"),
 }
 
 
-def load(model: str, device: torch.device | str = "cpu", seed: int = 0) -> torch.nn.Module:
+def load(model: str, device: Any = "cpu", seed: int = 0, dtype: str | None = None) -> Any:
     """A preset by name, or the model saved in a directory, with `attn_implementation="attn_ops"`.
+
+    Args:
+        device: where the weights go.
+        seed: of a preset's weights.
+        dtype: of the weights; None takes the preset's or the saved one.
 
     Raises:
         ValueError: neither a preset nor a directory that holds a model.
     """
-    from transformers import AutoModelForCausalLM
-
     from attn_ops.integrations.transformers import register
 
     register()
     if model in PRESETS:
-        return _random(PRESETS[model], device, seed)
+        return _random(PRESETS[model], device, seed, dtype)
     if not Path(model).is_dir():
         raise ValueError(
             f"model must be a preset or a directory, got {model!r}; supported: {', '.join(PRESETS)}"
         )
+    return _saved(model, dtype).to(device).eval().requires_grad_(False)
+
+
+def _saved(model: str, dtype: str | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model, attn_implementation="attn_ops", local_files_only=True
+        return AutoModelForCausalLM.from_pretrained(
+            model, attn_implementation="attn_ops", local_files_only=True, dtype=dtype or "auto"
         )
     except (OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"model must be a directory with a saved model, got {model!r}: {reason}"
         ) from error
-    return loaded.to(device).eval().requires_grad_(False)
 
 
-def _random(preset: Preset, device: torch.device | str, seed: int) -> torch.nn.Module:
+def vocab_size(model: str) -> int:
+    """Of a preset or of a saved model, from its config alone.
+
+    Raises:
+        ValueError: the directory holds no config that Transformers knows.
+    """
+    if model in PRESETS:
+        return PRESETS[model].sizes["vocab_size"]
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(model, local_files_only=True)
+        return config.get_text_config().vocab_size
+    except (OSError, KeyError, ValueError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"model must be a directory with a saved model, got {model!r}: {reason}"
+        ) from error
+
+
+def _random(preset: Preset, device: Any, seed: int, dtype: str | None) -> Any:
     """Weights so large that greedy outputs vary; at 0.02, small models repeat one token."""
+    import torch
     import transformers
 
     config = getattr(transformers, preset.config)(**preset.sizes)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="attn_ops", dtype=preset.dtype
+            config, attn_implementation="attn_ops", dtype=getattr(torch, dtype or preset.dtype)
         )
     generator = torch.Generator(device).manual_seed(seed)
     scale = 1.2 * config.hidden_size**-0.5

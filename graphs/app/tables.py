@@ -1,6 +1,7 @@
 """Reports for people, by rich, and for programs, as JSON."""
 
 import dataclasses
+import json
 from typing import Any
 
 from rich.console import Console
@@ -23,10 +24,23 @@ class StepTimes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Output:
+    """What was generated for one prompt; texts are None where there is no tokenizer."""
+
+    prompt_ids: list[int]
+    prompt: str | None
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class RunReport:
     """What one run of `attn-ops run` found."""
 
     model: str
+    outputs: list[Output]
+    random_prompts: bool  # nobody gave any
     dtype: str
     device: str
     backend: str
@@ -102,8 +116,7 @@ def print_run(report: RunReport, console: Console) -> None:
 def _lines(r: RunReport) -> list[tuple[str, str]]:
     lines = [
         ("model", f"{r.model}, {r.dtype}, on {r.device}"),
-        ("backend", f"{r.backend}: {r.backend_why}"),
-        *((f"  not {name}", "; ".join(reasons)) for name, reasons in r.backends_against.items()),
+        ("backend", f"{r.backend}: {r.backend_why}; the others: attn-ops backends"),
         (
             "CUDA graphs",
             f"{r.graph_mode_asked} asked for, {r.graph_mode_used} used: {r.graph_mode_why}",
@@ -125,15 +138,42 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
             "outputs vary",
             f"{'yes' if r.outputs_vary else 'no'}, {r.parity.num_distinct_tokens} distinct tokens",
         ),
-        ("decode step", f"{_ms(r.steps.eager_ms)} eager"),
-        ("", f"{_ms(r.steps.compiled_ms)} compiled"),
-        ("", _captured(r)),
+        (
+            "decode step",
+            f"{_ms(r.steps.eager_ms)} eager, {_ms(r.steps.compiled_ms)} compiled, {_captured(r)}",
+        ),
         ("tokens", f"{r.tokens_per_second:,.0f} a second, prefill included"),
         ("memory", f"KV cache {_bytes(r.cache_bytes)}, CUDA graphs {_bytes(r.graph_bytes)}"),
         ("compile", f"{r.compile_seconds:.1f} s"),
         ("dump", f"{r.dump}/index.md" if r.dump else "none; --dump DIR writes one"),
+        *_output_lines(r),
     ]
     return lines
+
+
+def _output_lines(r: RunReport) -> list[tuple[str, str]]:
+    """Prompt and output, token ids where there is no text; random ones take a line each."""
+    lines: list[tuple[str, str]] = []
+    for number, output in enumerate(r.outputs):
+        prompt = _short(_words(output.prompt, output.prompt_ids, 4), 60)
+        text = _words(output.text, output.token_ids, 8 if r.random_prompts else None)
+        text = _short(text, 40) if r.random_prompts else text
+        name = "" if number else "outputs"
+        lines.append((name, f"{prompt} -> {text} ({output.finish_reason})"))
+    return lines
+
+
+def _words(text: str | None, token_ids: list[int], most: int | None) -> str:
+    """Text as it would be typed in Python, or token ids, `most` of them."""
+    if text is not None:
+        return json.dumps(text, ensure_ascii=False)
+    shown = " ".join(map(str, token_ids[:most]))
+    more = len(token_ids) - len(token_ids[:most])
+    return f"{shown} ... {len(token_ids)} tokens" if more else shown
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _parity(r: RunReport) -> str:
@@ -149,10 +189,10 @@ def _parity(r: RunReport) -> str:
 
 
 def _captured(r: RunReport) -> str:
+    batch = f"batch {r.steps.batch}"
     if r.steps.captured_ms is not None:
-        return f"{_ms(r.steps.captured_ms)} captured; batch {r.steps.batch}"
-    where = "CPU" if r.device == "cpu" else "not captured"
-    return f"n/a ({where}) captured: {r.graph_mode_why}; batch {r.steps.batch}"
+        return f"{_ms(r.steps.captured_ms)} captured; {batch}"
+    return f"n/a ({'CPU' if r.device == 'cpu' else 'not captured'}) captured; {batch}"
 
 
 def _ms(value: float | None) -> str:

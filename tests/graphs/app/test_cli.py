@@ -1,24 +1,41 @@
 """The command line, through typer's runner: reports, JSON, exit codes and errors of one line."""
 
+import io
 import json
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import graphs.app.parity
+import graphs.app.run
 from attn_ops import backend_names, support_table
+from graphs.app.arguments import RunArguments
 from graphs.app.cli import app, main
 from graphs.app.presets import PRESETS, load
-from graphs.app.run import read_prompts, run
+from graphs.app.prompts import read_lines
+from graphs.app.run import run
+from graphs.app.tables import RunReport, print_run
 
 ROOT = Path(__file__).parents[3]
 
 
 def invoke(*arguments: str):
     return CliRunner().invoke(app, list(arguments))
+
+
+def printed(report: RunReport) -> list[str]:
+    console = Console(file=io.StringIO(), width=120)
+    with console.capture() as captured:
+        print_run(report, console)
+    return captured.get().splitlines()
+
+
+def in_words(report: RunReport) -> str:
+    return " ".join(" ".join(printed(report)).split())
 
 
 @pytest.fixture
@@ -40,8 +57,9 @@ def saved(make_model, tmp_path):
     return tmp_path / "model"
 
 
-def test_a_saved_model_compiled_and_dumped(saved, prompts, tmp_path):
-    where = tmp_path / "dump"
+def test_a_saved_model_compiled_and_dumped(saved, prompts, tmp_path, monkeypatch):
+    where, reports, as_dict = tmp_path / "dump", [], RunReport.as_dict
+    monkeypatch.setattr(RunReport, "as_dict", lambda self: reports.append(self) or as_dict(self))
     result = invoke(
         "run", "--model", str(saved), "--prompts", str(prompts), "--max-new-tokens", "6",
         "--backend", "TORCH", "--dump", str(where), "--json",
@@ -64,17 +82,25 @@ def test_a_saved_model_compiled_and_dumped(saved, prompts, tmp_path):
     assert report["cache_bytes"] > 0
     assert (where / "index.md").exists()
     assert report["dump"] == str(where)
+    lines = printed(reports[0])
+    assert len(lines) + 5 <= 40  # `make demo` has 5 prompts more, and fits on a screen
+    assert max(map(len, lines)) <= 120
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_the_report_of_the_default_preset():
     result = invoke("run", "--max-new-tokens", "4")
     assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 35  # passes take up to 5 where it is compiled
+    assert max(map(len, lines)) <= 120
+    assert sum(" -> " in line for line in lines) == 8
     out = " ".join(result.stdout.split())
+    assert "not FLASH_ATTN" not in out  # `attn-ops backends` says why
     for text in (
         "llama-tiny, float32",
         "TORCH: first of the order of preference",
-        "not FLASH_ATTN",
+        "the others: attn-ops backends",
         "FULL_DECODE_ONLY asked for, NONE used",
         "PASS: tokens identical to Transformers' generate for 8 of 8 prompts",
         "outputs vary yes",
@@ -86,10 +112,96 @@ def test_the_report_of_the_default_preset():
         assert text in out
 
 
+@pytest.fixture
+def with_tokenizer(saved):
+    """The saved model, with a tokenizer of a word a token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", "the", "cat", "sat"])}
+    words |= {f"w{i}": i for i in range(len(words), 64)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(saved)
+    return saved
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_text_in_and_text_out(with_tokenizer, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("the cat\n[3, 4, 5]\n")
+    arguments = RunArguments(model=str(with_tokenizer), max_new_tokens=6)
+    report = run(arguments, read_lines(path))
+    first, second = report.as_dict()["outputs"]
+    assert (first["prompt"], first["prompt_ids"]) == ("the cat", [3, 4])
+    assert (second["prompt"], second["prompt_ids"]) == ("the cat sat", [3, 4, 5])
+    words = ["", "", "<unk>", "the", "cat", "sat", *(f"w{i}" for i in range(6, 64))]
+    for output in (first, second):
+        assert output["text"] == " ".join(filter(None, (words[t] for t in output["token_ids"])))
+        assert (len(output["token_ids"]), output["finish_reason"]) == (6, "length")
+    assert f'"the cat" -> {json.dumps(first["text"])} (length)' in in_words(report)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_token_ids_in_and_out(saved, prompts):
+    report = run(RunArguments(model=str(saved), max_new_tokens=24), read_lines(prompts))
+    outputs, shown = report.as_dict()["outputs"], in_words(report)
+    assert [len(o["prompt_ids"]) for o in outputs] == [3, 4, 40]
+    assert all(o["prompt"] is None and o["text"] is None for o in outputs)
+    for output in outputs:  # those that somebody asked for are shown in full
+        assert f"-> {' '.join(map(str, output['token_ids']))} (length)" in shown
+    assert "0 1 2 3 ... 40 tokens ->" in shown
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_drawn_at_random_in_another_dtype(saved, prompts):
+    def tokens(*options: str) -> list[list[int]]:
+        arguments = ["--model", str(saved), "--prompts", str(prompts), "--max-new-tokens", "4"]
+        arguments += [*options, "--json"]
+        report = json.loads(invoke("run", *arguments).stdout)
+        assert report["ok"]  # parity is of greedy tokens
+        assert (report["dtype"], report["device"]) == ("bfloat16", "cpu")
+        return [output["token_ids"] for output in report["outputs"]]
+
+    options = ["--temperature", "2", "--top-p", "0.9", "--dtype", "bfloat16", "--device", "cpu"]
+    first = tokens(*options, "--seed", "3")
+    assert first == tokens(*options, "--seed", "3")
+    assert first != tokens(*options, "--seed", "4")
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_device_must_be_present():
+    result = invoke("run", "--device", "cuda:1")
+    assert result.exit_code == 2
+    assert result.stderr == "error: device must be present, got cuda:1; supported: cpu\n"
+
+
+def test_an_unknown_token_is_found_before_the_model_loads(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(graphs.app.run, "load", lambda *a, **k: pytest.fail("loaded"))
+    path = tmp_path / "prompts.txt"
+    path.write_text("1 2\n[3, 64]\n")
+    result = invoke("run", "--model", str(saved), "--prompts", str(path))
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: prompts must hold token ids from 0 to 63, got 64 at {path}:2:5\n"
+    )
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_tokenizer_that_does_not_load_is_named(saved):
+    (saved / "tokenizer.json").write_text("{")
+    result = invoke("run", "--model", str(saved))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: model must have a tokenizer that loads, got ")
+
+
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("-tiny")])
 def test_presets_vary_and_equal_transformers(preset):
-    report = run(preset, max_new_tokens=8)
+    report = run(RunArguments(model=preset, max_new_tokens=8))
     assert report.ok
     assert report.outputs_vary
     assert report.parity.num_identical == 8
@@ -146,26 +258,6 @@ def test_errors_are_one_line_and_exit_code_2(options, message, tmp_path, monkeyp
     (line,) = [x for x in result.stderr.splitlines() if not x.startswith("cudagraph_mode")]
     assert line.startswith(f"error: {message}")
     assert [p.name for p in tmp_path.iterdir()] == ["other.txt"]
-
-
-@pytest.mark.parametrize("text", ["1 x", "[1, 2", '["a"]', "[1.5]", "[true]", '{"a": 1}'])
-def test_bad_prompt_lines_name_their_place(text, tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_text(f"1 2\n{text}\n")
-    with pytest.raises(
-        ValueError, match=r"^prompts must be token ids between spaces or a JSON list"
-    ):
-        read_prompts(path)
-    result = invoke("run", "--prompts", str(path))
-    assert result.exit_code == 2
-    assert f"{path}:2" in result.stderr
-
-
-def test_prompt_files(prompts, tmp_path):
-    assert read_prompts(prompts)[:2] == [[1, 2, 3], [4, 5, 6, 7]]
-    (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(ValueError, match=r"^prompts must hold at least one line"):
-        read_prompts(tmp_path / "empty.txt")
 
 
 def test_backends():

@@ -235,6 +235,7 @@ def tell_once_and_die(config, results, worker, seeds, deadline):
     os._exit(9)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_costs_one_case(monkeypatch):
     monkeypatch.setattr(fuzz_run, "_work", tell_once_and_die)
     found = list(run_in_workers(config_of("TORCH"), [1, 2, 3], time.monotonic() + 300, 1))

@@ -20,12 +20,16 @@ EQUAL = [
     "gpt_neox",
 ]
 REFUSED = ["diffllama", "hrm_text", "mvp", "xglm", "moshi", "trocr", "bart", "git", "bloom"]
+QUICK = ["llama", "phimoe", "stablelm", "gptj", "diffllama", "bart"]
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
-def test_model_types_are_equal_or_refused():
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param([*EQUAL, *REFUSED], marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_model_types_are_equal_or_refused(names):
     known = prepared_types()
-    types = [name for name in (*EQUAL, *REFUSED) if name in known]
+    types = [name for name in names if name in known]
     outcomes = {o.model_type: o.kind for o in run_all(types, Options(), jobs=2, timeout=120)}
     wanted = {name: "equal" if name in EQUAL else "refused" for name in types}
     assert outcomes == wanted
@@ -39,5 +43,4 @@ def test_random_programs_are_equal_or_refused():
 
 def test_without_the_checks_programs_go_wrong(monkeypatch):
     monkeypatch.setattr(Contract, "check", lambda self: None)
-    kinds = [run(drawn(7, number, 0, 0.0)).kind for number in range(12)]
-    assert "WRONG" in kinds
+    assert any(run(drawn(7, number, 0, 0.0)).kind == "WRONG" for number in range(12))

@@ -27,8 +27,14 @@ def copies_in_graph(text: str, shape: tuple[int, ...]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("with_slots", [True, False])
+@pytest.mark.parametrize(
+    ("with_slots", "nested"),
+    [
+        (True, True),
+        (False, False),
+        *(pytest.param(slots, not slots, marks=pytest.mark.slow) for slots in (True, False)),
+    ],
+)
 def test_no_copy_of_a_cache(make_model, make_prompts, nested, with_slots):
     model = make_model("llama", num_layers=2)
     prompts = make_prompts(model, [3, 9, 1])

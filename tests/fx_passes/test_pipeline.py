@@ -342,6 +342,7 @@ def test_printing_leaves_the_graph_as_it_is():
     assert gm.graph.owning_module is gm
 
 
+@pytest.mark.slow
 def test_compiling_draws_nothing():
     """Nor is the code imported that could: pictures are for dumps."""
     code = """

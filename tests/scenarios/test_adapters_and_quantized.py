@@ -66,8 +66,15 @@ def test_the_peft_model_itself():
     check(adapted("attn_ops"), expected(adapted("eager")), compiled=False)
 
 
-@pytest.mark.parametrize("config_name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("config_name", "compiled"),
+    [
+        ("Int8WeightOnlyConfig", False),
+        ("Float8WeightOnlyConfig", False),
+        ("Float8WeightOnlyConfig", True),
+        pytest.param("Int8WeightOnlyConfig", True, marks=pytest.mark.slow),
+    ],
+)
 def test_weights_quantized_by_torchao(config_name, compiled):
     wanted = expected(quantized("eager", config_name))
     check(quantized("attn_ops", config_name), wanted, compiled)

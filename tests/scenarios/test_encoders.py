@@ -72,8 +72,14 @@ def packed(name: str, model: Any, ids: list[list[int]]) -> dict:
 # -- encoders --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        *((name, False) for name in ENCODERS),
+        ("bert", True),
+        *(pytest.param(n, True, marks=pytest.mark.slow) for n in ENCODERS if n != "bert"),
+    ],
+)
 def test_packed_rows_equal_each_sequence_alone(name, compiled):
     model, reference = encoder(name), encoder(name, "eager")
     run, counters, numbers = model, CompileCounters(), random.Random(name)

@@ -57,6 +57,7 @@ def test_sessions_generate_the_same(make_model, num_graphs, name):
     assert num_graphs() - before == 1
 
 
+@pytest.mark.slow
 def test_sessions_by_inductor(make_model, num_graphs):
     model = make_model()
     wanted = tokens_of(chunked(model).generate(PROMPTS, 8))
@@ -73,7 +74,9 @@ def test_sessions_by_inductor(make_model, num_graphs):
     assert num_graphs() - before == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3n", pytest.param("gemma4", marks=SLOW)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=SLOW) for n in ("gemma3n", "gemma4"))]
+)
 def test_chunks_of_a_prompt_compute_no_logits(make_model, num_graphs, name):
     """Three chunks of 16 tokens want none, the fourth wants one: behind the last cache write the
     model sees no row. One compiled model in all modes; replays are compared with calls.

@@ -84,10 +84,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_against_brute_force(make_batch, compiled):
+@pytest.mark.parametrize(
+    ("compiled", "num_cases"),
+    [(False, 100), (True, 10), pytest.param(True, 40, marks=pytest.mark.slow)],
+)
+def test_against_brute_force(make_batch, compiled, num_cases):
     @settings(
-        max_examples=40 if compiled else 100,
+        max_examples=num_cases,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )

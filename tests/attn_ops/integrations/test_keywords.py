@@ -92,7 +92,7 @@ def test_tables_are_filled_once():
     assert classes["attn_ops"] is first
 
 
-@pytest.mark.parametrize("model_type", ["stablelm", "gptj"])
+@pytest.mark.parametrize("model_type", ["stablelm", pytest.param("gptj", marks=pytest.mark.slow)])
 def test_compiled_without_breaks_or_recompiles(model_type):
     torch._dynamo.reset()
     model = torch.compile(model_of(model_type, "attn_ops"), backend="attn_ops", fullgraph=True)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from attn_ops.metadata import CommonAttentionMetadata
 from tests.attn_ops.metadata import brute_force
 
-NUM_EXAMPLES = 2000
 PRIME = 331  # more than the blocks of any batch here: (a * i) % PRIME shuffles without repeating
 NUM_BLOCKS = PRIME + 1
 INT64 = {"slot_mapping", "positions", "logits_indices", "logits_indices_padded"}
@@ -179,9 +179,18 @@ def batches(max_reqs: int = 6) -> st.SearchStrategy[Ragged]:
     return st.binary(min_size=56, max_size=56).map(lambda data: read_batch(data, max_reqs))
 
 
-def check(strategy: st.SearchStrategy, max_examples: int = NUM_EXAMPLES) -> Callable:
-    """`given` with as many examples as this issue asks of every function."""
-    return lambda test: settings(max_examples=max_examples, deadline=None)(given(strategy)(test))
+def check(strategy: st.SearchStrategy, quick: int = 300, full: int = 2000) -> Callable:
+    """`given` with `quick` examples, and with `full` ones in a test marked slow."""
+
+    def decorate(test: Callable) -> Callable:
+        def run(num_examples: int) -> None:
+            settings(max_examples=num_examples, deadline=None)(given(strategy)(test))()
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        numbers = [quick, pytest.param(full, marks=pytest.mark.slow)]
+        return pytest.mark.parametrize("num_examples", numbers)(run)
+
+    return decorate
 
 
 def assert_fields(common: CommonAttentionMetadata, **expected: Any) -> None:

@@ -75,7 +75,7 @@ def run_positions_kernel(batch: Ragged) -> None:
     assert (positions.tolist(), slots.tolist()) == batch.positions_and_slots
 
 
-@check(batches(), max_examples=50)
+@check(batches(), quick=20, full=50)
 def test_positions_and_slots_kernel(batch):
     run_positions_kernel(narrowed(batch))
 
@@ -223,14 +223,14 @@ def run_advance_kernel(case: Decode, pages_asked: slice = slice(3)) -> None:
         assert tensor.tolist() == (written if name in names else untouched)[name], name
 
 
-@check(batches(), max_examples=50)
+@check(batches(), quick=20, full=50)
 def test_advance_step_kernel(batch):
     run_advance_kernel(
         Decode.read(batch), batch.tape.pick([slice(3), slice(0), slice(1), slice(2)])
     )
 
 
-@pytest.mark.parametrize("num_reqs", [256, 257, 600])
+@pytest.mark.parametrize("num_reqs", [256, 257, pytest.param(600, marks=pytest.mark.slow)])
 def test_advance_step_kernel_of_many_requests(num_reqs):
     batch = many_requests(num_reqs)
     batch.tape = Tape(bytes(range(256)) * 12)

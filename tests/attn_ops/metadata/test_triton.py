@@ -20,8 +20,8 @@ def random_lengths(num_reqs: int, longest: int, seed: int) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize(
     ("num_reqs", "chunk", "block_size", "surplus", "max_blocks"),
-    [(0, 4, 2, 5, 3), (1, 16, 1, 600, 50), (300, 8, 4, 300, 20), (513, 4, 4, 0, 1),
-     (5, 140, 1, 3, 7), (3, 8, 4, 2, 0)],
+    [(0, 4, 2, 5, 3), (1, 16, 1, 600, 50), (5, 140, 1, 3, 7), (3, 8, 4, 2, 0),
+     (300, 8, 4, 300, 20), pytest.param(513, 4, 4, 0, 1, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_virtual_batches_kernel(num_reqs, chunk, block_size, surplus, max_blocks):
     """Beyond every tile of the kernel: requests, virtual batches, blocks, surplus."""
@@ -49,8 +49,11 @@ def test_virtual_batches_kernel_writes_every_entry_whatever_the_bound():
     assert local[0].tolist() == [0, 2, 4, 19]
 
 
+MANY = pytest.param(300, 2500, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize(("num_reqs", "num_rows"), [(0, 3), (1, 0), (300, 2500), (7, 1024)])
+@pytest.mark.parametrize(("num_reqs", "num_rows"), [(0, 3), (1, 0), (7, 1024), (9, 1300), MANY])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_logits_rows_kernel(num_reqs, num_rows, on_device, dtype):
     from attn_ops.metadata.triton.logits_rows import launch_logits_rows

@@ -182,7 +182,7 @@ def test_what_shares_memory_still_does(outlined):
         compare(model, fast, batches.step(kind))
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3n", marks=pytest.mark.slow), "gemma4"])
 def test_transformers(make_model, name):
     model = make_model(name)
     _, graph = graph_of(model)
@@ -193,6 +193,7 @@ def test_transformers(make_model, name):
     assert read == own - 1, "the last layer with keys and values of its own sees logits rows, too"
 
 
+@pytest.mark.slow
 def test_by_inductor():
     """With layers cut out, whose inputs have other strides now."""
     model = seeded(Inputs())

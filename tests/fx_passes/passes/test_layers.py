@@ -327,7 +327,7 @@ def test_one_layer_called_twice(dynamo_run):
     torch.testing.assert_close(got, wanted, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("outlined", [True, False])
+@pytest.mark.parametrize("outlined", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_of_transformers(make_model, make_prompts, outlined):
     model = make_model("gemma2", num_layers=4)
     keywords = make_prompts(model, [3, 9, 1]).keywords

@@ -6,6 +6,7 @@ T tokens, N query heads, H head size.
 import collections
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -140,8 +141,15 @@ def by_layer(gm, inputs):
     return compile_regions(gm, inputs, compile_piece)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", by_layer])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        *itertools.product(["llama", "gemma2", "gpt_oss"], [None, by_layer]),
+        ("llama", "aot_eager"),
+        pytest.param("gemma2", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "aot_eager", marks=pytest.mark.slow),
+    ],
+)
 def test_replays_with_other_batches_equal_eager(make_model, family, backend):
     model = make_model(family, num_layers=3)
     fast = torch.compile(model, backend=backend, fullgraph=True) if backend else model

@@ -96,6 +96,7 @@ def check_passes(directory, session) -> None:
     assert sum("attn_ops.attention" in text for text in final) >= 1
 
 
+@pytest.mark.slow
 def test_a_session_compiled_before(make_model, expected, tmp_path):
     """It compiles once more inside, once, and the session's numbers stay."""
     session = compiled_session(make_model("llama"))

@@ -42,7 +42,7 @@ def keep(request):
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
     ("temperature", "rounds"),
-    [(1.0, 2), *(pytest.param(t, 6, marks=pytest.mark.slow) for t in (0.4, 1.0, 3.0))],
+    [(1.0, 1), *(pytest.param(t, 6, marks=pytest.mark.slow) for t in (0.4, 1.0, 3.0))],
 )
 def test_support_is_that_of_brute_force(exact, keep, ties, temperature, rounds):
     params = [SamplingParams(temperature, seed=1, **case) for case in CASES for _ in range(rounds)]
@@ -117,7 +117,9 @@ def test_vocabulary_of_128256(exact):
     assert weight[kept].min() > weight[~kept].max()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 4096), (2, 9001)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 7), pytest.param((2, 4096), marks=pytest.mark.slow), (2, 9001)]
+)
 def test_kth_largest_is_that_of_the_sort(shape):
     kth_largest = pytest.importorskip("graphs.sampling.triton.thresholds").kth_largest
     for scale in (3.0, 1e-3, 1e30):
@@ -134,7 +136,9 @@ def test_kth_largest_is_that_of_the_sort(shape):
         assert (kth_largest(x, k.fill_(shape[1])) == -INF).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (9, 7), (5, 4096), (3, 9001)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (9, 7), pytest.param((5, 4096), marks=pytest.mark.slow), (3, 9001)]
+)
 def test_kernels_keep_what_the_sort_keeps(shape):
     pytest.importorskip("triton")
     for scale in (0.1, 3.0, 40.0):

@@ -260,8 +260,15 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("kind", REPLACED)
-@pytest.mark.parametrize("debug", [None, "eager_replay"])
+@pytest.mark.parametrize(
+    ("debug", "kind"),
+    [
+        (None, "data"),
+        ("eager_replay", "parameter"),
+        pytest.param(None, "parameter", marks=pytest.mark.slow),
+        pytest.param("eager_replay", "data", marks=pytest.mark.slow),
+    ],
+)
 def test_merged_weights_that_are_taken_apart(model, kind, debug):
     assert merge_projections(model) == 8
     compiled = torch.compile(model, backend="eager", fullgraph=True)

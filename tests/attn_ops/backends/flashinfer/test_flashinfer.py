@@ -230,10 +230,11 @@ def test_host_arrays_are_no_views_of_the_mirrors():
     assert all(map(torch.equal, before, after))
 
 
-def test_random_batches():
+@pytest.mark.parametrize("number", [60, pytest.param(300, marks=pytest.mark.slow)])
+def test_random_batches(number):
     """Rows and pages of every request land in exactly one part."""
     rng = np.random.default_rng(0)
-    for _ in range(300):
+    for _ in range(number):
         size = int(rng.integers(0, 12))
         query = rng.choice([0, 1, 1, 1, 2, 30], size)
         seq = np.where(rng.random(size) < 0.2, 0, query + rng.integers(0, 50, size))

@@ -304,7 +304,7 @@ def test_unavailable_group(three):
     [
         ("gemma2", False, {"cudagraph_mode": "NONE"}),
         ("gemma3", False, {"cudagraph_mode": "PIECEWISE", "debug": "eager_replay"}),
-        ("gemma2", True, {"cudagraph_mode": "NONE"}),
+        pytest.param("gemma2", True, {"cudagraph_mode": "NONE"}, marks=pytest.mark.slow),
     ],
 )
 def test_session_generates_the_same_tokens(make_model, monkeypatch, family, compiled, options):

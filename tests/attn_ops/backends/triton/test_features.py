@@ -23,6 +23,7 @@ from attn_ops import (
 from attn_ops.backends.torch_backend import reference_attention
 from attn_ops.backends.triton import BACKEND
 from attn_ops.metadata import KV_CACHE_DTYPES
+from tests.kit.marks import slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -150,7 +151,7 @@ def test_sinks(lengths, sliding_window):
 
 
 @BATCHES
-@pytest.mark.parametrize("sliding_window", [None, 1, 7, 40, 2**31 - 1])
+@pytest.mark.parametrize("sliding_window", [None, 7, 2**31 - 1, *slow(1, 40)])
 def test_non_causal(lengths, sliding_window):
     check(make_case(lengths, causal=False), sliding_window=sliding_window)
 
@@ -176,7 +177,7 @@ def test_one_scale_alone(lengths, name):
     check(case, kv_cache_dtype=FP8[0], soft_cap=2.0, **{name: SCALES[name]})
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 7])
+@pytest.mark.parametrize("num_splits", [1, 2, *slow(7)])
 @pytest.mark.parametrize(
     "options",
     [

@@ -27,6 +27,7 @@ from attn_ops import (
 from attn_ops.backends import registry
 from attn_ops.backends.torch_backend import reference_attention
 from attn_ops.backends.triton import BACKEND
+from tests.kit.marks import slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -114,7 +115,7 @@ def assert_right(out_TNH: torch.Tensor, q, kv_cache, common, **options) -> None:
 
 @pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 1), (16, 2), (7, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 2), (7, 1), *slow((2, 2), (4, 1))])
 def test_groups_and_dtypes(lengths, dtype, num_heads, num_kv_heads):
     case = make_case(lengths, num_heads, num_kv_heads, dtype=dtype)
     assert_right(run(*case), *case)
@@ -135,7 +136,7 @@ def test_block_sizes(lengths, block_size):
 
 
 @pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
-@pytest.mark.parametrize("sliding_window", [None, 1, 7, 64, 1000])
+@pytest.mark.parametrize("sliding_window", [None, 7, *slow(1, 64, 1000)])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("causal", [True, False])
 def test_window_soft_cap_and_causality(lengths, sliding_window, soft_cap, causal):
@@ -151,7 +152,7 @@ def test_long_prompts_cross_unmasked_tiles(sliding_window, causal):
     assert_right(run(*case, sliding_window=sliding_window), *case, sliding_window=sliding_window)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 17])
+@pytest.mark.parametrize("num_splits", [1, 3, 17, *slow(2, 7)])
 @pytest.mark.parametrize("sliding_window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_splits_of_decode(num_splits, sliding_window, dtype):
@@ -351,6 +352,7 @@ def test_declaration_needs_no_triton():
 import sys
 sys.modules["triton"] = None
 from attn_ops.backends.triton import BACKEND
+from tests.kit.marks import slow
 print(BACKEND.unavailable())
 """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

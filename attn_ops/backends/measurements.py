@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import json
 import os
-import tempfile
+import secrets
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -37,6 +38,16 @@ LIBRARIES = (
 """Distributions whose version decides how fast a backend is."""
 
 FORMAT = "attn_ops measurements 1"
+
+KEY_FIELDS = ("device", "versions", "candidates", "specs", "block_size", "shapes")
+"""Of `measurement_key`."""
+
+KEY_FORM = f"named by a JSON object of {', '.join(KEY_FIELDS)}"
+
+ENTRY = "an object of times, a list for each backend that was timed, and failed, a reason each"
+
+LONGEST_US = 1e12
+"""Of a layer: eleven days."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,50 +139,80 @@ def load(path: str | os.PathLike[str]) -> dict[str, Measurement]:
     """What the file knows, by key; nothing if there is no file.
 
     Raises:
-        ValueError: it cannot be read, or this module did not write it.
+        ValueError: it cannot be read, or holds what this module would not write.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"measurements must be a path, got {path!r:.80}; supported: str, PathLike")
     try:
-        content = json.loads(Path(path).read_text())
-        if content["format"] != FORMAT:
-            raise ValueError(f"format is {content['format']!r}, not {FORMAT!r}")
-        return {key: _measurement(entry) for key, entry in content["entries"].items()}
+        if not stat.S_ISREG(os.stat(path).st_mode):  # to read a pipe would wait for ever
+            raise ValueError("it is no regular file")
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        _require(isinstance(content, dict), "it", "a JSON object", content)
+        _require(content.get("format") == FORMAT, "format", repr(FORMAT), content.get("format"))
+        entries = content.get("entries")
+        _require(isinstance(entries, dict), "entries", "a JSON object", entries)
+        return {key: _measurement(key, entry) for key, entry in entries.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"measurements must be a file that select_backend wrote, got {os.fspath(path)!r}: "
-            f"{type(error).__name__}: {error}"
+            f"measurements must be a file that select_backend wrote, got {path!r}: "
+            f"{type(error).__name__}: {error}; supported: an absent file, which is then made"
         ) from error
 
 
-def _measurement(entry: Any) -> Measurement:
-    times = {name: [float(t) for t in taken] for name, taken in entry["times"].items()}
-    if not times or min(map(min, times.values())) <= 0 or len({*map(len, times.values())}) > 1:
-        raise ValueError("an entry's times are not positive numbers, one a shape")
-    return Measurement(times, {str(name): str(why) for name, why in entry["failed"].items()})
+def _measurement(key: str, entry: Any) -> Measurement:
+    """An entry, checked against its key: who was timed, on how many shapes."""
+    known = json.loads(key) if key.startswith("{") else None
+    where = f"entry {key[:60]!r}"
+    _require(isinstance(known, dict) and known.keys() == set(KEY_FIELDS), where, KEY_FORM, key)
+    _require(isinstance(entry, dict) and entry.keys() == {"times", "failed"}, where, ENTRY, entry)
+    times, failed = entry["times"], entry["failed"]
+    _require(isinstance(times, dict) and bool(times), f"times of {where}", ENTRY, times)
+    _require(isinstance(failed, dict), f"failed of {where}", ENTRY, failed)
+    names, candidates = sorted([*times, *failed]), known["candidates"]
+    _require(names == sorted(map(str, candidates)), f"backends of {where}", str(candidates), names)
+    for name, taken in times.items():
+        what = f"times of {name} in {where}"
+        wanted = f"{len(known['shapes'])} positive finite numbers, one a shape"
+        right = isinstance(taken, list) and len(taken) == len(known["shapes"])
+        _require(right and all(map(_is_time, taken)), what, wanted, taken)
+    for name, why in failed.items():
+        _require(isinstance(why, str), f"failed of {name} in {where}", "a reason", why)
+    return Measurement({n: [float(t) for t in taken] for n, taken in times.items()}, dict(failed))
+
+
+def _is_time(value: Any) -> bool:
+    """Whether it is microseconds; JSON knows NaN, infinity and integers of any length."""
+    return isinstance(value, int | float) and value is not True and 0 < value <= LONGEST_US
+
+
+def _require(right: bool, what: str, wanted: str, got: Any) -> None:
+    if not right:
+        raise ValueError(f"{what} must be {wanted}, got {str(got)[:80]}")
 
 
 def remember(path: str | os.PathLike[str], key: str, found: Measurement) -> None:
     """Add an entry: written beside the file and moved over it, so that no reader meets half of it.
+
+    A link stays one, and its target is replaced. The file keeps its mode.
 
     Raises:
         ValueError: it cannot be written.
     """
     entries = {k: dataclasses.asdict(m) for k, m in load(path).items()}
     entries[key] = dataclasses.asdict(found)
-    target = Path(path)
-    temporary = None
+    target = os.path.realpath(path)
+    temporary = f"{target}.{secrets.token_hex(8)}.tmp"
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=target.parent, prefix=f".{target.name}.", suffix=".tmp", delete=False
-        ) as file:
-            temporary = file.name
+        with open(temporary, "x", encoding="utf-8") as file:
+            if os.path.exists(target):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
             json.dump({"format": FORMAT, "entries": entries}, file, indent=1)
         os.replace(temporary, target)
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         raise ValueError(
             f"measurements must be a file that can be written, got {os.fspath(path)!r}: {error}"
         ) from error

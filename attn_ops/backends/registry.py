@@ -1,8 +1,10 @@
 """Which backends exist, and which one a model gets, with the reasons against every other."""
 
 import dataclasses
+import functools
 import importlib
 import os
+import pickle
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any
@@ -45,8 +47,10 @@ def register_backend(backend: Backend) -> None:
     """Add a third party's backend; it follows the built-in ones in the order of preference.
 
     Raises:
-        ValueError: the name is taken.
+        TypeError: it is no `Backend`.
+        ValueError: the name is taken, or a function of it cannot be pickled.
     """
+    _check_backend(backend)
     if backend.name in backend_names():
         raise ValueError(
             f"backend.name must be new, got {backend.name}; taken: {', '.join(backend_names())}"
@@ -64,14 +68,46 @@ def get_backend(name: str) -> Backend:
     """The backend called `name`.
 
     Raises:
-        ValueError: there is none.
+        TypeError: an installed package's entry point is no `Backend`.
+        ValueError: there is none, or an entry point's has another name or cannot be pickled.
     """
     _check_known(name)
     if name in _registered:
         return _registered[name]
     if name in _BUILT_IN:
         return importlib.import_module(_BUILT_IN[name]).BACKEND
-    return next(p for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name).load()
+    point = next(p for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name)
+    backend = point.load()
+    _check_backend(backend)
+    if backend.name != name:
+        raise ValueError(f"backend.name must be that of its entry point {name}, got {backend.name}")
+    return backend
+
+
+def _check_backend(backend: object) -> None:
+    """Raise unless it is a backend whose functions can be pickled.
+
+    A compiled model's cache key holds the step's metadata, which refers to its backend. What
+    attn-ops made itself is not asked: masks of `flex_backend` and predicates of `grouped_backend`
+    may be closures.
+    """
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend must be a Backend, got {type(backend).__name__}")
+    if not isinstance(backend.name, str) or not backend.name:
+        raise ValueError(f"backend.name must be a name in upper case, got {backend.name!r}")
+    for field in ("builder", "forward", "unavailable", "varlen", "plan_of"):
+        value = getattr(backend, field)
+        made_by = value.func if isinstance(value, functools.partial) else value
+        if str(getattr(made_by, "__module__", "")).startswith("attn_ops."):
+            continue
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # whatever the value's own reduction raises
+            raise ValueError(
+                f"backend.{field} must be picklable, got "
+                f"{getattr(made_by, '__qualname__', repr(made_by))} of backend {backend.name} "
+                f"({error}); supported: what is defined at module level; define it there"
+            ) from error
 
 
 def select_backend(

@@ -109,11 +109,24 @@ def test_shapes_that_are_none(text):
         Case.parse(text)
 
 
-def test_one_backend_that_fails_stops_nobody(monkeypatch):
-    def forward(*arguments):
-        raise RuntimeError("no such kernel\nand a long trace")
+def raise_with_a_long_trace(*arguments):
+    raise RuntimeError("no such kernel\nand a long trace")
 
-    register_backend(dataclasses.replace(get_backend("TORCH"), name="BROKEN", forward=forward))
+
+class Chooses(get_backend("TORCH").builder):
+    """Its metadata is TORCH's."""
+
+    def build(self, *arguments, **keywords):
+        meta = super().build(*arguments, **keywords)
+        meta.backend = get_backend("TORCH")
+        return meta
+
+
+def test_one_backend_that_fails_stops_nobody(monkeypatch):
+    changed = dataclasses.replace(
+        get_backend("TORCH"), name="BROKEN", forward=raise_with_a_long_trace
+    )
+    register_backend(changed)
     broken, torch_row = measure_case(
         Case.parse("2x8"), "bf16", SPEC, "TORCH", setting(("BROKEN", "TORCH"))
     )
@@ -123,13 +136,6 @@ def test_one_backend_that_fails_stops_nobody(monkeypatch):
 
 def test_a_backend_that_chooses_another_says_which(monkeypatch, capsys):
     """And is the default with its own times."""
-
-    class Chooses(get_backend("TORCH").builder):
-        def build(self, *arguments, **keywords):
-            meta = super().build(*arguments, **keywords)
-            meta.backend = get_backend("TORCH")
-            return meta
-
     register_backend(dataclasses.replace(get_backend("TORCH"), name="CHOOSES", builder=Chooses))
     names = ("CHOOSES", "TORCH")
     rows = measure_case(Case.parse("2x8"), "bf16", SPEC, "CHOOSES", setting(names))

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from attn_ops import AttentionOptions, get_backend, register_backend
+from attn_ops import AttentionOptions, get_backend
 from attn_ops.backends import registry
 from attn_ops.backends.torch_backend import reference_attention
 from benchmarks import fuzz_attention, fuzz_run
@@ -33,11 +33,11 @@ def outcomes_of(backend: str, seeds=range(40)) -> list[fuzz_run.Outcome]:
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Registers TORCH with another forward, for one test."""
-    monkeypatch.setattr(registry, "_registered", {})
+    """Makes TORCH with another forward known, for one test; its forward may be a closure."""
 
     def register(forward) -> str:
-        register_backend(dataclasses.replace(TORCH, name="BROKEN", forward=forward))
+        changed = dataclasses.replace(TORCH, name="BROKEN", forward=forward)
+        monkeypatch.setattr(registry, "_registered", {"BROKEN": changed})
         return "BROKEN"
 
     return register

@@ -7,7 +7,7 @@ on one H200 (predicted). The capture itself: test_capture_failures.py.
 import pytest
 import torch
 
-from attn_ops import get_backend, register_backend
+from attn_ops import get_backend
 from attn_ops.backends import registry
 from graphs.capture.failures import CaptureError, Failure
 from graphs.verify.verifier import VerificationError
@@ -81,8 +81,8 @@ def test_moved_plan_is_refused(make_model):
 @pytest.mark.parametrize("verify", ["always", "first", 3])
 def test_frozen_length_is_caught(model, monkeypatch, tmp_path, verify):
     """A backend that freezes in the graph what it last saw of the lengths."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    register_backend(cases.frozen_backend(get_backend("TRITON"), "FROZEN"))
+    frozen = cases.frozen_backend(get_backend("TRITON"), "FROZEN")
+    monkeypatch.setattr(registry, "_registered", registry._registered | {"FROZEN": frozen})
     options = {"backend": "FROZEN", "lazy_capture": True}
     unnoticed = small(model, **options)
     assert tokens(unnoticed.generate(PROMPTS, 16)) != uncaptured(model), "nobody looked"

@@ -1,6 +1,7 @@
 """Which backend a model gets, why, and what is said about the others."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -14,13 +15,25 @@ from attn_ops import (
     attention,
     backend_names,
     get_backend,
+    grouped_backend,
     register_backend,
     select_backend,
 )
 from attn_ops.backends import registry
+from attn_ops.backends.flex import flex_backend
 
 TORCH = get_backend("TORCH")
 PLAIN = AttentionSpec(4, 2, 64, torch.float16)
+
+
+def zeros(q, *rest):
+    return torch.zeros_like(q)
+
+
+def no_library():
+    return "the library must be installed, got none"
+
+
 NARROW = Backend(
     name="NARROW",
     support=Support(
@@ -33,8 +46,8 @@ NARROW = Backend(
         cudagraph=AttentionCGSupport.NEVER,
     ),
     builder=TORCH.builder,
-    forward=lambda q, *rest: torch.zeros_like(q),
-    unavailable=lambda: None,
+    forward=zeros,
+    unavailable=TORCH.unavailable,
 )
 
 
@@ -166,9 +179,7 @@ def test_undeclared_geometry_is_refused(make_batch, feature, case):
 
 
 def test_a_missing_library_is_a_reason():
-    register_backend(
-        dataclasses.replace(NARROW, unavailable=lambda: "the library must be installed, got none")
-    )
+    register_backend(dataclasses.replace(NARROW, unavailable=no_library))
     with pytest.raises(
         ValueError, match="backend NARROW cannot be used: the library must be installed, got none"
     ):
@@ -206,6 +217,58 @@ def test_taken_names():
         ):
             register_backend(backend)
     assert get_backend("TORCH") is TORCH
+
+
+def local_functions():
+    """Values of a backend's fields that no other process can find by name."""
+
+    def forward(q, *rest):
+        return torch.zeros_like(q)
+
+    class Builder(TORCH.builder):
+        pass
+
+    return {
+        "builder": Builder,
+        "forward": forward,
+        "unavailable": lambda: None,
+        "varlen": functools.partial(forward),
+        "plan_of": functools.partial(no_library, lambda: None),
+    }
+
+
+@pytest.mark.parametrize("field", local_functions())
+def test_functions_are_defined_at_module_level(install, field):
+    """A compiled model's cache key pickles them."""
+    backend = dataclasses.replace(NARROW, **{field: local_functions()[field]})
+    wanted = rf"backend\.{field} must be picklable, got .* of backend NARROW .*at module level"
+    with pytest.raises(ValueError, match=wanted):
+        register_backend(backend)
+    install(EntryPoint("NARROW", lambda: backend))
+    with pytest.raises(ValueError, match=wanted):
+        get_backend("NARROW")
+    assert field in select_backend(PLAIN, block_size=16, device="cpu").reasons_against["NARROW"][0]
+
+
+def test_what_attn_ops_makes_of_closures_is_taken():
+    register_backend(flex_backend("MASKED", lambda request, query, key: key <= query))
+    register_backend(grouped_backend({lambda spec: True: "FLEX"}, default="TORCH", name="BOTH"))
+    assert backend_names()[-2:] == ["MASKED", "BOTH"]
+
+
+@pytest.mark.parametrize("what", ["TORCH", None, Backend])
+def test_only_backends_are_registered(install, what):
+    with pytest.raises(TypeError, match="backend must be a Backend, got "):
+        register_backend(what)
+    install(EntryPoint("THEIRS", lambda: what))
+    with pytest.raises(TypeError, match="backend must be a Backend, got "):
+        get_backend("THEIRS")
+
+
+def test_an_entry_point_has_the_name_of_its_backend(install):
+    install(EntryPoint("OTHER", lambda: NARROW))
+    with pytest.raises(ValueError, match="must be that of its entry point OTHER, got NARROW"):
+        get_backend("OTHER")
 
 
 def test_entry_points(install):

@@ -167,8 +167,8 @@ class AttentionMetadata(OpaqueBase):
     Dynamo of torch 2.11 takes no subclass where an operator's schema names this class.
     """
 
-    # These two hold no tensor of the step. As slots they are left out of `vars`, along which
-    # tensors' addresses are compared before every replay.
+    # As slots they are left out of `vars`, along which tensors' addresses are compared before every
+    # replay. Tensors that a graph reads belong in `plans` or `views`: `_found` is not compared.
     __slots__ = ("_found", "backend")
 
     def __init__(

@@ -132,8 +132,9 @@ class CapturePlan:
 
     def stop(self, why: str) -> None:
         """Nothing is captured from here on, and nothing has a key."""
-        self.resolution = self.resolution.stopped(why)
-        self.dispatcher.initialize_keys(self.resolution.decode_modes, self.resolution.mixed_mode)
+        stopped = self.resolution.stopped(why)
+        self.dispatcher.initialize_keys(stopped.decode_modes, stopped.mixed_mode)
+        self.resolution = stopped  # last: while there are keys, it says where their graphs break
 
     def add_chunks(self, num_tokens: int) -> None:
         """Make a step of so many tokens, of prompts that do not end in it, one of the keys."""

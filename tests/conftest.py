@@ -1,6 +1,7 @@
 """Shared by all tests: environment, a fresh Dynamo after tests that compile, the kit."""
 
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,10 @@ from torch._dynamo.utils import counters
 
 from tests.kit.batches import Batch, build_batch
 from tests.kit.models import Prompts, build_model, build_prompts
+from tests.kit.triton_interpreter import keep_scalar_masks
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    keep_scalar_masks()
 
 hypothesis.settings.register_profile("attn_ops", database=None, derandomize=True, deadline=None)
 hypothesis.settings.load_profile("attn_ops")

@@ -126,7 +126,11 @@ def plan_of(meta: AttentionMetadata, spec: AttentionSpec) -> Plan:
     able, block_size = is_able(spec), meta.block_size
     if able in meta.plans:
         return meta.plans[able]
-    assert block_size is not None, "the builder gives it"
+    if block_size is None:
+        raise ValueError(
+            "attn_metadata must know its block_size with XFORMERS, got None; build it by the "
+            "backend's builder"
+        )
     return meta.once(("plan", able), lambda: make_plan(able, meta.common, block_size))
 
 

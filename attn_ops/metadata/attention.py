@@ -253,7 +253,7 @@ class AttentionMetadata(OpaqueBase):
         return found
 
     def replace(self, **changes: Any) -> "AttentionMetadata":
-        """A copy with other `views`, `backend` or any other argument of the class."""
+        """A copy with other arguments of the class; another batch needs other `plans`, `views`."""
         names = ("common", "backend", "plans", "block_size", "paged", "views")
         return AttentionMetadata(**{n: getattr(self, n) for n in names} | changes)
 

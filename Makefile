@@ -6,53 +6,67 @@ TORCH ?= 2.13.0
 OTHER_TORCH := $(filter-out 2.13.0,$(TORCH))
 VENV := .venv$(if $(OTHER_TORCH),-$(OTHER_TORCH))
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
 
 .PHONY: setup demo test test-all lint gpu-test sanitize bench models docs
 
-setup: $(READY)
-
+# What a target needs is installed when it is first called: `demo` needs neither tests nor linters.
 # torch stands first, so that pip resolves the rest around it.
 # Another torch goes with another Triton, which is left to pip.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(OTHER_TORCH),/^torch==/d; /^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -c $(VENV)/constraints.txt torch==$(TORCH)
-	$(BIN)/python -m pip install -c $(VENV)/constraints.txt torch==$(TORCH) -e '.[transformers,triton,dev]'
-	touch $(READY)
+CONSTRAINTS := $(VENV)/constraints.txt
+INSTALL := $(BIN)/python -m pip install -c $(CONSTRAINTS) torch==$(TORCH)
+USE := $(VENV)/.ready-use
+TEST := $(VENV)/.ready-test
+LINT := $(VENV)/.ready-lint
 
-demo: setup
+setup: $(TEST) $(LINT)
+
+$(USE): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	sed '$(if $(OTHER_TORCH),/^torch==/d; /^triton==/d)' constraints.txt > $(CONSTRAINTS)
+	$(INSTALL)
+	$(INSTALL) -e '.[transformers,triton,dump]'
+	touch $@
+
+$(TEST): $(USE)
+	$(INSTALL) -e '.[transformers,triton,dump,test]'
+	touch $@
+
+$(LINT): $(TEST)
+	$(INSTALL) -e '.[lint]'
+	touch $@
+
+demo: $(USE)
 	$(BIN)/attn-ops run --dump out/demo
 
 # Tests run in as many processes as there are cores, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-test: setup
+test: $(TEST)
 	$(PYTEST) -m "not gpu and not slow"
 
-test-all: setup
+test-all: $(TEST)
 	$(PYTEST) -m "not gpu"
 
-lint: setup
+lint: $(LINT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-gpu-test: setup
+gpu-test: $(TEST)
 	$(BIN)/python -m pytest -m gpu
 
-sanitize: setup
+sanitize: $(TEST)
 	PYTHON=$(BIN)/python bash tests/gpu/sanitize.sh
 
-models: setup
+models: $(TEST)
 	$(BIN)/python -m benchmarks.model_types --page docs/models.md
 
-bench: setup
+bench: $(TEST)
 	$(BIN)/python -m benchmarks.decode_step
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.graphs
 	$(BIN)/python -m benchmarks.fast_prefill
 
-docs: setup
+docs: $(TEST)
 	$(BIN)/python -m attn_ops.support_table docs/backends.md
 	$(BIN)/python docs/images/layers.py

@@ -78,9 +78,8 @@ def backend_names() -> list[str]:
     Those that are built in are read from the source of the registry: importing it imports torch.
     """
     package = find_spec("attn_ops")
-    assert package is not None
-    (folder,) = package.submodule_search_locations or ()
-    source = Path(folder, "backends", "registry.py").read_text()
+    assert package is not None and package.origin is not None
+    source = Path(package.origin).with_name("backends").joinpath("registry.py").read_text()
     values = {
         ast.unparse(node.targets[0]): node.value
         for node in ast.parse(source).body

@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 .PHONY: setup demo test test-all lint gpu-test sanitize bench models docs
 
 # What a target needs is installed when it is first called: `demo` needs neither tests nor linters.
-# torch stands first, so that pip resolves the rest around it.
+# torch stands first, so that pip resolves the rest around it. Python compiles a module when it is first imported.
 # Another torch goes with another Triton, which is left to pip.
 CONSTRAINTS := $(VENV)/constraints.txt
-INSTALL := $(BIN)/python -m pip install -c $(CONSTRAINTS) torch==$(TORCH)
+INSTALL := $(BIN)/python -m pip install --no-compile -c $(CONSTRAINTS) torch==$(TORCH)
 USE := $(VENV)/.ready-use
 TEST := $(VENV)/.ready-test
 LINT := $(VENV)/.ready-lint

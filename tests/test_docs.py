@@ -1,6 +1,10 @@
 """The pages: links and paths in them exist, lines are short, every folder has its sentence."""
 
+import dataclasses
+import inspect
 import re
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -116,3 +120,43 @@ def test_the_readme_s_code_runs(tmp_path, monkeypatch, capsys):
     code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     exec(code[0], {"path": tmp_path})
     assert capsys.readouterr().out.count("token_ids=") == 2
+
+
+def extras() -> dict[str, list[str]]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project["optional-dependencies"]
+
+
+def test_the_readme_names_what_can_be_installed():
+    text = (ROOT / "README.md").read_text()
+    assert "pip install 'attn-ops[transformers,triton]'" in text
+    users = set(extras()) - {"test", "lint", "transformers", "triton"}
+    assert {name for name in users if f"`[{name}]`" not in text} == set()
+
+
+def test_the_demo_installs_neither_tests_nor_linters():
+    named = {re.match(r"[\w-]+", r)[0] for r in (*extras()["test"], *extras()["lint"])}
+    assert {"pytest", "ruff", "pyright", "peft", "torchao"} <= named
+    assert {re.match(r"[\w-]+", r)[0] for r in extras()["dump"]} == {"depyf"}
+
+    def installed(target: str) -> set[str]:
+        command = ["make", "-n", target, "VENV=none"]
+        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return {x for e in re.findall(r"-e '\.\[(.*?)\]'", printed.stdout) for x in e.split(",")}
+
+    assert installed("demo") == {"transformers", "triton", "dump"}
+    assert installed("test-all") == {*installed("demo"), "test"}
+    assert installed("lint") == {*installed("test-all"), "lint"}
+
+
+def test_troubleshooting_names_options_that_exist():
+    from graphs import SamplingParams, SessionOptions
+    from graphs.app.cli import run
+
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    fields = {f.name for c in (SessionOptions, SamplingParams) for f in dataclasses.fields(c)}
+    elsewhere = {"backend", "do_sample", "fullgraph", "measure", "TORCH_LOGS"}
+    named = set(re.findall(r"\b(\w+)=", text))
+    assert named - elsewhere - fields == set()
+    options = {name.replace("-", "_") for name in re.findall(r" --([\w-]+)", text)}
+    assert options - {"json"} <= set(inspect.signature(run).parameters)

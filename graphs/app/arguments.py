@@ -78,7 +78,8 @@ def backend_names() -> list[str]:
     Those that are built in are read from the source of the registry: importing it imports torch.
     """
     package = find_spec("attn_ops")
-    assert package is not None and package.origin is not None
+    assert package is not None
+    assert package.origin is not None
     source = Path(package.origin).with_name("backends").joinpath("registry.py").read_text()
     values = {
         ast.unparse(node.targets[0]): node.value

@@ -155,9 +155,9 @@ def _output_lines(r: RunReport) -> list[tuple[str, str]]:
     """Prompt and output, token ids where there is no text; random ones take a line each."""
     lines: list[tuple[str, str]] = []
     for number, output in enumerate(r.outputs):
-        prompt = _short(_words(output.prompt, output.prompt_ids, 4), 60)
+        prompt = _short(_words(output.prompt, output.prompt_ids, 4), 40)
         text = _words(output.text, output.token_ids, 8 if r.random_prompts else None)
-        text = _short(text, 40) if r.random_prompts else text
+        text = _short(text, 60) if r.random_prompts else text
         name = "" if number else "outputs"
         lines.append((name, f"{prompt} -> {text} ({output.finish_reason})"))
     return lines

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from attn_ops.compat.inductor_until_2_13 import inductor_mended
 from fx_passes.config import PassConfig
 from fx_passes.inductor_slot import SLOT, with_user_pass
+from fx_passes.naming import GraphName
 from fx_passes.observe import recorders
 from fx_passes.pipeline import run_dynamo_stage
 from fx_passes.regions import compile_regions
@@ -42,13 +43,16 @@ def attn_ops(
     """
     config, inductor_options = PassConfig.split(options)
     patches = {**_mode_options(mode), **inductor_options}
-    patches[SLOT] = with_user_pass(config, patches.get(SLOT, getattr(inductor_config, SLOT)))
+    pipeline = with_user_pass(config, patches.get(SLOT, getattr(inductor_config, SLOT)))
     for recorder in recorders():
         recorder.num_graphs += 1
     run_dynamo_stage(gm, config)
 
-    def compile_piece(piece: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return cast(Callable[..., Any], compile_fx(piece, inputs, config_patches=patches))
+    def compile_piece(
+        piece: GraphModule, inputs: Sequence[Any], name: GraphName | None
+    ) -> Callable[..., Any]:
+        own = {**patches, SLOT: pipeline.named(name)}
+        return cast(Callable[..., Any], compile_fx(piece, inputs, config_patches=own))
 
     # A hit in AOTAutograd's cache would skip our passes, and their counts with them. Inductor's
     # cache stays on.

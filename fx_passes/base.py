@@ -19,24 +19,31 @@ Stage = Literal["dynamo", "aten"]
 class Pass(abc.ABC):
     """One rewrite. Its docstring holds `Before::` and `After::` graphs and a "Skipped when" list.
 
-    A pass declares `name`, `stage` and, where it needs it, `needs_inference`, `of`, `settings`,
-    `summary` and `refuse`. A switch is a field of `PassConfig` with its name; a pass without one
-    is always on.
+    A pass declares `name`, `stage` and, where it needs it, `needs_inference`, `looks_for`,
+    `runs_before`, `runs_after`, `of`, `settings`, `summary` and `refuse`. A switch is a field of
+    `PassConfig` with its name; a pass without one is always on.
 
     Attributes:
         name: what reports, dumps and `register_pass(before=, after=)` call it.
         stage: the graph it works on.
         needs_inference: whether it leaves graphs alone that are trained.
-        skipped: reasons of the last run for what was not rewritten.
+        looks_for: what it rewrites, as reports name it where there is none: "no equal products".
+        runs_before, runs_after: the pass that it stands beside, unless `register_pass` is told.
+        skipped: what the last run did not rewrite, and why, in lines.
+        reasons: the same without places, so that equal reasons can be counted.
         facts: numbers of the last run, by name, for reports.
     """
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
     needs_inference: ClassVar[bool] = False
+    looks_for: ClassVar[str] = "place for it"
+    runs_before: ClassVar[str | None] = None
+    runs_after: ClassVar[str | None] = None
 
     def __init__(self) -> None:
         self.skipped: list[str] = []
+        self.reasons: list[str] = []
         self.facts: dict[str, Any] = {}
 
     @classmethod
@@ -45,12 +52,25 @@ class Pass(abc.ABC):
         return cls()
 
     def run(self, graph: Graph) -> int:
-        """Rewrite `graph` in place; the number of matches. The pipeline runs subgraphs itself."""
-        self.skipped, self.facts = [], {}
+        """Rewrite `graph` in place; the number of matches. The pipeline runs subgraphs itself.
+
+        A graph that has changed has matches: one at least, whatever `apply` counted.
+
+        Raises:
+            TypeError: `apply` returns no int.
+            ValueError: it returns less than 0.
+        """
+        self.skipped, self.reasons, self.facts = [], [], {}
         if self.needs_inference and (reason := why_trained(graph, self.stage)):
             self.refuse(reason)
             return 0
+        before = _shape_of(graph)
         matches = self.apply(graph)
+        if type(matches) is not int:
+            raise TypeError(f"apply must return its number of matches, an int, got {matches!r}")
+        if matches < 0:
+            raise ValueError(f"apply must return at least 0 matches, got {matches}")
+        matches = matches or int(not _is_same(before, _shape_of(graph)))
         if matches and self.stage == "aten":  # the Dynamo graph's in-place calls look dead to FX
             graph.eliminate_dead_code()
         if matches:
@@ -61,12 +81,16 @@ class Pass(abc.ABC):
     def apply(self, graph: Graph) -> int:
         """The rewrite itself. Run again on its own result, it must change nothing and return 0."""
 
-    def skip(self, reason: str) -> None:
-        """Note why something was not rewritten."""
-        self.skipped.append(reason)
+    def skip(self, reason: str, where: str | None = None) -> None:
+        """Note why something was not rewritten; `where` names the place, a node or a layer."""
+        self.skipped.append(reason if where is None else f"{where}: {reason}")
+        self.reasons.append(reason)
 
     def refuse(self, reason: str) -> None:
-        """Note why the whole graph is left alone. A pass that must not be left out may raise."""
+        """Note why the whole graph is left alone.
+
+        A pass that must not be left out raises `RefusedError`.
+        """
         self.skip(reason)
 
     def summary(self) -> str | None:
@@ -84,3 +108,22 @@ class Pass(abc.ABC):
             return inspect.getsource(module or type(self))
         except (OSError, TypeError):  # defined at a prompt
             return f"{type(self).__module__}.{type(self).__qualname__}"
+
+
+def _shape_of(graph: Graph) -> list[tuple[Any, ...]]:
+    """Nodes in order, with what they call and their arguments, as they are now."""
+    return [(n, n.op, n.target, n.args, n.kwargs) for n in graph.nodes]
+
+
+def _is_same(before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]) -> bool:
+    """Whether nothing was added, removed, moved or given other arguments.
+
+    Arguments are compared as text only where they were assigned: sizes may be symbols.
+    """
+    if len(before) != len(after):
+        return False
+    for old, new in zip(before, after, strict=True):
+        for i, (a, b) in enumerate(zip(old, new, strict=True)):
+            if a is not b and (i == 0 or str(a) != str(b)):
+                return False
+    return True

@@ -8,6 +8,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fx_passes.config import PassConfig
+from fx_passes.failures import named_errors
+from fx_passes.naming import GraphName, name_of
 from fx_passes.observe import graph_text, recorders
 from fx_passes.pipeline import passes, run_pass
 
@@ -23,24 +25,35 @@ class AtenPipeline(CustomGraphPass):
     """The `aten` stage as one custom pass of Inductor. It runs after a pass of the user's.
 
     Inductor calls it once for every graph, subgraphs included.
+
+    Args:
+        config: which passes run.
+        user_pass: what the slot held.
+        name: of the graph, if it is a piece of the model; None: by what it computes.
     """
 
     def __init__(
-        self, config: PassConfig, user_pass: Callable[[Graph], None] | None = None
+        self,
+        config: PassConfig,
+        user_pass: Callable[[Graph], None] | None = None,
+        name: GraphName | None = None,
     ) -> None:
         self.config = config
         self.user_pass = user_pass
-        self.num_graphs = 0
+        self.name = name
+
+    def named(self, name: GraphName | None) -> "AtenPipeline":
+        """The same for a piece of the model."""
+        return AtenPipeline(self.config, self.user_pass, name)
 
     def __call__(self, graph: Graph) -> None:
         if self.user_pass is not None:
             self.user_pass(graph)
-        name = f"graph_{self.num_graphs}"
-        self.num_graphs += 1
+        name = self.name or name_of(graph)
         for one in passes(self.config, "aten"):
             run_pass(one, graph, name)
         for recorder in recorders():
-            recorder.final_graphs.append((name, graph_text(graph)))
+            recorder.final_graphs.append((name.text, graph_text(graph)))
 
     def uuid(self) -> Any | None:
         """Sources, settings and order of the passes, and the user's pass.
@@ -49,9 +62,9 @@ class AtenPipeline(CustomGraphPass):
         """
         digest = hashlib.sha256()
         for one in passes(self.config, "aten"):
-            digest.update(
-                f"{one.name}\0{one.source()}\0{sorted(one.settings().items())}\0".encode()
-            )
+            with named_errors(one.name):
+                settings = sorted(one.settings().items())
+                digest.update(f"{one.name}\0{one.source()}\0{settings}\0".encode())
         if self.user_pass is None:
             return digest.hexdigest()
         theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None

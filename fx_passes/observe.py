@@ -1,5 +1,6 @@
 """What the passes did: a record per compilation, for reports and dumps, kept only if asked for."""
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -13,6 +14,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch.fx import Graph
 
 from fx_passes.base import Pass
+from fx_passes.naming import GraphName
 
 Draw = Callable[[Graph], Callable[[Graph], tuple[str, str]]]
 """Looks at a Dynamo graph. What it returns draws that graph beside what became of it."""
@@ -24,14 +26,21 @@ class PassRecord:
 
     pass_name: str
     stage: str
-    graph_name: str  # "main" or the subgraph's name
+    graph_name: str  # "whole model", "decoder layer"
     matches: int
     skipped: list[str]
+    num_calls: int = 1  # of the graph in a call of the model; it is compiled once
+    reasons: list[str] = dataclasses.field(default_factory=list)  # `skipped` without places
+    looks_for: str = "place for it"
     before: str | None = None  # FX text, if the recorder wants texts
     after: str | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     pictures: tuple[str, str] | None = None  # Mermaid, before and after, of a changed Dynamo graph
     summary: str | None = None  # what it did to a step, in a line, if that is worth a line
+
+    def matches_in_words(self) -> str:
+        """`1 x 32 layers` for a layer that is compiled once; `0: no equal products`."""
+        return _in_words([self])
 
 
 @dataclasses.dataclass
@@ -64,6 +73,16 @@ class Recorder:
             total[record.pass_name] = total.get(record.pass_name, 0) + record.matches
         return total
 
+    def matches_in_words(self) -> dict[str, str]:
+        """Matches of each pass by graph, or the most frequent reason for none.
+
+        `1 x 32 layers, 2 in head` is one match in a layer that stands 32 times in the model.
+        """
+        runs: dict[str, list[PassRecord]] = {}
+        for record in self.passes:
+            runs.setdefault(record.pass_name, []).append(record)
+        return {name: _in_words(records) for name, records in runs.items()}
+
     def summaries(self) -> dict[str, str]:
         """What each pass says that it did to a step; passes without a summary are left out."""
         found: dict[str, dict[str, None]] = {}
@@ -72,19 +91,42 @@ class Recorder:
                 found.setdefault(record.pass_name, {})[record.summary] = None
         return {name: "; ".join(lines) for name, lines in found.items()}
 
-    def watch(self, one: Pass, graph: Graph, graph_name: str) -> Callable[[int], None]:
+    def watch(self, one: Pass, graph: Graph, name: GraphName) -> Callable[[int], None]:
         """Look at a graph before a pass. What is returned notes what the pass did to it."""
         before = graph_text(graph) if self.texts else None
         picture = self.draw(graph) if self.draw and one.stage == "dynamo" else None
 
         def note(matches: int) -> None:
-            record = PassRecord(one.name, one.stage, graph_name, matches, list(one.skipped))
+            record = PassRecord(one.name, one.stage, name.text, matches, list(one.skipped))
+            record.num_calls, record.looks_for = name.num_calls, one.looks_for
+            record.reasons = list(one.reasons)
             record.facts, record.summary = dict(one.facts), one.summary()
             record.before, record.after = before, graph_text(graph) if self.texts else None
             record.pictures = picture(graph) if picture and matches else None
             self.passes.append(record)
 
         return note
+
+
+def _in_words(records: list[PassRecord]) -> str:
+    """Matches of one pass over some graphs."""
+    found: dict[tuple[str, int], int] = {}
+    for record in records:
+        graph = (record.graph_name, record.num_calls)
+        found[graph] = found.get(graph, 0) + record.matches
+    matched = {graph: matches for graph, matches in found.items() if matches}
+    if not matched:
+        reasons = collections.Counter(reason for one in records for reason in one.reasons)
+        missing = f"no {records[0].looks_for}"
+        return f"0: {reasons.most_common(1)[0][0] if reasons else missing}"
+    return ", ".join(
+        f"{matches} x {num_calls} layers"
+        if num_calls > 1
+        else f"{matches} in {name}"
+        if len(found) > 1
+        else f"{matches}"
+        for (name, num_calls), matches in matched.items()
+    )
 
 
 _active: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(

@@ -8,10 +8,17 @@ short_products   aten     products of few terms are written as sums
 collapse_views   aten     q, k, v reach attention as one view of their product
 """
 
+import copy
+from typing import Any
+
 from torch.fx import Graph, GraphModule
 
 from fx_passes.base import Pass, Stage
 from fx_passes.config import PassConfig
+from fx_passes.declaration import check_pass
+from fx_passes.failures import named_errors
+from fx_passes.installed import installed_passes
+from fx_passes.naming import GraphName, name_of
 from fx_passes.observe import recorders
 from fx_passes.passes.constants import DeviceConstants
 from fx_passes.passes.fast_prefill import FastPrefill
@@ -28,12 +35,23 @@ _PIPELINE: list[type[Pass]] = [
 
 
 def register_pass(new: type[Pass], *, before: str | None = None, after: str | None = None) -> None:
-    """Insert a third party's pass before or after the one named, or at the end.
+    """Insert a third party's pass before or after the one named.
+
+    Without a name its place is what the pass declares, `runs_before` or `runs_after`, or the end.
 
     Raises:
-        ValueError: the name is taken, both or an unknown anchor are given.
+        TypeError: it is no class of `Pass`, is abstract, or its `apply` returns nothing.
+        ValueError: the name is taken or none, the stage is unknown, both or an unknown anchor are
+            given.
     """
+    check_pass(new)
+    _insert(new, before, after)
+
+
+def _insert(new: type[Pass], before: str | None, after: str | None) -> None:
     names = pass_names()
+    if before is None and after is None:
+        before, after = new.runs_before, new.runs_after
     if new.name in names:
         raise ValueError(f"pass name must be new, got {new.name!r}; taken: {', '.join(names)}")
     if before is not None and after is not None:
@@ -55,37 +73,74 @@ def unregister_pass(name: str) -> None:
     Raises:
         ValueError: there is none of that name.
     """
-    if name not in pass_names():
-        raise ValueError(f"name must be a pass, got {name!r}; supported: {', '.join(pass_names())}")
-    del _PIPELINE[pass_names().index(name)]
+    names = pass_names()
+    if name not in names:
+        raise ValueError(f"name must be a pass, got {name!r}; supported: {', '.join(names)}")
+    del _PIPELINE[names.index(name)]
 
 
 def pass_names() -> list[str]:
     """Names of all passes, in order."""
-    return [p.name for p in _PIPELINE]
+    return [p.name for p in pass_classes()]
 
 
 def pass_classes() -> list[type[Pass]]:
-    """All passes, in order; registered ones too."""
+    """All passes, in order; registered and installed ones too."""
+    installed = installed_passes()
+    while installed.waiting:
+        new = installed.waiting.pop(0)
+        try:
+            _insert(new, None, None)
+        except ValueError as error:  # its name is taken, or its place unknown
+            installed.leave_out(new.name, error)
     return list(_PIPELINE)
+
+
+def broken_passes() -> dict[str, str]:
+    """By name, installed passes that are left out, and why."""
+    pass_classes()
+    return dict(installed_passes().broken)
 
 
 def passes(config: PassConfig, stage: Stage) -> list[Pass]:
     """New instances of the stage's passes that `config` leaves on, in order."""
-    return [p.of(config) for p in _PIPELINE if p.stage == stage and config.is_on(p.name)]
+    classes = [p for p in pass_classes() if p.stage == stage and config.is_on(p.name)]
+    return [_made(p, config) for p in classes]
 
 
-def run_pass(one: Pass, graph: Graph, graph_name: str) -> int:
-    """Run one pass and tell the active recorders."""
-    notes = [recorder.watch(one, graph, graph_name) for recorder in recorders()]
-    matches = one.run(graph)
-    for note in notes:
-        note(matches)
-    return matches
+def _made(one: type[Pass], config: PassConfig) -> Pass:
+    with named_errors(one.name):
+        made: Any = one.of(config)
+        if not isinstance(made, Pass):
+            raise TypeError(f"of must return a Pass, got {made!r}")
+        return made
+
+
+def run_pass(one: Pass, graph: Graph, name: GraphName) -> int:
+    """Run one pass and tell the active recorders.
+
+    Raises:
+        PassError: the pass raised, or returned what it must not.
+        RefusedError: its option asks for what cannot be done.
+    """
+    with named_errors(one.name, name.text):
+        notes = [recorder.watch(one, graph, name) for recorder in recorders()]
+        matches = one.run(graph)
+        for note in notes:
+            note(matches)
+        return matches
 
 
 def run_dynamo_stage(gm: GraphModule, config: PassConfig) -> None:
-    """The passes on the Dynamo graph, in place."""
-    for one in passes(config, "dynamo"):
-        if run_pass(one, gm.graph, "main"):
-            gm.recompile()
+    """The passes on the Dynamo graph, in place. If one fails, the graph is what it was."""
+    graph, name = copy.deepcopy(gm.graph), name_of(gm.graph)
+    submodules = set(gm._modules)
+    try:
+        for one in passes(config, "dynamo"):
+            if run_pass(one, gm.graph, name):
+                gm.recompile()
+    except Exception:
+        for added in set(gm._modules) - submodules:
+            gm.delete_submodule(added)
+        gm.graph = graph
+        raise

@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_map
 from fx_passes.analysis.layer_paths import drop_path
 from fx_passes.analysis.memory import mutated_storages, touched_storages
 from fx_passes.analysis.values import value_of
+from fx_passes.naming import GraphName, names_of_pieces
 
-CompilePiece = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+CompilePiece = Callable[[GraphModule, Sequence[Any], GraphName | None], Callable[..., Any]]
+"""Compiles a graph with its inputs; the name is that of a piece, None of a graph left whole."""
 
 
 class Region:
@@ -155,12 +157,14 @@ def compile_regions(
     Returns the whole as a function. A graph that calls no submodule is one piece.
     """
     if not gm.graph.find_nodes(op="call_module"):
-        return compile_piece(gm, example_inputs)
+        return compile_piece(gm, example_inputs, None)
     _outline_rest(gm)
     compiled: dict[str, Callable[..., Any]] = {}
+    names = names_of_pieces(gm)
     for node in gm.graph.find_nodes(op="call_module"):
         if node.target not in compiled:
-            compiled[node.target] = _compile_isolated(getattr(gm, node.target), node, compile_piece)
+            piece, name = getattr(gm, node.target), names[node.target]
+            compiled[node.target] = _compile_isolated(piece, node, compile_piece, name)
         node.op, node.target = "call_function", compiled[node.target]
     gm.graph.lint()
     return GraphModule(gm, gm.graph).forward  # with the constants that the graph still reads
@@ -189,13 +193,13 @@ def _hands_out(node: Node) -> bool:
 
 
 def _compile_isolated(
-    piece: GraphModule, call: Node, compile_piece: CompilePiece
+    piece: GraphModule, call: Node, compile_piece: CompilePiece, name: GraphName
 ) -> Callable[..., Any]:
     """Compile one piece as a graph of its own: AOTAutograd keeps state in the tracing context."""
     inputs = [value_of(n) for n in call.all_input_nodes]
     fake_mode = detect_fake_mode([x for x in inputs if isinstance(x, torch.Tensor)])
     with tracing(TracingContext(fake_mode)):
-        compiled = compile_piece(piece, inputs)
+        compiled = compile_piece(piece, inputs, name)
 
     # Wrapped: FX prints a function of torch by its module path, where this one does not stand.
     def run(*args: Any) -> Any:

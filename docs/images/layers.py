@@ -43,7 +43,7 @@ def dumped(directory: Path) -> tuple[list[str], list[str], list[str]]:
             [[1, 2, 3], [4, 5]], max_new_tokens=2
         )
     texts = {
-        when: next(directory.glob(f"passes/*outline_layers-main.{when}.py")).read_text()
+        when: next(directory.glob(f"passes/*outline_layers-whole_model.{when}.py")).read_text()
         for when in ("before", "after")
     }
     main, layer = texts["after"].split("class layer_0", 1)

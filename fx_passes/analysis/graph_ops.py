@@ -1,6 +1,7 @@
 """Which operators are views, products or attention: the vocabulary that the passes share."""
 
 import torch
+from torch.fx import Node
 
 import attn_ops.ops  # noqa: F401  (it defines the operators that are named here)
 
@@ -29,3 +30,11 @@ PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 
 ATTENTION = (torch.ops.attn_ops.attention.default, torch.ops.attn_ops.attention_with_lse.default)
 """Rows of q attend by themselves; a reduced batch tells where they stand."""
+
+
+def operator_name(node: Node) -> str:
+    """What a node calls, without its namespace and overload: `mm`, `linear`, `view`."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.overloadpacket.__name__
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))

@@ -43,6 +43,7 @@ class DeviceConstants(Pass):
 
     name = "device_constants"
     stage = "dynamo"
+    looks_for = "number that is copied from the host"
 
     def apply(self, graph: Graph) -> int:
         matches = 0

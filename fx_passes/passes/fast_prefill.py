@@ -22,6 +22,7 @@ from fx_passes.analysis.sizes import expression, input_of_size, multiple
 from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 from fx_passes.config import PassConfig
+from fx_passes.failures import RefusedError
 from fx_passes.passes.columns import keep_read_columns
 
 
@@ -67,6 +68,7 @@ class FastPrefill(Pass):
     name = "fast_prefill"
     stage = "dynamo"
     needs_inference = True
+    looks_for = "row that no logits need"
 
     def __init__(self, mode: str = "auto") -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class FastPrefill(Pass):
         """Rewrite; the number of nodes that are computed for logits rows alone.
 
         Raises:
-            ValueError: mode "on", and nothing can be dropped.
+            RefusedError: mode "on", and nothing can be dropped.
         """
         if any(_reduced(node) for node in graph.nodes):
             return 0
@@ -106,7 +108,7 @@ class FastPrefill(Pass):
         """Skip the graph, or raise in mode "on"."""
         super().refuse(reason)
         if self.mode == "on":
-            raise ValueError(
+            raise RefusedError(
                 f"fast_prefill must be 'auto' or 'off' for this model, got 'on': {reason}"
             ) from None
 

@@ -45,6 +45,7 @@ class OutlineLayers(Pass):
     name = "outline_layers"
     stage = "dynamo"
     needs_inference = True
+    looks_for = "equal layers"
 
     def apply(self, graph: Graph) -> int:
         owner = graph.owning_module
@@ -52,13 +53,13 @@ class OutlineLayers(Pass):
         for region in _regions(graph):
             reason = region.reason_against()
             if reason:
-                self.skip(f"{region.path}: {reason}")
+                self.skip(reason, region.path)
                 continue
             groups.setdefault(region.key(), []).append(region)
         count = 0
         for regions in groups.values():
             if len(regions) < 2:
-                self.skip(f"{regions[0].path}: no other layer is equal to it")
+                self.skip("no other layer is equal to it", regions[0].path)
                 continue
             assert owner is not None, "the graph of the dynamo stage belongs to a module"
             name = next(n for i in itertools.count() if not hasattr(owner, n := f"layer_{i}"))

@@ -2,6 +2,7 @@
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS
 from fx_passes.base import Pass
@@ -14,6 +15,7 @@ class ShareProducts(Pass):
 
     `attn_ops.integrations.merged.merge_projections` makes q, k and v slices of one product, and
     gate and up of another. Every slice is traced with a copy of its product. This pass leaves one.
+    Views that no product is left to read go with it; equal views that lead to none stay.
 
     Before::
 
@@ -37,19 +39,21 @@ class ShareProducts(Pass):
 
     name = "share_products"
     stage = "aten"
+    looks_for = "equal products"
 
     def apply(self, graph: Graph) -> int:
         first: dict[tuple, Node] = {}
+        same: dict[Node, Node] = {}  # of each product and view, the first that is equal
         matches = 0
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in _PURE:
                 continue
-            key = (node.target, _freeze(node.args), _freeze(node.kwargs))
-            same = first.setdefault(key, node)
-            if same is not node:
-                node.replace_all_uses_with(same)
+            given = map_arg((node.args, node.kwargs), lambda source: same.get(source, source))
+            same[node] = first.setdefault((node.target, _freeze(given)), node)
+            if node.target in PRODUCTS and same[node] is not node:
+                node.replace_all_uses_with(same[node])
                 graph.erase_node(node)
-                matches += node.target in PRODUCTS
+                matches += 1
         return matches
 
 

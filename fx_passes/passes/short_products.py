@@ -72,9 +72,11 @@ class ShortProducts(Pass):
     name = "short_products"
     stage = "aten"
     needs_inference = True
+    looks_for = "batched product of few terms"
 
     def apply(self, graph: Graph) -> int:
         if graph.find_nodes(op="call_function", target=aten.as_strided.default):
+            self.skip("the graph has as_strided, which might look at the memory of a product")
             return 0
         found = graph.find_nodes(op="call_function", target=aten.bmm.default)
         short = [node for node in found if _is_short(node) and not _is_spread(node)]

@@ -56,6 +56,7 @@ class CollapseViews(Pass):
 
     name = "collapse_views"
     stage = "aten"
+    looks_for = "chain of views that one view replaces"
 
     def apply(self, graph: Graph) -> int:
         return sum(
@@ -105,8 +106,9 @@ class CollapseViews(Pass):
             if None in size or None in stride or _offset(value, base) is None:
                 rows.forget()
                 self.skip(
-                    f"{node.name}: its shape {list(value.shape)} is no number "
-                    f"and no multiple of {root.name}'s row count"
+                    f"its shape {list(value.shape)} is no number "
+                    f"and no multiple of {root.name}'s row count",
+                    node.name,
                 )
                 return False
             if value.is_contiguous() and expression(value.numel()) == expression(base.numel()):

@@ -33,6 +33,9 @@ class Rows(enum.Enum):
         return self.name.lower()
 
 
+_SPECIAL = frozenset("<>&\"'`#;[]{}|()\\")
+"""What Mermaid or HTML interprets, in or out of quotes."""
+
 _LEGEND = {Rows.ALL: "all rows, T", Rows.LOGITS: "logits rows, R", Rows.NONE: "no rows"}
 
 
@@ -52,9 +55,9 @@ class Box:
         first, *others = self.subjects or ("",)
         parent = first.rpartition(".")[0] + "."
         names = [first, *(name.removeprefix(parent) for name in others)]
-        text = f"{self.operator} {', '.join(names)}".strip()
-        shapes = " and ".join(dict.fromkeys(self.shapes))
-        return (text + f"<br/>{shapes}" * bool(shapes)).replace('"', "#quot;")
+        text = escaped(f"{self.operator} {', '.join(names)}".strip())
+        shapes = escaped(" and ".join(dict.fromkeys(self.shapes)), but="[]()")
+        return text + f"<br/>{shapes}" * bool(shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +105,17 @@ def telling_layers(charts: Iterable[Chart], around: int) -> set[str]:
 # -- text ------------------------------------------------------------------------------------------
 
 
+def escaped(text: str, but: str = "") -> str:
+    """`text` for a label, with what Mermaid or HTML would interpret as `#35;`.
+
+    Args:
+        text: names of the user's or of the graph's.
+        but: characters that stay. Brackets mean nothing within a label's quotes.
+    """
+    plain = " ".join(text.split())
+    return "".join(f"#{ord(c)};" if c in _SPECIAL and c not in but else c for c in plain)
+
+
 def flowchart(chart: Chart, shown: Collection[str]) -> str:
     """Mermaid text: boxes by layer, edges, colours. Edges through memory are dotted."""
     hidden = _hidden_runs(chart, shown)
@@ -111,12 +125,12 @@ def flowchart(chart: Chart, shown: Collection[str]) -> str:
             first, run = hidden[layer]
             if layer == run[0]:
                 rows = next(iter(chart.layers[layer]), Rows.NONE)
-                lines.append(f'    {first}["... {_in_short(chart, run)}"]:::{rows.style}')
+                lines.append(f'    {first}["... {escaped(_in_short(chart, run))}"]:::{rows.style}')
             for i in members:
                 names[i] = first
             continue
         framed = layer is not None and len(members) > 1
-        lines += [f'    subgraph l{number}["{layer}"]'] if framed else []
+        lines += [f'    subgraph l{number}["{escaped(layer)}"]'] if layer and framed else []
         for i in members:
             box = chart.boxes[i]
             left, right = box.kind.value

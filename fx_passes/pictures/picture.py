@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
+from fx_passes.analysis.graph_ops import operator_name
 from fx_passes.analysis.layer_paths import layer_path, path_in_layer
 from fx_passes.analysis.memory import mutated_storages, storage
 from fx_passes.analysis.sizes import expression, symbols_of
@@ -116,7 +117,7 @@ class _Walk:
             return None if higher else Kind.WRITE
         if node.target is operator.getitem and _indices(node):
             return Kind.GATHER
-        return _KIND_OF.get(_operator(node))
+        return _KIND_OF.get(operator_name(node))
 
     def _place(self, node: Node, kind: Kind, found: frozenset[int], mutated: set[int]) -> int:
         """The box of a node: a new one, or that of the keys, if these are their values."""
@@ -140,7 +141,7 @@ class _Walk:
 
     def _box(self, node: Node, kind: Kind, mutated: set[int]) -> Box:
         layer, subject = layer_path(node), path_in_layer(node)
-        name, shown = _operator(node), [value_of(node)]
+        name, shown = operator_name(node), [value_of(node)]
         if kind is Kind.WRITE:
             name, shown = "write", _largest(node, mutated)
             subject = _plain(next(n for s, n in self._inputs.items() if s in mutated).name)
@@ -167,7 +168,7 @@ class _Walk:
 def _symbol_names(graph: Graph) -> dict[Any, str]:
     """T and R, from a selection of rows by an input; else T, the symbol met most often."""
     for node in graph.nodes:
-        if node.target is operator.getitem or _operator(node) == "index_select":
+        if node.target is operator.getitem or operator_name(node) == "index_select":
             source, out = [value_of(n) for n in (*node.all_input_nodes[:1], node)][-2:]
             for rows in _indices(node):
                 if not all(isinstance(x, torch.Tensor) for x in (source, out)):
@@ -193,13 +194,6 @@ def _largest(node: Node, mutated: set[int]) -> list[torch.Tensor]:
     """Of what a node writes, the tensor of most dimensions: the keys, not their places."""
     given = [x for n in node.all_input_nodes for x in tensors_of(value_of(n))]
     return sorted((x for x in given if storage(x) not in mutated), key=lambda x: -x.dim())[:1]
-
-
-def _operator(node: Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target.overloadpacket.__name__
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def _plain(name: str) -> str:

@@ -10,24 +10,24 @@ The directory holds:
 """
 
 import contextlib
-import shutil
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 from torch._inductor.codecache import PyCodeCache, get_path
 
+from fx_passes.naming import safe_name
 from fx_passes.observe import PassRecord, Recorder, recording
+from fx_passes.pipeline import broken_passes
 from graphs.dump.depyf import writing_depyf_files
-from graphs.dump.index import MARKER, Entry, Index
+from graphs.dump.folder import make_room, put
+from graphs.dump.index import Entry, Index
 from graphs.report import SessionReport
-
-_FOLDERS = ("passes", "pictures", "final", "inductor", "depyf")
-_FILES = ("index.md", "index.html")
 
 
 @contextlib.contextmanager
-def dump(directory: str | Path) -> Iterator[Path]:
+def dump(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """Write what is compiled inside the block, and where it came from; yields the directory's path.
 
     A `DecodeSession` whose model was compiled before the block compiles it once more in its first
@@ -40,12 +40,13 @@ def dump(directory: str | Path) -> Iterator[Path]:
         directory: made if it is missing; an earlier dump in it is replaced.
 
     Raises:
-        ValueError: `directory` is a file, or holds something that is not a dump.
+        TypeError: `directory` is no path.
+        ValueError: `directory` is a file, holds something that is not a dump, or holds symbolic
+            links where a dump writes.
     """
     from fx_passes.pictures.picture import draw  # here: without a dump nothing is drawn
 
-    directory = Path(directory).absolute()
-    _make_room(directory)
+    directory = make_room(directory)
     recorder, notes = Recorder(texts=True, draw=draw), []
     loaded = {id(module) for module in PyCodeCache.modules}
     try:
@@ -59,23 +60,6 @@ def dump(directory: str | Path) -> Iterator[Path]:
     finally:
         modules = [m for m in PyCodeCache.modules if id(m) not in loaded]
         _write(directory, recorder, modules, notes)
-
-
-def _make_room(directory: Path) -> None:
-    """Refuse what is not ours, remove an earlier dump, and leave an index that marks it as ours."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"directory must be a directory, got the file {directory}")
-    directory.mkdir(parents=True, exist_ok=True)
-    index = directory / "index.md"
-    if any(directory.iterdir()) and not (index.is_file() and index.read_text().startswith(MARKER)):
-        raise ValueError(
-            f"directory must be new, empty or an earlier dump, got {directory} with other files"
-        )
-    for name in _FOLDERS:
-        shutil.rmtree(directory / name, ignore_errors=True)
-    for name in _FILES:
-        (directory / name).unlink(missing_ok=True)
-    index.write_text(f"{MARKER}\nThis dump is still being written.\n")
 
 
 def _write(
@@ -93,26 +77,28 @@ def _write(
             "inside, or after torch._dynamo.reset()."
         )
     sessions = [_session_line(session.report()) for session in recorder.sessions]
-    matches, summaries = recorder.matches(), recorder.summaries()
+    notes += [f"The installed pass {n} is left out: {why}." for n, why in broken_passes().items()]
+    matches, summaries = recorder.matches_in_words(), recorder.summaries()
     index = Index(recorder.num_graphs, matches, summaries, sessions, notes, entries)
-    (directory / "index.md").write_text(index.markdown())
-    (directory / "index.html").write_text(index.html())
+    put(directory, "index.md", index.markdown())
+    put(directory, "index.html", index.html())
 
 
 def _pass_entry(directory: Path, number: int, record: PassRecord) -> Entry:
     stage = "Dynamo" if record.stage == "dynamo" else "ATen"
-    count = f"{record.matches} match" + ("" if record.matches == 1 else "es")
-    text = f"{stage} pass `{record.pass_name}` on graph `{record.graph_name}`: {count}"
+    text = (
+        f"{stage} pass `{record.pass_name}` on graph `{record.graph_name}`: "
+        f"matches {_one_line(record.matches_in_words())}"
+    )
+    skipped = [_one_line(reason) for reason in record.skipped]
     if record.before == record.after:
-        return Entry(
-            "passes", f"{text}; the graph stayed as it was, so no files", [], record.skipped
-        )
-    stem = f"{number:02d}-{record.pass_name}-{record.graph_name}"
+        return Entry("passes", f"{text}; the graph stayed as it was, so no files", [], skipped)
+    stem = f"{number:02d}-{record.pass_name}-{safe_name(record.graph_name)}"
     files = [
-        _put(directory, f"passes/{stem}.before.py", record.before or ""),
-        _put(directory, f"passes/{stem}.after.py", record.after or ""),
+        put(directory, f"passes/{stem}.before.py", record.before or ""),
+        put(directory, f"passes/{stem}.after.py", record.after or ""),
     ]
-    return Entry("passes", text, files, record.skipped)
+    return Entry("passes", text, files, skipped)
 
 
 def _picture_entries(directory: Path, passes: list[PassRecord]) -> list[Entry]:
@@ -121,11 +107,11 @@ def _picture_entries(directory: Path, passes: list[PassRecord]) -> list[Entry]:
     for number, record in enumerate(passes, 1):
         if record.pictures is None:
             continue
-        stem = f"{record.graph_name}_{record.pass_name}"
+        stem = f"{safe_name(record.graph_name)}_{record.pass_name}"
         stem += f"_{number:02d}" if stem in stems else ""
         stems.add(stem)
         files = [
-            _put(directory, f"pictures/{stem}_{when}.mmd", text)
+            put(directory, f"pictures/{stem}_{when}.mmd", text)
             for when, text in zip(("before", "after"), record.pictures, strict=True)
         ]
         text = f"`{record.pass_name}` on graph `{record.graph_name}`, before and after"
@@ -136,7 +122,7 @@ def _picture_entries(directory: Path, passes: list[PassRecord]) -> list[Entry]:
 def _final_entries(directory: Path, recorder: Recorder) -> list[Entry]:
     entries = []
     for number, (name, text) in enumerate(recorder.final_graphs, 1):
-        file = _put(directory, f"final/{number:02d}-{name}.py", text)
+        file = put(directory, f"final/{number:02d}-{safe_name(name)}.py", text)
         entries.append(
             Entry("final", f"ATen graph `{name}` after all passes, as Inductor got it", [file], [])
         )
@@ -150,8 +136,10 @@ def _inductor_entries(directory: Path, modules: list[ModuleType]) -> list[Entry]
         loaded = Path(module.__file__ or "")  # depyf loads from a copy of its own
         cached = get_path(module.key, "py")[2]
         name = f"inductor/{len(entries) + 1:02d}-{module.key}.py"
-        file = _put(
-            directory, name, loaded.read_text() if loaded.exists() else f"# {loaded} is gone"
+        file = put(
+            directory,
+            name,
+            loaded.read_text("utf-8") if loaded.exists() else f"# {loaded} is gone",
         )
         entries.append(
             Entry("inductor", f"Inductor's output code, in its cache `{cached}`", [file], [])
@@ -172,11 +160,9 @@ def _depyf_entries(directory: Path) -> list[Entry]:
     return entries
 
 
-def _put(directory: Path, name: str, text: str) -> str:
-    path = directory / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text if text.endswith("\n") else text + "\n")
-    return name
+def _one_line(text: str) -> str:
+    """A reason is one item of a list, whatever a pass says."""
+    return " ".join(text.split())
 
 
 def _session_line(report: SessionReport) -> str:

@@ -31,7 +31,7 @@ class Index:
     """What index.md and index.html say."""
 
     num_graphs: int
-    matches: dict[str, int]
+    matches: dict[str, str]  # by pass, in words
     summaries: dict[str, str]  # by pass, what it did to a step
     sessions: list[str]
     notes: list[str]
@@ -52,9 +52,8 @@ def _render(template: str, index: Index, autoescape: bool) -> str:
         (title, [(i, e) for i, e in numbered if e.section == key])
         for key, title in _SECTIONS.items()
     ]
-    matches = ", ".join(f"{name} {count}" for name, count in index.matches.items()) or "none"
     return environment.from_string(template).render(
-        index=index, marker=MARKER, matches=matches, sections=[s for s in sections if s[1]]
+        index=index, marker=MARKER, sections=[s for s in sections if s[1]]
     )
 
 
@@ -62,7 +61,13 @@ _MARKDOWN = """\
 {{ marker }}
 # From Dynamo's graph to Inductor's code
 
-Graphs that Dynamo handed to the backend: {{ index.num_graphs }}. Matches: {{ matches }}.
+Graphs that Dynamo handed to the backend: {{ index.num_graphs }}.
+
+Matches:{{ "" if index.matches else " no pass ran." }}
+
+{% for name, words in index.matches.items() %}
+- {{ name }} {{ words }}
+{% endfor %}
 
 {% for name, line in index.summaries.items() %}
 {{ name | replace("_", " ") | capitalize }}: {{ line }}.
@@ -98,7 +103,13 @@ _HTML = """\
 <title>attn-ops dump</title>
 <style>body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; }</style>
 <h1>From Dynamo's graph to Inductor's code</h1>
-<p>Graphs that Dynamo handed to the backend: {{ index.num_graphs }}. Matches: {{ matches }}.</p>
+<p>Graphs that Dynamo handed to the backend: {{ index.num_graphs }}.</p>
+<p>Matches:{{ "" if index.matches else " no pass ran." }}</p>
+<ul>
+{% for name, words in index.matches.items() %}
+<li>{{ name }} {{ words }}</li>
+{% endfor %}
+</ul>
 {% for name, line in index.summaries.items() %}
 <p>{{ name | replace("_", " ") | capitalize }}: {{ line }}.</p>
 {% endfor %}

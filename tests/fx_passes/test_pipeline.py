@@ -302,7 +302,7 @@ def test_recorder_counts_and_nests():
     )
     assert (outer.matches()["share_products"], inner.matches()["share_products"]) == (2, 1)
     assert inner.passes == outer.passes[len(inner.passes) :]
-    assert [name for name, _ in inner.final_graphs] == ["graph_0"]
+    assert [name for name, _ in inner.final_graphs] == ["whole graph"]
     assert inner.final_graphs[0][1].count("aten.mm.default(") == 1
     assert all(r.before is None and r.after is None for r in outer.passes)
 

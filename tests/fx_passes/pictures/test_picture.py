@@ -3,6 +3,7 @@
 T rows, R logits rows.
 """
 
+import dataclasses
 import re
 import tempfile
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import fx_passes
 import graphs
 from attn_ops import Attention, CommonAttentionMetadata, PagedKVCache, get_backend
 from fx_passes.passes.fast_prefill import FastPrefill
-from fx_passes.pictures.flowchart import Chart, Kind, Rows, before_and_after
+from fx_passes.pictures.flowchart import Box, Chart, Kind, Rows, before_and_after
 from fx_passes.pictures.picture import chart_of, mermaid
 
 DOC = Path(__file__).parents[3] / "docs" / "fast_prefill.md"
@@ -205,6 +206,23 @@ def test_a_graph_without_a_selection(dynamo_run):
     assert "logits" not in one.text
 
 
+def test_labels_are_escaped():
+    """Nothing in a name ends a label, begins HTML or Markdown, or is an entity."""
+    name = 'a"];<b>&amp;`x`#35;{|}()\\[y]\nend'
+    box = Box(Kind.PRODUCT, Rows.ALL, name, "linear", (name, "b"), ("[T, Max(1, T) < 2]",))
+    other = dataclasses.replace(box, operator="relu")
+    text = Chart([box, other], [(), (0,)]).mermaid()
+    quoted = re.findall(r'"([^"]*)"', text)
+    assert len(quoted) == 3 + 2  # the layer, two boxes, the legend and its colour
+    for label in quoted[:3]:
+        names = re.sub(r"#\d+;", "", label.split("<br/>")[0])
+        assert not set(names) & set("<>&\"'`#;[]{}|()\\\n")
+        entities = re.sub(r"#(\d+);", lambda m: chr(int(m[1])), label.split("<br/>")[0])
+        assert entities.removeprefix("linear ").removeprefix("relu ").startswith(name[:-5])
+    assert "[T, Max(1, T) #60; 2]" in text
+    assert text.count("\n") == len(text.splitlines())
+
+
 # -- the dump, and the page ------------------------------------------------------------------------
 
 
@@ -224,7 +242,7 @@ def dump_of_the_page(directory: Path) -> Path:
 def page_with(text: str, dumped: Path) -> str:
     """The page with the dump's pictures and line in the places of those it has."""
     pictures = iter(
-        (dumped / "pictures" / f"main_fast_prefill_{when}.mmd").read_text()
+        (dumped / "pictures" / f"whole_model_fast_prefill_{when}.mmd").read_text()
         for when in ("before", "after")
     )
     text, num_blocks = re.subn(

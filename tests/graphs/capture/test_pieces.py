@@ -126,7 +126,7 @@ def by_layer(gm, inputs):
     """The regions of fx_passes, a piece a region, run by AOTAutograd."""
     from torch._dynamo.backends.debugging import aot_eager
 
-    def compile_piece(piece, inputs):
+    def compile_piece(piece, inputs, name):
         compiled, name = aot_eager(piece, inputs), len(CALLED)
         CALLED[name] = 0
 

@@ -1,6 +1,7 @@
 """Dumps: what is in them, cold and warm, with and without depyf, and that sessions do not mind."""
 
 import re
+import shutil
 import sys
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch._inductor.utils import fresh_cache
 
 import fx_passes
 import graphs
+from graphs.dump import dump as dump_module
+from graphs.dump.folder import put
 from graphs.dump.index import MARKER
 
 PROMPTS = [[1, 2, 3], list(range(20))]
@@ -63,8 +66,17 @@ def test_a_session_inside(make_model, expected, tmp_path):
     assert index.startswith(MARKER)
     assert "backend TORCH" in index
     assert "1 graphs, 0 breaks, 0 recompiles" in index
-    for name, count in session.compile_record.matches().items():
-        assert f"{name} {count}" in index
+    words = session.compile_record.matches_in_words()
+    assert words["outline_layers"] == "2"
+    assert words["collapse_views"].endswith(" x 2 layers")
+    for name, matches in words.items():
+        assert f"- {name} {matches}\n" in index
+    assert {p.graph_name for p in session.compile_record.passes} == {
+        "whole model", "embedding", "decoder layer", "head",
+    }  # fmt: skip
+    assert {name.split("-", 1)[1] for name in names if name.startswith("final/")} == {
+        "embedding.py", "decoder_layer.py", "head.py",
+    }  # fmt: skip
     assert any("full_code_for" in name for name in names)
     html = (directory / "index.html").read_text()
     assert all(name in html for name in linked(directory))
@@ -135,7 +147,8 @@ def test_a_warm_cache(tmp_path):
             assert hits == (name == "warm")
             ours = {n for n in files(directory) if not n.startswith("depyf/")}
             seen.append({n: (directory / n).read_text() for n in ours if not n.startswith("index")})
-            assert "share_products 0" in (directory / "index.md").read_text()
+            index = (directory / "index.md").read_text()
+            assert "- share_products 0: no equal products\n" in index
     cold, warm = seen
     assert any(name.startswith("inductor/") for name in warm)
     assert cold == warm
@@ -149,7 +162,7 @@ def test_skip_reasons_are_listed(tmp_path):
         stage = "aten"
 
         def apply(self, graph):
-            self.skip("it is [not] worth it")
+            self.skip("it is [not]\nworth it")
             return 0
 
     fx_passes.register_pass(Reluctant)
@@ -160,6 +173,7 @@ def test_skip_reasons_are_listed(tmp_path):
         fx_passes.unregister_pass("reluctant")
     for name in ("index.md", "index.html"):
         assert "left alone: it is [not] worth it" in (directory / name).read_text()
+        assert "reluctant 0: it is [not]" in (directory / name).read_text()
 
 
 def test_fast_prefill_is_pictured(make_model, expected, tmp_path):
@@ -168,7 +182,7 @@ def test_fast_prefill_is_pictured(make_model, expected, tmp_path):
     with graphs.dump(tmp_path) as directory:
         assert session.generate(PROMPTS, 6) == expected
     before, after = (
-        (directory / "pictures" / f"main_fast_prefill_{when}.mmd").read_text()
+        (directory / "pictures" / f"whole_model_fast_prefill_{when}.mmd").read_text()
         for when in ("before", "after")
     )
     assert before.startswith("flowchart TD")
@@ -182,11 +196,11 @@ def test_fast_prefill_is_pictured(make_model, expected, tmp_path):
     for name in ("index.md", "index.html"):
         index = (directory / name).read_text()
         assert f"Fast prefill: {line}." in index
-        assert "pictures/main_fast_prefill_after.mmd" in index
+        assert "pictures/whole_model_fast_prefill_after.mmd" in index
     drawn = {p.name for p in (directory / "pictures").iterdir()}
     passes = [p for p in session.compile_record.passes if p.stage == "dynamo" and p.matches]
     assert drawn == {
-        f"main_{p.pass_name}_{when}.mmd" for p in passes for when in ("before", "after")
+        f"whole_model_{p.pass_name}_{when}.mmd" for p in passes for when in ("before", "after")
     }
 
 
@@ -287,6 +301,87 @@ def test_other_directories_are_refused(tmp_path):
         graphs.dump(tmp_path / "index.md").__enter__()
     assert files(tmp_path) == {"index.md"}
     assert (tmp_path / "index.md").read_text() == "# mine\n"
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    for path, wrong in (("file", "file"), ("file/dump", "file"), ("nowhere", "nowhere")):
+        with pytest.raises(
+            ValueError, match=f"^directory must be a directory, got the file {tmp_path / wrong}$"
+        ):
+            graphs.dump(tmp_path / path).__enter__()
+    with pytest.raises(TypeError, match=r"^directory must be a path, got 5$"):
+        graphs.dump(5).__enter__()
+
+
+@pytest.mark.parametrize("index", [b"\xff\xfe\x00binary", b"", None])
+def test_what_no_dump_has_made_is_refused(tmp_path, index):
+    if index is not None:
+        (tmp_path / "index.md").write_bytes(index)
+    (tmp_path / "passes").mkdir()
+    (tmp_path / "passes" / "mine.py").write_text("mine")
+    named = "passes" if index is None else "index.md"
+    with pytest.raises(
+        ValueError, match=f"^directory must be new, empty .* {tmp_path} with other files: {named}$"
+    ):
+        graphs.dump(tmp_path).__enter__()
+    assert (tmp_path / "passes" / "mine.py").read_text() == "mine"
+
+
+LINK = r"^directory must hold no symbolic link where a dump writes, got .*{} to /"
+
+
+@pytest.mark.parametrize("name", ["passes", "depyf", "index.md", "index.html"])
+def test_nothing_is_written_through_symbolic_links(tmp_path, name):
+    directory, outside = tmp_path / "dump", tmp_path / "outside"
+    with graphs.dump(directory):
+        pass
+    if "." in name:
+        outside.write_text(MARKER)
+        (directory / name).unlink()
+    else:
+        outside.mkdir()
+        (outside / "mine.py").write_text("mine")
+        shutil.rmtree(directory / name, ignore_errors=True)
+    (directory / name).symlink_to(outside)
+    with pytest.raises(ValueError, match=LINK.format(name)):
+        graphs.dump(directory).__enter__()
+    ours = [outside] if outside.is_file() else [*outside.iterdir()]
+    assert [p.read_text() for p in ours] == [MARKER if "." in name else "mine"]
+
+
+def test_a_link_that_is_made_inside_is_seen(tmp_path):
+    outside, directory = tmp_path / "outside", tmp_path / "dump"
+    outside.mkdir()
+    block = graphs.dump(directory)
+    block.__enter__()
+    for name in ("passes", "index.html"):
+        (directory / name).symlink_to(outside / ("mine" * ("." in name)))
+    with pytest.raises(ValueError, match=LINK.format("passes")):
+        put(directory, "passes/01.py", "text")
+    with pytest.raises(ValueError, match=LINK.format("index.html")):
+        block.__exit__(None, None, None)
+    assert list(outside.iterdir()) == []
+
+
+def test_a_part_of_another_kind_is_refused(tmp_path):
+    with graphs.dump(tmp_path):
+        pass
+    (tmp_path / "passes").write_text("mine")
+    with pytest.raises(ValueError, match=r"^passes of an earlier dump must be a folder, got /"):
+        graphs.dump(tmp_path).__enter__()
+    assert (tmp_path / "passes").read_text() == "mine"
+
+
+def test_a_broken_package_is_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr(dump_module, "broken_passes", lambda: {"theirs": "ImportError: gone"})
+    with graphs.dump(tmp_path):
+        pass
+    assert (
+        "> The installed pass theirs is left out: ImportError: gone."
+        in (tmp_path / "index.md").read_text()
+    )
 
 
 def test_an_error_inside_leaves_what_was_recorded(tmp_path):

@@ -1,0 +1,90 @@
+"""The directory of a dump: an empty one or an earlier dump, never through symbolic links."""
+
+import os
+import shutil
+from pathlib import Path
+
+from graphs.dump.index import MARKER
+
+FOLDERS = ("passes", "pictures", "final", "inductor", "depyf")
+FILES = ("index.md", "index.html")
+
+
+def make_room(directory: str | os.PathLike[str]) -> Path:
+    """Refuse what is not ours, remove an earlier dump, and leave an index that marks it as ours.
+
+    Raises:
+        TypeError: `directory` is no path.
+        ValueError: it is a file, holds something that is not a dump, or links lead out of it.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"directory must be a path, got {directory!r}")
+    path = Path(directory).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(
+            f"directory must be a directory, got the file {_first_file(path)}"
+        ) from None
+    _check_earlier(path)
+    for name in FOLDERS:
+        if (path / name).exists():
+            shutil.rmtree(path / name)
+    for name in FILES:
+        (path / name).unlink(missing_ok=True)
+    put(path, "index.md", f"{MARKER}\nThis dump is still being written.\n")
+    return path
+
+
+def put(directory: Path, name: str, text: str) -> str:
+    """Write a file of the dump; its name.
+
+    Raises:
+        ValueError: something in its path is a symbolic link.
+    """
+    path = directory / name
+    for part in (path, path.parent):
+        if part != directory:
+            _check_link(part)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    return name
+
+
+def _check_earlier(path: Path) -> None:
+    others = sorted(entry.name for entry in path.iterdir())
+    if not others:
+        return
+    for name in (*FOLDERS, *FILES):
+        _check_link(path / name)
+    if not _is_index(path / "index.md"):
+        other = "index.md" if "index.md" in others else others[0]
+        raise ValueError(
+            f"directory must be new, empty or an earlier dump, got {path} with other files: {other}"
+        )
+    for names, is_right, kind in ((FOLDERS, Path.is_dir, "folder"), (FILES, Path.is_file, "file")):
+        for name in names:
+            if (path / name).exists() and not is_right(path / name):
+                raise ValueError(f"{name} of an earlier dump must be a {kind}, got {path / name}")
+
+
+def _is_index(path: Path) -> bool:
+    """Whether a file begins as a dump's index does, whatever its bytes are."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MARKER)) == MARKER.encode()
+
+
+def _check_link(path: Path) -> None:
+    if path.is_symlink():
+        raise ValueError(
+            f"directory must hold no symbolic link where a dump writes, got {path} "
+            f"to {os.readlink(path)}"
+        )
+
+
+def _first_file(path: Path) -> Path:
+    """What stands where a directory should."""
+    wrong = (p for p in (*reversed(path.parents), path) if os.path.lexists(p) and not p.is_dir())
+    return next(wrong, path)

@@ -1,0 +1,200 @@
+"""What `register_pass` refuses, and passes of installed packages."""
+
+import warnings
+
+import pytest
+import torch
+
+from fx_passes import Pass, broken_passes, installed, pass_names, pipeline, register_pass
+from fx_passes.pipeline import passes
+
+
+@pytest.fixture(autouse=True)
+def own_pipeline(monkeypatch):
+    monkeypatch.setattr(pipeline, "_PIPELINE", list(pipeline._PIPELINE))
+
+
+class Mine(Pass):
+    """Changes nothing."""
+
+    name, stage = "mine", "aten"
+
+    def apply(self, graph):
+        return 0
+
+
+def changed(**attributes) -> type[Pass]:
+    return type("Changed", (Mine,), attributes)
+
+
+class NoStage(Pass):
+    name = "no_stage"
+
+    def apply(self, graph):
+        return 0
+
+
+class NoName(NoStage):
+    name = None
+    stage = "aten"
+
+
+class NoApply(Pass):
+    name, stage = "no_apply", "aten"
+
+
+class Bare:
+    name, stage = "bare", "aten"
+
+
+def nothing(self, graph):
+    for node in graph.nodes:
+        if node.op == "output":
+            return
+    graph.lint()
+
+
+def fewer(self, graph):
+    yield 1
+
+
+REFUSED = {
+    "no class": (Mine(), TypeError, r"pass must be a subclass of fx_passes.Pass, got <"),
+    "no pass": (Bare, TypeError, r"pass must be a subclass of fx_passes.Pass, got <class"),
+    "None": (None, TypeError, r"pass must be a subclass of fx_passes.Pass, got None"),
+    "no apply": (NoApply, TypeError, r"pass must define apply, got <class .*NoApply'> without"),
+    "no stage": (
+        NoStage,
+        ValueError,
+        r"stage of the pass 'no_stage' must be known, got None; supported: dynamo, aten",
+    ),
+    "another stage": (
+        changed(stage="post_grad"),
+        ValueError,
+        r"stage of the pass 'mine' must be known, got 'post_grad'; supported: dynamo, aten",
+    ),
+    "no name": (NoName, ValueError, r"name of a pass must be an identifier, as my_pass, got None"),
+    "a path": (changed(name="../mine"), ValueError, r"must be an identifier, .* got '../mine'"),
+    "returns None": (
+        changed(apply=nothing),
+        TypeError,
+        r"apply of the pass 'mine' must return its number of matches, an int, got None",
+    ),
+    "a generator": (changed(apply=fewer), TypeError, r"apply of the pass 'mine' must return"),
+    "an odd place": (
+        changed(runs_after=3),
+        TypeError,
+        r"runs_after of the pass 'mine' must be a pass's name or None, got 3",
+    ),
+    "no place": (
+        changed(runs_after="nowhere"),
+        ValueError,
+        r"before and after must name a pass, got 'nowhere'; supported: device_constants",
+    ),
+    "two places": (
+        changed(runs_after="share_products", runs_before="collapse_views"),
+        ValueError,
+        r"at most one of before and after must be given, got 'collapse_views' and 'share",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case):
+    new, kind, message = REFUSED[case]
+    names = pass_names()
+    with pytest.raises(kind, match=message):
+        register_pass(new)
+    assert pass_names() == names
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda self, graph: 0,
+        lambda self, graph: 1 if graph else None,
+        lambda self, graph: sum(1 for _ in graph.nodes),
+        torch.no_grad()(lambda self, graph: 0),
+    ],
+)
+def test_what_may_return_a_number_is_taken(apply):
+    register_pass(changed(apply=apply))
+    assert pass_names()[-1] == "mine"
+
+
+def test_a_pass_declares_its_place():
+    register_pass(changed(runs_before="share_products"))
+    assert pass_names().index("mine") == pass_names().index("share_products") - 1
+    register_pass(changed(name="other", runs_before="mine"), after="share_products")
+    assert pass_names().index("other") == pass_names().index("share_products") + 1
+
+
+# -- installed passes ------------------------------------------------------------------------------
+
+
+class EntryPoint:
+    def __init__(self, name: str, load) -> None:
+        self.name, self.load = name, load
+
+
+@pytest.fixture
+def install(monkeypatch):
+    def install(*points: EntryPoint) -> None:
+        def entry_points(group: str):
+            assert group == "attn_ops.passes"
+            return list(points)
+
+        monkeypatch.setattr(installed, "entry_points", entry_points)
+        installed.installed_passes.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    installed.installed_passes.cache_clear()
+
+
+def test_an_installed_pass_runs(install):
+    place = changed(name="placed", runs_after="share_products")
+    install(EntryPoint("placed", lambda: place), EntryPoint("mine", lambda: Mine))
+    assert pass_names()[-1] == "mine"
+    assert pass_names().index("placed") == pass_names().index("share_products") + 1
+    assert {"mine", "placed"} < {one.name for one in passes(pipeline.PassConfig(), "aten")}
+    assert broken_passes() == {}
+    pipeline.unregister_pass("mine")
+    assert "mine" not in pass_names()
+    with pytest.raises(ValueError, match="pass name must be new, got 'placed'"):
+        register_pass(place)
+
+
+def test_packages_are_loaded_once_and_when_they_are_needed(install):
+    loads = []
+    install(EntryPoint("mine", lambda: loads.append("mine") or Mine))
+    assert loads == []
+    for _ in range(3):
+        pass_names()
+    assert loads == ["mine"]
+
+
+def broken():
+    raise ImportError("libbroken.so: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "message"),
+    [
+        ("broken", broken, "ImportError: libbroken.so: cannot open shared object file"),
+        ("odd", lambda: object(), "TypeError: pass must be a subclass of fx_passes.Pass"),
+        ("still", lambda: changed(name="still", stage="x"), "ValueError: stage of the pass"),
+        ("alias", lambda: changed(name="real"), "must have its pass's name 'real', got 'alias'"),
+        ("collapse_views", lambda: changed(name="collapse_views"), "pass name must be new"),
+        ("lost", lambda: changed(name="lost", runs_after="z"), "must name a pass, got 'z'"),
+    ],
+)
+def test_a_broken_package_is_reported_once_and_stops_nobody_else(install, name, load, message):
+    install(EntryPoint(name, load), EntryPoint("mine", lambda: Mine))
+    with pytest.warns(RuntimeWarning, match=f"the installed pass '{name}' is left out: ") as seen:
+        assert pass_names()[-1] == "mine"
+    assert len(seen) == 1
+    assert message in broken_passes()[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pass_names().count(name) == (name in pipeline.PassConfig.__dataclass_fields__)

@@ -164,7 +164,7 @@ def prefill_ms(session: DecodeSession, num_reqs: int, prompt_len: int) -> float:
     ids = []
     for _ in range(num_reqs):
         prompt = torch.randint(1, min(session.vocab_size, TEXT), (prompt_len,), generator=generator)
-        ids.append(session.add(prompt.tolist(), 1))
+        ids.append(session.add(prompt.tolist(), 1, eos=()))
     begin = time.perf_counter()
     while session.num_unfinished:
         session.step()

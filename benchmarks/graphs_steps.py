@@ -128,7 +128,7 @@ def step_times(session: DecodeSession, batch: int, lengths: Lengths) -> tuple[fl
     """Wall milliseconds and host microseconds a token."""
     num_steps = session.decode_steps
     prompt = [i % session.vocab_size for i in range(lengths.prompt)]
-    ids = [session.add(prompt, lengths.new_tokens(num_steps)) for _ in range(batch)]
+    ids = [session.add(prompt, lengths.new_tokens(num_steps), eos=()) for _ in range(batch)]
     for request in session.scheduler.waiting:
         request.num_computed = len(prompt) - 1  # whatever the cache holds stands for the prompt
     for _ in range(lengths.warm // num_steps):

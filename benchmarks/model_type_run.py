@@ -120,7 +120,7 @@ def _generated(session: Any, model: Any, prompts: Sequence[Sequence[int]]) -> Ge
     from graphs.app.parity import keeping_logits
 
     with keeping_logits(session) as logits:
-        results = session.generate(prompts, max_new_tokens=NEW_TOKENS)
+        results = session.generate(prompts, max_new_tokens=NEW_TOKENS, eos=())
     return Generated(
         model,
         [r.token_ids for r in results],

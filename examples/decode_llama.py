@@ -24,7 +24,9 @@ def main() -> None:
     merge_projections(model)
     compiled = torch.compile(model, backend="attn_ops", fullgraph=True)
     session = graphs.DecodeSession(compiled, max_batch_size=4, max_tokens=256)
-    for result in session.generate([[1, 2, 3], [4], [5, 6]], max_new_tokens=16, temperature=1.0):
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    # eos=(): nothing that a model of random weights writes means an end.
+    for result in session.generate(prompts, max_new_tokens=16, temperature=1.0, eos=()):
         print(result.finish_reason, result.token_ids)
     print(session.graph_mode.name, session.graph_mode_why, session.num_steps)
 

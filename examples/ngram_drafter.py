@@ -97,6 +97,7 @@ def random_model() -> torch.nn.Module:
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
+    model.generation_config.eos_token_id = None  # no token of random weights means an end
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 

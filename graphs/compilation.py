@@ -1,17 +1,26 @@
 """A session's model is compiled: once before the first step, and once more for every dump."""
 
 import contextlib
+import functools
+import inspect
+import logging
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from tqdm import tqdm
 
 from attn_ops.integrations.transformers import dynamic_batch
+from fx_passes.backend import attn_ops
+from fx_passes.inductor_slot import SLOT, AtenPipeline
 from fx_passes.observe import Recorder, recorders, recording
 from graphs.capture.pool import paused_collector
 from graphs.runner import StepRunner
+
+logger = logging.getLogger(__name__)
 
 
 class CompileCounters:
@@ -52,15 +61,19 @@ class Compilation:
     Args:
         runner: calls the model.
         session: its owner, which dumps name. The reference is weak: nothing here keeps it alive.
+        warns_uncompiled: say so where the model is not compiled.
 
     Attributes:
+        compilers: backends that compile the model; see `compilers`.
         counters: graphs, breaks and recompilations.
         record: what the passes did.
         seconds: that the last compilation took.
     """
 
-    def __init__(self, runner: StepRunner, session: object) -> None:
+    def __init__(self, runner: StepRunner, session: object, *, warns_uncompiled: bool) -> None:
         self.runner = runner
+        self.compilers = compilers(runner.model)
+        self._warns = warns_uncompiled or bool(self.compilers)
         self.counters = CompileCounters()
         self.record = Recorder()
         self.seconds = 0.0
@@ -73,13 +86,29 @@ class Compilation:
             recorder.sessions.add(self._session())
         return bool(unseen)
 
+    @property
+    def no_passes_why(self) -> str | None:
+        """Why the passes of attn_ops do nothing to this model; None: they have run, or will."""
+        if not self.compilers:
+            return "not compiled: the passes of attn_ops did not run"
+        if self.record.num_graphs or self.record.passes or any(self.compilers.values()):
+            return None
+        return f"compiled by {', '.join(self.compilers)}: the passes of attn_ops did not run"
+
     def run(self) -> None:
-        """Compile for the first time; what is compiled later counts as a recompilation."""
+        """Compile for the first time; what is compiled later counts as a recompilation.
+
+        Raises:
+            ValueError: Dynamo cannot trace the model.
+        """
         bar = tqdm(total=1, desc="compile", unit="model", disable=None, leave=False)
         with bar, recording(self.record), self.counters.watching():
             self._call_model()
             bar.update()
         self.counters.warm()
+        if self._warns and self.no_passes_why:
+            advice = "torch.compile(model, backend='attn_ops') runs them"
+            _warn_once(f"{self._model_name} is {self.no_passes_why}; {advice}")
 
     def run_again(self) -> None:
         """Forget what was compiled, also of other models, and compile anew."""
@@ -87,14 +116,65 @@ class Compilation:
         self._call_model()
 
     def _call_model(self) -> None:
-        with paused_collector():
-            self.seconds = self.runner.compile(dynamic_batch)
+        try:
+            with paused_collector():
+                self.seconds = self.runner.compile(dynamic_batch)
+        except Unsupported as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"model must be traceable by Dynamo with fullgraph=True, got {self._model_name}: "
+                f"{reason}; use the model uncompiled, or compile it without fullgraph=True"
+            ) from error
+
+    @property
+    def _model_name(self) -> str:
+        model = self.runner.model
+        return type(getattr(model, "_orig_mod", model)).__name__
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether it was compiled, or a module in it (`model.compile()`)."""
     wrapped = hasattr(model, "_orig_mod")
     return wrapped or any(m._compiled_call_impl is not None for m in model.modules())
+
+
+def compilers(model: torch.nn.Module) -> dict[str, bool]:
+    """Backends of torch.compile that compile the model, or modules in it, by name.
+
+    The value is whether the backend runs passes of attn_ops, as far as that can be seen.
+    """
+    found = {}
+    for module in model.modules():
+        callbacks = []
+        if hasattr(module, "_orig_mod"):
+            callbacks.append(getattr(getattr(module, "dynamo_ctx", None), "callback", None))
+        if module._compiled_call_impl is not None:
+            cells = inspect.getclosurevars(module._compiled_call_impl).nonlocals
+            callbacks.append(cells.get("callback"))
+        for name, runs_passes in map(_backend, callbacks):
+            found[name] = found.get(name, False) or runs_passes
+    return found
+
+
+def _backend(callback: Any) -> tuple[str, bool]:
+    """Name of the backend that Dynamo's `callback` wraps, and whether it runs our passes."""
+    wrapped = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
+    while inner := next((getattr(callback, n) for n in wrapped if hasattr(callback, n)), None):
+        callback = inner
+    called = getattr(callback, "compiler_fn", None)
+    while isinstance(called, functools.partial):
+        called = called.func
+    slot = (getattr(callback, "config", None) or {}).get(SLOT)
+    passes = slot if isinstance(slot, list | tuple) else [slot]
+    runs_passes = called is attn_ops or any(isinstance(p, AtenPipeline) for p in passes)
+    name = "attn_ops" if called is attn_ops else getattr(callback, "compiler_name", None)
+    return name or "another backend", runs_passes
+
+
+# Cached: a process logs each text once.
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _graphs() -> int:

@@ -22,7 +22,8 @@ class SessionOptions:
     Attributes:
         max_batch_size: requests that run at a time; more wait.
         max_tokens: tokens of one request that the cache may hold; a longer prompt is refused.
-        cudagraph_mode: see `CUDAGraphMode`. If it cannot be had, `graph_mode_why` says why.
+        cudagraph_mode: see `CUDAGraphMode`; "auto": FULL_DECODE_ONLY, without a warning where the
+            model is on a CPU. If it cannot be had, `graph_mode_why` says why.
         backend: an attention backend, or its name; None lets `select_backend` choose.
         block_size: tokens a block of the cache holds.
         cache_tokens: tokens the cache holds; default: every request of the batch at its longest.
@@ -39,7 +40,7 @@ class SessionOptions:
             a `Verifier`; None: never. A difference raises `VerificationError`.
         debug: None, or "eager_replay": every step takes the capture path, but is called again where
             a graph would be replayed. Modes are lowered as on CUDA; on a CPU only where groups of
-            layers have different backends.
+            layers have different backends, or the backend needs lengths on the host.
         strict: a mode that cannot be had is a ValueError, and so is on_capture_failure "continue".
         lazy_capture: capture a size when it is first needed, not all before the first step.
         on_capture_failure: "raise", or "continue": such steps run uncaptured, and are reported.
@@ -50,7 +51,7 @@ class SessionOptions:
 
     max_batch_size: int
     max_tokens: int
-    cudagraph_mode: CUDAGraphMode | str = CUDAGraphMode.FULL_DECODE_ONLY
+    cudagraph_mode: CUDAGraphMode | str = "auto"
     backend: str | Backend | None = None
     block_size: int = 16
     cache_tokens: int | None = None
@@ -102,6 +103,11 @@ class SessionOptions:
         self._check_together()
 
     def _check_together(self) -> None:
+        if self.num_cache_tokens < self.block_size:
+            raise ValueError(
+                f"cache_tokens must hold a block of block_size={self.block_size} tokens, "
+                f"got {self.cache_tokens}"
+            )
         if self.strict and self.on_capture_failure == "continue":
             raise ValueError(
                 "on_capture_failure must be 'raise' with strict=True, got 'continue'; "
@@ -116,7 +122,15 @@ class SessionOptions:
 
     @property
     def mode(self) -> CUDAGraphMode:
+        if self.any_mode:
+            return CUDAGraphMode.FULL_DECODE_ONLY
         return CUDAGraphMode.parse(self.cudagraph_mode)
+
+    @property
+    def any_mode(self) -> bool:
+        """Whether the caller leaves the mode to the session."""
+        mode = self.cudagraph_mode
+        return isinstance(mode, str) and mode.lower() == "auto"
 
     @property
     def decode_sizes(self) -> list[int]:

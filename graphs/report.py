@@ -124,6 +124,9 @@ class SessionReport:
     num_verified: int  # replays that were compared with a call; a difference was raised
     num_forgiven: int  # tokens of them that differed and were as good as the call's
     compile_seconds: float
+    compiler: str | None  # backend of torch.compile; None: not compiled
+    no_passes_why: str | None  # why no pass of attn_ops runs; None: they have run, or will
+    matches: dict[str, int]  # of each pass that ran for this session
     passes: dict[str, str]  # by pass, what it does to a step, or why nothing; empty: not compiled
     keeps_rows_why: str | None  # why a step without logits computes a row a request all the same
     num_graphs: int  # of Dynamo
@@ -158,6 +161,9 @@ class SessionReport:
             num_verified=0 if verifier is None else verifier.num_checked,
             num_forgiven=0 if verifier is None else verifier.num_forgiven,
             compile_seconds=compilation.seconds,
+            compiler=", ".join(compilation.compilers) or None,
+            no_passes_why=compilation.no_passes_why,
+            matches=compilation.record.matches(),
             passes=compilation.record.summaries(),
             keeps_rows_why=session.runner.keeps_rows_why,
             num_graphs=counters.num_graphs,
@@ -201,11 +207,8 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
         ("decode steps", f"{steps.asked} asked for, {used}: {steps.why}"),
         ("steps", f"{r.num_steps['captured']} captured, {r.num_steps['called']} called"),
         ("verified", _verified(r)),
-        (
-            "compiled",
-            f"{r.num_graphs} graphs, {r.num_breaks} breaks, {r.num_recompiles} recompiles after "
-            f"warm-up, {r.compile_seconds:.1f} s",
-        ),
+        ("compiled", _compiled(r)),
+        ("passes", _passes(r)),
         *pass_lines(r),
     ]
 
@@ -217,6 +220,23 @@ def _captured(r: SessionReport) -> str:
     for i, line in enumerate(r.graphs):
         memory.add(i, max(0, line.num_bytes))  # less where the allocator gave something back
     return f"{memory}, {r.capture_seconds:.2f} s, of {r.num_keys} keys"
+
+
+def _compiled(r: SessionReport) -> str:
+    if r.compiler is None:
+        return "no"
+    return (
+        f"by {r.compiler}: {r.num_graphs} graphs, {r.num_breaks} breaks, {r.num_recompiles} "
+        f"recompiles after warm-up, {r.compile_seconds:.1f} s"
+    )
+
+
+def _passes(r: SessionReport) -> str:
+    if r.no_passes_why is not None:
+        return r.no_passes_why
+    if not r.matches:
+        return "none has run for this session: they run when the model is compiled"
+    return ", ".join(f"{name} {number}" for name, number in r.matches.items())
 
 
 def pass_lines(r: SessionReport) -> list[tuple[str, str]]:

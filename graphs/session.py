@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from tqdm import tqdm
@@ -24,11 +24,13 @@ from graphs.loop import StepLoop
 from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
 from graphs.report import SessionReport
+from graphs.requests.defaults import Defaults
 from graphs.requests.requests import (
     Generation,
     Limits,
     Request,
     StepOutput,
+    Wanted,
     checked_drafts,
     checked_requests,
     known_request,
@@ -125,7 +127,8 @@ class DecodeSession:
         self._requests: dict[int, Request] = {}
         self.scheduler = Scheduler(self.cache, self.max_batch_size, options.max_tokens_per_step)
         self.token_stream = TokenStream(self.scheduler, self._requests)
-        self.compilation = Compilation(self.runner, self)
+        warns = options.any_mode or self.plan.asked is not CUDAGraphMode.NONE
+        self.compilation = Compilation(self.runner, self, warns_uncompiled=warns)
         self.counters, self.compile_record = self.compilation.counters, self.compilation.record
         self.loop = StepLoop(
             self.runner,
@@ -175,6 +178,8 @@ class DecodeSession:
         max_new_tokens: int = 16,
         *,
         eos: int | Iterable[int] | None = None,
+        eos_token_id: int | Iterable[int] | None = None,
+        stop_token_ids: int | Iterable[int] | None = None,
         **sampling: Any,
     ) -> int:
         """Queue a prompt; returns the request's id.
@@ -182,7 +187,10 @@ class DecodeSession:
         Args:
             prompt: token ids, 1 to `max_tokens` of them.
             max_new_tokens: tokens to generate at most.
-            eos: token or tokens that end the generation.
+            eos: token or tokens that end it; None: those of the model's generation_config, which
+                also gives `sampling` its defaults; (): no token ends it.
+            eos_token_id: another name of `eos`.
+            stop_token_ids: token or tokens that end it too, with the reason "stop".
             sampling: fields of `SamplingParams`: temperature, top_k, top_p, min_p,
                 repetition_penalty, presence_penalty, frequency_penalty, seed.
 
@@ -190,8 +198,9 @@ class DecodeSession:
             ValueError: the prompt is empty, too long or holds an unknown token, the request can
                 never fit into the cache, or a parameter is out of range. Nothing is queued.
         """
+        wanted = Wanted(max_new_tokens, eos, eos_token_id, stop_token_ids, sampling)
         requests: list[Request] = []
-        self._queue_all(requests, [prompt], max_new_tokens, sampling, eos)
+        self._queue_all(requests, [prompt], wanted)
         return requests[0].id
 
     def result(self, request_id: int) -> Generation | None:
@@ -211,6 +220,8 @@ class DecodeSession:
         max_new_tokens: int = 16,
         *,
         eos: int | Iterable[int] | None = None,
+        eos_token_id: int | Iterable[int] | None = None,
+        stop_token_ids: int | Iterable[int] | None = None,
         **sampling: Any,
     ) -> list[Generation]:
         """Generate for all prompts: one result a prompt, in order.
@@ -218,12 +229,13 @@ class DecodeSession:
         Arguments and errors as in `add`. A prompt that is refused refuses the call before
         anything is queued. Tokens of other requests are kept for the next `step`.
         """
+        wanted = Wanted(max_new_tokens, eos, eos_token_id, stop_token_ids, sampling)
         requests: list[Request] = []
         bar = tqdm(desc="generate", unit="request", disable=None, leave=False)
         try:
             try:
                 with bar:
-                    self._queue_all(requests, prompts, max_new_tokens, sampling, eos)
+                    self._queue_all(requests, prompts, wanted)
                     bar.reset(len(requests))
                     self._finish(requests, bar.update)
                 return [cast(Generation, self.result(r.id)) for r in requests]
@@ -233,21 +245,15 @@ class DecodeSession:
             self._discard_all(requests)
 
     def _queue_all(
-        self,
-        requests: list[Request],
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: Mapping[str, Any],
-        eos: int | Iterable[int] | None,
+        self, requests: list[Request], prompts: Sequence[Sequence[int]], wanted: Wanted
     ) -> None:
         """Queue all prompts, or none; `requests` gets what they have become.
 
         A step may run meanwhile: it takes requests from the queue's other end.
         """
         with self._adding:
-            requests += checked_requests(
-                self._next_id, prompts, max_new_tokens, sampling, eos, self.limits
-            )
+            defaults = Defaults.of(self.original, self.vocab_size)
+            requests += checked_requests(self._next_id, prompts, wanted, defaults, self.limits)
             for request in requests:
                 self._queue(request)
 
@@ -367,6 +373,12 @@ class DecodeSession:
             self.runner.graphs = None  # last: what was interrupted can be done again
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a DecodeSession cannot be pickled or copied: its graphs, cache and threads belong to "
+            "this process; keep the SessionOptions, and make a new one of model and options"
+        )
 
     def _queue(self, request: Request) -> None:
         self._next_id = request.id + 1

@@ -46,6 +46,7 @@ class AttentionMetadataBuilder(Generic[M]):
         reorder_batch_threshold: queries up to this length must stand in front of the batch
             (`reorder_batch`); None: any order will do.
         plans_on_host: plans read the CPU mirrors; else they may be missing, as under capture.
+        needs_mirrors: no plan can be made where they are missing.
 
     Raises:
         ValueError: the backend does not support a geometry; the reasons are in the message.
@@ -54,6 +55,7 @@ class AttentionMetadataBuilder(Generic[M]):
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     reorder_batch_threshold: int | None = None
     plans_on_host: ClassVar[bool] = False
+    needs_mirrors: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -162,9 +164,10 @@ class AttentionMetadataBuilder(Generic[M]):
 
     def _chunked(self, common: CommonAttentionMetadata) -> Mapping[int, AttentionMetadata]:
         chunked = {}
+        on_device = not self.plans_on_host or common.query_start_loc_cpu is None
         for chunk in {s.attention_chunk_size for s in self.specs if s.attention_chunk_size}:
             virtual = make_local_attention_virtual_batches(
-                chunk, common, self.block_size, on_device=not self.plans_on_host
+                chunk, common, self.block_size, on_device=on_device
             )
             plain = [
                 dataclasses.replace(s, attention_chunk_size=None)

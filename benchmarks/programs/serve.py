@@ -97,7 +97,7 @@ class Driver:
 
     def _add(self, prompts: Any) -> None:
         for prompt in prompts:
-            self.ids.append(self.session.add(list(prompt), self.program.max_new_tokens))
+            self.ids.append(self.session.add(list(prompt), self.program.max_new_tokens, eos=()))
 
     def _step(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -138,8 +138,8 @@ class Driver:
     def _generates(self) -> None:
         prompt = list(self.program.prompts[0])
         count = self.program.max_new_tokens
-        (result,) = self.session.generate([prompt], count)
-        wanted = self.session.generate([prompt], count)[0].token_ids
+        (result,) = self.session.generate([prompt], count, eos=())
+        wanted = self.session.generate([prompt], count, eos=())[0].token_ids
         if list(result.token_ids) != list(wanted):
             self.served.stream_differs = f"generate in a thread: {result.token_ids}, not {wanted}"
 

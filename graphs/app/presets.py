@@ -124,4 +124,5 @@ def _random(preset: Preset, device: Any, seed: int, dtype: str | None) -> Any:
     for weight in model.parameters():
         if weight.dim() > 1:
             weight.data.normal_(0, scale, generator=generator)
+    model.generation_config.eos_token_id = None  # no token of random weights means an end
     return model.eval().requires_grad_(False)

@@ -21,7 +21,7 @@ from graphs.session import DecodeSession, Generation
 PROMPT_LENGTHS = (1, 2, 17, 200, 33, 5, 64, 100)
 """Of the prompts that are used when none are given."""
 
-GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "eos": ()}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.0, "eos": ()}
 """What `Reference` does, whatever the model's generation config says."""
 
 

@@ -87,6 +87,7 @@ def resolve(
     uniform_query_lens: Sequence[int] = (1,),
     strict: bool = False,
     debug: str | None = None,
+    by_default: bool = False,
 ) -> ModeResolution:
     """What can be captured. It is logged, as a warning if it is less than what was asked for.
 
@@ -101,6 +102,7 @@ def resolve(
         uniform_query_lens: tokens of every request in uniform batches: 1, and 1 + k with drafts.
         strict: refuse to capture less than was asked for.
         debug: what the session runs instead of graphs; on any device, as graphs would on CUDA.
+        by_default: nobody asked for the mode; no warning where the device has no graphs at all.
 
     Raises:
         ValueError: there is no query length or one is below 1, or `strict` and the mode cannot be
@@ -126,7 +128,7 @@ def resolve(
     elif any(weak.values()):
         why = "; ".join(_reasons(groups, weak))
     resolution = ModeResolution(mode, modes, broken, dict(groups), why)
-    _tell(resolution, strict, debug)
+    _tell(resolution, strict, debug, quiet=by_default and not reachable)
     return resolution
 
 
@@ -188,7 +190,8 @@ def _name(kind: int | None) -> str:
     return "decode batches" if kind == 1 else f"uniform batches of {kind} tokens a request"
 
 
-def _tell(resolution: ModeResolution, strict: bool, debug: str | None) -> None:
+def _tell(resolution: ModeResolution, strict: bool, debug: str | None, *, quiet: bool) -> None:
+    """Log what is captured; as a warning if it is less than what was asked for, unless `quiet`."""
     asked, used = resolution.asked.name, resolution.used.name
     if not resolution.lowered:
         how = "asked for and used" if debug is None else f"asked for, run by debug={debug!r}"
@@ -200,4 +203,5 @@ def _tell(resolution: ModeResolution, strict: bool, debug: str | None) -> None:
             f"supported: {used}, because {resolution.why}"
         )
     how = "used" if debug is None else f"run by debug={debug!r}"
-    logger.warning("cudagraph_mode %s asked for, %s %s: %s", asked, used, how, resolution.why)
+    log = logger.info if quiet else logger.warning
+    log("cudagraph_mode %s asked for, %s %s: %s", asked, used, how, resolution.why)

@@ -89,11 +89,16 @@ class CapturePlan:
         """
         mode, debug, query_lens = options.mode, options.debug, options.query_lens
         declared = groups = levels(backend, specs)
-        if debug is not None and device.type != "cuda" and not isinstance(backend, GroupedBackend):
+        needs_host = getattr(backend.builder, "needs_mirrors", False)
+        plain = not isinstance(backend, GroupedBackend) and not needs_host
+        if debug is not None and device.type != "cuda" and plain:
             # Nothing is captured here, so a plain backend runs as if all could be. A grouped one
-            # always refuses batches that its groups are too weak for.
+            # always refuses batches that its groups are too weak for, and one that needs the
+            # lengths on the host has none in a whole graph.
             groups = dict.fromkeys(declared, AttentionCGSupport.ALWAYS)
-        found = resolve(mode, groups, device.type, query_lens, options.strict, debug)
+        found = resolve(
+            mode, groups, device.type, query_lens, options.strict, debug, options.any_mode
+        )
         found = dataclasses.replace(found, groups=declared)
         if debug is not None:
             why = f"debug={debug!r}: nothing is captured, steps take the same path"

@@ -1,12 +1,13 @@
 """Requests: what a prompt and its sampling must look like, and what becomes of it."""
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 from graphs.options import check_positive
+from graphs.requests.defaults import Defaults
+from graphs.requests.tokens import listed, listed_ids, token_ids
 from graphs.sampling import SamplingParams
 from graphs.sampling.params import Sampling
 
@@ -20,20 +21,23 @@ class Request:
     max_new_tokens: int
     sampling: SamplingParams  # its seed is set
     eos: frozenset[int]
+    stops: frozenset[int]  # all tokens that end it, those of `eos` too
     max_tokens: int  # tokens of it that the cache may hold
     token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
     num_computed: int = 0  # tokens whose keys and values are in the cache
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop" (an eos token), "length", or None while it goes on.
+        """See `Generation`; None while it goes on.
 
         A function of the tokens: whoever is interrupted has appended a token and all that follows
         from it, or nothing.
         """
-        if self.token_ids and self.token_ids[-1] in self.eos:
-            return "stop"
-        return "length" if self.remaining <= 0 else None
+        if self.token_ids and self.token_ids[-1] in self.stops:
+            return "eos" if self.token_ids[-1] in self.eos else "stop"
+        if self.remaining > 0:
+            return None
+        return "length" if len(self.token_ids) >= self.max_new_tokens else "max_tokens"
 
     @property
     def num_tokens(self) -> int:
@@ -66,10 +70,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What was generated for one prompt."""
+    """What was generated for one prompt.
 
-    token_ids: list[int]  # without the prompt; ends with the eos token if one stopped it
-    finish_reason: str  # "stop" (an eos token) or "length" (max_new_tokens or max_tokens)
+    The finish reason is "eos" after an eos token, "stop" after one of `stop_token_ids`, "length"
+    after `max_new_tokens`, "max_tokens" where the session has no room for another token.
+    """
+
+    token_ids: list[int]  # without the prompt; ends with the token that stopped it, if one did
+    finish_reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +86,7 @@ class StepOutput:
 
     request_id: int
     token_id: int
-    finish_reason: str | None
+    finish_reason: str | None  # that of `Generation` with the last token; None before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,27 +99,60 @@ class Limits:
     seed: int  # of requests that bring none
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a caller asks of all requests of a call, unchecked."""
+
+    max_new_tokens: int
+    eos: int | Iterable[int] | None  # None: that of the model's generation config
+    eos_token_id: int | Iterable[int] | None  # the same by another name
+    stop_token_ids: int | Iterable[int] | None
+    sampling: Mapping[str, Any]  # fields of `SamplingParams`
+
+    def params(self, defaults: Defaults) -> SamplingParams:
+        """The sampling, with defaults where a field is not given."""
+        return SamplingParams.of({**defaults.sampling, **self.sampling})
+
+    def ends(self, defaults: Defaults, vocab_size: int) -> tuple[frozenset[int], frozenset[int]]:
+        """eos tokens, and all tokens that end a request."""
+        given = [
+            frozenset(token_ids(name, listed_ids(name, value), vocab_size, ordered=False))
+            for name, value in (("eos", self.eos), ("eos_token_id", self.eos_token_id))
+            if value is not None
+        ]
+        if len(set(given)) > 1:
+            raise ValueError(
+                "eos and eos_token_id must be the same where both are given, "
+                f"got {sorted(given[0])} and {sorted(given[1])}"
+            )
+        eos = given[0] if given else defaults.eos
+        name, stops = "stop_token_ids", self.stop_token_ids
+        return eos, eos.union(token_ids(name, listed_ids(name, stops), vocab_size, ordered=False))
+
+
 def checked_requests(
     first_id: int,
     prompts: Iterable[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Mapping[str, Any],
-    eos: int | Iterable[int] | None,
+    wanted: Wanted,
+    defaults: Defaults,
     limits: Limits,
 ) -> list[Request]:
     """Requests with ids from `first_id` on, or a ValueError that names argument and value.
 
     Args:
+        first_id: id of the first request.
         prompts: token ids of each.
-        sampling: fields of `SamplingParams`.
+        wanted: what the caller asks for.
+        defaults: what holds where the caller asks for nothing.
+        limits: of the session.
     """
-    params, stops = SamplingParams.of(sampling), stop_list(eos)
+    params, ends = wanted.params(defaults), wanted.ends(defaults, limits.vocab_size)
     requests = []
     for number, prompt in enumerate(listed("prompts", prompts, "prompts"), first_id):
         own = params
         if params.seed is None:
             own = dataclasses.replace(params, seed=_seed(limits.seed, number))
-        requests.append(_checked_request(number, prompt, max_new_tokens, own, stops, limits))
+        requests.append(_checked_request(number, prompt, wanted.max_new_tokens, own, ends, limits))
     return requests
 
 
@@ -120,7 +161,7 @@ def _checked_request(
     prompt: Sequence[int],
     max_new_tokens: int,
     sampling: SamplingParams,
-    eos: list[Any],
+    ends: tuple[frozenset[int], frozenset[int]],
     limits: Limits,
 ) -> Request:
     vocab_size, max_tokens = limits.vocab_size, limits.max_tokens
@@ -132,8 +173,7 @@ def _checked_request(
             f"prompt must be at most max_tokens={max_tokens} long, got {len(tokens)} tokens"
         )
     check_positive(max_new_tokens=max_new_tokens)
-    stops = frozenset(token_ids("eos", eos, vocab_size))
-    request = Request(request_id, tokens, max_new_tokens, sampling, stops, max_tokens)
+    request = Request(request_id, tokens, max_new_tokens, sampling, *ends, max_tokens)
     if request.longest > limits.cache_tokens:
         raise ValueError(
             f"prompt and max_new_tokens must fit into the cache of {limits.cache_tokens} tokens, "
@@ -172,7 +212,8 @@ def checked_drafts(
     if going is not None:
         raise ValueError(
             "penalties must be neutral with drafts, as they change from token to token, "
-            f"got some for request {going}"
+            f"got some for request {going}; a repetition_penalty may come from the model's "
+            "generation_config"
         )
     return checked
 
@@ -183,42 +224,6 @@ def known_request(name: str, request_id: Any, requests: Mapping[int, Request]) -
         place = "come from add()" if name == "request_id" else "be for requests of this session"
         raise ValueError(f"{name} must {place}, got {request_id!r}")
     return requests[int(request_id)]
-
-
-def listed(name: str, values: Any, what: str) -> list[Any]:
-    """`values` as a list, or a ValueError: no text, no mapping, nothing that has no entries."""
-    try:
-        if isinstance(values, str | bytes | Mapping):
-            raise TypeError
-        return list(values)
-    except TypeError:  # of a tensor without dimensions too
-        raise ValueError(f"{name} must be a sequence of {what}, got {values!r:.80}") from None
-
-
-def stop_list(eos: Any) -> list[Any]:
-    """`eos` as a list of what the caller gave: none, one token or several."""
-    if eos is None:
-        return []
-    single = isinstance(eos, str | bytes) or not isinstance(eos, Iterable)
-    return [eos] if single else listed("eos", eos, "token ids")
-
-
-def token_ids(name: str, values: Any, vocab_size: int) -> list[int]:
-    """`values` as ints in the vocabulary; integer tensors and NumPy ints are taken too."""
-    if isinstance(values, set | frozenset) and name != "eos":
-        raise ValueError(f"{name} must have an order, got {values!r:.80}")
-    tokens = []
-    for value in listed(name, values, "token ids"):
-        try:
-            tokens.append(operator.index(value))
-        except TypeError:
-            tokens.append(None)
-        if tokens[-1] is None or isinstance(value, bool):
-            raise ValueError(f"{name} must hold ints, got {value!r}")
-    bad = next((t for t in tokens if not 0 <= t < vocab_size), None)
-    if bad is not None:
-        raise ValueError(f"{name} must hold token ids from 0 to {vocab_size - 1}, got {bad}")
-    return tokens
 
 
 def _seed(session_seed: int, request_id: int) -> int:

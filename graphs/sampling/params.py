@@ -38,6 +38,9 @@ FIELDS: dict[str, tuple[torch.dtype, float | int]] = {
 }
 """Tensors [S] of a step: dtype, and the value of padding rows, with which a field does nothing."""
 
+OF_REQUESTS = ("max_new_tokens", "eos", "eos_token_id", "stop_token_ids")
+"""What else a request takes by name."""
+
 SEEDS = (-(2**63), 2**63 - 1)
 TOP_KS = (0, 2**31 - 1)
 
@@ -108,8 +111,10 @@ class SamplingParams:
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = next((name for name in fields if name not in names), None)
         if unknown is not None:
+            known = ", ".join((*names, *OF_REQUESTS))
+            advice = "; temperature=0 is greedy, above 0 draws" * (unknown == "do_sample")
             raise ValueError(
-                f"sampling parameters must be known, got {unknown}; supported: {', '.join(names)}"
+                f"sampling parameters must be known, got {unknown}; supported: {known}{advice}"
             )
         return cls(**fields)
 

@@ -142,7 +142,7 @@ class StepTensors:
         host["remaining"][:num_reqs] = [s.request.remaining for s in step]
         host["active"][:num_reqs] = True
         for row, scheduled in zip(host["stop_tokens"], step, strict=False):
-            stops = sorted(scheduled.request.eos)[:MAX_STOP_TOKENS]
+            stops = sorted(scheduled.request.stops)[:MAX_STOP_TOKENS]
             row[: len(stops)] = stops
 
     def upload(self) -> None:

@@ -31,6 +31,7 @@ def tiny_llama(layers=4, dtype=torch.bfloat16):
     for weight in model.parameters():
         if weight.dim() > 1:
             weight.data.normal_(0, 0.12)
+    model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False).cuda()
 
 

@@ -1,6 +1,9 @@
 """Wrong arguments of sessions, keys and groups: a ValueError that names them, nothing changed."""
 
 # pyright: reportArgumentType=false
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -97,3 +100,53 @@ def test_wrong_requests(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         session.add(**arguments)
     assert session.num_unfinished == 0
+
+
+TOKENIZE = r"tokenize first, e\.g\. tokenizer\(text\)\['input_ids'\]"
+TEXTS = {
+    "text": ("hello", f"prompts must be a sequence of prompts, got 'hello'; {TOKENIZE}"),
+    "texts": (["hello"], f"prompt must be a sequence of token ids, got 'hello'; {TOKENIZE}"),
+    "words": ([["hello", "you"]], f"prompt must hold ints, got 'hello'; {TOKENIZE}"),
+    "mapping": ({"input_ids": [[1]]}, "prompts must be a sequence of .*; give its 'input_ids'"),
+    "mappings": ([{"input_ids": [1]}], "prompt must be a sequence of .*; give its 'input_ids'"),
+    "flat": ([1, 2], "prompt must be a sequence of .* got 1; several prompts are a list of lists"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_prompts_that_are_no_tokens(model, case):
+    prompts, message = TEXTS[case]
+    session = make_session(model, max_batch_size=1, max_tokens=8)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        session.generate(prompts, 2)
+    assert session.num_unfinished == 0
+
+
+def test_what_a_tokenizer_returns(model):
+    transformers = pytest.importorskip("transformers")
+    encoded = transformers.BatchEncoding({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]})
+    session = make_session(model, max_batch_size=1, max_tokens=8)
+    with pytest.raises(ValueError, match="give its 'input_ids'"):
+        session.generate(encoded, 2)
+    assert len(session.generate(encoded["input_ids"], 2)) == 1
+
+
+def test_do_sample_is_a_temperature(model):
+    session = make_session(model, max_batch_size=1, max_tokens=8)
+    with pytest.raises(ValueError, match=r"got do_sample; supported: .*eos.*; temperature=0 is"):
+        session.add([1], do_sample=True)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_sessions_are_not_copied(model, copied):
+    session = make_session(model, max_batch_size=1, max_tokens=8)
+    with pytest.raises(TypeError, match=r"^a DecodeSession cannot be pickled or copied: "):
+        copied(session)
+
+
+@pytest.mark.parametrize("cache_tokens", [1, 7])
+def test_a_cache_smaller_than_a_block(model, cache_tokens):
+    message = f"^cache_tokens must hold a block of block_size=8 tokens, got {cache_tokens}"
+    with pytest.raises(ValueError, match=message):
+        make_session(model, cache_tokens=cache_tokens, block_size=8)
+    assert make_session(model, cache_tokens=8, block_size=8).generate([[1]], 2)

@@ -71,27 +71,27 @@ def test_results_are_in_the_order_of_the_prompts(model, wanted):
     for result, tokens in zip(results, wanted, strict=True):
         stop = tokens.index(eos) + 1 if eos in tokens else 8
         assert result.token_ids == tokens[:stop]
-        assert result.finish_reason == ("stop" if eos in tokens else "length")
+        assert result.finish_reason == ("eos" if eos in tokens else "length")
 
 
 def test_several_eos_tokens(model, wanted):
     eos = {wanted[4][2], wanted[4][5]}
     stop = next(i for i, t in enumerate(wanted[4]) if t in eos) + 1
     (result,) = poisoned(chunked(model)).generate([PROMPTS[4]], 8, eos=iter(eos))
-    assert (result.token_ids, result.finish_reason) == (wanted[4][:stop], "stop")
+    assert (result.token_ids, result.finish_reason) == (wanted[4][:stop], "eos")
 
 
 def test_a_prompt_of_exactly_max_tokens(model, wanted):
     session = poisoned(chunked(model, max_tokens=40, max_batch_size=2))
     results = session.generate([PROMPTS[4], PROMPTS[2]], 8)
     assert results[0].token_ids == wanted[4][:1]  # the next one would not fit into the cache
-    assert results[0].finish_reason == "length"
+    assert results[0].finish_reason == "max_tokens"
     assert results[1].token_ids == wanted[2]
 
 
-def test_length_ends_at_max_tokens(model, wanted):
+def test_the_room_of_the_session_ends_it(model, wanted):
     (result,) = poisoned(chunked(model, max_tokens=42)).generate([PROMPTS[4]], 8)
-    assert (result.token_ids, result.finish_reason) == (wanted[4][:3], "length")
+    assert (result.token_ids, result.finish_reason) == (wanted[4][:3], "max_tokens")
 
 
 def test_requests_wait_for_the_cache(model, wanted):
@@ -136,13 +136,23 @@ def test_seeds(model):
 # -- graph modes -----------------------------------------------------------------------------------
 
 
-def test_a_lowered_mode_is_logged(model, caplog):
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", CUDAGraphMode.FULL_DECODE_ONLY])
+def test_a_lowered_mode_is_logged(model, caplog, mode):
     with caplog.at_level(logging.WARNING, "graphs"):
-        session = poisoned(chunked(model))
+        session = poisoned(chunked(model, cudagraph_mode=mode))
     assert session.graph_mode_asked is CUDAGraphMode.FULL_DECODE_ONLY
     assert session.graph_mode is CUDAGraphMode.NONE
     assert session.graph_mode_why == "the model is on cpu; CUDA graphs need a model on cuda"
     assert "FULL_DECODE_ONLY asked for, NONE used: the model is on cpu" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"cudagraph_mode": "AUTO"}])
+def test_nobody_is_warned_of_graphs_that_nobody_asked_for(model, caplog, options):
+    with caplog.at_level(logging.INFO, "graphs"):
+        session = poisoned(chunked(model, **options))
+    assert session.graph_mode is CUDAGraphMode.NONE
+    assert session.graph_mode_why == "the model is on cpu; CUDA graphs need a model on cuda"
+    assert [r.levelname for r in caplog.records if "NONE used" in r.getMessage()] == ["INFO"]
 
 
 def test_a_mode_that_is_asked_for_is_not_logged(model, caplog):

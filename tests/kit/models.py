@@ -64,7 +64,10 @@ CONFIGS = {
 def build_model(
     name: str = "llama", attn_implementation: str = "attn_ops", num_layers: int = 2, **overrides
 ):
-    """A Transformers model of a few thousand weights, large enough for its attention to matter."""
+    """A Transformers model of a few thousand weights, large enough for its attention to matter.
+
+    No eos token ends its generations, unless `overrides` name one.
+    """
     transformers = pytest.importorskip("transformers")
     from attn_ops.integrations.transformers import register
 
@@ -87,6 +90,7 @@ def build_model(
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 or name.endswith("sinks"):
             parameter.data.normal_(0, 0.2 if parameter.dim() > 1 else 1.0)
+    model.generation_config.eos_token_id = overrides.get("eos_token_id")
     return model.requires_grad_(False)
 
 

@@ -173,7 +173,9 @@ def qwen2_moe():
         max_window_layers=1,
     )  # fmt: skip
     make = transformers.AutoModelForCausalLM.from_config
-    return make(config, attn_implementation="attn_ops").eval()
+    model = make(config, attn_implementation="attn_ops").eval()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def test_a_window_that_stands_in_the_mask_alone(qwen2_moe):

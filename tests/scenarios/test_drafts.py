@@ -21,6 +21,7 @@ def short_model(make_model, kind):
         eos_token_id=0,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
+    model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
 
 

@@ -72,6 +72,7 @@ def make_family(make_model):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0, 0.2)
+        model.generation_config.eos_token_id = None
         return model.requires_grad_(False)
 
     return build
@@ -148,3 +149,18 @@ def test_temperature_tuning_matters(make_family):
     _, logits = Reference(make_family("llama4")).generate(prompt, 1)
     _, others = Reference(make_family("llama4", attn_temperature_tuning=False)).generate(prompt, 1)
     assert (logits - others).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("backend", "used"), [("TORCH", "FULL"), ("FLEX", "PIECEWISE")])
+def test_chunked_layers_on_the_path_of_captures(make_family, backend, used):
+    """Lengths are on the device only; requests cross the ends of several chunks.
+
+    FLEX needs lengths on the host, so attention runs between graphs.
+    """
+    model, prompts = make_family("llama4"), [[3], list(range(30)), [5] * 15]
+    sizes = {"max_batch_size": 4, "max_tokens": 64, "backend": backend, "cudagraph_mode": "FULL"}
+    session = DecodeSession(model, debug="eager_replay", **sizes)
+    assert session.graph_mode.name == used
+    wanted = DecodeSession(model, **(sizes | {"cudagraph_mode": "NONE"})).generate(prompts, 20)
+    assert session.generate(prompts, 20) == wanted
+    assert session.num_steps["called"] == 0

@@ -77,7 +77,7 @@ class FlexMetadataBuilder(AttentionMetadataBuilder):
     """Computes the plan on the device; the host gives the number of keys."""
 
     cudagraph_support = AttentionCGSupport.NEVER
-    plans_on_host = True
+    plans_on_host = needs_mirrors = True
 
     def _planned(
         self,

@@ -1,0 +1,114 @@
+"""Who compiles a session's model, and what a session says where no pass of ours runs."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import fx_passes
+from graphs import compilation
+from graphs.compilation import compilers
+from tests.kit.sessions import make_session, uncaptured
+
+NOT_COMPILED = "not compiled: the passes of attn_ops did not run"
+BY_EAGER = "compiled by eager: the passes of attn_ops did not run"
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said():
+    compilation._warn_once.cache_clear()
+
+
+def refuse(gm, inputs):
+    raise AssertionError("nothing is compiled here")
+
+
+COMPILED = {
+    "not at all": (lambda m: m, {}),
+    "attn_ops": (lambda m: torch.compile(m, backend="attn_ops"), {"attn_ops": True}),
+    "by function": (lambda m: torch.compile(m, backend=fx_passes.attn_ops), {"attn_ops": True}),
+    "with options": (
+        lambda m: torch.compile(m, backend="attn_ops", options={"fast_prefill": "off"}),
+        {"attn_ops": True},
+    ),
+    "inductor": (torch.compile, {"inductor": False}),
+    "inductor with our passes": (
+        lambda m: torch.compile(m, options=fx_passes.options()),
+        {"inductor": True},
+    ),
+    "eager": (lambda m: torch.compile(m, backend="eager"), {"eager": False}),
+    "a function": (lambda m: torch.compile(m, backend=refuse), {"refuse": False}),
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", COMPILED)
+def test_who_compiles(case, in_place):
+    """Nothing is compiled by asking. In place: `module.compile`, of a part of the model."""
+    compile_it, wanted = COMPILED[case]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if in_place:
+        model[1] = compile_it(model[1])
+        assert compilers(model) == wanted
+        return
+    assert compilers(compile_it(model)) == wanted
+
+
+def test_modules_compiled_in_place():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].compile(backend="eager")
+    model[1].compile(backend="attn_ops")
+    assert compilers(model) == {"eager": False, "attn_ops": True}
+
+
+@pytest.mark.parametrize(
+    ("compile_it", "why", "line"),
+    [
+        (lambda m: m, NOT_COMPILED, "compiled no"),
+        (
+            lambda m: torch.compile(m, backend="eager", fullgraph=True),
+            BY_EAGER,
+            "compiled by eager: ",
+        ),
+    ],
+)
+def test_sessions_say_that_no_pass_ran(model, caplog, compile_it, why, line):
+    for _ in range(2):
+        session = make_session(compile_it(model), max_batch_size=2)
+        with caplog.at_level(logging.WARNING, "graphs"):
+            session.generate([[1, 2, 3]], 2)
+        report = session.report()
+        assert (report.no_passes_why, report.matches) == (why, {})
+        assert f"passes {why}" in " ".join(str(report).split())
+        assert line in " ".join(str(report).split())
+    advice = "torch.compile(model, backend='attn_ops') runs them"
+    assert caplog.messages == [f"LlamaForCausalLM is {why}; {advice}"]
+
+
+def test_who_asks_for_no_graphs_and_does_not_compile_is_not_told(model, caplog):
+    with caplog.at_level(logging.WARNING, "graphs"):
+        uncaptured(model).generate([[1]], 1)
+    assert caplog.messages == []
+
+
+def test_what_dynamo_cannot_trace(make_model, monkeypatch):
+    model = make_model()
+    forward = type(model).forward
+
+    def broken(self, *args, **kwargs):
+        torch._dynamo.graph_break()
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", broken)
+    session = make_session(torch.compile(model, backend="eager", fullgraph=True))
+    message = (
+        "^model must be traceable by Dynamo with fullgraph=True, got LlamaForCausalLM: "
+        ".*graph_break.*; use the model uncompiled, or compile it without fullgraph=True$"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            session.generate([[1]], 2)
+    assert session.num_unfinished == 0
+    whole = make_session(torch.compile(model, backend="eager"))
+    assert whole.generate([[1]], 2) == make_session(model).generate([[1]], 2)

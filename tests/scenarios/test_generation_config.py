@@ -1,0 +1,169 @@
+"""Requests take their end and their sampling from the model's generation config, as `generate`."""
+
+import pytest
+import torch
+
+from tests.kit.models import build_model
+from tests.kit.sessions import (
+    PROMPTS,
+    captured_lazily,
+    make_session,
+    poisoned,
+    tokens_of,
+    uncaptured,
+)
+
+SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 9, "top_p": 0.9}
+
+
+@pytest.fixture
+def configured():
+    """A model and what sets its generation config."""
+    model = build_model()
+
+    def configure(**fields):
+        for name, value in fields.items():
+            setattr(model.generation_config, name, value)
+        return model
+
+    return configure
+
+
+def generated(model, prompt, max_new_tokens, **options) -> list[int]:
+    """By `generate` of Transformers, with the model's generation config."""
+    ids = torch.tensor([prompt])
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=0,
+            **options,
+        )
+    finally:
+        model.set_attn_implementation(implementation)
+    return out[0, len(prompt) :].tolist()
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("make", [make_session, captured_lazily])
+def test_eos_of_the_config_ends_requests(configured, make, several):
+    model = configured()
+    free = tokens_of(make_session(model).generate(PROMPTS, 12))
+    eos = [free[0][4], free[1][2]] if several else free[0][4]
+    configured(eos_token_id=eos)
+    results = poisoned(make(model)).generate(PROMPTS, 12)
+    assert tokens_of(results) == [generated(model, p, 12) for p in PROMPTS] != free
+    assert results[0].finish_reason == "eos"
+
+
+def test_a_config_that_changes_counts_from_the_next_request(configured):
+    session = make_session(configured())
+    (free,) = session.generate(PROMPTS[:1], 6)
+    configured(eos_token_id=free.token_ids[1])
+    (ended,) = session.generate(PROMPTS[:1], 6)
+    assert ended.finish_reason == "eos"
+    assert len(ended.token_ids) <= 2
+
+
+@pytest.mark.parametrize("name", ["eos", "eos_token_id"])
+def test_keywords_come_before_the_config(configured, name):
+    session = make_session(configured())
+    (free,) = session.generate(PROMPTS[:1], 8)
+    configured(eos_token_id=free.token_ids[0])
+    assert session.generate(PROMPTS[:1], 8, **{name: ()}) == [free]
+    (other,) = session.generate(PROMPTS[:1], 8, **{name: [free.token_ids[3]]})
+    first = free.token_ids.index(free.token_ids[3])
+    assert (other.token_ids, other.finish_reason) == (free.token_ids[: first + 1], "eos")
+    (ended,) = session.generate(PROMPTS[:1], 8, **{name: None})
+    assert (ended.token_ids, ended.finish_reason) == (free.token_ids[:1], "eos")
+
+
+def test_both_names_of_eos(model):
+    session = make_session(model)
+    assert session.generate([[1]], 3, eos=5, eos_token_id=[5]) == session.generate([[1]], 3, eos=5)
+    with pytest.raises(ValueError, match=r"^eos and eos_token_id must be .* \[5\] and \[6, 7\]$"):
+        session.add([1], 3, eos=5, eos_token_id=[7, 6])
+    with pytest.raises(ValueError, match=r"^eos_token_id must hold token ids from 0"):
+        session.add([1], 3, eos_token_id=64)
+    assert session.num_unfinished == 0
+
+
+@pytest.mark.parametrize("eos", [64, -1, [64, 151643]])
+def test_eos_outside_the_vocabulary_ends_nothing(configured, eos):
+    (result,) = make_session(configured(eos_token_id=eos)).generate(PROMPTS[:1], 4)
+    assert result.finish_reason == "length"
+
+
+def test_a_model_without_generation_config(configured):
+    model = configured()
+    model.generation_config = None
+    assert make_session(model).generate([[1]], 2)[0].finish_reason == "length"
+
+
+# -- finish reasons --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [uncaptured, captured_lazily])
+def test_finish_reasons_are_told_apart(configured, make):
+    session = make(configured(), max_tokens=64)
+    prompt = list(range(60))
+    (free,) = session.generate([prompt], 5, eos=())
+    assert len(free.token_ids) == 5  # the last one is never in the cache
+    assert free.finish_reason == "length"
+    (full,) = session.generate([prompt], 50, eos=())
+    assert (full.token_ids, full.finish_reason) == (free.token_ids, "max_tokens")
+    first = free.token_ids[0]
+    (stopped,) = session.generate([prompt], 50, eos=(), stop_token_ids=first)
+    assert (stopped.token_ids, stopped.finish_reason) == ([first], "stop")
+    (ended,) = session.generate([prompt], 50, eos=first, stop_token_ids=[first, 3])
+    assert (ended.token_ids, ended.finish_reason) == ([first], "eos")
+    session.add(prompt, 50, eos=())
+    outputs = []
+    while session.num_unfinished:
+        outputs += session.step()
+    assert [o.finish_reason for o in outputs] == [None] * 4 + ["max_tokens"]
+
+
+def test_stop_tokens_end_requests_beside_eos(model):
+    session = make_session(model)
+    (free,) = session.generate(PROMPTS[:1], 8)
+    eos, stop = free.token_ids[6], free.token_ids[2]
+    (result,) = session.generate(PROMPTS[:1], 8, eos=eos, stop_token_ids={stop})
+    end = min(free.token_ids.index(eos), free.token_ids.index(stop))
+    assert result.token_ids == free.token_ids[: end + 1]
+
+
+# -- sampling --------------------------------------------------------------------------------------
+
+
+def test_sampling_of_the_config(configured):
+    session = make_session(configured(**SAMPLED))
+    asked = {name: value for name, value in SAMPLED.items() if name != "do_sample"}
+    got = session.generate(PROMPTS, 8, seed=3)
+    assert got != session.generate(PROMPTS, 8, seed=4)
+    assert session.generate(PROMPTS, 8, seed=3, top_k=0) != got
+    greedy = session.generate(PROMPTS, 8, temperature=0)
+    configured(do_sample=False)
+    assert session.generate(PROMPTS, 8) == greedy
+    assert session.generate(PROMPTS, 8, seed=3, **asked) == got
+
+
+def test_temperature_is_1_where_the_config_only_samples(configured):
+    session = make_session(configured(do_sample=True))
+    got = session.generate(PROMPTS, 8, seed=3)
+    assert got == session.generate(PROMPTS, 8, seed=3, temperature=1.0)
+    assert got != session.generate(PROMPTS, 8, temperature=0)
+
+
+def test_a_repetition_penalty_of_the_config(configured):
+    model = configured(repetition_penalty=1.7)
+    session = make_session(model)
+    got = tokens_of(session.generate(PROMPTS, 12))
+    assert got == [generated(model, p, 12) for p in PROMPTS]
+    assert got != tokens_of(session.generate(PROMPTS, 12, repetition_penalty=1.0))

@@ -72,6 +72,22 @@ def test_other_operators_are_not_merged(aten_graph, contract):
     assert before == after
 
 
+def test_equal_views_alone_are_left(aten_graph, contract):
+    """No product is computed twice: nothing changes, and nothing is counted."""
+
+    def function(x, w):
+        return (
+            aten.view(x, [-1]).sin(),
+            aten.view(x, [-1]).cos(),
+            aten.view(x, [-1]).view(-1, 8) @ w,
+        )
+
+    x, w = torch.randn(3, 8), torch.randn(8, 4)
+    before, after = contract(ShareProducts(), aten_graph(function, x, w), x, w, matches=0)
+    assert before.count("aten.view.default") > 2
+    assert before == after
+
+
 def test_a_merged_model_has_one_product_a_group(make_model, make_prompts):
     from attn_ops.integrations.merged import merge_projections
     from fx_passes import attn_ops, recording

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from attn_ops.backends import Backend, backend_names, get_backend
+from attn_ops.backends.registry import built_in_names
 from attn_ops.metadata.features import FEATURES
 
 BEGIN, END = "<!-- support-table:begin -->", "<!-- support-table:end -->"
@@ -47,13 +48,22 @@ class SupportRow:
 
 def support_rows() -> list[SupportRow]:
     """A row a backend, in the order of preference, from the declarations."""
-    backends = [get_backend(name) for name in backend_names()]
-    return [SupportRow(_cells(backend), backend.unavailable()) for backend in backends]
+    return [_row(name) for name in backend_names()]
+
+
+def _row(name: str) -> SupportRow:
+    try:
+        backend = get_backend(name)
+    except Exception as error:  # of another package; the others still have rows
+        blank = (name, *("?" for _ in COLUMNS[1:]))
+        return SupportRow(blank, f"it cannot be loaded: {type(error).__name__}: {error}")
+    return SupportRow(_cells(backend), backend.unavailable())
 
 
 def markdown() -> str:
-    """The table, markers included. It does not depend on the machine."""
-    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells for row in support_rows())]
+    """The table of our own backends, markers included. It does not depend on the machine."""
+    ours = [_cells(get_backend(name)) for name in built_in_names()]
+    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *ours]
     return "\n".join([BEGIN, *(f"| {' | '.join(row)} |" for row in rows), END])
 
 

@@ -25,7 +25,7 @@ TOLERANCE = {
     torch.float16: 2e-3,
     torch.bfloat16: 1.5e-2,
 }
-"""Relative error norm by the dtype of q, as in tests/conformance/features.py."""
+"""Relative error norm by the dtype of q, as in attn_ops/testing/features.py."""
 
 QUANTIZED_QUERY = 6e-2
 """The same where the backend rounds q to FP8."""

@@ -163,7 +163,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Measurement]:
 
 def _measurement(key: str, entry: Any) -> Measurement:
     """An entry, checked against its key: who was timed, on how many shapes."""
-    known = json.loads(key) if key.startswith("{") else None
+    known: Any = json.loads(key) if key.startswith("{") else None
     where = f"entry {key[:60]!r}"
     _require(isinstance(known, dict) and known.keys() == set(KEY_FIELDS), where, KEY_FORM, key)
     _require(isinstance(entry, dict) and entry.keys() == {"times", "failed"}, where, ENTRY, entry)

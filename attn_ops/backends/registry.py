@@ -58,6 +58,11 @@ def register_backend(backend: Backend) -> None:
     _registered[backend.name] = backend
 
 
+def built_in_names() -> list[str]:
+    """Names of our own backends, in order of preference, whatever else is installed."""
+    return list(_BUILT_IN)
+
+
 def backend_names() -> list[str]:
     """All names, in order of preference: built in, registered, installed entry points."""
     installed = [point.name for point in entry_points(group=ENTRY_POINT_GROUP)]

@@ -219,7 +219,7 @@ def spec_fields(asked: Mapping[str, object]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """What a backend can do. The conformance suite tests this, and that the rest is refused."""
+    """What a backend can do. `attn_ops.testing` tests this, and that the rest is refused."""
 
     devices: tuple[str, ...]  # device types
     dtypes: tuple[torch.dtype, ...]  # of q and the cache

@@ -11,12 +11,12 @@ import torch
 from attn_ops import AttentionOptions, get_backend
 from attn_ops.backends import registry
 from attn_ops.backends.torch_backend import reference_attention
+from attn_ops.testing.features import TOLERANCE
 from benchmarks import fuzz_attention, fuzz_run
 from benchmarks.fuzz_cases import draw_case, geometries_of
 from benchmarks.fuzz_inputs import make_inputs
 from benchmarks.fuzz_oracle import oracle
 from benchmarks.fuzz_run import Config, Fuzzer, run_in_workers
-from tests.conformance.features import TOLERANCE
 
 CPU = torch.device("cpu")
 TORCH = get_backend("TORCH")

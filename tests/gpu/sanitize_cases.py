@@ -25,7 +25,8 @@ from attn_ops.metadata import (
     make_kv_sharing_fast_prefill_common_attn_metadata,
     make_local_attention_virtual_batches,
 )
-from tests.conformance.features import FEATURES, make_case
+from attn_ops.testing import make_case
+from attn_ops.testing.features import FEATURES
 
 DECODE = ([1, 1, 0, 1, 1], [1, 17, 9, 70, 300])
 PREFILL = ([1, 18, 0, 35, 4], [1, 18, 7, 61, 130])

@@ -6,7 +6,7 @@ import torch
 
 from attn_ops import AttentionCGSupport, AttentionSpec, get_backend, grouped_backend
 from attn_ops.backends.torch_backend import reference_attention
-from tests.conformance.features import LENGTHS, TOLERANCE
+from attn_ops.testing.features import LENGTHS, TOLERANCE
 
 FULL = AttentionSpec(4, 2, 16, torch.float32)
 SLIDING = dataclasses.replace(FULL, sliding_window=9)

@@ -23,6 +23,9 @@ from attn_ops import (
 from attn_ops.backends import registry
 from attn_ops.backends.flex import flex_backend
 from attn_ops.backends.grouped import captures, levels, runs_on
+from attn_ops.testing import make_case
+from attn_ops.testing.calls import chunked_oracle
+from attn_ops.testing.features import FEATURES, LENGTHS
 from tests.attn_ops.backends.grouped.grouped_layers import (
     CAPPED,
     CHUNKED,
@@ -39,7 +42,6 @@ from tests.attn_ops.backends.grouped.grouped_layers import (
     mixed_batch,
     three_groups,
 )
-from tests.conformance.features import FEATURES, LENGTHS, chunked_oracle, make_case
 
 
 @pytest.fixture

@@ -1,111 +1,24 @@
-"""What a layer can ask for, and how a backend declares that it can do it.
+"""One call of a backend: inputs over a poisoned cache, and the comparison with the reference.
 
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from attn_ops import AttentionMetadata, AttentionSpec, Backend, CommonAttentionMetadata, Support
+from attn_ops.backends.base import Backend
 from attn_ops.backends.torch_backend import reference_attention
-from attn_ops.metadata import KV_CACHE_DTYPES
-
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-5,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1.5e-2,
-}
-"""Relative error norm against the float64 oracle, by the dtype of q."""
-
-LENGTHS = {
-    "decode": ([1, 1, 1, 1], [1, 2, 17, 70]),
-    "mixed": ([1, 1, 0, 7, 40], [5, 33, 0, 7, 61]),
-    "prefill": ([1, 18, 35], [1, 18, 35]),
-    "uniform": ([4, 4, 4], [4, 50, 35]),
-}
-"""Query lengths and seq_lens: ragged, with 0 and 1."""
-
-UNIFORM = {n: ([n] * 4, [n, n + 1, 33, 70]) for n in range(2, 9)}
-"""Drafts to verify: 1 + k query tokens each."""
-
-CROSS = {
-    "decoding": ([1, 1, 1], [1, 40, 17]),
-    "prompts": ([5, 20, 1], [3, 1, 50]),
-}
-"""Queries over an encoder's keys: rows have no positions among them, and may be more."""
-
-Options = Callable[[int, torch.device], dict[str, Any]]
-
-
-def _slopes(num_heads: int, device: torch.device) -> torch.Tensor:
-    return torch.linspace(0.02, 0.5, num_heads, device=device)
-
-
-def _sinks(num_heads: int, device: torch.device) -> torch.Tensor:
-    """bfloat16 numbers, as models store them and FlashAttention reads them."""
-    return torch.linspace(-2, 3, num_heads, device=device).bfloat16().float()
-
-
-def _scales(dtype: str, device: torch.device) -> dict[str, Any]:
-    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([1.7])}
-    return {"kv_cache_dtype": dtype, **{name: s.to(device) for name, s in scales.items()}}
-
-
-@dataclasses.dataclass(frozen=True)
-class Feature:
-    """One thing that a layer asks for."""
-
-    declared: Callable[[Support], bool]
-    options: Options  # of `attention`, for a number of heads on a device
-    spec: dict[str, Any] = dataclasses.field(default_factory=dict)  # what of it is geometry
-    refusal: str = ""  # the argument that the error names where it is not declared
-
-
-FEATURES = {
-    "plain": Feature(lambda s: True, lambda n, d: {}),
-    "window": Feature(
-        lambda s: s.sliding_window,
-        lambda n, d: {"sliding_window": 9},
-        {"sliding_window": 9},
-        "sliding_window",
-    ),
-    "soft_cap": Feature(
-        lambda s: s.soft_cap, lambda n, d: {"soft_cap": 5.0}, {"soft_cap": 5.0}, "soft_cap"
-    ),
-    "alibi": Feature(
-        lambda s: s.alibi, lambda n, d: {"alibi_slopes": _slopes(n, d)}, {"alibi": True}, "alibi"
-    ),
-    "sinks": Feature(
-        lambda s: s.sinks, lambda n, d: {"sinks": _sinks(n, d)}, {"sinks": True}, "sinks"
-    ),
-    "sinks, window": Feature(
-        lambda s: s.sinks and s.sliding_window,
-        lambda n, d: {"sinks": _sinks(n, d), "sliding_window": 9},
-        {"sinks": True, "sliding_window": 9},
-        "sinks|sliding_window",
-    ),
-    "non-causal": Feature(lambda s: s.non_causal, lambda n, d: {}, {"causal": False}, "causal"),
-    "non-causal, window": Feature(
-        lambda s: s.non_causal and s.sliding_window and s.non_causal_window,
-        lambda n, d: {"sliding_window": 9},
-        {"causal": False, "sliding_window": 9},
-        "causal|sliding_window",
-    ),
-    **{
-        dtype: Feature(
-            lambda s, dtype=dtype: dtype in s.kv_cache_dtypes,
-            lambda n, d, dtype=dtype: _scales(dtype, d),
-            {"kv_cache_dtype": dtype},
-            "kv_cache_dtype",
-        )
-        for dtype in KV_CACHE_DTYPES
-        if dtype != "auto"
-    },
-}
+from attn_ops.metadata import (
+    KV_CACHE_DTYPES,
+    AttentionMetadata,
+    AttentionSpec,
+    CommonAttentionMetadata,
+)
+from attn_ops.testing.differences import check_close, check_padding
+from attn_ops.testing.features import TOLERANCE, Feature
 
 
 @dataclasses.dataclass
@@ -137,18 +50,11 @@ class Case:
         want = reference_attention(
             self.q, self.kv_cache, common, self.scale, lse=want_lse, **self.options
         )
-        assert out.shape == self.q.shape
-        assert out.dtype == self.q.dtype
-        assert out.isfinite().all()
-        error = float((out.double() - want).norm() / want.norm().clamp(min=1e-30))
-        assert error <= max(TOLERANCE[self.q.dtype], least), f"relative error {error:.2e}"
-        assert (out[common.num_actual_tokens :] == 0).all(), "padding rows are zero"
+        check_close("out", out, want, self.q.dtype, common, least)
+        check_padding(out, common.num_actual_tokens)
         if lse is not None:
-            assert lse.dtype == torch.float32
-            assert torch.equal(lse.isinf(), want_lse.isinf())
-            seen = ~want_lse.isinf()
             limit = max(TOLERANCE[self.q.dtype], least, 1e-5) * 3
-            assert (lse - want_lse)[seen].abs().max() <= limit
+            check_close("lse", lse, want_lse, torch.float32, common, limit, elementwise=True)
 
 
 def make_case(
@@ -203,7 +109,14 @@ def make_case(
     )
 
 
-def _common(query, seq, table, block_size, device, num_rows) -> CommonAttentionMetadata:
+def _common(
+    query: Sequence[int],
+    seq: Sequence[int],
+    table: torch.Tensor,
+    block_size: int,
+    device: str,
+    num_rows: int,
+) -> CommonAttentionMetadata:
     """The batch; `from_lengths` refuses queries longer than their sequence, so they come later."""
     longest = [max(pair) for pair in zip(query, seq, strict=True)]
     width = max([1, *(-(-n // block_size) for n in longest)])

@@ -115,6 +115,11 @@ def test_compiled_is_the_same(model, wanted):
     counters = session.counters
     assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (1, 0, 0)
     assert session.compile_record.matches()["outline_layers"] == 2
+    report = session.report()
+    assert (report.compiler, report.no_passes_why) == ("attn_ops", None)
+    assert report.matches == session.compile_record.matches()
+    assert "compiled by attn_ops: 1 graphs" in " ".join(str(report).split())
+    assert "outline_layers" in str(report)
 
 
 # -- sampling --------------------------------------------------------------------------------------

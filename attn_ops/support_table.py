@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from attn_ops.backends import Backend, backend_names, get_backend
-from attn_ops.backends.registry import built_in_names
+from attn_ops.backends.registry import built_in_names, load_backend
 from attn_ops.metadata.features import FEATURES
 
 BEGIN, END = "<!-- support-table:begin -->", "<!-- support-table:end -->"
@@ -52,11 +52,9 @@ def support_rows() -> list[SupportRow]:
 
 
 def _row(name: str) -> SupportRow:
-    try:
-        backend = get_backend(name)
-    except Exception as error:  # of another package; the others still have rows
-        blank = (name, *("?" for _ in COLUMNS[1:]))
-        return SupportRow(blank, f"it cannot be loaded: {type(error).__name__}: {error}")
+    backend, failed = load_backend(name)
+    if backend is None:
+        return SupportRow((name, *("?" for _ in COLUMNS[1:])), failed)
     return SupportRow(_cells(backend), backend.unavailable())
 
 

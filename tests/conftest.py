@@ -16,6 +16,7 @@ import hypothesis
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch._dynamo.utils import counters
 
+from attn_ops.backends import registry
 from tests.kit.batches import Batch, build_batch
 from tests.kit.models import Prompts, build_model, build_prompts
 from tests.kit.triton_interpreter import keep_scalar_masks
@@ -47,6 +48,14 @@ def fresh_state() -> Iterator[None]:
         if flex is not None:
             flex.compiled.cache_clear()  # it says once which sizes change
         counters.clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def only_our_backends() -> Iterator[None]:
+    """Tests choose among our own backends, whatever other packages are installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", lambda group: [])
+        yield
 
 
 @pytest.fixture(scope="session")

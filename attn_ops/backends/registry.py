@@ -89,6 +89,21 @@ def get_backend(name: str) -> Backend:
     return backend
 
 
+def load_backend(name: str) -> tuple[Backend | None, str]:
+    """The backend called `name`; or None and why it cannot be loaded.
+
+    The module of another package may raise anything. It must not take other backends with it.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    _check_known(name)
+    try:
+        return get_backend(name), ""
+    except Exception as error:
+        return None, f"its module cannot be loaded: {type(error).__name__}: {error}"
+
+
 def _check_backend(backend: object) -> None:
     """Raise unless it is a backend whose functions can be pickled.
 
@@ -224,10 +239,9 @@ def _only_by_name(name: str) -> list[str]:
 def _reasons(
     name: str, layers: list[AttentionSpec], block_size: int, device: torch.device
 ) -> list[str]:
-    try:
-        backend = get_backend(name)
-    except Exception as error:  # a third party's entry point; it must not take the others with it
-        return [f"its module cannot be loaded: {type(error).__name__}: {error}"]
+    backend, failed = load_backend(name)
+    if backend is None:
+        return [failed]
     reasons = [
         reason for spec in layers for reason in backend.reasons_against(spec, block_size, device)
     ]

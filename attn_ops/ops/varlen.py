@@ -11,7 +11,7 @@ from typing import Unpack
 import torch
 
 from attn_ops.backends.base import OWN_MASK, Backend
-from attn_ops.backends.registry import backend_names, get_backend
+from attn_ops.backends.registry import backend_names, load_backend
 from attn_ops.metadata import (
     METADATA_TYPE,
     PAD_SLOT_ID,
@@ -194,7 +194,11 @@ def _backend_for(spec: AttentionSpec, device: torch.device, name: str | None) ->
     if device.type == "cpu":
         names.sort(key=lambda n: n != "TORCH")
     against = []
-    for candidate in map(get_backend, names):
+    for candidate_name in names:
+        candidate, failed = load_backend(candidate_name)
+        if candidate is None:
+            against.append(f"{candidate_name}: {failed}")
+            continue
         blocks = candidate.support.block_sizes
         reasons = candidate.reasons_against(spec, blocks[0] if blocks else 16, device)
         if candidate.varlen is None:

@@ -1,12 +1,14 @@
 """The backend of docs/adding_a_backend.md conforms as it is there, installed as another package."""
 
+import importlib.metadata
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from attn_ops import backend_names, get_backend, select_backend, support_table
+from attn_ops import backend_names, get_backend, select_backend, support_table, varlen_metadata
+from attn_ops.backends import registry
 from attn_ops.testing import check_backend, conformance_cases
 from tests.attn_ops.backends.test_registry import PLAIN
 
@@ -26,6 +28,7 @@ def installed(tmp_path, monkeypatch):
     points = "[attn_ops.backends]\nMY_BACKEND = my_package.attention:BACKEND\n"
     (info / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "entry_points", importlib.metadata.entry_points)
     yield "MY_BACKEND"
     for module in ("my_package", "my_package.attention"):
         sys.modules.pop(module, None)
@@ -53,7 +56,9 @@ def test_an_installed_backend_changes_nothing_of_ours(installed):
     assert installed in backend_names()
     assert installed not in names
     assert installed not in support_table.markdown()
-    assert select_backend(PLAIN, block_size=16, device="cpu").backend.name == "TORCH"
+    selection = select_backend(PLAIN, block_size=16, device="cpu")
+    assert selection.backend.name == "TORCH"
+    assert installed in selection.reasons_against
 
 
 def test_a_broken_installation_is_a_row_with_its_reason(installed, tmp_path):
@@ -62,6 +67,9 @@ def test_a_broken_installation_is_a_row_with_its_reason(installed, tmp_path):
     assert row.unavailable is not None
     assert "no_such_library" in row.unavailable
     assert len(row.cells) == len(support_table.COLUMNS)
+    assert varlen_metadata([3], PLAIN).backend.name == "TORCH"
+    with pytest.raises(ValueError, match=r"MY_BACKEND: its module cannot be loaded.*no_such_lib"):
+        varlen_metadata([3], PLAIN, "meta")
 
 
 def test_the_suite_is_not_imported_by_attn_ops():

@@ -134,7 +134,7 @@ def test_a_backend_without_it_is_refused():
 def test_no_backend_applies():
     with pytest.raises(ValueError, match=r"TORCH.*device must be supported, got meta"):
         varlen_metadata([3], SPEC, "meta")
-    with pytest.raises(ValueError, match="^backend must be a known name, got 'NOBODY'"):
+    with pytest.raises(ValueError, match=r"^backend must be a known name, got 'NOBODY'"):
         varlen_metadata([3], SPEC, backend="NOBODY")
 
 

@@ -37,7 +37,7 @@ class CUDAGraphMode(Enum):
         for known in cls:
             if isinstance(mode, str) and mode.lower() == known.value:
                 return known
-        names = ", ".join(known.name for known in cls)
+        names = ", ".join((*(known.name for known in cls), "auto"))
         raise ValueError(f"cudagraph_mode must be known, got {mode!r}; supported: {names}")
 
     @classmethod

@@ -175,7 +175,7 @@ BAD_SESSIONS = {
     ),
     "mode": (
         {"cudagraph_mode": "all"},
-        "^cudagraph_mode must be known, got 'all'; supported: NONE",
+        "^cudagraph_mode must be known, got 'all'; supported: NONE, .*, auto$",
     ),
     "head size": ({"backend": "FLASH_ATTN"}, "head_size must be supported, got 16; supported: 64"),
     "dtype": (

@@ -127,6 +127,7 @@ class SessionReport:
     compiler: str | None  # backend of torch.compile; None: not compiled
     no_passes_why: str | None  # why no pass of attn_ops runs; None: they have run, or will
     matches: dict[str, int]  # of each pass that ran for this session
+    matches_in_words: dict[str, str]  # by graph, or why there are none
     passes: dict[str, str]  # by pass, what it does to a step, or why nothing; empty: not compiled
     keeps_rows_why: str | None  # why a step without logits computes a row a request all the same
     num_graphs: int  # of Dynamo
@@ -164,6 +165,7 @@ class SessionReport:
             compiler=", ".join(compilation.compilers) or None,
             no_passes_why=compilation.no_passes_why,
             matches=compilation.record.matches(),
+            matches_in_words=compilation.record.matches_in_words(),
             passes=compilation.record.summaries(),
             keeps_rows_why=session.runner.keeps_rows_why,
             num_graphs=counters.num_graphs,
@@ -208,7 +210,6 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
         ("steps", f"{r.num_steps['captured']} captured, {r.num_steps['called']} called"),
         ("verified", _verified(r)),
         ("compiled", _compiled(r)),
-        ("passes", _passes(r)),
         *pass_lines(r),
     ]
 
@@ -231,17 +232,14 @@ def _compiled(r: SessionReport) -> str:
     )
 
 
-def _passes(r: SessionReport) -> str:
-    if r.no_passes_why is not None:
-        return r.no_passes_why
-    if not r.matches:
-        return "none has run for this session: they run when the model is compiled"
-    return ", ".join(f"{name} {number}" for name, number in r.matches.items())
-
-
 def pass_lines(r: SessionReport) -> list[tuple[str, str]]:
-    """What passes do to a step, and why rows stay that they could do without."""
-    lines = [(name.replace("_", " "), line) for name, line in r.passes.items()]
+    """Matches of every pass, what passes do to a step, and why rows stay that need not."""
+    why = r.no_passes_why
+    if why is None and not r.matches:
+        why = "none has run for this session: they run when the model is compiled"
+    ran = [f"{name}: {words}" for name, words in r.matches_in_words.items()]
+    lines = [("" if i else "passes", line) for i, line in enumerate([why] if why else ran)]
+    lines += [(name.replace("_", " "), line) for name, line in r.passes.items()]
     return [*lines, *((("rows kept", r.keeps_rows_why),) if r.keeps_rows_why else ())]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.app.presets import PRESETS
+from graphs.dump.folder import check_room
 
 DTYPES = ("float32", "bfloat16", "float16")
 FAST_PREFILL = ("off", "auto", "on")
@@ -58,6 +59,8 @@ class RunArguments:
             _check_known("dtype", self.dtype, DTYPES)
         if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device must be cpu, cuda or cuda:N, got {self.device!r}")
+        if self.dump is not None:
+            check_room(self.dump)
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be a positive int, got {self.max_new_tokens}")
         if not 0 <= self.temperature < math.inf:

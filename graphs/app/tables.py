@@ -126,11 +126,6 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
             "graphs",
             f"{r.num_graphs}, {r.num_breaks} breaks, {r.num_recompiles} recompiles after warm-up",
         ),
-        (
-            "passes",
-            ", ".join(f"{name} {_count(n, 'match', 'matches')}" for name, n in r.matches.items())
-            or "none ran",
-        ),
         *pass_lines(r.session),
         *(("  left alone", reason) for reason in r.skipped),
         ("parity", _parity(r)),

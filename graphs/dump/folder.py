@@ -10,8 +10,8 @@ FOLDERS = ("passes", "pictures", "final", "inductor", "depyf")
 FILES = ("index.md", "index.html")
 
 
-def make_room(directory: str | os.PathLike[str]) -> Path:
-    """Refuse what is not ours, remove an earlier dump, and leave an index that marks it as ours.
+def check_room(directory: str | os.PathLike[str]) -> Path:
+    """The directory, unless something in it is not ours; nothing is written.
 
     Raises:
         TypeError: `directory` is no path.
@@ -20,13 +20,22 @@ def make_room(directory: str | os.PathLike[str]) -> Path:
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(f"directory must be a path, got {directory!r}")
     path = Path(directory).absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(
-            f"directory must be a directory, got the file {_first_file(path)}"
-        ) from None
-    _check_earlier(path)
+    for part in (*reversed(path.parents), path):
+        if os.path.lexists(part) and not part.is_dir():
+            raise ValueError(f"directory must be a directory, got the file {part}")
+    if path.is_dir():
+        _check_earlier(path)
+    return path
+
+
+def make_room(directory: str | os.PathLike[str]) -> Path:
+    """Remove an earlier dump, and leave an index that marks the directory as ours.
+
+    Raises:
+        TypeError, ValueError: as `check_room`.
+    """
+    path = check_room(directory)
+    path.mkdir(parents=True, exist_ok=True)
     for name in FOLDERS:
         if (path / name).exists():
             shutil.rmtree(path / name)
@@ -82,9 +91,3 @@ def _check_link(path: Path) -> None:
             f"directory must hold no symbolic link where a dump writes, got {path} "
             f"to {os.readlink(path)}"
         )
-
-
-def _first_file(path: Path) -> Path:
-    """What stands where a directory should."""
-    wrong = (p for p in (*reversed(path.parents), path) if os.path.lexists(p) and not p.is_dir())
-    return next(wrong, path)

@@ -18,6 +18,7 @@ BAD = [
     ({"backend": "NOPE"}, "backend must be a known name, got 'NOPE'; supported: AUTO, "),
     ({"max_new_tokens": 0}, "max_new_tokens must be a positive int, got 0"),
     ({"fast_prefill": "x"}, "fast_prefill must be known, got 'x'; supported: off, auto, on"),
+    ({"dump": ".."}, "directory must be new, empty or an earlier dump, got "),
     ({"dtype": "int8"}, "dtype must be known, got 'int8'; supported: float32, bfloat16, float16"),
     ({"device": "tpu"}, "device must be cpu, cuda or cuda:N, got 'tpu'"),
     ({"temperature": -0.5}, "temperature must be 0 or more, got -0.5"),
@@ -29,14 +30,17 @@ BAD = [
 
 @pytest.mark.parametrize(("fields", "message"), BAD, ids=lambda value: str(value)[:24])
 def test_a_bad_argument_is_named(fields, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         RunArguments(**fields)
 
 
 def test_an_error_needs_no_torch(tmp_path):
     """Which would take seconds: arguments, a prompts file and `--help`."""
-    (tmp_path / "prompts.txt").write_text("1 2\n3 600\n")
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "prompts.txt").write_text("1 2\n3 600\n")
     calls = [
         ["run", f"--{name.replace('_', '-')}", str(value)]
         for fields, _ in BAD
@@ -47,11 +51,13 @@ def test_an_error_needs_no_torch(tmp_path):
 import json, sys
 from typer.testing import CliRunner
 from graphs.app.cli import app
-results = [CliRunner().invoke(app, call) for call in {calls}]
-print(json.dumps([[r.exit_code, r.output, "torch" in sys.modules] for r in results]))
+def outcome(call):
+    result = CliRunner().invoke(app, call)
+    return result.exit_code, result.output, "torch" in sys.modules
+print(json.dumps([outcome(call) for call in {calls}]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=here, capture_output=True, text=True, check=True
     )
     *refused, shown = json.loads(done.stdout)
     assert [(status, torch) for status, _, torch in refused] == [(2, False)] * len(refused)

@@ -60,6 +60,7 @@ def test_every_causal_type_is_on_the_page_once():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # 4 minutes of CPU and more
 @same_version
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 def test_the_page_is_what_a_run_writes():

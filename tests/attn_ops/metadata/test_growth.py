@@ -34,4 +34,5 @@ def test_building_10_000_steps_keeps_no_memory():
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert grown < 20_000, f"{grown} bytes in 10,000 steps"
+    # One object kept a step would be 500 kB; what other threads of the process allocate counts too.
+    assert grown < 100_000, f"{grown} bytes in 10,000 steps"

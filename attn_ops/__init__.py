@@ -27,6 +27,7 @@ from attn_ops.metadata import (
 from attn_ops.ops import (
     advance_step,
     attention,
+    attention_quant,
     attention_with_lse,
     copy_blocks,
     gather_kv,
@@ -54,6 +55,7 @@ __all__ = [
     "Support",
     "advance_step",
     "attention",
+    "attention_quant",
     "attention_with_lse",
     "backend_names",
     "copy_blocks",

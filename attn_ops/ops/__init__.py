@@ -2,6 +2,7 @@
 
 from attn_ops.ops.advance import advance_step
 from attn_ops.ops.attention import attention, attention_with_lse
+from attn_ops.ops.attention_quant import attention_quant
 from attn_ops.ops.cache_blocks import copy_blocks, gather_kv, swap_blocks
 from attn_ops.ops.merge import merge_attn_states
 from attn_ops.ops.varlen import varlen_attention, varlen_metadata
@@ -10,6 +11,7 @@ from attn_ops.ops.write_kv import write_kv
 __all__ = [
     "advance_step",
     "attention",
+    "attention_quant",
     "attention_with_lse",
     "copy_blocks",
     "gather_kv",

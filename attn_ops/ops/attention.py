@@ -15,16 +15,16 @@ from attn_ops.ops.breaks import AttentionCall
 from attn_ops.ops.checks import check_causal, check_query, check_v_head_size, layer_of
 from attn_ops.ops.library import LIBRARY
 
-_ARGUMENTS = (
+ARGUMENTS = (
     f"Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
     f"{SCHEMA}, str kv_cache_dtype='auto', Tensor? k_scale=None, Tensor? v_scale=None, "
     "int? attention_chunk_size=None, bool? causal=None, bool logits_rows=False"
 )
 # Host values of the metadata reach the kernels: Inductor's own graphs ("reduce-overhead") are cut
 # around the operators. Ours are captured by contract, see docs/graphs.md.
-_TAGS = (torch.Tag.cudagraph_unsafe,)
-LIBRARY.define(f"attention({_ARGUMENTS}) -> Tensor", tags=_TAGS)
-LIBRARY.define(f"attention_with_lse({_ARGUMENTS}) -> (Tensor, Tensor)", tags=_TAGS)
+TAGS = (torch.Tag.cudagraph_unsafe,)
+LIBRARY.define(f"attention({ARGUMENTS}) -> Tensor", tags=TAGS)
+LIBRARY.define(f"attention_with_lse({ARGUMENTS}) -> (Tensor, Tensor)", tags=TAGS)
 
 
 @torch.library.impl(LIBRARY, "attention", "CompositeExplicitAutograd")
@@ -44,10 +44,10 @@ def _attention(
     if breaks.hooks:
         more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
         more |= {"logits_rows": logits_rows}
-        call = AttentionCall(_attention, q, kv_cache, meta, scale, more, with_lse=False)
+        call = AttentionCall(_attention, q, kv_cache, meta, scale, more, empty_out)
         if (results := breaks.asked(call)) is not None:
             return results[0]
-    asked = _asked(scale, **options) if options else _plain(scale)
+    asked = asked_of(scale, **options) if options else _plain(scale)
     if causal is not None:
         check_causal(meta, causal)
     if logits_rows:
@@ -61,7 +61,8 @@ def _attention(
     return attend(layer, q, kv_cache, meta, asked)
 
 
-def _asked(scale: float, **options: object) -> AttentionOptions:
+def asked_of(scale: float, **options: object) -> AttentionOptions:
+    """What a layer asks for, by an operator's keywords."""
     return AttentionOptions(scale, **options, checked=True)  # pyright: ignore[reportArgumentType]
 
 
@@ -100,11 +101,11 @@ def _attention_with_lse(
     if breaks.hooks:
         more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
         more |= {"logits_rows": logits_rows}
-        call = AttentionCall(_attention_with_lse, q, kv_cache, meta, scale, more, with_lse=True)
+        call = AttentionCall(_attention_with_lse, q, kv_cache, meta, scale, more, empty_states)
         if (results := breaks.asked(call)) is not None:
             return results[0], results[1]
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    asked = _asked(scale, **options, lse=lse)
+    asked = asked_of(scale, **options, lse=lse)
     if causal is not None:
         check_causal(meta, causal)
     if logits_rows:
@@ -122,6 +123,16 @@ def _attention_with_lse_fake(
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def empty_out(q: torch.Tensor) -> tuple[torch.Tensor]:
+    """Memory for [T, N, H] in q's dtype."""
+    return (torch.empty(q.shape, dtype=q.dtype, device=q.device),)
+
+
+def empty_states(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and [T, N] float32 for the log-sum-exp."""
+    return *empty_out(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 def attend(

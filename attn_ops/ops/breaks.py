@@ -19,10 +19,11 @@ from attn_ops.metadata import AttentionMetadata, AttentionOptions, AttentionSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of `attention` or `attention_with_lse`, as the model made it.
+    """One call of an operator that attends, as the model made it.
 
-    `options` are the operator's keywords. Chunked local attention and cascades are not yet looked
-    up: `meta` is the whole batch's, and another step's can stand in its place.
+    `options` are its keywords, but for those that only say what becomes of the output. Chunked
+    local attention and cascades are not yet looked up: `meta` is the whole batch's, and another
+    step's can stand in its place.
     """
 
     implementation: Callable[..., Any]
@@ -31,7 +32,7 @@ class AttentionCall:
     meta: AttentionMetadata
     scale: float
     options: dict[str, Any]
-    with_lse: bool
+    empty: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]  # memory for the results, from q
 
     @property
     def spec(self) -> AttentionSpec:
@@ -45,19 +46,15 @@ class AttentionCall:
         return dataclasses.replace(spec, attention_chunk_size=chunk)
 
     def empty_results(self) -> tuple[torch.Tensor, ...]:
-        """Memory for [T, N, H] in q's dtype and, with the log-sum-exp, [T, N] float32."""
-        out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
-        if not self.with_lse:
-            return (out,)
-        lse = torch.empty(self.q.shape[:2], dtype=torch.float32, device=self.q.device)
-        return out, lse
+        """Memory for what the operator returns."""
+        return self.empty(self.q)
 
     def run(self, meta: AttentionMetadata | None = None) -> tuple[torch.Tensor, ...]:
         """The results, over the batch of `meta`; None: of the call. Not by the dispatcher."""
         results = self.implementation(
             self.q, self.kv_cache, meta or self.meta, self.scale, **self.options
         )
-        return results if self.with_lse else (results,)
+        return results if isinstance(results, tuple) else (results,)
 
     def run_into(
         self, results: tuple[torch.Tensor, ...], meta: AttentionMetadata | None = None

@@ -1,0 +1,117 @@
+"""Quantizing what attention wrote, by a kernel of its own: the form that the fused one must equal.
+
+T tokens, N query heads, H head size, W = N * H, G groups of a row, E values of a group.
+"""
+
+import torch
+
+from attn_ops.output_quant.schemes import FP4_BLOCK, FP4_MAX, FP8_MAX, OutputQuant
+
+_LEAST_BLOCK_SCALE = torch.finfo(torch.float8_e4m3fn).tiny
+
+
+def quantize_output(
+    x: torch.Tensor, how: OutputQuant, out_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, N, H] quantized: what `attention_quant` returns for attention's output x.
+
+    One Triton kernel on CUDA (two for `fp8_tensor`), else plain PyTorch.
+
+    Raises:
+        ValueError: x or `out_scale` does not fit the scheme.
+    """
+    how.check(x, out_scale)
+    return reference_quantize(x, how, out_scale)
+
+
+def reference_quantize(
+    x: torch.Tensor, how: OutputQuant, out_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_output` in plain PyTorch, rounding where the libraries round."""
+    out, scales = how.empty(x)
+    if x.numel() == 0:
+        return out, scales.zero_()  # of no row there is no amax
+    if how.scheme == "nvfp4":
+        return _nvfp4(x, out_scale, out, scales)
+    x_TGE = x.reshape(*_grouped_shape(x, how))
+    if how.scheme == "fp8_static":
+        assert out_scale is not None
+        scale_TG1 = out_scale.reshape(1, 1, 1)
+        divisor = scale_TG1
+    else:
+        scale_TG1 = _scales(x_TGE, how)
+        divisor = scale_TG1
+        scales.copy_(scale_TG1.reshape(scales.shape))
+    values = x_TGE.float() * divisor if how.multiply else x_TGE.float() / divisor
+    if how.round_values:
+        values = values.to(x.dtype).float()
+    fp8 = values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return fp8.reshape(out.shape), scales
+
+
+def _grouped_shape(x: torch.Tensor, how: OutputQuant) -> tuple[int, int, int]:
+    num_tokens, width = x.shape[0], x.shape[1] * x.shape[2]
+    if how.scheme == "fp8_tensor":
+        return 1, 1, num_tokens * width
+    group = how.group or width
+    return num_tokens, width // group, group
+
+
+def _scales(x_TGE: torch.Tensor, how: OutputQuant) -> torch.Tensor:
+    """[T, G, 1] float32."""
+    dtype = x_TGE.dtype if how.round_scale else torch.float32
+    amax = x_TGE.abs().amax(dim=2, keepdim=True).to(dtype)
+    if how.min_amax:
+        amax = amax.clamp(min=how.min_amax)
+    scale = amax / FP8_MAX
+    if how.min_scale:
+        scale = scale.clamp(min=how.min_scale)
+    scale = scale.float()
+    return _power_of_two(scale) if how.ue8m0 else scale
+
+
+def _power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is not smaller, by the bits of float32; 0 stays 0."""
+    bits = scale.view(torch.int32)
+    return ((bits + 0x7FFFFF) >> 23 << 23).view(torch.float32)
+
+
+def _nvfp4(
+    x: torch.Tensor, out_scale: torch.Tensor | None, out: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of two levels, as torchao's `nvfp4_quantize`: E4M3 a block, and one for all."""
+    num_tokens, width = x.shape[0], x.shape[1] * x.shape[2]
+    x_TGE = x.reshape(num_tokens, width // FP4_BLOCK, FP4_BLOCK).float()
+    scale_TG = x_TGE.abs().amax(dim=2) / FP4_MAX
+    if out_scale is not None:
+        scale_TG = scale_TG / out_scale.reshape(1, 1)
+    fp8_TG = scale_TG.clamp(_LEAST_BLOCK_SCALE, FP8_MAX).to(torch.float8_e4m3fn)
+    inverse = 1.0 if out_scale is None else 1.0 / out_scale.reshape(1, 1)
+    values = (x_TGE * (inverse / fp8_TG.float()).unsqueeze(2)).clamp(-FP4_MAX, FP4_MAX)
+    codes = e2m1_codes(values).reshape(num_tokens, width // 2, 2)
+    out.copy_((codes[..., 0] | codes[..., 1] << 4).reshape(out.shape))
+    padded = torch.zeros(scales.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    padded[:num_tokens, : fp8_TG.shape[1]] = fp8_TG
+    return out, swizzled(padded)
+
+
+def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
+    """Four bits of each float32, nearest even: sign, two of exponent, one of mantissa; uint8.
+
+    NaN becomes the largest number.
+    """
+    size = values.abs()
+    code = torch.zeros_like(values, dtype=torch.uint8)
+    # Between two neighbours the even code has the middle.
+    for middle, taken in ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False),
+                          (3.5, True), (5.0, False)):  # fmt: skip
+        code += (size >= middle if taken else size > middle).to(torch.uint8)
+    code = torch.where(size.isnan(), 7, code)
+    return (code | (values.signbit().to(torch.uint8) << 3)).to(torch.uint8)
+
+
+def swizzled(scales: torch.Tensor) -> torch.Tensor:
+    """[128 a, 4 b] in cuBLAS's order of block scales: tiles of 128 rows and 4 columns."""
+    rows, columns = scales.shape
+    tiles = scales.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(rows, columns)

@@ -46,7 +46,7 @@ class ModelInputs:
     def probe(
         self,
         input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
         logits_rows: torch.Tensor,
         probe: AttentionProbe,
         attention_mask: torch.Tensor | None = None,
@@ -55,12 +55,14 @@ class ModelInputs:
 
         Arguments: those of `attn_ops.integrations.transformers.contract.Forward`.
         """
-        tensors = {
+        tensors: dict[str, Any] = {
             "input_ids": input_ids,
             "position_ids": position_ids,
-            "slot_mapping": position_ids[0],
+            "slot_mapping": input_ids[0],  # a probe reads none
             "logits_indices": logits_rows,
         }
-        more = {} if attention_mask is None else {"attention_mask": attention_mask}
+        more: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
+        if position_ids is None:  # the model counts from 0
+            more["past_key_values"] = None
         with torch.compiler.set_stance("force_eager"):
             return self.model(**(self(tensors, None, []) | more | {"attn_metadata": probe})).logits

@@ -300,6 +300,34 @@ def test_positions_counted_by_the_model(model):
     refuses(of_class(model, forward=counts), "rows of a batch must meet in attention only.*")
 
 
+def test_positions_that_the_models_own_generate_leaves_out(model):
+    """Kosmos-2.5 counts them from behind its padding token's, where it is given none."""
+
+    def leaves_out(self, *args, **kwargs):
+        made = super(type(self), self).prepare_inputs_for_generation(*args, **kwargs)
+        return made | {"position_ids": None}
+
+    def counts_from_2(self, *args, position_ids=None, **kwargs):
+        if position_ids is None:
+            position_ids = torch.arange(2, 2 + kwargs["input_ids"].shape[1])[None]
+        return super(type(self), self).forward(*args, position_ids=position_ids, **kwargs)
+
+    kind = type(model)
+    of_class(model, prepare_inputs_for_generation=leaves_out)
+    assert make_session(model).generate(PROMPTS, 2)
+    model.__class__ = kind
+    of_class(model, prepare_inputs_for_generation=leaves_out, forward=counts_from_2)
+    refuses(model, "position_ids must count from 0, .* another query of model.layers.0.self_attn")
+
+
+def test_positions_that_the_models_own_generate_makes(model):
+    def doubles(self, *args, position_ids, **kwargs):
+        made = super(type(self), self).prepare_inputs_for_generation(*args, **kwargs)
+        return made | {"position_ids": 2 * position_ids}
+
+    refuses(of_class(model, prepare_inputs_for_generation=doubles), "position_ids must count from 0")
+
+
 def test_what_rows_do_alone_is_theirs(model):
     model.model.layers[1] = Around(model.model.layers[1], lambda x: x.tanh() * 3)
     chunked(model)

@@ -24,6 +24,7 @@ from attn_ops.integrations.transformers.rows import (
     NUM_ROWS,
     Forward,
     Probes,
+    check_positions,
     check_rows,
     embedding_of,
     module_names,
@@ -104,6 +105,7 @@ class Contract:
         names = module_names(self.model)
         _check_calls(first.calls, layers, self.specs, names)
         check_masks(first.calls, self.longest)
+        check_positions(first, self._probes.placed())
         for run in (self._probes.some(), *self._probes.parts()):
             _check_calls(run.calls, layers, self.specs, names)
             if [c.asked() for c in run.calls] != [c.asked() for c in first.calls]:

@@ -17,18 +17,22 @@ from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
 
 NUM_ROWS = 12
 
+_OF_ROWS = object()
+"""Positions that are the rows' numbers."""
+
 
 class Forward(Protocol):
     """Calls the uncompiled model as a step does, with the probe as its metadata.
 
     input_ids and position_ids [1, T] int64, logits_rows [R] int64, attention_mask [1, T] or None.
-    Returns the logits, [1, R, V].
+    position_ids may be None, or what the model's own `generate` makes. Returns the logits,
+    [1, R, V].
     """
 
     def __call__(
         self,
         input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
         logits_rows: torch.Tensor,
         probe: AttentionProbe,
         attention_mask: torch.Tensor | None = None,
@@ -76,6 +80,13 @@ class Probes:
                     raise
                 return self._run(self.rows, self.rows)  # the model takes no mask
 
+    def placed(self) -> Run | None:
+        """All rows, with the positions that `generate` gives a prompt; None: those of `in_order`."""
+        positions = _generate_positions(self.model, self.ids[None], self.rows[None])
+        if positions is not None and bool((positions == self.rows).all()):
+            return None
+        return self._run(self.rows, self.rows, positions=positions)
+
     def some(self) -> Run:
         """Fewer rows in another order, one of them NaN: every row that reads it becomes NaN.
 
@@ -108,11 +119,16 @@ class Probes:
             return self._run(self.kept, wanted)
 
     def _run(
-        self, rows: torch.Tensor, wanted: torch.Tensor, mask: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        wanted: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        positions: Any = _OF_ROWS,
     ) -> Run:
         probe = AttentionProbe(module_names(self.model))
         more = {} if mask is None else {"attention_mask": mask}
-        logits = self.forward(self.ids[rows][None], rows[None], wanted, probe, **more)
+        positions = rows[None] if positions is _OF_ROWS else positions
+        logits = self.forward(self.ids[rows][None], positions, wanted, probe, **more)
         check_logits(logits, wanted.numel())
         return Run(probe.calls, logits[0], rows, wanted)
 
@@ -138,6 +154,25 @@ def _ordinary_tokens(model: Any, vocab_size: int, count: int) -> torch.Tensor:
     special |= {v for v in vars(model.config.get_text_config()).values() if type(v) is int}
     ordinary = [i for i in range(min(vocab_size, 4096)) if i not in special] or [0]
     return torch.tensor([ordinary[(7 * i + 3) % len(ordinary)] for i in range(count)])
+
+
+def _generate_positions(
+    model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor
+) -> torch.Tensor | None:
+    """What the model is given as [..., T] positions by its own `generate`; None: it is given none.
+
+    A model without such a method, or whose method wants more, takes those it is given.
+    """
+    try:
+        made = model.prepare_inputs_for_generation(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            position_ids=position_ids,
+            use_cache=False,
+        )
+        return made.get("position_ids")
+    except Exception:
+        return position_ids
 
 
 @contextlib.contextmanager
@@ -183,6 +218,17 @@ def check_rows(first: Run, run: Run, probes: Probes) -> None:
             f"position, got another {found[0]} for rows that stood elsewhere and beside others; "
             "supported: models that take input_ids and position_ids, without convolutions, "
             "recurrences or statistics over tokens outside their attention"
+        )
+
+
+def check_positions(first: Run, placed: Run | None) -> None:
+    """The model computes with positions from 0 on what its own `generate` lets it compute."""
+    found = None if placed is None else _first_difference(first, placed, None)
+    if found is not None:
+        raise ValueError(
+            "position_ids must count from 0, as a session gives them, got a model whose own "
+            f"generate gives others or none: another {found[0]}; supported: models that compute "
+            "the same from both"
         )
 
 

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 from typing import Any
 
+from benchmarks.model_type_names import plain
+
 VOCAB = 128
 CHUNK = 16
 """Tokens of a chunk of local attention: one block of the cache."""
@@ -267,6 +269,7 @@ def small_config(model_type: str, window: int = 8) -> Any:
     """
     from transformers import CONFIG_MAPPING
 
+    model_type = plain(model_type)
     if model_type in NO_REFERENCE:
         raise ValueError(NO_REFERENCE[model_type])
     config_class = CONFIG_MAPPING[model_type]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.model_type_configs import RESERVED, VOCAB, small_config
+from benchmarks.model_type_names import classes
 
 PROMPT_LENGTHS = (5, 20, 33)
 NEW_TOKENS = 12
@@ -34,10 +35,9 @@ def make_prompts() -> list[list[int]]:
 def built(model_type: str, attn_implementation: str, window: int) -> Any:
     """A model from a fresh config, which building one changes."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = small_config(model_type, window)
-    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    model_class = getattr(transformers, classes()[model_type])
     if model_class.config_class is type(config.get_text_config()):
         config = config.get_text_config()  # as AutoModelForCausalLM does
     torch.manual_seed(0)

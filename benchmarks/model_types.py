@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks.model_type_names import classes
 from benchmarks.model_type_run import Options, Outcome, run_type
 
 KINDS = ("equal", "wrong", "refused", "crash", "unbuildable")
@@ -78,7 +79,6 @@ def prepared_types() -> list[str]:
     """Import once what every child needs; the causal types that Transformers knows."""
     import torch
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     import graphs  # noqa: F401
     from attn_ops.integrations.transformers import register
@@ -87,7 +87,7 @@ def prepared_types() -> list[str]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     register()
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return list(classes())
 
 
 def run_all(types: Sequence[str], options: Options, jobs: int, timeout: float) -> Iterator[Outcome]:

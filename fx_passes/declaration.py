@@ -11,7 +11,8 @@ def check_pass(new: Any) -> None:
     """Refuse what could not run.
 
     Raises:
-        TypeError: it is no class of `Pass`, is abstract, or its `apply` returns nothing.
+        TypeError: it is no class of `Pass`, is abstract, or its `apply` takes no graph or returns
+            nothing.
         ValueError: its name or its stage cannot be used.
     """
     if not isinstance(new, type) or not issubclass(new, Pass):
@@ -19,6 +20,7 @@ def check_pass(new: Any) -> None:
     if missing := sorted(new.__abstractmethods__):
         raise TypeError(f"pass must define {', '.join(missing)}, got {new!r} without")
     _check_names(new)
+    _check_arguments(new)
     if _returns_nothing(new.apply):
         raise TypeError(
             f"apply of the pass {new.name!r} must return its number of matches, an int, got None"
@@ -42,6 +44,19 @@ def _check_names(new: type[Pass]) -> None:
             raise TypeError(
                 f"{attribute} of the pass {name!r} must be a pass's name or None, got {anchor!r}"
             )
+
+
+def _check_arguments(new: type[Pass]) -> None:
+    """`apply` can be called with a graph."""
+    method: Any = inspect.getattr_static(new, "apply")
+    bound = not isinstance(method, staticmethod | classmethod)
+    try:
+        inspect.signature(new.apply).bind(*[None] * bound, None)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"apply of the pass {new.name!r} must take a graph, as apply(self, graph), "
+            f"got {new.apply!r}: {error}"
+        ) from error
 
 
 def _returns_nothing(function: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from attn_ops.backends.base import OWN_MASK, Backend
 from attn_ops.backends.measure import Shape
 from attn_ops.backends.measurements import choose
-from attn_ops.metadata import AttentionSpec
+from attn_ops.metadata import AttentionSpec, Support
 
 _BUILT_IN = {
     "AUTO": "attn_ops.backends.auto",
@@ -47,8 +47,8 @@ def register_backend(backend: Backend) -> None:
     """Add a third party's backend; it follows the built-in ones in the order of preference.
 
     Raises:
-        TypeError: it is no `Backend`.
-        ValueError: the name is taken, or a function of it cannot be pickled.
+        TypeError: it is no `Backend`, or a field holds another type than it should.
+        ValueError: the name is taken or not in upper case, or a function cannot be pickled.
     """
     _check_backend(backend)
     if backend.name in backend_names():
@@ -105,7 +105,7 @@ def load_backend(name: str) -> tuple[Backend | None, str]:
 
 
 def _check_backend(backend: object) -> None:
-    """Raise unless it is a backend whose functions can be pickled.
+    """Raise unless it is a backend with fields of their types, whose functions can be pickled.
 
     A compiled model's cache key holds the step's metadata, which refers to its backend. What
     attn-ops made itself is not asked: masks of `flex_backend` and predicates of `grouped_backend`
@@ -113,10 +113,17 @@ def _check_backend(backend: object) -> None:
     """
     if not isinstance(backend, Backend):
         raise TypeError(f"backend must be a Backend, got {type(backend).__name__}")
-    if not isinstance(backend.name, str) or not backend.name:
+    if not isinstance(backend.name, str) or not backend.name.isupper():
         raise ValueError(f"backend.name must be a name in upper case, got {backend.name!r}")
+    if not isinstance(backend.support, Support):
+        got = type(backend.support).__name__
+        raise TypeError(f"backend.support must be a Support, got {got} of backend {backend.name}")
     for field in ("builder", "forward", "unavailable", "varlen", "plan_of"):
         value = getattr(backend, field)
+        if not callable(value) and not (value is None and field in ("varlen", "plan_of")):
+            raise TypeError(
+                f"backend.{field} must be callable, got {value!r} of backend {backend.name}"
+            )
         made_by = value.func if isinstance(value, functools.partial) else value
         if str(getattr(made_by, "__module__", "")).startswith("attn_ops."):
             continue

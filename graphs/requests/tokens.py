@@ -6,6 +6,8 @@ from typing import Any
 
 TOKENIZE = "tokenize first, e.g. tokenizer(text)['input_ids']"
 
+TEMPLATE = "tokenize first, e.g. tokenizer.apply_chat_template(messages)['input_ids']"
+
 
 def listed(name: str, values: Any, what: str) -> list[Any]:
     """`values` as a list, or a ValueError: no text, no mapping, nothing that has no entries."""
@@ -22,6 +24,8 @@ def _advice(name: str, values: Any) -> str:
     """What a caller does about text, a tokenizer's mapping, or a prompt without a list around."""
     if isinstance(values, Mapping) and "input_ids" in values:
         return "; give its 'input_ids'"
+    if isinstance(values, Mapping) and "role" in values and name == "prompt":
+        return f"; {TEMPLATE}"
     if isinstance(values, str | bytes) and name in ("prompt", "prompts"):
         return f"; {TOKENIZE}"
     if name == "prompt" and isinstance(values, int):
@@ -48,7 +52,7 @@ def token_ids(name: str, values: Any, vocab_size: int, *, ordered: bool = True) 
         except TypeError:
             tokens.append(None)
         if tokens[-1] is None or isinstance(value, bool):
-            advice = f"; {TOKENIZE}" if isinstance(value, str) and name == "prompt" else ""
+            advice = _advice(name, value) if not isinstance(value, int) else ""
             raise ValueError(f"{name} must hold ints, got {value!r}{advice}")
     bad = next((t for t in tokens if not 0 <= t < vocab_size), None)
     if bad is not None:

@@ -1,5 +1,6 @@
 """What `register_pass` refuses, and passes of installed packages."""
 
+import functools
 import warnings
 
 import pytest
@@ -80,6 +81,21 @@ REFUSED = {
         TypeError,
         r"apply of the pass 'mine' must return its number of matches, an int, got None",
     ),
+    "no function": (
+        changed(apply=None),
+        TypeError,
+        r"apply of the pass 'mine' must take a graph, as apply\(self, graph\), got None",
+    ),
+    "no graph": (
+        changed(apply=lambda self: 0),
+        TypeError,
+        "apply of the pass 'mine' must take a graph, .* too many positional arguments",
+    ),
+    "more than a graph": (
+        changed(apply=lambda self, graph, config: 0),
+        TypeError,
+        "apply of the pass 'mine' must take a graph, .* missing a required argument: 'config'",
+    ),
     "a generator": (changed(apply=fewer), TypeError, r"apply of the pass 'mine' must return"),
     "an odd place": (
         changed(runs_after=3),
@@ -115,6 +131,9 @@ def test_refusals(case):
         lambda self, graph: 1 if graph else None,
         lambda self, graph: sum(1 for _ in graph.nodes),
         torch.no_grad()(lambda self, graph: 0),
+        staticmethod(lambda graph: 0),
+        classmethod(lambda cls, graph, more=1: 0),
+        functools.partialmethod(lambda self, more, graph: 0, 1),
     ],
 )
 def test_what_may_return_a_number_is_taken(apply):

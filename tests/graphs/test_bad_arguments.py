@@ -103,12 +103,16 @@ def test_wrong_requests(model, arguments, message):
 
 
 TOKENIZE = r"tokenize first, e\.g\. tokenizer\(text\)\['input_ids'\]"
+MESSAGE = {"role": "user", "content": "hello"}
+TEMPLATE = r"tokenize first, e\.g\. tokenizer\.apply_chat_template\(messages\)\['input_ids'\]"
 TEXTS = {
     "text": ("hello", f"prompts must be a sequence of prompts, got 'hello'; {TOKENIZE}"),
     "texts": (["hello"], f"prompt must be a sequence of token ids, got 'hello'; {TOKENIZE}"),
     "words": ([["hello", "you"]], f"prompt must hold ints, got 'hello'; {TOKENIZE}"),
     "mapping": ({"input_ids": [[1]]}, "prompts must be a sequence of .*; give its 'input_ids'"),
     "mappings": ([{"input_ids": [1]}], "prompt must be a sequence of .*; give its 'input_ids'"),
+    "messages": ([MESSAGE], f"prompt must be a sequence of .*; {TEMPLATE}"),
+    "conversations": ([[MESSAGE]], f"prompt must hold ints, got .*; {TEMPLATE}"),
     "flat": ([1, 2], "prompt must be a sequence of .* got 1; several prompts are a list of lists"),
 }
 

@@ -325,7 +325,9 @@ def test_positions_that_the_models_own_generate_makes(model):
         made = super(type(self), self).prepare_inputs_for_generation(*args, **kwargs)
         return made | {"position_ids": 2 * position_ids}
 
-    refuses(of_class(model, prepare_inputs_for_generation=doubles), "position_ids must count from 0")
+    refuses(
+        of_class(model, prepare_inputs_for_generation=doubles), "position_ids must count from 0"
+    )
 
 
 def test_what_rows_do_alone_is_theirs(model):

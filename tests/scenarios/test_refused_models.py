@@ -3,7 +3,32 @@
 import pytest
 
 from tests.kit.models import build_model
-from tests.kit.sessions import make_session
+from tests.kit.sessions import make_session, refuses
+
+
+def tiny(config: str, model: str, **sizes):
+    transformers = pytest.importorskip("transformers")
+    from attn_ops.integrations.transformers import register
+
+    register()
+    made = getattr(transformers, config)(**(SIZES | sizes))
+    return getattr(transformers, model)._from_config(made, attn_implementation="attn_ops").eval()
+
+
+SIZES = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 32}
+
+
+def test_a_model_that_makes_a_padding_mask_is_told_so():
+    """It was told to use a session, by the session."""
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "decoder_attention_heads": 4}
+    model = tiny("BartConfig", "BartForCausalLM", d_model=32, decoder_ffn_dim=32, **layers)
+    refuses(model, "^attention_mask must be left .*, got BartForCausalLM, which makes a padding")
+
+
+def test_latent_attention_is_named():
+    sizes = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    sizes |= {"v_head_dim": 8, "first_k_dense_replace": 1, "intermediate_size": 32}
+    refuses(tiny("DeepseekV3Config", "DeepseekV3ForCausalLM", **sizes), r"latent attention \(MLA\)")
 
 
 def test_rope_that_depends_on_the_batch_is_refused():

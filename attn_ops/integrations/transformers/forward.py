@@ -33,6 +33,13 @@ PagedBatch = tuple[AttentionMetadata, Sequence[torch.Tensor], torch.Tensor | Non
 """The same where there are caches."""
 
 
+_ELSEWHERE = (
+    "use graphs.DecodeSession, or, for model.generate, model.set_attn_implementation('sdpa'). "
+    "from_config(config, attn_implementation=...) sets it in that config too, for every model that "
+    "is built from it later"
+)
+
+
 class KeywordsMissing(ValueError):
     """An attention layer was called without a batch, or without caches.
 
@@ -44,8 +51,17 @@ class KeywordsMissing(ValueError):
         super().__init__(
             "attn_metadata and kv_caches must be forward keywords of a model with "
             f"attn_implementation='attn_ops', got {type(meta).__name__} and "
-            f"{type(caches).__name__}; use graphs.DecodeSession, or, for model.generate, "
-            "model.set_attn_implementation('sdpa'); supported without kv_caches: encoders"
+            f"{type(caches).__name__}; supported without kv_caches: encoders; {_ELSEWHERE}"
+        )
+
+
+class MaskGiven(ValueError):
+    """A model was called with a mask, or made one itself."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "attention_mask must be None with attn_implementation='attn_ops', got a tensor: a "
+            f"batch is packed, not padded; {_ELSEWHERE}"
         )
 
 
@@ -53,14 +69,10 @@ def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: An
     """Build no mask: the batch's metadata implies it.
 
     Raises:
-        ValueError: the caller passed a mask, which would be ignored.
+        MaskGiven: the caller passed a mask, which would be ignored.
     """
     if attention_mask is not None:
-        raise ValueError(
-            "attention_mask must be None with attn_implementation='attn_ops', got a tensor: "
-            "a batch is packed, not padded. Use graphs.DecodeSession, or, for model.generate, "
-            "model.set_attn_implementation('sdpa')"
-        )
+        raise MaskGiven
 
 
 def attention_forward(

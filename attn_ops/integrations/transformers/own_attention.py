@@ -1,7 +1,8 @@
 """Attention of models that look their class up in a table of their own, by attn_implementation.
 
 GPT-J, GPT-Neo and Falcon do not call Transformers' attention functions. Their tables get a
-subclass that does; parameters and their names stay. GIT's gets a refusal.
+subclass that does; parameters and their names stay. GIT's gets a refusal. Layers that see images
+stay as they are.
 
 T rows, N query heads, K kv heads, H head size.
 """
@@ -17,7 +18,7 @@ from attn_ops.integrations.transformers.keywords import carried
 
 def register_classes() -> None:
     """Put an entry for attn_ops into the tables that the installed Transformers has."""
-    for model_type, (table, make) in _MAKERS.items():
+    for (model_type, table), make in _MAKERS.items():
         try:
             module = importlib.import_module(
                 f"transformers.models.{model_type}.modeling_{model_type}"
@@ -117,9 +118,18 @@ def _git(eager: type, module: Any) -> Any:
     return refuse
 
 
+def _eager(eager: type, module: Any) -> type:
+    """Layers of images, which no session decodes."""
+    return eager
+
+
 _MAKERS = {
-    "gptj": ("GPTJ_ATTENTION_CLASSES", _gptj),
-    "gpt_neo": ("GPT_NEO_ATTENTION_CLASSES", _gpt_neo),
-    "falcon": ("FALCON_ATTENTION_CLASSES", _falcon),
-    "git": ("GIT_SELF_ATTENTION_CLASSES", _git),
+    ("gptj", "GPTJ_ATTENTION_CLASSES"): _gptj,
+    ("gpt_neo", "GPT_NEO_ATTENTION_CLASSES"): _gpt_neo,
+    ("falcon", "FALCON_ATTENTION_CLASSES"): _falcon,
+    ("git", "GIT_SELF_ATTENTION_CLASSES"): _git,
+    ("sam", "SAM_VISION_ATTENTION_CLASSES"): _eager,
+    ("deepseek_ocr2", "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES"): _eager,
+    ("unlimited_ocr", "UNLIMITED_OCR_SAM_VISION_ATTENTION_CLASSES"): _eager,
 }
+"""By model type and table."""

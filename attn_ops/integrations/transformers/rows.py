@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attn_ops.integrations.transformers.forward import NAME
+from attn_ops.integrations.transformers.forward import NAME, MaskGiven
 from attn_ops.integrations.transformers.masks import tagged_masks
 from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
 
@@ -81,7 +81,7 @@ class Probes:
                 return self._run(self.rows, self.rows)  # the model takes no mask
 
     def placed(self) -> Run | None:
-        """All rows, with the positions that `generate` gives a prompt; None: those of `in_order`."""
+        """All rows, with the positions that `generate` gives; None: those of `in_order`."""
         positions = _generate_positions(self.model, self.ids[None], self.rows[None])
         if positions is not None and bool((positions == self.rows).all()):
             return None
@@ -128,7 +128,13 @@ class Probes:
         probe = AttentionProbe(module_names(self.model))
         more = {} if mask is None else {"attention_mask": mask}
         positions = rows[None] if positions is _OF_ROWS else positions
-        logits = self.forward(self.ids[rows][None], positions, wanted, probe, **more)
+        try:
+            logits = self.forward(self.ids[rows][None], positions, wanted, probe, **more)
+        except MaskGiven as error:
+            raise ValueError(
+                "attention_mask must be left to the batch's metadata, got "
+                f"{type(self.model).__name__}, which makes a padding mask where it is given none"
+            ) from error
         check_logits(logits, wanted.numel())
         return Run(probe.calls, logits[0], rows, wanted)
 

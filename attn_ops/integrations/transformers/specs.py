@@ -109,7 +109,7 @@ def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
     if head_size is None:
         raise ValueError(
             f"attention layers must have head_dim, got {type(layer).__name__}; "
-            "supported: families built like Llama, BERT or BART"
+            "supported: families built like Llama, BERT or BART, without latent attention (MLA)"
         )
     num_heads = _first(layer, "num_heads", "num_attention_heads") or config.num_attention_heads
     return AttentionSpec(

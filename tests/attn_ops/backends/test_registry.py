@@ -265,6 +265,28 @@ def test_only_backends_are_registered(install, what):
         get_backend("THEIRS")
 
 
+@pytest.mark.parametrize("name", [None, "", 3, "narrow", "Narrow"])
+def test_names_are_in_upper_case(name):
+    with pytest.raises(
+        ValueError, match=f"backend.name must be a name in upper case, got {name!r}"
+    ):
+        register_backend(dataclasses.replace(NARROW, name=name))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("support", None), ("support", Support), ("builder", None), ("forward", "zeros")),
+        *(("unavailable", None), ("unavailable", "no library"), ("varlen", False), ("plan_of", 3)),
+    ],
+)
+def test_fields_have_their_types(field, value):
+    """They were taken, and failed in `select_backend`, for whoever called it next."""
+    with pytest.raises(TypeError, match=f"^backend.{field} must be .* of backend NARROW$"):
+        register_backend(dataclasses.replace(NARROW, **{field: value}))
+    assert "NARROW" not in backend_names()
+
+
 def test_an_entry_point_has_the_name_of_its_backend(install):
     install(EntryPoint("OTHER", lambda: NARROW))
     with pytest.raises(ValueError, match="must be that of its entry point OTHER, got NARROW"):

@@ -92,6 +92,14 @@ def test_tables_are_filled_once():
     assert classes["attn_ops"] is first
 
 
+def test_layers_of_images_keep_their_own_attention():
+    """DeepSeek-VL's table had no entry: a KeyError when the model was built."""
+    from transformers.models.sam.modeling_sam import SAM_VISION_ATTENTION_CLASSES as classes
+
+    register()
+    assert classes["attn_ops"] is classes["eager"]
+
+
 @pytest.mark.parametrize("model_type", ["stablelm", pytest.param("gptj", marks=pytest.mark.slow)])
 def test_compiled_without_breaks_or_recompiles(model_type):
     torch._dynamo.reset()
@@ -150,5 +158,11 @@ def test_a_hook_that_is_added_to_a_carrying_model_is_seen():
 
 
 def test_generate_says_what_to_use():
-    with pytest.raises(ValueError, match=r"graphs\.DecodeSession.*set_attn_implementation"):
-        model_of("stablelm", "attn_ops").generate(torch.tensor([[3, 4]]), max_new_tokens=2)
+    """Also with padding, and for a model whose implementation came from a config used before."""
+    model = model_of("stablelm", "attn_ops")
+    later = transformers.AutoModelForCausalLM.from_config(model.config)
+    wanted = r"graphs\.DecodeSession.*set_attn_implementation.*sets it in that config too"
+    for mask in (torch.ones(2, 2), torch.tensor([[0, 1], [1, 1]])):
+        for one in (model, later):
+            with pytest.raises(ValueError, match=wanted):
+                one.generate(torch.tensor([[3, 4]] * 2), attention_mask=mask, max_new_tokens=2)

@@ -55,7 +55,7 @@ def _row(name: str) -> SupportRow:
     backend, failed = load_backend(name)
     if backend is None:
         return SupportRow((name, *("?" for _ in COLUMNS[1:])), failed)
-    return SupportRow(_cells(backend), backend.unavailable())
+    return SupportRow(_cells(backend), backend.missing())
 
 
 def markdown() -> str:

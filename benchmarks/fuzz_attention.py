@@ -83,7 +83,7 @@ def _available(names: str | None, device: str) -> tuple[str, ...]:
     against = {}
     for name in names.split(",") if names else backend_names():
         backend = get_backend(name)
-        missing = backend.unavailable()
+        missing = backend.missing()
         if torch.device(device).type not in backend.support.devices:
             missing = f"it does not run on {device}"
         against[name] = missing

@@ -111,7 +111,8 @@ class SessionReport:
     mode_asked: str
     mode_used: str
     mode_why: str
-    kinds: list[str]  # a line each: decode, drafted and mixed batches
+    mode_in_words: str  # one line of the three
+    kinds: list[str]  # a line each: decode, drafted and mixed batches; none where nobody asked
     num_keys: int  # of graphs that may be captured, so far
     graphs: list[GraphLine]  # in the order of their capture
     failures: list[FailureLine]
@@ -149,6 +150,7 @@ class SessionReport:
             mode_asked=plan.asked.name,
             mode_used=plan.used.name,
             mode_why=plan.why,
+            mode_in_words=plan.resolution.in_words(),
             kinds=plan.resolution.lines(),
             num_keys=len(plan.first_keys()),
             graphs=[GraphLine.of(captured) for captured in graphs or ()],
@@ -198,15 +200,16 @@ class SessionReport:
 def _lines(r: SessionReport) -> list[tuple[str, str]]:
     steps, levels = r.decode_steps, ", ".join(f"{n} {level}" for n, level in r.levels.items())
     used = "not known yet" if steps.used is None else f"{steps.used} used"
+    taken = f"{steps.asked} asked for, {used}: {steps.why}"
     return [
         ("model", f"{r.model} on {r.device}"),
         ("backend", f"{r.backend}: {r.backend_why}"),
         ("levels", levels),
-        ("CUDA graphs", f"{r.mode_asked} asked for, {r.mode_used} used: {r.mode_why}"),
+        ("CUDA graphs", r.mode_in_words),
         *(("", line) for line in r.kinds),
         ("captured", _captured(r)),
         *((f"  not {line.batch}", f"{line}; {line.advice}") for line in r.failures),
-        ("decode steps", f"{steps.asked} asked for, {used}: {steps.why}"),
+        ("decode steps", f"{steps.used}" if steps.asked == steps.used else taken),
         ("steps", f"{r.num_steps['captured']} captured, {r.num_steps['called']} called"),
         ("verified", _verified(r)),
         ("compiled", _compiled(r)),

@@ -37,6 +37,10 @@ OWN_MASK = "its mask is its own; ask for it by name"
 """The reason against a backend with `Support.own_mask`."""
 
 
+def nothing_missing() -> None:
+    """Of a backend that runs wherever its support says."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """One attention backend.
@@ -47,7 +51,7 @@ class Backend:
         builder: makes its metadata, once per step.
         forward: launches its kernels; reads the batch from the metadata.
         unavailable: why it cannot run on this machine at all (a missing library), or None. Imports
-            nothing heavy until it is asked.
+            nothing heavy until it is asked. Callers ask `missing`.
         varlen: attention over this step's own keys, without a cache; None: not supported.
         plan_of: finds what `forward` is given as its plan; None: it is given none.
     """
@@ -56,7 +60,7 @@ class Backend:
     support: Support
     builder: type[AttentionMetadataBuilder]
     forward: Forward
-    unavailable: Callable[[], str | None]
+    unavailable: Callable[[], str | None] = nothing_missing
     varlen: VarlenForward | None = None
     plan_of: PlanOf | None = None
 
@@ -64,11 +68,21 @@ class Backend:
         """The builder, as code written for classes of backends asks for it."""
         return self.builder
 
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine, or None. A probe that raises is a reason too.
+
+        The probe may be another package's. It must not take other backends with it.
+        """
+        try:
+            return self.unavailable()
+        except Exception as error:
+            return f"its unavailable() raised {type(error).__name__}: {error}"
+
     def reasons_against(
         self, spec: AttentionSpec, block_size: int, device: torch.device
     ) -> list[str]:
         """Every reason why this backend cannot take layers of geometry `spec`; empty if it can."""
-        missing = self.unavailable()
+        missing = self.missing()
         return ([missing] if missing else []) + self.support.reasons_against(
             spec, block_size, device
         )

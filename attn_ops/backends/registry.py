@@ -1,10 +1,8 @@
 """Which backends exist, and which one a model gets, with the reasons against every other."""
 
 import dataclasses
-import functools
 import importlib
 import os
-import pickle
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any
@@ -12,9 +10,10 @@ from typing import Any
 import torch
 
 from attn_ops.backends.base import OWN_MASK, Backend
+from attn_ops.backends.declaration import check_backend
 from attn_ops.backends.measure import Shape
 from attn_ops.backends.measurements import choose
-from attn_ops.metadata import AttentionSpec, Support
+from attn_ops.metadata import AttentionSpec
 
 _BUILT_IN = {
     "AUTO": "attn_ops.backends.auto",
@@ -47,10 +46,11 @@ def register_backend(backend: Backend) -> None:
     """Add a third party's backend; it follows the built-in ones in the order of preference.
 
     Raises:
-        TypeError: it is no `Backend`, or a field holds another type than it should.
-        ValueError: the name is taken or not in upper case, or a function cannot be pickled.
+        TypeError: it is no `Backend`, or a field of it has another type.
+        ValueError: the name is taken or not in upper case, a declared value is not known, or a
+            function cannot be pickled.
     """
-    _check_backend(backend)
+    check_backend(backend)
     if backend.name in backend_names():
         raise ValueError(
             f"backend.name must be new, got {backend.name}; taken: {', '.join(backend_names())}"
@@ -73,8 +73,9 @@ def get_backend(name: str) -> Backend:
     """The backend called `name`.
 
     Raises:
-        TypeError: an installed package's entry point is no `Backend`.
-        ValueError: there is none, or an entry point's has another name or cannot be pickled.
+        TypeError: an installed package's entry point is no `Backend`, or a field has another type.
+        ValueError: there is none, or an entry point's has another name, a value that is not known,
+            or a function that cannot be pickled.
     """
     _check_known(name)
     if name in _registered:
@@ -83,7 +84,7 @@ def get_backend(name: str) -> Backend:
         return importlib.import_module(_BUILT_IN[name]).BACKEND
     point = next(p for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name)
     backend = point.load()
-    _check_backend(backend)
+    check_backend(backend)
     if backend.name != name:
         raise ValueError(f"backend.name must be that of its entry point {name}, got {backend.name}")
     return backend
@@ -101,40 +102,7 @@ def load_backend(name: str) -> tuple[Backend | None, str]:
     try:
         return get_backend(name), ""
     except Exception as error:
-        return None, f"its module cannot be loaded: {type(error).__name__}: {error}"
-
-
-def _check_backend(backend: object) -> None:
-    """Raise unless it is a backend with fields of their types, whose functions can be pickled.
-
-    A compiled model's cache key holds the step's metadata, which refers to its backend. What
-    attn-ops made itself is not asked: masks of `flex_backend` and predicates of `grouped_backend`
-    may be closures.
-    """
-    if not isinstance(backend, Backend):
-        raise TypeError(f"backend must be a Backend, got {type(backend).__name__}")
-    if not isinstance(backend.name, str) or not backend.name.isupper():
-        raise ValueError(f"backend.name must be a name in upper case, got {backend.name!r}")
-    if not isinstance(backend.support, Support):
-        got = type(backend.support).__name__
-        raise TypeError(f"backend.support must be a Support, got {got} of backend {backend.name}")
-    for field in ("builder", "forward", "unavailable", "varlen", "plan_of"):
-        value = getattr(backend, field)
-        if not callable(value) and not (value is None and field in ("varlen", "plan_of")):
-            raise TypeError(
-                f"backend.{field} must be callable, got {value!r} of backend {backend.name}"
-            )
-        made_by = value.func if isinstance(value, functools.partial) else value
-        if str(getattr(made_by, "__module__", "")).startswith("attn_ops."):
-            continue
-        try:
-            pickle.dumps(value)
-        except Exception as error:  # whatever the value's own reduction raises
-            raise ValueError(
-                f"backend.{field} must be picklable, got "
-                f"{getattr(made_by, '__qualname__', repr(made_by))} of backend {backend.name} "
-                f"({error}); supported: what is defined at module level; define it there"
-            ) from error
+        return None, f"it cannot be loaded: {type(error).__name__}: {error}"
 
 
 def select_backend(

@@ -226,11 +226,11 @@ class Support:
 
     devices: tuple[str, ...]  # device types
     dtypes: tuple[torch.dtype, ...]  # of q and the cache
-    head_sizes: tuple[int, ...]  # empty: any
-    block_sizes: tuple[int, ...]  # empty: any
-    sliding_window: bool
-    soft_cap: bool
-    cudagraph: AttentionCGSupport
+    head_sizes: tuple[int, ...] = ()  # empty: any
+    block_sizes: tuple[int, ...] = ()  # empty: any
+    sliding_window: bool = False
+    soft_cap: bool = False
+    cudagraph: AttentionCGSupport = AttentionCGSupport.NEVER
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     alibi: bool = False
     sinks: bool = False

@@ -36,9 +36,10 @@ def check_close(
         elementwise: the largest difference counts, and infinite values must be equal; else the
             norm of all differences by the norm of `want`.
     """
+    expect(isinstance(got, torch.Tensor), f"{name} must be a tensor, got {type(got).__name__}")
     expect(got.shape == want.shape, f"{name} must be {list(want.shape)}, got {list(got.shape)}")
     expect(got.dtype == dtype, f"{name} must have dtype {dtype}, got {got.dtype}")
-    got, want = got.double(), want.double()
+    got, want = got.double().cpu(), want.double().cpu()
     difference = torch.where(got == want, 0.0, (got - want).abs())  # inf - inf is NaN
     difference = difference.nan_to_num(nan=float("inf"))
     if elementwise:

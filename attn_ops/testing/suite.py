@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.backends.base import Backend
+from attn_ops.backends.base import Backend, Support
 from attn_ops.testing import rules
 from attn_ops.testing.features import CROSS, FEATURES, HEADS, LENGTHS, UNIFORM
 
@@ -88,8 +88,15 @@ def conformance_cases(
         for device in devices
         for rule, values in _RULES.items()
         for parameters in itertools.product(*values)
-        if rule is not rules.compiled_features or FEATURES[parameters[0]].declared(backend.support)
+        if _applies(rule, parameters, backend.support)
     ]
+
+
+def _applies(rule: rules.Rule, parameters: tuple[Any, ...], support: Support) -> bool:
+    """Whether a rule says something of a backend that declares `support`."""
+    if rule is rules.compiled_features:
+        return FEATURES[parameters[0]].declared(support)
+    return rule is not rules.heads_before_tokens or parameters[1] in support.kv_cache_dtypes
 
 
 def check_backend(backend: Backend, cases: Iterable[ConformanceCase] | None = None) -> int:
@@ -102,7 +109,7 @@ def check_backend(backend: Backend, cases: Iterable[ConformanceCase] | None = No
         ValueError: the backend cannot run on this machine, or there is no case.
     """
     chosen = list(conformance_cases(backend) if cases is None else cases)
-    missing = backend.unavailable()
+    missing = backend.missing()
     if missing is not None:
         raise ValueError(f"backend {backend.name} must run here to be checked, got: {missing}")
     if not chosen:

@@ -17,6 +17,9 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
 )
 
+_OF_TRANSFORMERS = ("transformers", "tokenizers", "safetensors", "huggingface_hub")
+"""What the extra `transformers` installs."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -114,9 +117,24 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        _fail(f"{error}; pip install 'attn-ops[transformers]'")
+        needed = (error.name or "").partition(".")[0] in _OF_TRANSFORMERS
+        _fail(f"{error}; pip install 'attn-ops[transformers]'" if needed else str(error))
     except ValueError as error:
         _fail(str(error))
+    except Exception as error:
+        failed = _pass_error(error)
+        if failed is None:
+            raise
+        _fail(str(failed))
+
+
+def _pass_error(error: BaseException | None) -> Exception | None:
+    """The error of a pass, where that is what stopped a compilation."""
+    from fx_passes import PassError
+
+    while error is not None and not isinstance(error, PassError):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return error
 
 
 def _fail(message: str) -> None:

@@ -117,10 +117,7 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
     lines = [
         ("model", f"{r.model}, {r.dtype}, on {r.device}"),
         ("backend", f"{r.backend}: {r.backend_why}; the others: attn-ops backends"),
-        (
-            "CUDA graphs",
-            f"{r.graph_mode_asked} asked for, {r.graph_mode_used} used: {r.graph_mode_why}",
-        ),
+        ("CUDA graphs", r.session.mode_in_words),
         *(("", line) for line in r.session.kinds),
         (
             "graphs",

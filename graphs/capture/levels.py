@@ -11,6 +11,8 @@ logger = logging.getLogger(__name__)
 
 NOTHING_BROKEN: frozenset[str] = frozenset()
 
+_AS_ASKED = "asked for"
+
 
 @dataclasses.dataclass(frozen=True)
 class ModeResolution:
@@ -24,6 +26,8 @@ class ModeResolution:
     broken: Mapping[int | None, frozenset[str]]  # by kind: layer groups that run between graphs
     groups: Mapping[str, AttentionCGSupport]  # all layer groups
     why: str  # of what was lowered, and what would change it
+    by_default: bool = False  # nobody asked: the session chose `asked`
+    reachable: bool = True  # the device has graphs, or debugging does without
 
     @property
     def decode_modes(self) -> dict[int, CUDAGraphMode]:
@@ -69,11 +73,29 @@ class ModeResolution:
         """Layer groups that run between the graphs of a key."""
         return self.broken[key.query_len]
 
+    def in_words(self) -> str:
+        """What was asked, what is used and why, in one line."""
+        asked, used, how = self.asked.name, self.used.name, "asked for"
+        if self.by_default:
+            if not self.reachable:
+                return f"none: {self.why}"
+            how = "by default"
+        if self.why == _AS_ASKED:
+            return f"{used}, {how}"
+        return f"{asked} {how}, {used} used: {self.why}"
+
     def lines(self) -> list[str]:
-        """One line a kind of batch: what was asked, what is used, what runs between graphs."""
+        """One line a kind of batch: what is used, what was asked, what runs between graphs.
+
+        There are none where nobody asked and the device has no graphs.
+        """
+        if self.by_default and not self.reachable:
+            return []
         lines = []
         for kind, mode in self.modes.items():
-            line = f"{_name(kind)}: {_asked(self.asked, kind).name} asked for, {mode.name} used"
+            asked = _asked(self.asked, kind)
+            taken = mode.name if mode is asked else f"{asked.name} asked for, {mode.name} used"
+            line = f"{_name(kind)}: {taken}"
             if self.broken[kind]:
                 line += f", between graphs: {', '.join(sorted(self.broken[kind]))}"
             lines.append(line)
@@ -122,12 +144,12 @@ def resolve(
         else weak[kind]
         for kind in kinds
     }
-    why = "asked for"
+    why = _AS_ASKED
     if not reachable and mode is not CUDAGraphMode.NONE:
         why = f"the model is on {device_type}; CUDA graphs need a model on cuda"
     elif any(weak.values()):
         why = "; ".join(_reasons(groups, weak))
-    resolution = ModeResolution(mode, modes, broken, dict(groups), why)
+    resolution = ModeResolution(mode, modes, broken, dict(groups), why, by_default, reachable)
     _tell(resolution, strict, debug, quiet=by_default and not reachable)
     return resolution
 

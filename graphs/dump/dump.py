@@ -167,7 +167,7 @@ def _one_line(text: str) -> str:
 
 def _session_line(report: SessionReport) -> str:
     return (
-        f"backend {report.backend} ({report.backend_why}); CUDA graphs: {report.mode_asked} asked "
-        f"for, {report.mode_used} used ({report.mode_why}); {report.num_graphs} graphs, "
-        f"{report.num_breaks} breaks, {report.num_recompiles} recompiles after warm-up"
+        f"backend {report.backend} ({report.backend_why}); CUDA graphs: {report.mode_in_words}; "
+        f"{report.num_graphs} graphs, {report.num_breaks} breaks, {report.num_recompiles} "
+        "recompiles after warm-up"
     )

@@ -39,6 +39,26 @@ def test_the_page_s_backend_conforms(installed):
     assert check_backend(backend) == len(conformance_cases(backend)) > 100
 
 
+def test_the_page_s_backend_is_short():
+    """What an engineer must write, without blank lines."""
+    assert sum(bool(line.strip()) for line in BLOCKS[0].splitlines()) <= 31
+
+
+def test_a_probe_that_raises_is_a_reason_and_stops_nobody_else(installed, tmp_path):
+    text = BLOCKS[0] + "\n\ndef probe():\n    import no_such_library\n"
+    text += "\n\nBACKEND = __import__('dataclasses').replace(BACKEND, unavailable=probe)\n"
+    (tmp_path / "my_package" / "attention.py").write_text(text)
+    (row,) = [r for r in support_table.support_rows() if r.cells[0] == installed]
+    assert row.unavailable == (
+        "its unavailable() raised ModuleNotFoundError: No module named 'no_such_library'"
+    )
+    selection = select_backend(PLAIN, block_size=16, device="cpu")
+    assert selection.backend.name == "TORCH"
+    assert selection.reasons_against[installed][0] == row.unavailable
+    with pytest.raises(ValueError, match="MY_BACKEND must run here to be checked, got: its unava"):
+        check_backend(get_backend(installed))
+
+
 def test_the_page_s_test_collects_and_runs_a_case(installed):
     scope = {}
     exec(BLOCKS[1], scope)
@@ -68,7 +88,7 @@ def test_a_broken_installation_is_a_row_with_its_reason(installed, tmp_path):
     assert "no_such_library" in row.unavailable
     assert len(row.cells) == len(support_table.COLUMNS)
     assert varlen_metadata([3], PLAIN).backend.name == "TORCH"
-    with pytest.raises(ValueError, match=r"MY_BACKEND: its module cannot be loaded.*no_such_lib"):
+    with pytest.raises(ValueError, match=r"MY_BACKEND: it cannot be loaded.*no_such_lib"):
         varlen_metadata([3], PLAIN, "meta")
 
 

@@ -39,10 +39,7 @@ def test_a_session_without_graphs(model):
     assert (report.mode_asked, report.mode_used) == ("FULL_DECODE_ONLY", "NONE")
     assert report.mode_why == "the model is on cpu; CUDA graphs need a model on cuda"
     assert report.levels == {"TORCH": "NEVER"}
-    assert report.kinds == [
-        "decode batches: FULL asked for, NONE used",
-        "mixed batches: NONE asked for, NONE used",
-    ]
+    assert (report.mode_in_words, report.kinds) == (f"none: {report.mode_why}", [])
     assert (report.graphs, report.failures, report.num_keys) == ([], [], 0)
     assert (report.graph_bytes, report.graph_bytes_estimated) == (0, None)
     assert used(report) == (8, 1)
@@ -59,6 +56,25 @@ def test_asked_for(model):
     report = captured(model, debug=None, cudagraph_mode="NONE").report()
     assert (report.mode_used, report.mode_why) == ("NONE", "asked for")
     assert report.decode_steps.why == "asked for"
+    assert "CUDA graphs NONE, asked for decode batches: NONE" in one_line(report)
+    assert "decode steps 1 steps" in one_line(report)
+
+
+def test_a_mode_that_is_asked_for_says_what_came_of_it(model):
+    report = captured(model, debug=None, cudagraph_mode="FULL_DECODE_ONLY", decode_steps=8).report()
+    why = "the model is on cpu; CUDA graphs need a model on cuda"
+    assert report.mode_in_words == f"FULL_DECODE_ONLY asked for, NONE used: {why}"
+    assert report.kinds == [
+        "decode batches: FULL asked for, NONE used",
+        "mixed batches: NONE",
+    ]
+    assert "decode steps 8 asked for, 1 used: no decode step is captured" in one_line(report)
+
+
+def test_nobody_asked_for_graphs_that_a_cpu_has_not(model):
+    report = captured(model, debug=None).report()
+    assert "CUDA graphs none: the model is on cpu; CUDA graphs need a model" in one_line(report)
+    assert "asked for" not in one_line(report)
 
 
 # -- with graphs -----------------------------------------------------------------------------------
@@ -93,9 +109,9 @@ def test_captured_keys_and_replays(model):
     assert used(report) == (4, 4)
     assert report.mode_why.startswith("debug='eager_replay'")
     assert report.kinds == [
-        "decode batches: FULL asked for, FULL used",
-        "uniform batches of 3 tokens a request: FULL asked for, FULL used",
-        "mixed batches: PIECEWISE asked for, PIECEWISE used, between graphs: TORCH",
+        "decode batches: FULL",
+        "uniform batches of 3 tokens a request: FULL",
+        "mixed batches: PIECEWISE, between graphs: TORCH",
     ]
 
 
@@ -234,7 +250,7 @@ def test_debugging_reports_every_kind_as_it_runs(make_model):
     assert (report.mode_asked, report.mode_used) == ("FULL_DECODE_ONLY", "PIECEWISE")
     assert report.kinds == [
         "decode batches: FULL asked for, PIECEWISE used, between graphs: FLEX, TORCH",
-        "mixed batches: NONE asked for, NONE used",
+        "mixed batches: NONE",
     ]
     session.generate([[1, 2, 3]], 3)
     assert session.num_steps == {"captured": 2, "called": 1}

@@ -158,5 +158,5 @@ def _support_of(parts: Sequence[Backend], default: Backend) -> GroupedSupport:
 
 
 def _unavailable(parts: Sequence[Backend]) -> str | None:
-    missing = [(part.name, part.unavailable()) for part in parts]
+    missing = [(part.name, part.missing()) for part in parts]
     return next((f"{name}: {reason}" for name, reason in missing if reason), None)

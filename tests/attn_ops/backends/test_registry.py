@@ -219,6 +219,65 @@ def test_taken_names():
     assert get_backend("TORCH") is TORCH
 
 
+def no_arguments():
+    return torch.zeros(())
+
+
+WRONG_FIELDS = {
+    "unavailable": (None, r"a function of \(\), got None"),
+    "forward": (
+        no_arguments,
+        r"a function of \(q, kv_cache, meta, options\), got no_arguments\(\)",
+    ),
+    "builder": (3, "a subclass of AttentionMetadataBuilder, got 3"),
+    "support": ({}, r"a Support, got \{\}"),
+    "varlen": ("kernel", r"a function of \(q, k, v, meta, options\), got 'kernel'"),
+    "plan_of": (no_arguments, r"a function of \(meta, spec\), got no_arguments\(\)"),
+}
+WRONG_SUPPORT = {
+    "devices": ("cpu", "a tuple of str, got 'cpu'"),
+    "dtypes": (("float32",), r"a tuple of dtype, got \('float32',\)"),
+    "head_sizes": (64, "a tuple of int, got 64"),
+    "cudagraph": ("NEVER", "an AttentionCGSupport, got 'NEVER'"),
+    "sinks": (None, "a bool, got None"),
+}
+
+
+@pytest.mark.parametrize("field", WRONG_FIELDS)
+def test_a_field_of_another_type_is_refused(field):
+    value, wanted = WRONG_FIELDS[field]
+    with pytest.raises(TypeError, match=rf"backend\.{field} must be {wanted}"):
+        register_backend(dataclasses.replace(NARROW, **{field: value}))
+
+
+@pytest.mark.parametrize("field", WRONG_SUPPORT)
+def test_a_support_of_another_type_is_refused(install, field):
+    value, wanted = WRONG_SUPPORT[field]
+    support = dataclasses.replace(NARROW.support, **{field: value})
+    backend = dataclasses.replace(NARROW, support=support)
+    with pytest.raises(TypeError, match=rf"support\.{field} must be {wanted}"):
+        register_backend(backend)
+    install(EntryPoint("NARROW", lambda: backend))
+    assert field in select_backend(PLAIN, block_size=16, device="cpu").reasons_against["NARROW"][0]
+
+
+@pytest.mark.parametrize(("field", "value"), [("devices", ()), ("kv_cache_dtypes", ("fp4",))])
+def test_an_unknown_declaration_is_refused(field, value):
+    support = dataclasses.replace(NARROW.support, **{field: value})
+    with pytest.raises(ValueError, match=rf"support\.{field} must "):
+        register_backend(dataclasses.replace(NARROW, support=support))
+
+
+def test_nothing_is_declared_and_nothing_missing_by_default():
+    support = Support(devices=("cpu",), dtypes=(torch.float16,))
+    backend = Backend("LEAST", support, TORCH.builder, zeros)
+    register_backend(backend)
+    assert backend.missing() is None
+    assert (support.sliding_window, support.soft_cap) == (False, False)
+    assert support.cudagraph is AttentionCGSupport.NEVER
+    assert select_backend(PLAIN, block_size=16, device="cpu", backend="LEAST").backend is backend
+
+
 def local_functions():
     """Values of a backend's fields that no other process can find by name."""
 

@@ -50,6 +50,10 @@ def failing(q, kv_cache, meta, options):
     raise RuntimeError("no such kernel")
 
 
+def nothing(q, kv_cache, meta, options):
+    """A forgotten return."""
+
+
 def changed(forward, monkeypatch):
     """TORCH with another forward and one dtype, known by name."""
     support = dataclasses.replace(TORCH.support, devices=("cpu",), dtypes=(torch.float32,))
@@ -149,3 +153,22 @@ def test_an_empty_batch_has_no_difference():
     case = make_case(TORCH, spec, LENGTHS["decode"], FEATURES["plain"])
     with pytest.raises(AssertionError, match=r"out must have dtype torch\.float32, got"):
         case.check(torch.zeros(case.q.shape, dtype=torch.float64))
+
+
+def test_a_forward_without_a_result_is_named(monkeypatch):
+    cases = conformance_cases(changed(nothing, monkeypatch))
+    for rule in ("features", "chunked_local_attention"):
+        case = next(c for c in cases if c.rule.__name__ == rule)
+        with pytest.raises(AssertionError, match="out must be a tensor, got NoneType"):
+            case.run()
+
+
+def test_no_case_names_what_is_not_declared(monkeypatch):
+    backend = changed(TORCH.forward, monkeypatch)
+    support = dataclasses.replace(backend.support, kv_cache_dtypes=("auto",))
+    rules = [
+        case.parameters
+        for case in conformance_cases(dataclasses.replace(backend, support=support))
+        if case.rule.__name__ == "heads_before_tokens"
+    ]
+    assert rules == [("decode", "auto"), ("mixed", "auto")]

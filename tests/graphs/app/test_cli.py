@@ -102,11 +102,12 @@ def test_the_report_of_the_default_preset():
     assert sum(" -> " in line for line in lines) == 8
     out = " ".join(result.stdout.split())
     assert "not FLASH_ATTN" not in out  # `attn-ops backends` says why
+    assert "asked for" not in out  # nobody did
     for text in (
         "llama-tiny, float32",
         "TORCH: first of the order of preference",
         "the others: attn-ops backends",
-        "FULL_DECODE_ONLY asked for, NONE used",
+        "CUDA graphs none: the model is on cpu; CUDA graphs need a model on cuda graphs 0",
         "PASS: tokens identical to Transformers' generate for 8 of 8 prompts",
         "outputs vary yes",
         "n/a (CPU) captured",
@@ -193,6 +194,43 @@ def test_an_unknown_token_is_found_before_the_model_loads(saved, tmp_path, monke
     assert result.stderr == (
         f"error: prompts must hold token ids from 0 to 63, got 64 at {path}:2:5\n"
     )
+
+
+def test_a_pass_that_raises_is_one_line(saved, prompts):
+    """A package's pass stops the compilation; its name is what counts."""
+    from fx_passes import Pass, register_pass, unregister_pass
+
+    class Raising(Pass):
+        name, stage = "raising", "dynamo"
+
+        def apply(self, graph):
+            raise IndexError("tuple index out of range")
+
+    register_pass(Raising)
+    try:
+        result = invoke("run", "--model", str(saved), "--prompts", str(prompts))
+    finally:
+        unregister_pass("raising")
+        torch._dynamo.reset()
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == (
+        "error: the pass 'raising' failed on the graph 'whole model': "
+        "IndexError: tuple index out of range"
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "advice"),
+    [("transformers", "; pip install 'attn-ops[transformers]'"), ("my_kernels", "")],
+)
+def test_a_missing_library_is_named(saved, monkeypatch, missing, advice):
+    def run(*arguments):
+        raise ModuleNotFoundError(f"No module named '{missing}.a'", name=f"{missing}.a")
+
+    monkeypatch.setattr(graphs.app.run, "run", run)
+    result = invoke("run", "--model", str(saved))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: No module named '{missing}.a'{advice}\n"
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -196,7 +196,7 @@ def test_the_level_that_would_do_is_named(level, query_lens, needed):
 def test_lines_of_a_report():
     found = resolve(FULL, {"full": ALWAYS, "b": SINGLE, "a": SINGLE}, "cuda", QUERY_LENS)
     assert found.lines() == [
-        "decode batches: FULL asked for, FULL used",
+        "decode batches: FULL",
         "uniform batches of 4 tokens a request: FULL asked for, PIECEWISE used, "
         "between graphs: a, b",
         "mixed batches: FULL asked for, PIECEWISE used, between graphs: a, b",

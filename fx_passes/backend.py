@@ -14,6 +14,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from attn_ops.compat.inductor_until_2_13 import inductor_mended
+from attn_ops.compat.stride_order_until_2_16 import strides_ordered_without_guards
 from fx_passes.config import PassConfig
 from fx_passes.inductor_slot import SLOT, with_user_pass
 from fx_passes.naming import GraphName
@@ -56,7 +57,8 @@ def attn_ops(
 
     # A hit in AOTAutograd's cache would skip our passes, and their counts with them. Inductor's
     # cache stays on.
-    with functorch_config.patch(enable_autograd_cache=False), inductor_mended():
+    cache = functorch_config.patch(enable_autograd_cache=False)
+    with cache, inductor_mended(), strides_ordered_without_guards():
         return compile_regions(gm, example_inputs, compile_piece)
 
 

@@ -6,17 +6,14 @@ many rows is right for one.
 """
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from attn_ops.compat.inductor_lock import INDUCTOR_LOCK
 from attn_ops.compat.torch_version import TORCH_VERSION
-
-_lock = threading.RLock()
-"""Global, as what it guards: contexts that overlap would put the wrong originals back."""
 
 
 @contextlib.contextmanager
@@ -40,7 +37,7 @@ def inductor_mended() -> Iterator[None]:
     from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
 
     with (
-        _lock,
+        INDUCTOR_LOCK,
         _repeated_cat_kept(),
         patch.object(ConcatKernel, "create", _concat_without_guards(ConcatKernel.create)),
         patch.object(pad_mm, "is_mm_compute_bound", _by_hints(pad_mm.is_mm_compute_bound)),

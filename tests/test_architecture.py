@@ -202,7 +202,7 @@ def in_a_new_process(code: str) -> dict:
 def test_importing_attn_ops_imports_no_kernels_and_changes_no_config():
     modules = f"[n for n in {HEAVY} if n in sys.modules]"
     code = f"""
-import json, sys, torch
+import json, logging, sys, torch
 import torch._dynamo.config, torch._functorch.config, torch._inductor.config
 import torch.fx.experimental._config as shapes_config
 configs = [torch._dynamo.config, torch._functorch.config, torch._inductor.config, shapes_config]
@@ -218,7 +218,12 @@ def state():
 known, attention = set(sys.modules), torch.nn.functional.scaled_dot_product_attention
 before = state()
 modules_before = {modules}
+warnings = logging.Handler(logging.WARNING)
+said = []
+warnings.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("torch").addHandler(warnings)
 import attn_ops
+assert said == [], said
 assert state() == before, "the import changed torch's configuration"
 assert torch.nn.functional.scaled_dot_product_attention is attention
 print(json.dumps({{

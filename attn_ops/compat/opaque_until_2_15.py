@@ -4,19 +4,20 @@ Torch 2.11 to 2.14 need it. It can go when pyproject.toml asks for 2.15: `regist
 then calls `register_custom_class` alone.
 """
 
-try:  # torch 2.11 to 2.14
-    from torch._library.opaque_object import register_opaque_type
-    from torch._opaque_base import OpaqueBase
-except ImportError:  # torch 2.15 and later
+try:  # torch 2.15 and later, where the old names warn
     from torch._custom_class_base import (  # pyright: ignore[reportMissingImports]
         CustomClassBase as OpaqueBase,
     )
-    from torch._library.custom_class import (  # pyright: ignore[reportMissingImports]
-        register_custom_class,
+    from torch._library.opaque_object import (
+        register_custom_class,  # pyright: ignore[reportAttributeAccessIssue]
     )
 
-    def register_opaque_type(cls: type, *, typ: str) -> None:
-        register_custom_class(cls, typ="symbolic" if typ == "reference" else typ)
+    _SYMBOLIC = "symbolic"
+except ImportError:  # torch 2.11 to 2.14
+    from torch._library.opaque_object import register_opaque_type as register_custom_class
+    from torch._opaque_base import OpaqueBase
+
+    _SYMBOLIC = "reference"
 
 
 def register_opaque_reference(cls: type) -> str:
@@ -25,7 +26,7 @@ def register_opaque_reference(cls: type) -> str:
     Dynamo treats an instance as a black box: it is an input of the graph and no
     attribute of it is guarded on.
     """
-    register_opaque_type(cls, typ="reference")
+    register_custom_class(cls, typ=_SYMBOLIC)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

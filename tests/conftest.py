@@ -19,10 +19,10 @@ from torch._dynamo.utils import counters
 from attn_ops.backends import registry
 from tests.kit.batches import Batch, build_batch
 from tests.kit.models import Prompts, build_model, build_prompts
-from tests.kit.triton_interpreter import keep_scalar_masks
+from tests.kit.triton_interpreter import mend_interpreter
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    keep_scalar_masks()
+    mend_interpreter()
 
 hypothesis.settings.register_profile("attn_ops", database=None, derandomize=True, deadline=None)
 hypothesis.settings.load_profile("attn_ops")

@@ -75,7 +75,8 @@ def advance_step(
 ) -> None:
     """`attn_ops.metadata.advance_step` as an operator, which a compiled step may hold.
 
-    Rule, capture, shapes and errors are that function's; what it writes is in the schema.
+    Rule, capture, shapes and errors are that function's; what it writes is in the schema. Inductor
+    may return a wrong copy of what two calls write (docs/troubleshooting.md).
 
     Args:
         sampled_token_ids: [S] int32 or int64; read.

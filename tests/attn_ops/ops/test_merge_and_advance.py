@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_ops import advance_step, merge_attn_states
+from attn_ops.compat.torch_version import TORCH_VERSION
 from attn_ops.metadata import advance_step as advance_in_place
 from attn_ops.ops.merge import reference_merge_attn_states
 from attn_ops.ops.triton.merge import launch_merge_attn_states
@@ -255,7 +256,7 @@ def test_advance_step_compiled_equals_eager(backend):
 
     def steps(sampled_token_ids, **state):
         advance_step(sampled_token_ids + 1, **state, block_size=4)
-        first = state["slot_mapping"] * 1
+        first = state["slot_mapping"] * 2
         advance_step(state["input_tokens"] + 1, **state, block_size=4)
         return first, state["positions"] + state["seq_lens"]
 
@@ -269,6 +270,26 @@ def test_advance_step_compiled_equals_eager(backend):
         for x, want in zip(compiled(**given), steps(**wanted), strict=True):
             assert torch.equal(x, want)
         same(given, wanted)
+
+
+@pytest.mark.parametrize(
+    ("copied", "wrong"),
+    [(torch.clone, True), (lambda x: x * 1, TORCH_VERSION >= (2, 14))],
+    ids=["clone", "times one"],
+)
+def test_a_copy_that_is_returned_from_between_two_steps(request, copied, wrong):
+    """Inductor leaves the copy out and returns what the second step wrote (2.11 to 2.15)."""
+    if wrong:
+        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError))
+
+    def steps(sampled_token_ids, **state):
+        advance_step(sampled_token_ids, **state, block_size=4)
+        first = copied(state["slot_mapping"])
+        advance_step(sampled_token_ids, **state, block_size=4)
+        return first
+
+    given, wanted = step(), step()
+    torch.testing.assert_close(torch.compile(steps, fullgraph=True)(**given), steps(**wanted))
 
 
 @pytest.mark.parametrize("cloned", ["slot_mapping", "positions", "input_tokens"])

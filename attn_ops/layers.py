@@ -131,6 +131,7 @@ class Attention(nn.Module):
             [T, N, H] in q's dtype.
 
         Raises:
+            TypeError: q or kv_cache is no tensor.
             ValueError: k and v are given and the layer shares a cache, or are not and it does not;
                 shapes, dtypes or devices do not fit.
         """
@@ -172,16 +173,22 @@ class Attention(nn.Module):
             raise ValueError(
                 "k and v must be tensors, got None; supported: None with kv_sharing_target"
             )
-        if q.dim() != 3 or q.shape[1:] != (self.num_heads, self.head_size):
-            raise ValueError(
-                f"q must have shape [num_tokens, {self.num_heads}, {self.head_size}], "
-                f"got {list(q.shape)}"
-            )
-        if kv_cache.dim() != 5 or kv_cache.shape[3:] != (self.num_kv_heads, self.head_size):
-            raise ValueError(
-                "kv_cache must have shape [num_blocks, 2, block_size, "
-                f"{self.num_kv_heads}, {self.head_size}], got {list(kv_cache.shape)}"
-            )
+        try:
+            if q.dim() != 3 or q.shape[1:] != (self.num_heads, self.head_size):
+                raise ValueError(
+                    f"q must have shape [num_tokens, {self.num_heads}, {self.head_size}], "
+                    f"got {list(q.shape)}"
+                )
+            if kv_cache.dim() != 5 or kv_cache.shape[3:] != (self.num_kv_heads, self.head_size):
+                raise ValueError(
+                    "kv_cache must have shape [num_blocks, 2, block_size, "
+                    f"{self.num_kv_heads}, {self.head_size}], got {list(kv_cache.shape)}"
+                )
+        except AttributeError as error:  # asked only then: a right call pays nothing for it
+            raise TypeError(
+                "q and kv_cache must be tensors, kv_cache that of this layer, "
+                f"got {type(q).__name__} and {type(kv_cache).__name__}"
+            ) from error
 
     def extra_repr(self) -> str:
         """The geometry; the target is another layer, and not printed."""

@@ -1,6 +1,7 @@
 """The arguments of a session: checked together, before anything is made."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -77,6 +78,14 @@ class SessionOptions:
             TypeError: a field is unknown, or one without a default is missing.
             ValueError: a field is out of range, or two contradict each other.
         """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in changes:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                meant = f", which may mean {near[0]!r}" if near else ""
+                raise TypeError(
+                    f"option must be known, got {name!r}{meant}; supported: {', '.join(known)}"
+                )
         if options is None:
             return cls(**changes)
         if not isinstance(options, cls):

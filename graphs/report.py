@@ -239,7 +239,8 @@ def pass_lines(r: SessionReport) -> list[tuple[str, str]]:
     """Matches of every pass, what passes do to a step, and why rows stay that need not."""
     why = r.no_passes_why
     if why is None and not r.matches:
-        why = "none has run for this session: they run when the model is compiled"
+        when = "the model was compiled before it" if r.compile_seconds else "it is not compiled yet"
+        why = f"none has run for this session: {when}"
     ran = [f"{name}: {words}" for name, words in r.matches_in_words.items()]
     lines = [("" if i else "passes", line) for i, line in enumerate([why] if why else ran)]
     lines += [(name.replace("_", " "), line) for name, line in r.passes.items()]

@@ -216,6 +216,17 @@ def test_a_sharer_is_no_target():
         Attention(4, 2, 8, kv_sharing_target=sharer)
 
 
+def test_what_is_no_tensor_is_refused(make_batch):
+    """Arguments in another order, and the caches of all layers instead of one."""
+    layer, b = Attention(4, 2, 8), make_batch([3, 1], [5, 4])
+    for cache, meta, got in (
+        (b.meta, b.kv_cache, "AttentionMetadata"),
+        ([b.kv_cache], b.meta, "list"),
+    ):
+        with pytest.raises(TypeError, match=f"must be tensors.* got Tensor and {got}$"):
+            layer(b.q, b.k, b.v, cache, meta)
+
+
 def test_calls_are_refused(make_batch):
     owner = Attention(4, 2, 8)
     sharer = Attention(4, 2, 8, kv_sharing_target=owner)

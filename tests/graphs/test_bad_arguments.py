@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_ops.backends.grouped import grouped_backend
-from graphs import CUDAGraphMode
+from graphs import CUDAGraphMode, DecodeSession
 from graphs.capture.dispatch import CudagraphDispatcher
 from graphs.modes import BatchDescriptor, default_capture_sizes
 from tests.kit.sessions import captured_lazily, make_session
@@ -154,3 +154,11 @@ def test_a_cache_smaller_than_a_block(model, cache_tokens):
     with pytest.raises(ValueError, match=message):
         make_session(model, cache_tokens=cache_tokens, block_size=8)
     assert make_session(model, cache_tokens=8, block_size=8).generate([[1]], 2)
+
+
+def test_an_unknown_option_is_named_with_its_neighbour(model):
+    wanted = "option must be known, got 'cuda_graph_mode', which may mean 'cudagraph_mode'; suppo"
+    with pytest.raises(TypeError, match=wanted):
+        DecodeSession(model, max_batch_size=1, max_tokens=8, cuda_graph_mode="NONE")
+    with pytest.raises(TypeError, match="option must be known, got 'zzz'; supported: max_batch"):
+        DecodeSession(model, max_batch_size=1, max_tokens=8, zzz=1)

@@ -1,6 +1,7 @@
 """Who compiles a session's model, and what a session says where no pass of ours runs."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -102,13 +103,40 @@ def test_what_dynamo_cannot_trace(make_model, monkeypatch):
 
     monkeypatch.setattr(type(model), "forward", broken)
     session = make_session(torch.compile(model, backend="eager", fullgraph=True))
+    line = broken.__code__.co_firstlineno + 1
     message = (
         "^model must be traceable by Dynamo with fullgraph=True, got LlamaForCausalLM: "
-        ".*graph_break.*; use the model uncompiled, or compile it without fullgraph=True$"
+        f".*graph_break.*, at {re.escape(__file__)}:{line}; change that, use the model uncompiled, "
+        "or compile it without fullgraph=True$"
     )
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             session.generate([[1]], 2)
     assert session.num_unfinished == 0
+    whole = make_session(torch.compile(model, backend="eager"))
+    assert whole.generate([[1]], 2) == make_session(model).generate([[1]], 2)
+
+
+def test_a_break_within_a_layer(make_model):
+    """A piece after it begins with rows of a batch, whose number Dynamo takes for a constant."""
+    model = make_model()
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+
+    def broken(x):
+        torch._dynamo.graph_break()
+        return forward(x)
+
+    mlp.forward = broken
+    session = make_session(torch.compile(model, backend="eager"))
+    message = (
+        "^model must be traceable by Dynamo in one piece, got LlamaForCausalLM: "
+        ".*graph_break.*; use the model uncompiled, or compile it with fullgraph=True"
+    )
+    with pytest.raises(ValueError, match=message):
+        session.generate([[1]], 2)
+    assert session.num_unfinished == 0
+    torch._dynamo.reset()
+    del mlp.forward
     whole = make_session(torch.compile(model, backend="eager"))
     assert whole.generate([[1]], 2) == make_session(model).generate([[1]], 2)

@@ -71,6 +71,16 @@ def test_a_mode_that_is_asked_for_says_what_came_of_it(model):
     assert "decode steps 8 asked for, 1 used: no decode step is captured" in one_line(report)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "why"), [(0.0, "it is not compiled yet"), (0.5, "the model was compiled before it")]
+)
+def test_why_no_pass_has_run_yet(model, seconds, why):
+    report = dataclasses.replace(
+        captured(model, debug=None).report(), no_passes_why=None, compile_seconds=seconds
+    )
+    assert f"passes none has run for this session: {why}" in one_line(report)
+
+
 def test_nobody_asked_for_graphs_that_a_cpu_has_not(model):
     report = captured(model, debug=None).report()
     assert "CUDA graphs none: the model is on cpu; CUDA graphs need a model" in one_line(report)

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from typing import Any
 
-from benchmarks.model_type_names import plain
+from benchmarks import model_type_composites as composites
 
 VOCAB = 128
 CHUNK = 16
@@ -250,9 +250,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
 }
 """What a type needs besides its small sizes, by field; dicts are for sub-configs."""
+OVERRIDES |= composites.OVERRIDES
 
 _DRAFTS = "it drafts from the hidden states and keys of another model"
-NO_REFERENCE = {"gemma4_assistant": _DRAFTS, "gemma4_unified_assistant": _DRAFTS}
+NO_REFERENCE = composites.NO_REFERENCE | {
+    "gemma4_assistant": _DRAFTS,
+    "gemma4_unified_assistant": _DRAFTS,
+}
 """Why `generate` cannot run a type by itself."""
 
 PART = {"musicgen": "decoder", "musicgen_melody": "decoder"}
@@ -269,7 +273,7 @@ def small_config(model_type: str, window: int = 8) -> Any:
     """
     from transformers import CONFIG_MAPPING
 
-    model_type = plain(model_type)
+    model_type = composites.plain(model_type)
     if model_type in NO_REFERENCE:
         raise ValueError(NO_REFERENCE[model_type])
     config_class = CONFIG_MAPPING[model_type]
@@ -292,6 +296,7 @@ def _sizes(config_class: Any, overrides: dict[str, Any], window: int) -> dict[st
         default = None
     if default is not None:
         sizes |= _representative_layers(default, fields)
+        sizes |= _as_long_as_defaults(default, sizes) | _rotary_sections(default)
         sizes |= _sub_sizes(config_class, default, nested, window)
         overrides = {k: v for k, v in overrides.items() if k not in nested}
     sizes |= copy.deepcopy(overrides)
@@ -305,9 +310,8 @@ def _sub_sizes(
     for name in config_class.sub_configs:
         sub = getattr(default, name, None)
         if dataclasses.is_dataclass(sub):
-            sizes[name] = _sizes(type(sub), nested.get(name, {}), window) | {
-                "model_type": sub.model_type
-            }
+            own = nested.get(name) or OVERRIDES.get(sub.model_type, {})
+            sizes[name] = _sizes(type(sub), own, window) | {"model_type": sub.model_type}
     return sizes
 
 
@@ -333,6 +337,21 @@ def _positions(fields: dict[str, Any]) -> dict[str, int]:
         return {}
     names = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
     return {n: POSITIONS for n in (*names, "max_seq_len", "context_length") if n in fields}
+
+
+def _as_long_as_defaults(default: Any, sizes: dict[str, Any]) -> dict[str, list[Any]]:
+    """Sizes of fields that hold a list, one an axis or an expert."""
+    lists = {n: v for n, v in vars(default).items() if n in SMALL and isinstance(v, list | tuple)}
+    return {n: [sizes[n]] * len(v) for n, v in lists.items() if isinstance(sizes[n], int)}
+
+
+def _rotary_sections(default: Any) -> dict[str, Any]:
+    """Frequencies of time, height and width: half of what is rotated of a head."""
+    rope = getattr(default, "rope_parameters", None) or {}
+    if "mrope_section" not in rope:
+        return {}
+    half = int(SMALL["head_dim"] * (rope.get("partial_rotary_factor") or 1)) // 2
+    return {"rope_parameters": rope | {"mrope_section": [half // 2, half // 4, half // 4]}}
 
 
 def _representative_layers(default: Any, fields: dict[str, Any]) -> dict[str, Any]:

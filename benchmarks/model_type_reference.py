@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.model_type_composites import classes
 from benchmarks.model_type_configs import RESERVED, VOCAB, small_config
-from benchmarks.model_type_names import classes
 
 PROMPT_LENGTHS = (5, 20, 33)
 NEW_TOKENS = 12

@@ -1,7 +1,8 @@
-"""Every causal model type of Transformers, small and random: does a session generate its tokens?
+"""Every model type of Transformers, small and random: does a session generate its tokens?
 
 `python -m benchmarks.model_types [--types llama gpt2 ...] [--compile] [--out results.json]`
 
+Causal types, and those that read images and text (`image-text/llava`), which are given text alone.
 Each type is built from a small config (`model_type_configs`), once with Transformers' eager
 attention, whose `generate` is the reference, and once with attn_ops in a `DecodeSession`, which
 computes all prompts together. Outcomes:
@@ -24,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_type_names import classes
+from benchmarks.model_type_composites import classes
 from benchmarks.model_type_run import Options, Outcome, run_type
 
 KINDS = ("equal", "wrong", "refused", "crash", "unbuildable")
@@ -57,7 +58,7 @@ def main() -> None:
     known = prepared_types()
     types = args.types or known
     if unknown := set(types) - set(known):
-        parser.error(f"--types must be causal model types, got {', '.join(sorted(unknown))}")
+        parser.error(f"--types must be known model types, got {', '.join(sorted(unknown))}")
     options = Options(args.backend, args.compile, args.merge, args.window)
     outcomes = []
     begin = time.perf_counter()
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 def prepared_types() -> list[str]:
-    """Import once what every child needs; the causal types that Transformers knows."""
+    """Import once what every child needs; the types that Transformers knows."""
     import torch
     import transformers
 

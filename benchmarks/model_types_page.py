@@ -6,30 +6,43 @@ from collections.abc import Sequence
 
 import transformers
 
+from benchmarks.model_type_composites import PREFIX, plain
 from benchmarks.model_type_run import Outcome
 
 HEAD = """# Models
 
 Every causal model type of Transformers {version} was built small, with random weights, and decoded
-in a `DecodeSession`. `equal`: the tokens and logits of all prompts are those of the model's own
-`generate`. `refused`: the session, or the model's constructor, raised an error that says why.
+in a `DecodeSession`; so was every type that reads images and text, which was given text alone.
+`equal`: the tokens and logits of all prompts are those of the model's own `generate`. `refused`:
+the session, or the model's constructor, raised an error that says why.
 
-{counts}.
+| types | all | equal | refused | not built | wrong or crashed |
+|---|---|---|---|---|---|
+{counts}
+
 `make models` writes this page; a test compares it with what the installed Transformers does.
 
-A type stands here for its decoder. Some of them are the text part of a model that also reads images
-or sound; prompts are text alone.
+A type stands here for its decoder. Some causal types are the text part of a model that also reads
+images or sound. A name is in both lists where the two classes differ.
 """
+
+COUNTS = "| {} | {} | {} | {} | {} | {} |"
+
+LISTS = (("causal", ""), ("images and text", "Images and text: "))
+"""What the lists are of, and what their headings begin with."""
 
 REASONS = (
     ("layer_types must be supported", "layers of recurrence, convolution or selected keys"),
     ("model must have layers that attend", "attention code of their own, or none"),
     ("attention layers must have head_dim", "latent attention (MLA)"),
-    ("attention_mask must be None", "they make a padding mask themselves"),
+    ("attention_mask must be left to the batch's", "they make a padding mask themselves"),
     ("attention_mask must reach attention", "they compute with the mask"),
     ("logits must have shape", "they compute logits of all rows"),
     (" must attend once in a forward", "a layer attends more than once"),
     ("must be given the mask that its options", "the mask is not what the layer's options say"),
+    ("position_ids must count from 0", "their own `generate` counts positions otherwise"),
+    ("model must be a decoder alone", "an encoder with a decoder"),
+    ("No module named 'scipy'", "Transformers asks for scipy"),
     ("max_tokens must be at most the model's", "their config has no number of positions"),
     ("must attend over a key a row", "they attend over other rows than a sequence's own"),
     ("pip install timm", "Transformers asks for timm"),
@@ -38,26 +51,41 @@ REASONS = (
 """What an error message begins with or holds, and its reason in a few words."""
 
 
-def counts(outcomes: Sequence[Outcome]) -> str:
-    """One clause: "189 types: 106 equal, 80 refused, ...", without kinds that no type has."""
-    found = collections.Counter(outcome.kind for outcome in outcomes)
-    return f"{len(outcomes)} types: " + ", ".join(f"{n} {kind}" for kind, n in found.most_common())
-
-
 def page(outcomes: Sequence[Outcome]) -> str:
     """The whole page."""
-    head = HEAD.format(version=transformers.__version__, counts=counts(outcomes))
+    lists = [[o for o in outcomes if o.model_type.startswith(PREFIX) == i] for i in (False, True)]
+    rows = [_counts(name, members) for (name, _), members in zip(LISTS, lists, strict=True)]
+    parts = [HEAD.format(version=transformers.__version__, counts="\n".join(rows))]
+    for (_, start), members in zip(LISTS, lists, strict=True):
+        parts += _sections(start, members)
+    return "\n".join(parts)
+
+
+def _counts(name: str, outcomes: Sequence[Outcome]) -> str:
+    """A row of the table."""
+    found = collections.Counter(outcome.kind for outcome in outcomes)
+    bad = found["wrong"] + found["crash"]
+    kinds = (found["equal"], found["refused"], found["unbuildable"], bad)
+    return COUNTS.format(name, len(outcomes), *kinds)
+
+
+def _sections(start: str, outcomes: Sequence[Outcome]) -> list[str]:
+    """Headings and lists of some types."""
     equal = [o.model_type for o in outcomes if o.kind == "equal"]
     wrapped = textwrap.fill(_listed(equal), 100, break_on_hyphens=False)
-    parts = [head, f"## Equal ({len(equal)})\n", wrapped, ""]
-    for kind, title in (("refused", "Refused"), ("unbuildable", "Not built")):
+    parts = [f"## {_title(start, 'equal')} ({len(equal)})\n", wrapped, ""]
+    for kind, title in (("refused", "refused"), ("unbuildable", "not built")):
         rows = [o for o in outcomes if o.kind == kind]
         if rows:
-            parts += [f"## {title} ({len(rows)})\n", _table(rows), ""]
+            parts += [f"## {_title(start, title)} ({len(rows)})\n", _table(rows), ""]
     wrong = [f"{o.model_type} ({o.kind})" for o in outcomes if o.kind in ("wrong", "crash")]
     if wrong:
-        parts += [f"## Wrong or crashed ({len(wrong)})\n", _listed(wrong), ""]
-    return "\n".join(parts)
+        parts += [f"## {_title(start, 'wrong or crashed')} ({len(wrong)})\n", _listed(wrong), ""]
+    return parts
+
+
+def _title(start: str, words: str) -> str:
+    return start + words if start else words.capitalize()
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:
@@ -80,4 +108,4 @@ def reason_of(outcome: Outcome) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+    return ", ".join(f"`{plain(name)}`" for name in names)

@@ -4,13 +4,11 @@ import contextlib
 import functools
 import inspect
 import logging
-import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from tqdm import tqdm
@@ -20,7 +18,7 @@ from fx_passes.backend import attn_ops
 from fx_passes.inductor_slot import SLOT, AtenPipeline
 from fx_passes.observe import Recorder, recorders, recording
 from graphs.capture.pool import paused_collector
-from graphs.runner import StepRunner
+from graphs.runner import StepRunner, break_reason
 
 logger = logging.getLogger(__name__)
 
@@ -122,15 +120,9 @@ class Compilation:
         try:
             with paused_collector():
                 self.seconds = self.runner.compile(dynamic_batch)
-        except Unsupported as error:
-            raise ValueError(
-                f"model must be traceable by Dynamo with fullgraph=True, got {self._model_name}: "
-                f"{_reason(str(error))}; change that, use the model uncompiled, or compile it "
-                "without fullgraph=True"
-            ) from error
         except ConstraintViolationError as error:
             found = [text for text, n in counters["graph_break"].items() if n != before.get(text)]
-            why = "; ".join(map(_reason, found)) or "sizes of a batch are fixed in a piece of it"
+            why = "; ".join(map(break_reason, found)) or "sizes of a batch are fixed in a piece"
             raise ValueError(
                 f"model must be traceable by Dynamo in one piece, got {self._model_name}: {why}; "
                 "use the model uncompiled, or compile it with fullgraph=True, which names the line "
@@ -141,15 +133,6 @@ class Compilation:
     def _model_name(self) -> str:
         model = self.runner.model
         return type(getattr(model, "_orig_mod", model)).__name__
-
-
-def _reason(text: str) -> str:
-    """Why Dynamo breaks a graph, and at which line of the user's code where it says so."""
-    title = text.strip().partition("\n")[0]
-    explanation = re.search(r"^ *Explanation: (.+)$", text, re.MULTILINE)
-    lines = re.findall(r'File "(.+?)", line (\d+)', text.partition("from user code:")[2])
-    where = ", at {}:{}".format(*lines[-1]) if lines else ""
-    return title + (f": {explanation[1]}" if explanation else "") + where
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
 from attn_ops import (
     AttentionMetadata,
@@ -194,7 +195,10 @@ class StepRunner:
 
     def _logits(self, tensors: StepTensors, metadata: AttentionMetadata) -> torch.Tensor:
         inputs = self.inputs(tensors.device, metadata, self.cache.tensors)
-        logits_1RV = self.model(**inputs).logits
+        try:
+            logits_1RV = self.model(**inputs).logits
+        except (Unsupported, FailOnRecompileLimitHit) as error:
+            raise _untraced(self.model, error) from error
         check_logits(logits_1RV, tensors.num_rows)
         return logits_1RV[0]
 
@@ -255,3 +259,13 @@ class StepRunner:
             logger.warning(self.keeps_rows_why)
             return False
         return True
+
+
+def _untraced(model: Any, error: Exception) -> ValueError:
+    """What to do where Dynamo cannot trace the model, or has compiled it too often."""
+    name = type(getattr(model, "_orig_mod", model)).__name__
+    reason = str(error).strip().partition("\n")[0]
+    return ValueError(
+        f"model must be traceable by Dynamo with fullgraph=True, got {name}: {reason}; use the "
+        "model uncompiled, or compile it without fullgraph=True"
+    )

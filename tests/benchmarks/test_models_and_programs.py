@@ -18,9 +18,20 @@ EQUAL = [
     *("stablelm", "nemotron"),  # drop keywords
     *("gptj", "gpt_neo", "falcon"),  # classes of their own
     "gpt_neox",
+    *("image-text/llava", "image-text/qwen2_vl"),  # given text alone
+    "image-text/deepseek_vl_hybrid",  # a class of its own for images
 ]
 REFUSED = ["diffllama", "hrm_text", "mvp", "xglm", "moshi", "trocr", "bart", "git", "bloom"]
-QUICK = ["llama", "phimoe", "stablelm", "gptj", "diffllama", "bart"]
+REFUSED += ["image-text/kosmos-2.5", "image-text/t5gemma2"]
+QUICK = [
+    "llama",
+    "image-text/deepseek_vl_hybrid",
+    "phimoe",
+    "stablelm",
+    "gptj",
+    "diffllama",
+    "bart",
+]
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")

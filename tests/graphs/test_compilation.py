@@ -140,3 +140,42 @@ def test_a_break_within_a_layer(make_model):
     del mlp.forward
     whole = make_session(torch.compile(model, backend="eager"))
     assert whole.generate([[1]], 2) == make_session(model).generate([[1]], 2)
+
+
+def test_a_model_that_is_compiled_too_often(make_model):
+    model = make_model()
+    session = make_session(torch.compile(model, backend="eager", fullgraph=True))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        session.generate([[1, 2]], 2)
+        attention = model.model.layers[0].self_attn
+        attention.scaling *= 2
+        session.generate([[1, 2]], 2)
+        attention.scaling *= 2
+        with pytest.raises(ValueError, match=r"^model must be traceable .*: .* recompile limit"):
+            session.generate([[1, 2]], 2)
+
+
+def test_what_dynamo_cannot_trace_later(make_model, monkeypatch):
+    """A change that compiles anew, and breaks the graph: refused, and undone by undoing it."""
+    model = make_model()
+    forward = type(model).forward
+
+    def breaks(self, *args, **kwargs):
+        if self.config.breaks:
+            torch._dynamo.graph_break()
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", breaks)
+    model.config.breaks = False
+    session = make_session(torch.compile(model, backend="eager", fullgraph=True))
+    before = session.generate([[1, 2]], 3)
+    request = session.add([1, 2], 3)
+    session.step()
+    model.config.breaks = True
+    with pytest.raises(ValueError, match=r"^model must be traceable by Dynamo .*graph_break"):
+        session.generate([[1]], 3)
+    model.config.breaks = False
+    while session.num_unfinished:
+        session.step()
+    assert session.result(request) == before[0]
+    assert session.generate([[1, 2]], 3) == before

@@ -265,6 +265,8 @@ def _untraced(model: Any, error: Exception) -> ValueError:
     """What to do where Dynamo cannot trace the model, or has compiled it too often."""
     name = type(getattr(model, "_orig_mod", model)).__name__
     reason = str(error).strip().partition("\n")[0]
+    if isinstance(error, FailOnRecompileLimitHit):
+        reason = "a model that has changed more often than recompile_limit of torch._dynamo.config"
     return ValueError(
         f"model must be traceable by Dynamo with fullgraph=True, got {name}: {reason}; use the "
         "model uncompiled, or compile it without fullgraph=True"

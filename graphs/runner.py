@@ -5,6 +5,7 @@ S requests, R rows of logits, V vocabulary.
 
 import functools
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -261,13 +262,22 @@ class StepRunner:
         return True
 
 
+def break_reason(text: str) -> str:
+    """Why Dynamo breaks a graph, and at which line of the user's code where it says so."""
+    title = text.strip().partition("\n")[0]
+    explanation = re.search(r"^ *Explanation: (.+)$", text, re.MULTILINE)
+    lines = re.findall(r'File "(.+?)", line (\d+)', text.partition("from user code:")[2])
+    where = ", at {}:{}".format(*lines[-1]) if lines else ""
+    return title + (f": {explanation[1]}" if explanation else "") + where
+
+
 def _untraced(model: Any, error: Exception) -> ValueError:
     """What to do where Dynamo cannot trace the model, or has compiled it too often."""
     name = type(getattr(model, "_orig_mod", model)).__name__
-    reason = str(error).strip().partition("\n")[0]
+    reason = break_reason(str(error))
     if isinstance(error, FailOnRecompileLimitHit):
         reason = "a model that has changed more often than recompile_limit of torch._dynamo.config"
     return ValueError(
-        f"model must be traceable by Dynamo with fullgraph=True, got {name}: {reason}; use the "
-        "model uncompiled, or compile it without fullgraph=True"
+        f"model must be traceable by Dynamo with fullgraph=True, got {name}: {reason}; change "
+        "that, use the model uncompiled, or compile it without fullgraph=True"
     )

@@ -39,6 +39,8 @@ class OutlineLayers(Pass):
         - a node outside stands between the layer's and writes what it
           reads, or reads what it writes;
         - the layer hands something other than tensors to the outside;
+        - the graph reads a number from a tensor, as Dynamo makes of a module's float that
+          has changed: only in the whole graph is the number known;
         - training: an input requires grad.
     """
 
@@ -48,6 +50,9 @@ class OutlineLayers(Pass):
     looks_for = "equal layers"
 
     def apply(self, graph: Graph) -> int:
+        if graph.find_nodes(op="call_method", target="item"):
+            self.skip("the graph reads a number from a tensor")
+            return 0
         owner = graph.owning_module
         groups: dict[str, list[Region]] = {}
         for region in _regions(graph):

@@ -158,6 +158,27 @@ def test_skipped_when_a_layer_hands_out_a_size(dynamo_run):
     assert any("something other than a tensor" in reason for reason in one.skipped)
 
 
+@pytest.mark.skipped_when(OutlineLayers, "the graph reads a number from a tensor")
+def test_skipped_when_a_number_has_changed():
+    """An operator takes the number as it is: no tensor can stand for it."""
+
+    class Attending(Layer):
+        def forward(self, x):
+            q = self.linear(x)[None]
+            return x + nn.functional.scaled_dot_product_attention(q, q, q, scale=self.factor)[0]
+
+    model = Stack(Attending(), Attending(), Attending())
+    compiled = torch.compile(model, backend=attn_ops, fullgraph=True)
+    torch.testing.assert_close(compiled(X), model(X))
+    for factor in (0.5, 0.25):
+        model.layers[0].factor = factor
+        with recording() as recorder:
+            torch.testing.assert_close(compiled(X), model(X))
+        reasons = [r for p in recorder.passes for r in p.skipped if p.pass_name == "outline_layers"]
+        if factor == 0.5:
+            assert "the graph reads a number from a tensor" in reasons
+
+
 # -- hazards ---------------------------------------------------------------------------------------
 
 

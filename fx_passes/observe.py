@@ -66,6 +66,12 @@ class Recorder:
     output_code: list[str] = dataclasses.field(default_factory=list)
     sessions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
 
+    def forget(self) -> None:
+        """Drop what was collected until now."""
+        for collected in (self.passes, self.final_graphs, self.output_code):
+            collected.clear()
+        self.num_graphs = 0
+
     def matches(self) -> dict[str, int]:
         """Matches of each pass that ran, over all graphs."""
         total: dict[str, int] = {}

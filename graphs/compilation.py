@@ -98,9 +98,13 @@ class Compilation:
     def run(self) -> None:
         """Compile for the first time; what is compiled later counts as a recompilation.
 
+        An attempt that failed counts for nothing.
+
         Raises:
             ValueError: Dynamo cannot trace the model.
         """
+        self.record.forget()
+        self.counters.num_graphs = self.counters.num_breaks = 0
         bar = tqdm(total=1, desc="compile", unit="model", disable=None, leave=False)
         with bar, recording(self.record), self.counters.watching():
             self._call_model()

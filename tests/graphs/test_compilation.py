@@ -6,10 +6,12 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import fx_passes
+from fx_passes.observe import recorders
 from graphs import compilation
-from graphs.compilation import compilers
+from graphs.compilation import Compilation, compilers
 from tests.kit.sessions import make_session, uncaptured
 
 NOT_COMPILED = "not compiled: the passes of attn_ops did not run"
@@ -181,3 +183,27 @@ def test_what_dynamo_cannot_trace_later(make_model, monkeypatch):
         session.step()
     assert session.result(request) == before[0]
     assert session.generate([[1, 2]], 3) == before
+
+
+def test_an_attempt_that_failed_counts_for_nothing():
+    class Runner:
+        model = nn.Linear(2, 2)
+
+        def compile(self, first_call):
+            counters["stats"]["unique_graphs"] += 1
+            counters["graph_break"]["a reason"] += 1
+            for recorder in recorders():
+                recorder.passes.append("a run of a pass")
+            self.attempts = getattr(self, "attempts", 0) + 1
+            if self.attempts == 1:
+                raise fx_passes.PassError("the pass 'x' failed")
+            return 0.5
+
+    runner = Runner()
+    compiled = Compilation(runner, runner, warns_uncompiled=False)
+    with pytest.raises(fx_passes.PassError):
+        compiled.run()
+    compiled.run()
+    assert len(compiled.record.passes) == 1
+    assert (compiled.counters.num_graphs, compiled.counters.num_breaks) == (1, 1)
+    assert compiled.seconds == 0.5

@@ -81,8 +81,10 @@ def test_why_no_pass_has_run_yet(model, seconds, why):
     assert f"passes none has run for this session: {why}" in one_line(report)
 
 
-def test_nobody_asked_for_graphs_that_a_cpu_has_not(model):
-    report = captured(model, debug=None).report()
+def test_nobody_asked_for_graphs_that_a_cpu_has_not(model, caplog):
+    with caplog.at_level("WARNING", "graphs"):
+        report = captured(model, debug=None).report()
+    assert caplog.messages == []
     assert "CUDA graphs none: the model is on cpu; CUDA graphs need a model" in one_line(report)
     assert "asked for" not in one_line(report)
 

@@ -20,14 +20,15 @@ class Pass(abc.ABC):
     """One rewrite. Its docstring holds `Before::` and `After::` graphs and a "Skipped when" list.
 
     A pass declares `name`, `stage` and, where it needs it, `needs_inference`, `looks_for`,
-    `runs_before`, `runs_after`, `of`, `settings`, `summary` and `refuse`. A switch is a field of
-    `PassConfig` with its name; a pass without one is always on.
+    `runs_before`, `runs_after`, `switch`, `of`, `settings`, `summary` and `refuse`.
 
     Attributes:
         name: what reports, dumps and `register_pass(before=, after=)` call it.
         stage: the graph it works on.
         needs_inference: whether it leaves graphs alone that are trained.
         looks_for: what it rewrites, as reports name it where there is none: "no equal products".
+        switch: the field of `PassConfig` that turns it off; None: that of its name. A pass without
+            such a field is always on.
         runs_before, runs_after: the pass that it stands beside, unless `register_pass` is told.
         skipped: what the last run did not rewrite, and why, in lines.
         reasons: the same without places, so that equal reasons can be counted.
@@ -40,6 +41,7 @@ class Pass(abc.ABC):
     looks_for: ClassVar[str] = "place for it"
     runs_before: ClassVar[str | None] = None
     runs_after: ClassVar[str | None] = None
+    switch: ClassVar[str | None] = None
 
     def __init__(self) -> None:
         self.skipped: list[str] = []

@@ -10,6 +10,8 @@ class PassConfig:
     """One switch per built-in pass; `options={"collapse_views": False}` turns one off.
 
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
+    `attn_quant`, of the pass `quantize_output`, is "never", "auto", where a backend gains by it, or
+    "always".
     """
 
     device_constants: bool = True
@@ -17,11 +19,12 @@ class PassConfig:
     outline_layers: bool = True
     share_products: bool = True
     short_products: bool = True
+    attn_quant: Literal["auto", "always", "never"] = "auto"
     collapse_views: bool = True
 
-    def is_on(self, name: str) -> bool:
-        """Whether a pass runs; one without a switch does."""
-        return getattr(self, name, True) not in (False, "off")
+    def is_on(self, switch: str) -> bool:
+        """Whether the pass with that switch runs; one without a switch does."""
+        return getattr(self, switch, True) not in (False, "off", "never")
 
     @classmethod
     def split(cls, options: Mapping[str, Any] | None) -> tuple["PassConfig", dict[str, Any]]:

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule
 
 from fx_passes.analysis.graph_ops import operator_name
 
-_ATTENTION = ("attention", "attention_with_lse")
+_ATTENTION = ("attention", "attention_with_lse", "attention_quant")
 _PRODUCTS = ("linear", "matmul", "mm", "addmm", "_scaled_mm")
 
 

@@ -5,6 +5,7 @@ fast_prefill     dynamo   rows that no logits need are not computed
 outline_layers   dynamo   equal layers become calls of one subgraph
 share_products   aten     equal matrix products are computed once
 short_products   aten     products of few terms are written as sums
+quantize_output  aten     attention that is quantized writes FP8 itself
 collapse_views   aten     q, k, v reach attention as one view of their product
 """
 
@@ -24,12 +25,13 @@ from fx_passes.passes.constants import DeviceConstants
 from fx_passes.passes.fast_prefill import FastPrefill
 from fx_passes.passes.layers import OutlineLayers
 from fx_passes.passes.products import ShareProducts
+from fx_passes.passes.quantize_output import QuantizeOutput
 from fx_passes.passes.short_products import ShortProducts
 from fx_passes.passes.views import CollapseViews
 
 _PIPELINE: list[type[Pass]] = [
     DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, ShortProducts,
-    CollapseViews,
+    QuantizeOutput, CollapseViews,
 ]  # fmt: skip
 """Global: it is the registry of passes."""
 
@@ -104,7 +106,7 @@ def broken_passes() -> dict[str, str]:
 
 def passes(config: PassConfig, stage: Stage) -> list[Pass]:
     """New instances of the stage's passes that `config` leaves on, in order."""
-    classes = [p for p in pass_classes() if p.stage == stage and config.is_on(p.name)]
+    classes = [p for p in pass_classes() if p.stage == stage and config.is_on(p.switch or p.name)]
     return [_made(p, config) for p in classes]
 
 

@@ -71,9 +71,10 @@ def _scales(x_TGE: torch.Tensor, how: OutputQuant) -> torch.Tensor:
 
 
 def _power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The least power of two that is not smaller, by the bits of float32; 0 stays 0."""
+    """The least power of two that is not smaller, by the bits of float32; 0 and NaN stay."""
     bits = scale.view(torch.int32)
-    return ((bits + 0x7FFFFF) >> 23 << 23).view(torch.float32)
+    power = ((bits + 0x7FFFFF) >> 23 << 23).view(torch.float32)
+    return torch.where(scale.isnan(), scale, power)
 
 
 def _nvfp4(

@@ -31,6 +31,9 @@ PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 ATTENTION = (torch.ops.attn_ops.attention.default, torch.ops.attn_ops.attention_with_lse.default)
 """Rows of q attend by themselves; a reduced batch tells where they stand."""
 
+QUANTIZED = torch.ops.attn_ops.attention_quant.default
+"""Attention whose output is quantized: values and scales."""
+
 
 def operator_name(node: Node) -> str:
     """What a node calls, without its namespace and overload: `mm`, `linear`, `view`."""

@@ -1,14 +1,14 @@
 """Let q, k and v reach attention as plain views of the projection that computed them."""
 
 import operator
-from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, VIEWS, aten
-from fx_passes.analysis.sizes import equal, expression, input_of_size, multiple
+from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, QUANTIZED, VIEWS, aten
+from fx_passes.analysis.row_count import RowCount
+from fx_passes.analysis.sizes import equal, expression
 from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 
@@ -70,7 +70,7 @@ class CollapseViews(Pass):
         if _reaches_output(node):  # two outputs of the graph would become one tensor
             return False
         if (
-            _root(source).target not in _WRITTEN_WHOLE
+            not _is_written_whole(_root(source))
             or value_of(source).stride() != value_of(node).stride()
         ):
             return False
@@ -82,7 +82,7 @@ class CollapseViews(Pass):
         root, steps = _root(node), _steps(node)
         if (
             root.op != "call_function"
-            or root.target not in _WRITTEN_WHOLE
+            or not _is_written_whole(root)
             or not value_of(root).is_contiguous()
         ):
             return False
@@ -97,7 +97,7 @@ class CollapseViews(Pass):
         if len(steps) == 1 or not any(s.target in _RESHAPES for s in steps):
             return False
         with graph.inserting_before(node):
-            rows = _RowCount(graph, root)
+            rows = RowCount(graph, root)
             size = [rows.argument(s) for s in value.shape]
             stride = [
                 1 if type(n) is int and n == 1 else rows.argument(s)
@@ -122,45 +122,11 @@ class CollapseViews(Pass):
         return True
 
 
-class _RowCount:
-    """Graph arguments for sizes: numbers as they are, multiples of the row count as nodes.
-
-    The row count is the root's first symbolic size.
-    """
-
-    def __init__(self, graph: Graph, root: Node) -> None:
-        self.graph, self.root, self.node = graph, root, None
-        self.made: list[Node] = []
-        shape = value_of(root).shape
-        self.dim = next((d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)), 0)
-        self.rows = shape[self.dim]
-
-    def argument(self, size: int | torch.SymInt) -> int | Node | None:
-        if not isinstance(size, torch.SymInt):
-            return int(size)
-        if not isinstance(self.rows, torch.SymInt):
-            return None
-        factor = multiple(expression(size), expression(self.rows))
-        if factor is None:
-            return None
-        if self.node is None:
-            self.node = input_of_size(self.graph, expression(self.rows)) or self._make(
-                aten.sym_size.int, (self.root, self.dim), self.rows
-            )
-        if factor == 1:
-            return self.node
-        return self._make(operator.mul, (self.node, factor), size)
-
-    def _make(self, target: Callable, args: tuple, value: torch.SymInt) -> Node:
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = value
-        self.made.append(node)
-        return node
-
-    def forget(self) -> None:
-        for node in reversed(self.made):
-            if not node.users:
-                self.graph.erase_node(node)
+def _is_written_whole(node: Node) -> bool:
+    """Of an operator's results, those that are; the scales of groups may have other strides."""
+    if node.target is operator.getitem:
+        return cast(Node, node.args[0]).target is QUANTIZED
+    return node.target in _WRITTEN_WHOLE
 
 
 def _source(node: Node) -> Node:

@@ -35,7 +35,7 @@ from fx_passes.pictures.flowchart import (
 _KINDS = {
     Kind.PRODUCT: ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_scaled_mm"),
     Kind.EMBEDDING: ("embedding",),
-    Kind.ATTENTION: ("attention", "attention_with_lse", "varlen_attention",
+    Kind.ATTENTION: ("attention", "attention_with_lse", "attention_quant", "varlen_attention",
                      "scaled_dot_product_attention"),
     Kind.GATHER: ("index_select",),
 }  # fmt: skip

@@ -27,11 +27,12 @@ from fx_passes.inductor_slot import SLOT, AtenPipeline, with_user_pass
 
 BUILT_IN = [
     "device_constants", "fast_prefill", "outline_layers", "share_products", "short_products",
-    "collapse_views",
+    "quantize_output", "collapse_views",
 ]  # fmt: skip
 CLASSES = [one for one in pipeline.pass_classes() if one.__module__.startswith("fx_passes.")]
 ATEN = [one.name for one in CLASSES if one.stage == "aten"]
-OFF = {"fast_prefill": "off"}
+SWITCHES = {one.name: one.switch or one.name for one in CLASSES}
+OFF = {"fast_prefill": "off", "attn_quant": "never"}
 aten = torch.ops.aten
 
 
@@ -99,7 +100,8 @@ def _compiled(function, arguments):
 
 def test_built_in_order():
     assert pass_names() == BUILT_IN
-    assert {f.name for f in dataclasses.fields(PassConfig)} == set(BUILT_IN), "one switch a pass"
+    switches = {f.name for f in dataclasses.fields(PassConfig)}
+    assert switches == set(SWITCHES.values()), "one switch a pass"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,8 @@ def test_a_registered_pass_runs_in_its_place():
 @pytest.mark.parametrize("name", BUILT_IN[1:])
 def test_a_disabled_pass_does_not_run(name):
     with recording() as recorder:
-        compiled(options={"fast_prefill": "auto"} | {name: OFF.get(name, False)})
+        switch = SWITCHES[name]
+        compiled(options={"fast_prefill": "auto"} | {switch: OFF.get(switch, False)})
     assert [r.pass_name for r in recorder.passes] == [n for n in BUILT_IN if n != name]
 
 
@@ -251,7 +254,7 @@ def test_split_refuses_what_is_no_bool(value):
 def test_split_refuses_unknown_options():
     with pytest.raises(
         ValueError,
-        match="got 'share_product'; supported: collapse_views, device_constants, fast_prefill",
+        match="got 'share_product'; supported: attn_quant, collapse_views, device_constants",
     ):
         PassConfig.split({"share_product": False})
 

@@ -1,0 +1,362 @@
+"""quantize_output: forms that are recognised give the same bits; what is left alone, and why."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from attn_ops import get_backend
+from attn_ops.backends import registry
+from fx_passes import PassConfig
+from fx_passes.analysis.quantize_forms import FORMS
+from fx_passes.inductor_slot import AtenPipeline
+from fx_passes.passes.quantize_output import QuantizeOutput, pays
+from tests.fx_passes.passes.quantize_models import (
+    FP8,
+    MAX,
+    Behind,
+    act_quant,
+    by_max,
+    by_norm,
+    fake_quantized,
+    given,
+    group,
+    inverse,
+    powers_of_two,
+    row,
+    tensor,
+)
+
+SCALE = torch.tensor([0.0131])
+HALF = SCALE.to(torch.bfloat16)
+F32 = torch.float32
+
+
+@pytest.fixture
+def batch(make_batch):
+    """Rows of zeros, which are padding, and of NaN; 4 heads of 64 in bfloat16."""
+
+    def make(dtype=torch.bfloat16, **sizes):
+        sizes = {"head_size": 64, "num_padding_rows": 2} | sizes
+        made = make_batch([3, 1, 2], [9, 5, 2], dtype=dtype, **sizes)
+        made.q[1] = float("nan")
+        return made
+
+    return make
+
+
+def operator_of(graph):
+    target = torch.ops.attn_ops.attention_quant.default
+    (node,) = graph.find_nodes(op="call_function", target=target)
+    return node
+
+
+def options_of(graph) -> dict:
+    return {k: v for k, v in operator_of(graph).kwargs.items() if k != "out_scale"}
+
+
+def rewritten(behind: Behind) -> QuantizeOutput:
+    """Apply the pass: one match, the same bits, and nothing to do for a second run."""
+    wanted, one = behind.run(), QuantizeOutput("always")
+    assert one.run(behind.graph) == 1, one.skipped
+    assert all(torch.equal(a, b) for a, b in zip(behind.run(), wanted, strict=True))
+    assert not behind.graph.find_nodes(
+        op="call_function", target=torch.ops.attn_ops.attention.default
+    )
+    again = QuantizeOutput("always")
+    assert (again.run(behind.graph), again.skipped) == (0, [])
+    return one
+
+
+ROUND = {"round_scale": True}
+RECOGNISED = {
+    "torchao PerRow": (row, (), {"scheme": "fp8_row", **ROUND}),
+    "with a floor": (
+        lambda x: row(x, 0.3), (), {"scheme": "fp8_row", "min_amax": 0.30078125, **ROUND},
+    ),
+    "in float32": (
+        lambda x: row(x, 0.5, F32), (), {"scheme": "fp8_row", "min_amax": 0.5},
+    ),
+    "with a least scale": (
+        lambda x: row(x, least=1e-3), (),
+        {"scheme": "fp8_row", "min_scale": float(torch.tensor(1e-3).bfloat16()), **ROUND},
+    ),
+    "by a norm": (by_norm, (), {"scheme": "fp8_row", "round_values": True}),
+    "torchao PerTensor": (tensor, (), {"scheme": "fp8_tensor", **ROUND}),
+    "by max": (by_max, (), {"scheme": "fp8_tensor"}),
+    "torchao PerBlock": (group, (), {"scheme": "fp8_group128", **ROUND}),
+    "groups of 64": (lambda x: group(x, 64), (), {"scheme": "fp8_group64", **ROUND}),
+    "act_quant": (act_quant, (), {"scheme": "fp8_group128"}),
+    "UE8M0": (
+        powers_of_two, (),
+        {"scheme": "fp8_group128", "min_amax": float(torch.tensor(1e-4)), "ue8m0": True},
+    ),
+    "given": (given, (SCALE,), {"scheme": "fp8_static"}),
+    "given in bfloat16": (given, (HALF,), {"scheme": "fp8_static", "round_values": True}),
+    "given, of no dimension": (given, (HALF[0],), {"scheme": "fp8_static", "round_values": True}),
+    "1 / given": (inverse, (SCALE,), {"scheme": "fp8_static", "multiply": True}),
+    "compressed-tensors": (fake_quantized, (HALF,), {"scheme": "fp8_static", "round_values": True}),
+}  # fmt: skip
+"""How it is quantized, given scales, and what the operator is told."""
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_recognised(batch, name):
+    function, more, options = RECOGNISED[name]
+    for rank in (2, 3):
+        behind = Behind(batch(), function, *more, rank=rank)
+        one = rewritten(behind)
+        assert options_of(behind.graph) == options
+        assert one.facts == {"sites": {"attention": options["scheme"]}}
+        assert one.summary() == f"attention writes {options['scheme']}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_dtypes(batch, dtype):
+    """A scale in x's dtype is rounded; float32 has nothing to round."""
+    for name in ("torchao PerRow", "with a least scale", "by a norm", "given", "groups of 64"):
+        function, more, _ = RECOGNISED[name]
+        behind = Behind(batch(dtype), function, *more)
+        rewritten(behind)
+        options = options_of(behind.graph)
+        if dtype == torch.float32:
+            assert not options.get("round_scale")
+            assert not options.get("round_values")
+
+
+def test_every_form_is_recognised():
+    assert {form.scheme for form in FORMS} == {o["scheme"] for _, _, o in RECOGNISED.values()}
+
+
+def test_what_attention_was_asked_for_stays(batch):
+    """Windows, soft caps, sinks, causal: keywords of `attention` are those of `attention_quant`."""
+    asked = {"sliding_window": 3, "soft_cap": 20.0, "causal": True}
+    behind = Behind(batch(), row, **asked)
+    rewritten(behind)
+    assert options_of(behind.graph) == {"scheme": "fp8_row", "round_scale": True, **asked}
+
+
+def test_several_attentions_in_a_graph(batch):
+    """Two layers of other geometry, each with its own scheme."""
+    made = batch()
+
+    def function(x, q, kv_cache, scale):
+        attention = torch.ops.attn_ops.attention
+        other = attention(q[:, :2].contiguous(), kv_cache, made.meta, 0.5)
+        return *row(x), *given(other.reshape(1, -1, 128), scale)
+
+    behind = Behind(made, function, SCALE, with_inputs=True)
+    one, wanted = QuantizeOutput("always"), behind.run()
+    assert one.run(behind.graph) == 2
+    assert all(torch.equal(a, b) for a, b in zip(behind.run(), wanted, strict=True))
+    assert sorted(one.facts["sites"].values()) == ["fp8_row", "fp8_static"]
+    assert one.summary() == "attention writes fp8_row and fp8_static"
+
+
+def test_the_scale_in_any_shape(batch):
+    """Products read the scale in a shape of their own; the amax leads to nothing else."""
+
+    def function(x):
+        values, scale = row(x)
+        return values.view(-1, 256), scale.unsqueeze(-1).view(-1, 1), scale.reciprocal()
+
+    rewritten(Behind(batch(), function))
+
+
+# -- left alone ------------------------------------------------------------------------------------
+
+
+def quantized(x, scale):
+    return (x.float() / scale).clamp(-MAX, MAX).to(FP8), scale
+
+
+def amax_of(x):
+    return x.abs().amax(-1, keepdim=True).float()
+
+
+def no_floor(x):
+    scale = amax_of(x) / MAX
+    return (x / scale).to(FP8), scale
+
+
+def times_inverse(x):
+    scale = amax_of(x) / MAX
+    return (x.float() * scale.reciprocal()).clamp(-MAX, MAX).to(FP8), scale
+
+
+def zero_replaced(x):
+    scale = amax_of(x) / MAX
+    return quantized(x, torch.where(scale == 0, 0.01, scale))
+
+
+def to_nearest_power(x):
+    spread = act_quant(x)[1].log2().round().exp2()
+    return quantized(x, spread.repeat_interleave(128, dim=-1))
+
+
+def halves_of_the_width(x):
+    """Two values of a row that share a scale lie half a row apart."""
+    apart = x.unflatten(-1, (2, -1))
+    return quantized(apart, apart.abs().amax(-2, keepdim=True).float() / MAX)
+
+
+READ = "something else reads the unquantized output"
+DTYPE = "it is quantized to another dtype"
+BETWEEN = "something is computed between attention and its quantization"
+LIMITS = "values are limited to other numbers"
+RULE = "the scale is computed otherwise than amax / 448"
+TENSOR = "the scale is another attention's"
+SHARE = "the values that share a scale are no row"
+SKIPPED = {
+    "returned": (READ, lambda x: (*row(x), x), (), "the graph returns the unquantized output"),
+    "summed": (READ, lambda x: (*row(x), x.sum(-1)), (), "sum_1 reads the unquantized output"),
+    "its amax": (READ, lambda x: (*row(x), amax_of(x) * 2), (), "reads the unquantized output"),
+    "quantized twice": (READ, lambda x: (*row(x), *tensor(x)), (), "reads the unquantized output"),
+    "e5m2": (DTYPE, lambda x: (x.to(torch.float8_e5m2),), (), "torch.float8_e5m2 is no scheme"),
+    "int8": (DTYPE, lambda x, s: ((x / s).round().clamp(-128, 127).to(torch.int8),), (SCALE,),
+             "torch.int8 is no scheme"),
+    "gate": (BETWEEN, lambda x, g: row(x * g), (torch.ones(256),), "mul stands between attention"),
+    "residual": (BETWEEN, lambda x: row(x + 1), (), "add stands between attention"),
+    "columns": (BETWEEN, lambda x: row(x[..., :128]), (), "a part of its columns is quantized"),
+    "rounded": (BETWEEN, lambda x: row(x.to(torch.float16)), (), "to torch.float16 before"),
+    "permuted": (BETWEEN, lambda x: row(x.view(-1, 4, 64).transpose(0, 1).reshape(4, -1)), (),
+                 "stands between attention"),
+    "no scale": (RULE, lambda x: (x.clamp(-MAX, MAX).to(FP8),), (), "divided by a scale"),
+    "240": (LIMITS, lambda x, s: ((x / s).clamp(-240, 240).to(FP8),), (SCALE,), "not limited to"),
+    "below only": (LIMITS, lambda x, s: ((x / s).clamp(min=-MAX).to(FP8),), (SCALE,),
+                   "not limited to"),
+    "limits given": (LIMITS, lambda x, s: (torch.clamp(x / s, -s, s).to(FP8),), (SCALE,),
+                     "not limited to"),
+    "no limits": (LIMITS, lambda x, s: ((x / s).to(FP8),), (SCALE,), "not limited to"),
+    "no limits, no floor": (LIMITS, no_floor, (), "not limited to"),
+    "times 1 / scale": (RULE, times_inverse, (), "rounds otherwise than x / scale"),
+    "times 1 / 448": (RULE, lambda x: quantized(x, amax_of(x) * (1 / MAX)), (), "with mul, which"),
+    "by 440": (RULE, lambda x: quantized(x, amax_of(x) / 440), (), "divided by 440.0, not by 448"),
+    "an amax": (RULE, lambda x: quantized(x, amax_of(x)), (), "no amax / 448"),
+    "signed": (RULE, lambda x: quantized(x, x.amax(-1, keepdim=True).float() / MAX), (),
+               "not that of absolute values"),
+    "2-norm": (RULE, lambda x: quantized(x, x.norm(dim=-1, keepdim=True).float() / MAX), (),
+               "which no form has|another norm"),
+    "zero replaced": (RULE, zero_replaced, (), "with where, which no form has"),
+    "nearest power": (RULE, to_nearest_power, (), "computed with round"),
+    "a number": (RULE, lambda x: ((x / 0.5).clamp(-MAX, MAX).to(FP8),), (), "a number of the"),
+    "no dimension": (RULE, given, (SCALE[0],), "rounded otherwise by each device"),
+    "float64 scale": (RULE, given, (SCALE.double(),), "(converted to|is) torch.float64"),
+    "columns' scales": (TENSOR, given, (torch.rand(256),), "has several elements and is not"),
+    "groups of 32": (SHARE, lambda x: group(x, 32), (), "32 values share a scale; supported: 128"),
+    "no neighbours": (SHARE, halves_of_the_width, (), "are no neighbours"),
+}  # fmt: skip
+"""The line of the docstring, what stands behind attention, scales, and the reason."""
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_left_alone(batch, name):
+    _, function, more, reason = SKIPPED[name]
+    check_left_alone(Behind(batch(), function, *more), reason)
+
+
+def check_left_alone(behind: Behind, reason: str) -> None:
+    before, one = str(behind.graph), QuantizeOutput("always")
+    assert one.run(behind.graph) == 0
+    assert str(behind.graph) == before
+    assert re.search(reason, one.reasons[0]), one.skipped
+    assert one.skipped[0].startswith("attention")
+    assert one.summary() is None
+
+
+@pytest.mark.skipped_when(QuantizeOutput, "something else reads the unquantized output")
+@pytest.mark.skipped_when(QuantizeOutput, "it is quantized to another dtype")
+@pytest.mark.skipped_when(
+    QuantizeOutput, "something is computed between attention and its quantization"
+)
+@pytest.mark.skipped_when(QuantizeOutput, "values are limited to other numbers")
+@pytest.mark.skipped_when(QuantizeOutput, "the scale is computed otherwise than amax / 448")
+@pytest.mark.skipped_when(QuantizeOutput, "the values that share a scale are no row")
+def test_each_line_has_cases():
+    assert {line for line, *_ in SKIPPED.values()} == {
+        READ, DTYPE, BETWEEN, LIMITS, RULE, TENSOR, SHARE,
+    }  # fmt: skip
+
+
+@pytest.mark.skipped_when(QuantizeOutput, "the scale is another attention's")
+def test_scales_of_another_attention(batch):
+    made = batch()
+
+    def function(x, q, kv_cache):
+        other = torch.ops.attn_ops.attention(q * 2, kv_cache, made.meta, 0.5)
+        return quantized(x, amax_of(other.reshape(x.shape)) / MAX)
+
+    behind = Behind(made, function, with_inputs=True)
+    check_left_alone(behind, "several elements and is not computed from it")
+
+
+@pytest.mark.skipped_when(QuantizeOutput, "attention writes float64")
+def test_float64(batch):
+    check_left_alone(Behind(batch(torch.float64), row), "from torch.float64 to torch.float32")
+    check_left_alone(Behind(batch(torch.float64), given, SCALE), "attention writes torch.float64")
+
+
+@pytest.mark.skipped_when(QuantizeOutput, "a shape is neither a number nor a multiple of the row")
+@pytest.mark.parametrize("divided", [False, True])
+def test_two_rows_side_by_side(batch, divided):
+    def function(x, scale):
+        if divided:
+            return ((x / scale).clamp(-MAX, MAX).view(-1, 512).to(FP8),)
+        return given(x.view(-1, 512), scale)
+
+    check_left_alone(Behind(batch(), function, SCALE), "a shape is neither a number nor a multiple")
+
+
+def test_attention_with_lse(batch):
+    made = batch()
+
+    def function(x, q, kv_cache):
+        out, lse = torch.ops.attn_ops.attention_with_lse(q, kv_cache, made.meta, 0.5)
+        return *row(out.reshape(1, -1, 256)), lse
+
+    behind = Behind(made, function, with_inputs=True)
+    check_left_alone(behind, "attention_with_lse has no quantized form")
+
+
+def test_what_is_not_attention_is_no_matter(batch):
+    """FP8 caches and other layers' inputs are behind products: nothing is said of them."""
+
+    def function(x, w):
+        return (*row((x.view(-1, 256) @ w).view(x.shape)), (w * 2).to(FP8))
+
+    behind = Behind(batch(), function, torch.eye(256, dtype=torch.bfloat16))
+    one = QuantizeOutput("always")
+    assert (one.run(behind.graph), one.skipped) == (0, [])
+
+
+# -- the option ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto"')
+def test_auto_asks_whether_a_backend_writes_the_scheme(batch, monkeypatch):
+    cpu = torch.device("cpu")
+    one = QuantizeOutput.of(PassConfig())
+    assert one.run(Behind(batch(), given, SCALE).graph) == 0
+    assert one.reasons == ["no backend on cpu writes fp8_static itself"]
+    torch_backend = get_backend("TORCH")
+    support = dataclasses.replace(torch_backend.support, output_quant=("fp8_static",))
+    fusing = dataclasses.replace(torch_backend, name="FUSING", support=support)
+    monkeypatch.setitem(registry._registered, "FUSING", fusing)
+    assert pays("fp8_static", cpu) is None
+    assert one.run(Behind(batch(), given, SCALE).graph) == 1
+    missing = dataclasses.replace(fusing, unavailable=lambda: "it is not there")
+    monkeypatch.setitem(registry._registered, "FUSING", missing)
+    assert pays("fp8_static", cpu) is not None
+
+
+def test_the_option():
+    config, rest = PassConfig.split({"attn_quant": "always"})
+    assert (config.attn_quant, rest) == ("always", {})
+    assert not PassConfig(attn_quant="never").is_on("attn_quant")
+    with pytest.raises(ValueError, match="must be 'auto', 'always' or 'never', got True"):
+        PassConfig.split({"attn_quant": True})
+    with pytest.raises(ValueError, match="got 'quantize_output'; supported: attn_quant, coll"):
+        PassConfig.split({"quantize_output": "always"})
+    keys = {AtenPipeline(PassConfig(attn_quant=o)).uuid() for o in ("auto", "always", "never")}
+    assert len(keys) == 3

@@ -4,7 +4,7 @@ from attn_ops.ops.advance import advance_step
 from attn_ops.ops.attention import attention, attention_with_lse
 from attn_ops.ops.attention_quant import attention_quant
 from attn_ops.ops.cache_blocks import copy_blocks, gather_kv, swap_blocks
-from attn_ops.ops.merge import merge_attn_states
+from attn_ops.ops.merge import merge_attn_states, merge_attn_states_quant
 from attn_ops.ops.varlen import varlen_attention, varlen_metadata
 from attn_ops.ops.write_kv import write_kv
 
@@ -16,6 +16,7 @@ __all__ = [
     "copy_blocks",
     "gather_kv",
     "merge_attn_states",
+    "merge_attn_states_quant",
     "swap_blocks",
     "varlen_attention",
     "varlen_metadata",

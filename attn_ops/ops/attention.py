@@ -145,15 +145,23 @@ def attend(
     """The backend's forward; over a shared prefix and the rest apart, if the batch was built so."""
     if layer.cascade is None:
         return layer.attend(q, kv_cache, meta, options)
+    out, lse = torch.ops.attn_ops.merge_attn_states(*parts_of(layer, q, kv_cache, options))
+    if options.lse is not None:
+        options.lse.copy_(lse)
+    return out
+
+
+def parts_of(
+    layer: Layer, q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions
+) -> list[torch.Tensor]:
+    """Output and log-sum-exp over a shared prefix, and over the rest."""
+    assert layer.cascade is not None, "the batch shares no prefix"
     parts = []
     for part, asked in zip(layer.cascade, (options.of_shared_prefix(), options), strict=True):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         asked = dataclasses.replace(asked, lse=lse)
         parts += [part.layer(q, kv_cache, asked).attend(q, kv_cache, part, asked), lse]
-    out, lse = torch.ops.attn_ops.merge_attn_states(*parts)
-    if options.lse is not None:
-        options.lse.copy_(lse)
-    return out
+    return parts
 
 
 def attention(

@@ -9,33 +9,30 @@ from typing import Any
 
 import torch
 
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, Layer
+from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
 from attn_ops.metadata.features import SCHEMA
 from attn_ops.ops import breaks
-from attn_ops.ops.attention import TAGS, asked_of, attend
+from attn_ops.ops.attention import TAGS, asked_of, attend, parts_of
 from attn_ops.ops.breaks import AttentionCall
 from attn_ops.ops.checks import check_causal, check_query, layer_of
 from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.merge import merged_and_quantized
 from attn_ops.output_quant.quantize import quantize_output
-from attn_ops.output_quant.schemes import OutputQuant, QuantizedOutput
-
-_HOW = [field.name for field in dataclasses.fields(OutputQuant)]
+from attn_ops.output_quant.schemes import (
+    HOW_FIELDS,
+    HOW_SCHEMA,
+    OutputQuant,
+    QuantizedOutput,
+    known_output_quant,
+)
 
 LIBRARY.define(
     f"attention_quant(Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
-    "str scheme, Tensor? out_scale=None, float min_amax=0.0, float min_scale=0.0, "
-    "bool round_scale=False, bool round_values=False, bool multiply=False, bool ue8m0=False, "
-    f"bool column_major=False, bool fuse=True, {SCHEMA}, str kv_cache_dtype='auto', "
+    f"{HOW_SCHEMA}, bool fuse=True, {SCHEMA}, str kv_cache_dtype='auto', "
     "Tensor? k_scale=None, Tensor? v_scale=None, int? attention_chunk_size=None, "
     "bool? causal=None, bool logits_rows=False) -> (Tensor, Tensor)",
     tags=TAGS,
 )
-
-
-# Cached: made and checked once a layer, not once a call.
-@functools.lru_cache(maxsize=128)
-def _how(**fields: Any) -> OutputQuant:
-    return OutputQuant(**fields)
 
 
 @torch.library.impl(LIBRARY, "attention_quant", "CompositeExplicitAutograd")
@@ -49,7 +46,8 @@ def _attention_quant(
     fuse: bool = True,
     **keywords: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    how = _how(**{name: keywords.pop(name) for name in _HOW if name in keywords})
+    fields = {name: keywords.pop(name) for name in HOW_FIELDS if name in keywords}
+    how = known_output_quant(**fields)
     check_query(q)
     how.check(q, out_scale)
     return _attend_quant(
@@ -86,23 +84,17 @@ def _attend_quant(
     if logits_rows:
         meta = meta.logits_rows(q.shape[0])
     layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
-    if not (fuse and fuses(layer, meta, how, q.shape[2])):
+    if not (fuse and how.within_heads(q.shape[2])):
         return quantize_output(attend(layer, q, kv_cache, meta, asked), how, out_scale)
-    out, scales = how.empty(q)
-    quant = QuantizedOutput(how, out_scale, out, scales)
-    asked = dataclasses.replace(asked, quant=quant)
-    return layer.attend(q, kv_cache, meta, asked), scales
-
-
-def fuses(layer: Layer, meta: AttentionMetadata, how: OutputQuant, head_size: int) -> bool:
-    """Whether the backend that computes `layer` quantizes what it writes.
-
-    A shared prefix is merged first, and a group must lie within a head.
-    """
-    if layer.cascade is not None or head_size % (how.group or 1):
-        return False
+    if layer.cascade is not None:
+        out1, lse1, out2, lse2 = parts_of(layer, q, kv_cache, asked)
+        return merged_and_quantized(out1, lse1, out2, lse2, how, out_scale)
     computed_by = meta.backend if layer.part is None else layer.part.backend
-    return how.scheme in computed_by.support.output_quant
+    if how.scheme not in computed_by.support.output_quant:
+        return quantize_output(attend(layer, q, kv_cache, meta, asked), how, out_scale)
+    quant = QuantizedOutput(how, out_scale, *how.empty(q))
+    asked = dataclasses.replace(asked, quant=quant)
+    return layer.attend(q, kv_cache, meta, asked), quant.scales
 
 
 @torch.library.register_fake("attn_ops::attention_quant", lib=LIBRARY)

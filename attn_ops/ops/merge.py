@@ -3,15 +3,24 @@
 T tokens, N query heads, H head size.
 """
 
+from typing import Any
+
 import torch
 
 from attn_ops.ops.library import LIBRARY
+from attn_ops.output_quant.quantize import quantize_output
+from attn_ops.output_quant.schemes import (
+    HOW_SCHEMA,
+    OutputQuant,
+    QuantizedOutput,
+    known_output_quant,
+)
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-LIBRARY.define(
-    "merge_attn_states(Tensor out1, Tensor lse1, Tensor out2, Tensor lse2) -> (Tensor, Tensor)"
-)
+_STATES = "Tensor out1, Tensor lse1, Tensor out2, Tensor lse2"
+LIBRARY.define(f"merge_attn_states({_STATES}) -> (Tensor, Tensor)")
+LIBRARY.define(f"merge_attn_states_quant({_STATES}, *, {HOW_SCHEMA}) -> (Tensor, Tensor)")
 
 
 @torch.library.impl(LIBRARY, "merge_attn_states", "CompositeExplicitAutograd")
@@ -30,6 +39,54 @@ def _merge_attn_states_fake(
     out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return out1.new_empty(out1.shape), lse1.new_empty(lse1.shape)
+
+
+@torch.library.impl(LIBRARY, "merge_attn_states_quant", "CompositeExplicitAutograd")
+def _merge_attn_states_quant(
+    out1: torch.Tensor,
+    lse1: torch.Tensor,
+    out2: torch.Tensor,
+    lse2: torch.Tensor,
+    *,
+    out_scale: torch.Tensor | None = None,
+    **fields: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_states(out1, lse1, out2, lse2)
+    how = known_output_quant(**fields)
+    how.check(out1, out_scale)
+    return merged_and_quantized(out1, lse1, out2, lse2, how, out_scale)
+
+
+@torch.library.register_fake("attn_ops::merge_attn_states_quant", lib=LIBRARY)
+def _merge_attn_states_quant_fake(
+    out1: torch.Tensor,
+    lse1: torch.Tensor,
+    out2: torch.Tensor,
+    lse2: torch.Tensor,
+    *,
+    out_scale: torch.Tensor | None = None,
+    **fields: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return known_output_quant(**fields).empty(out1)
+
+
+def merged_and_quantized(
+    out1: torch.Tensor,
+    lse1: torch.Tensor,
+    out2: torch.Tensor,
+    lse2: torch.Tensor,
+    how: OutputQuant,
+    out_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One kernel on CUDA, where a scale needs no more than a head; arguments are checked."""
+    if not (out1.is_cuda and how.within_heads(out1.shape[2]) and out1.dtype != torch.float64):
+        out, _ = _merge_attn_states(out1, lse1, out2, lse2)
+        return quantize_output(out, how, out_scale)
+    from attn_ops.ops.triton.merge import launch_merge_attn_states
+
+    quant = QuantizedOutput(how, out_scale, *how.empty(out1))
+    launch_merge_attn_states(out1, lse1, out2, lse2, quant)
+    return quant.out, quant.scales
 
 
 def check_states(
@@ -101,3 +158,27 @@ def merge_attn_states(
         ValueError: shapes, dtypes or devices do not fit.
     """
     return torch.ops.attn_ops.merge_attn_states(out1, lse1, out2, lse2)
+
+
+def merge_attn_states_quant(
+    out1: torch.Tensor,
+    lse1: torch.Tensor,
+    out2: torch.Tensor,
+    lse2: torch.Tensor,
+    *,
+    scheme: str,
+    out_scale: torch.Tensor | None = None,
+    **fields: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_attn_states`, its output quantized, without the log-sum-exp.
+
+    `merge_attn_states` documents the states, `attention_quant` the scheme, `out_scale`, the further
+    fields (`min_amax` to `column_major`) and what is returned. On CUDA one kernel, unless a scale
+    is that of a row or of the batch, or a group is wider than a head.
+
+    Raises:
+        ValueError: as both.
+    """
+    return torch.ops.attn_ops.merge_attn_states_quant.default(
+        out1, lse1, out2, lse2, scheme=scheme, out_scale=out_scale, **fields
+    )

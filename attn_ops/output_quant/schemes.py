@@ -4,6 +4,8 @@ T tokens, N query heads, H head size, W = N * H values of a row, G groups of a r
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 import torch
 
@@ -85,6 +87,12 @@ class OutputQuant:
         """Whether parts of a row have FP8 scales of their own."""
         return self.dynamic and self.group is not None
 
+    def within_heads(self, head_size: int) -> bool:
+        """Whether a scale is given, or that of values of one head: known where a head is."""
+        return self.scheme == "fp8_static" or (
+            self.group is not None and head_size % self.group == 0
+        )
+
     def check(self, x: torch.Tensor, out_scale: torch.Tensor | None) -> None:
         """Raise a ValueError unless x [T, N, H] can be quantized so with `out_scale`."""
         if out_scale is None and self.scheme == "fp8_static":
@@ -115,7 +123,7 @@ class OutputQuant:
         if self.scheme == "nvfp4":
             rows, columns = _up(num_tokens, 128), _up(width // FP4_BLOCK, 4)
             out = x.new_empty(num_tokens, num_heads, head_size // 2, dtype=torch.uint8)
-            return out, x.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
+            return out, x.new_zeros(rows, columns, dtype=torch.float8_e4m3fn)
         # Not like x, whose strides may be others.
         out = x.new_empty(num_tokens, num_heads, head_size, dtype=torch.float8_e4m3fn)
         if self.scheme == "fp8_static":
@@ -140,3 +148,24 @@ class QuantizedOutput:
     out_scale: torch.Tensor | None  # one float32, or None: given by the layer
     out: torch.Tensor  # written and returned: see `OutputQuant.empty`
     scales: torch.Tensor  # written, where the scheme has scales
+
+
+HOW_SCHEMA = (
+    "str scheme, Tensor? out_scale=None, float min_amax=0.0, float min_scale=0.0, "
+    "bool round_scale=False, bool round_values=False, bool multiply=False, bool ue8m0=False, "
+    "bool column_major=False"
+)
+"""Arguments of an operator's schema that say how its output is quantized."""
+
+HOW_FIELDS = tuple(field.name for field in dataclasses.fields(OutputQuant))
+
+
+# Cached: made and checked once a layer, not once a call.
+@functools.lru_cache(maxsize=128)
+def known_output_quant(**fields: Any) -> OutputQuant:
+    """`OutputQuant(**fields)`.
+
+    Raises:
+        ValueError: as `OutputQuant`.
+    """
+    return OutputQuant(**fields)

@@ -22,6 +22,7 @@ from attn_ops.ops.write_kv import write_kv
 from attn_ops.testing.calls import Case, chunked_oracle, make_case
 from attn_ops.testing.differences import check_close, check_padding, expect
 from attn_ops.testing.features import CROSS, FEATURES, HEADS, LENGTHS, UNIFORM
+from attn_ops.testing.quantized import check_quantized, forms_of
 
 PLAIN = FEATURES["plain"]
 
@@ -94,6 +95,20 @@ def log_sum_exp(backend: Backend, device: str, batch: str, feature: str) -> None
             attention_with_lse(*arguments, **case.options)
         return
     case.check(*attention_with_lse(*arguments, **case.options))
+
+
+def output_quantization(backend: Backend, device: str, batch: str, scheme: str) -> None:
+    """What the operator returns in every scheme is the backend's own output, quantized.
+
+    A kernel that quantizes may sum in another order: a value may be one step of FP8 or FP4 off.
+    """
+    support = backend.support
+    sizes = support.head_sizes or (128,)
+    size = 128 if "128" in scheme and 128 in sizes else head_size_of(support)
+    spec = AttentionSpec(4, 2, size, support.dtypes[-1])
+    case = make_case(backend, spec, LENGTHS[batch], PLAIN, block_size_of(support), device=device)
+    for how in forms_of(scheme):
+        check_quantized(case, attend(case), how)
 
 
 def groups(backend: Backend, device: str, heads: str) -> None:

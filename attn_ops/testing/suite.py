@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from attn_ops.backends.base import Backend, Support
+from attn_ops.output_quant.schemes import SCHEMES
 from attn_ops.testing import rules
 from attn_ops.testing.features import CROSS, FEATURES, HEADS, LENGTHS, UNIFORM
 
 _RULES: dict[rules.Rule, tuple[Iterable[Any], ...]] = {
     rules.features: (LENGTHS, FEATURES),
     rules.log_sum_exp: (("decode", "mixed"), FEATURES),
+    rules.output_quantization: (("decode", "mixed"), SCHEMES),
     rules.groups: (HEADS,),
     rules.head_sizes: ((64, 80, 96, 112, 128, 192, 256, 512),),
     rules.block_sizes: ((16, 32, 64, 128, 256),),

@@ -54,12 +54,18 @@ def forward(
     if special or q.stride(2) != 1 or kv_cache.stride(4) != 1:
         _check(q, kv_cache, options)
     if q.shape[0] == 0:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return _empty(q, options)
     attend = _kernels()[meta.common.max_query_len > 1]
     if q.device.type == "cpu" or q.get_device() == torch.cuda.current_device():
         return attend(q, kv_cache, meta.common, options)
     with torch.cuda.device_of(q):  # Triton launches on the current device, not on its arguments'
         return attend(q, kv_cache, meta.common, options)
+
+
+def _empty(q: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    if options.quant is not None:
+        return options.quant.out
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 # Cached: two imports in a function take 5 us a call (a CPU, 2026-11-22).
@@ -170,6 +176,7 @@ BACKEND = Backend(
         sinks=True,
         non_causal=True,
         lse=True,
+        output_quant=("fp8_static", "fp8_group64", "fp8_group128", "nvfp4"),
     ),
     builder=TritonMetadataBuilder,
     forward=forward,

@@ -10,7 +10,6 @@ B block size, M rows of a program (HEADS, padded to a power of two), R ranges of
 I = K * ceil(G / HEADS) programs per request and range.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -39,6 +38,12 @@ from attn_ops.backends.triton.tiles import (
     widened,
 )
 from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.output_quant.triton.epilogue import (
+    epilogue_arguments,
+    given_scale,
+    launches_early,
+    store_quantized,
+)
 
 __all__ = ["MAX_SPLITS", "DecodeConstants", "decode_attention"]
 
@@ -47,14 +52,14 @@ MAX_HEADS = 32
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "window"],
+    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "window", "quant"],
     do_not_specialize_on_alignment=[
         "query_start_loc_ptr", "seq_lens_ptr", "table_ptr",
         "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "lse_ptr",
     ],
 )  # fmt: skip
 def decode_kernel(
-    out_ptr,  # [T, N, HEAD_SIZE] contiguous
+    out_ptr,  # [T, N, HEAD_SIZE] contiguous; quantized, if HOW is given
     part_ptr,  # [S, I, R, HEADS, HEAD_SIZE] float32 contiguous, if SPLIT
     part_lse_ptr,  # [S, I, R, HEADS] float32 contiguous, base 2, if SPLIT
     q_ptr,  # [T, N, HEAD_SIZE]
@@ -80,6 +85,8 @@ def decode_kernel(
     k_scale_ptr,  # [1] float32, if HAS_K_SCALE
     v_scale_ptr,  # [1] float32, if HAS_V_SCALE
     lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
+    quant,  # of `store_quantized`, with HOW
+    HOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # G
     HEADS: tl.constexpr,  # query heads per program, at most G
@@ -119,6 +126,7 @@ def decode_kernel(
     mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
     offset_MH = (head_M * HEAD_SIZE)[:, None] + h_H[None, :]
 
+    given = given_scale(quant, HOW)
     # All four at once: they are the first of a chain of loads that wait for each other.
     known = request < num_reqs
     pad_row = tl.load(query_start_loc_ptr + num_reqs).to(tl.int64) + request
@@ -128,8 +136,14 @@ def decode_kernel(
 
     # Row number `request` behind the last request's is padding, if the batch has so many rows.
     if (pad_row < num_rows) & (split == 0):
-        zero_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + pad_row * NUM_HEADS * HEAD_SIZE + offset_MH, zero_MH, mask=mask_MH)
+        if HOW is None:
+            zero_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + pad_row * NUM_HEADS * HEAD_SIZE + offset_MH, zero_MH, mask=mask_MH)
+        else:
+            store_quantized(
+                out_ptr, tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32), pad_row + 0 * head_M,
+                head_M, owned_M, given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
+            )  # fmt: skip
         if HAS_LSE:
             none_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
             tl.store(lse_ptr + pad_row * NUM_HEADS + head_M, none_M, mask=owned_M)
@@ -176,8 +190,15 @@ def decode_kernel(
         result_MH *= tl.load(v_scale_ptr)
     out_row_ptr = out_ptr + row * NUM_HEADS * HEAD_SIZE
     lse_row_ptr = lse_ptr + row * NUM_HEADS
-    if num_ranges <= 1:
-        tl.store(out_row_ptr + offset_MH, result_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
+    PARTS_ONLY: tl.constexpr = SPLIT and HOW is not None  # else both kernels would quantize
+    if num_ranges <= 1 and not PARTS_ONLY:
+        if HOW is None:
+            tl.store(out_row_ptr + offset_MH, result_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
+        else:
+            store_quantized(
+                out_ptr, result_MH, row + 0 * head_M, head_M, owned_M, given, quant, HOW,
+                NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
+            )  # fmt: skip
         if HAS_LSE:
             tl.store(lse_row_ptr + head_M, lse_M * LN_2, mask=owned_M)
     elif SPLIT:
@@ -211,14 +232,6 @@ def decode_constants(padded_head_size: int, dtype: torch.dtype, fp8: bool) -> De
     return DecodeConstants(32, 2, 4) if padded_head_size <= 128 else DecodeConstants(32, 4, 3)
 
 
-# Cached: a property of the device, asked by each launch.
-@functools.cache
-def launches_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one that it waits for has ended."""
-    on_gpu = device.type == "cuda" and not knobs.runtime.interpret
-    return on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def decode_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -229,8 +242,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
 
-    No query of the batch is longer than one token: it is its request's last, so that
-    `common.causal` makes no difference.
+    With `options.quant` the output is quantized as it says. No query of the batch is longer than
+    one token: it is its request's last, so that `common.causal` makes no difference.
 
     Args:
         num_splits: overrides the choice, 1 to MAX_SPLITS.
@@ -248,14 +261,17 @@ def decode_attention(
             common, max_keys, items, row_bytes=4 * items * heads * q.shape[2],
             multiprocessors=num_sms(q.device), long_programs_per_sm=chosen.long_programs_per_sm,
         )  # fmt: skip
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    part, part_lse = empty_parts(out, num_reqs * items, num_splits, heads)
+    quant = options.quant
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
+    part, part_lse = empty_parts(out, num_reqs * items, num_splits, heads, q.shape[2])
+    epilogue = epilogue_arguments(quant, q.dtype)
     arguments, flags = option_arguments(options, unused=out)
     decode_kernel[(max(num_reqs, q.shape[0]) * items, num_splits)](
         out, part, part_lse, q, readable(kv_cache, options),
         common.query_start_loc, common.seq_lens, common.block_table_tensor,
         *q.stride()[:2], *kv_cache.stride()[:4], common.block_table_tensor.stride(0),
-        num_reqs, q.shape[0], num_splits, *arguments, **_geometry(q, kv_cache, heads, fp8),
+        num_reqs, q.shape[0], num_splits, *arguments, **epilogue,
+        **_geometry(q, kv_cache, heads, fp8),
         TILE=chosen.keys,
         SPLIT=num_splits > 1,
         PDL=num_splits > 1 and launches_early(q.device),
@@ -265,7 +281,7 @@ def decode_attention(
     )  # fmt: skip
     if num_splits > 1 and num_reqs:
         combine(
-            out, part, part_lse, common, options.sliding_window, options.lse,
+            out, part, part_lse, common, options.sliding_window, options.lse, epilogue,
             group=group, tile=chosen.keys, pdl=launches_early(q.device),
         )  # fmt: skip
     return out

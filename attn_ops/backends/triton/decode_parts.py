@@ -4,12 +4,15 @@ S requests, N query heads, H head size padded to a power of two, R ranges of a r
 heads of one program, I programs per range (kv heads, or several per kv head of a large group).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2, MAX_SPLITS
 from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.output_quant.triton.epilogue import given_scale, store_quantized
 
 PROGRAMS_PER_SM = 4
 """Wanted at least: fewer leave an SM waiting for memory. One H200, 2026-11-21: of 2 to 64 ranges,
@@ -135,11 +138,11 @@ def merge_parts(
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "window"],
+    do_not_specialize=["num_splits", "window", "quant"],
     do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "lse_ptr"],
 )
 def combine_kernel(
-    out_ptr,  # [T, N, HEAD_SIZE] contiguous
+    out_ptr,  # [T, N, HEAD_SIZE] contiguous; quantized, if HOW is given
     part_ptr,  # [S, I, R, HEADS, HEAD_SIZE] float32 contiguous
     part_lse_ptr,  # [S, I, R, HEADS] float32 contiguous, base 2
     query_start_loc_ptr,  # [S + 1] int32
@@ -147,6 +150,8 @@ def combine_kernel(
     num_splits,  # R
     window,
     lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
+    quant,  # of `store_quantized`, with HOW
+    HOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -159,6 +164,7 @@ def combine_kernel(
     PDL: tl.constexpr,  # launched before the decode kernel has ended
 ):
     """Grid (S, N): merges one row and head, where the decode kernel has left it to be merged."""
+    given = given_scale(quant, HOW)
     if PDL:
         tl.extra.cuda.gdc_wait()
     request = tl.program_id(0)
@@ -168,7 +174,7 @@ def combine_kernel(
         return
     seq_len = tl.load(seq_lens_ptr + request)
     _, _, num_ranges = key_ranges(seq_len, window, num_splits, TILE, HAS_WINDOW)
-    if num_ranges <= 1:
+    if num_ranges <= 1 and HOW is None:
         return
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     in_group = head % GROUP
@@ -181,20 +187,26 @@ def combine_kernel(
     )  # fmt: skip
     e_E = tl.arange(0, 1)
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
-    out_ptr_EH = out_ptr + (row * NUM_HEADS + head + e_E)[:, None] * HEAD_SIZE + h_H[None, :]
-    tl.store(out_ptr_EH, out_EH.to(out_ptr.dtype.element_ty), mask=(h_H < HEAD_SIZE)[None, :])
+    if HOW is None:
+        out_ptr_EH = out_ptr + (row * NUM_HEADS + head + e_E)[:, None] * HEAD_SIZE + h_H[None, :]
+        tl.store(out_ptr_EH, out_EH.to(out_ptr.dtype.element_ty), mask=(h_H < HEAD_SIZE)[None, :])
+    else:
+        store_quantized(
+            out_ptr, out_EH, row + e_E, head + e_E, e_E < 1, given, quant, HOW,
+            NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, 1,
+        )  # fmt: skip
     if HAS_LSE:
         tl.store(lse_ptr + row * NUM_HEADS + head + e_E, lse_E * LN_2)
 
 
 def empty_parts(
-    out: torch.Tensor, num_items: int, num_splits: int, heads: int
+    out: torch.Tensor, num_items: int, num_splits: int, heads: int, head_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """part [S * I, R, E, H] and part_lse [S * I, R, E], float32; stand-ins if one range is all."""
     if num_splits == 1:
         return out, out
     shape = (num_items, num_splits, heads)
-    part = torch.empty(*shape, out.shape[2], dtype=torch.float32, device=out.device)
+    part = torch.empty(*shape, head_size, dtype=torch.float32, device=out.device)
     return part, torch.empty(shape, dtype=torch.float32, device=out.device)
 
 
@@ -205,12 +217,16 @@ def combine(
     common: CommonAttentionMetadata,
     window: int | None,
     lse: torch.Tensor | None,
+    epilogue: dict[str, Any],
     *,
     group: int,
     tile: int,
     pdl: bool,
 ) -> None:
-    """part [S * I, R, E, H] and part_lse [S * I, R, E] into the requests' rows of out and lse."""
+    """part [S * I, R, E, H] and part_lse [S * I, R, E] into the requests' rows of out and lse.
+
+    `epilogue`: of `epilogue_arguments`.
+    """
     _, num_splits, heads, head_size = part.shape
     padded_head_size = triton.next_power_of_2(head_size)
     num_parts = min(triton.next_power_of_2(num_splits), max(8192 // padded_head_size, 1))
@@ -223,6 +239,7 @@ def combine(
         num_splits,
         window or 0,
         out if lse is None else lse,
+        **epilogue,
         NUM_HEADS=out.shape[1],
         GROUP=group,
         HEADS=heads,

@@ -27,6 +27,7 @@ from attn_ops.backends.triton.prefill_launch import (
 from attn_ops.backends.triton.prefill_parts import combine_rows
 from attn_ops.backends.triton.tiles import LN_2, LOG2_E, first_logits, option_arguments, widened
 from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale, store_quantized
 
 CHANGES_SCORES = ("HAS_SOFT_CAP", "HAS_ALIBI", "HAS_K_SCALE")
 """Flags of what stands between a product and its maximum, or may have any sign."""
@@ -54,14 +55,15 @@ def find_request(query_start_loc_ptr, program, num_reqs, BLOCK_Q: tl.constexpr):
 # would recompile. Strides of q and the cache are geometry, and their divisibility by 16 is what
 # makes loads 16 bytes wide.
 @triton.jit(
-    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "window"],
+    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "window", "quant"],
     do_not_specialize_on_alignment=[
         "query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "part_lse_ptr",
         "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "lse_ptr",
     ],
 )  # fmt: skip
 def prefill_kernel(
-    out_ptr,  # [T, N, HEAD_SIZE] contiguous; if SPLIT [T, N, R, HEAD_SIZE] float32
+    # [T, N, HEAD_SIZE] contiguous, quantized if HOW is given; if SPLIT [T, N, R, HEAD_SIZE] float32
+    out_ptr,
     part_lse_ptr,  # [T, N, R] float32 contiguous, base 2, if SPLIT
     q_ptr,  # [T, N, HEAD_SIZE]
     k_source,  # PAGED [P, B, K, HEAD_SIZE] in q's dtype or FP8, DENSE [T, K, HEAD_SIZE]; or TMA
@@ -88,6 +90,8 @@ def prefill_kernel(
     k_scale_ptr,  # [1] float32, if HAS_K_SCALE
     v_scale_ptr,  # [1] float32, if HAS_V_SCALE
     lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
+    quant,  # of `store_quantized`, with HOW
+    HOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # G
     HEADS: tl.constexpr,  # query heads per program, at most G
@@ -142,6 +146,7 @@ def prefill_kernel(
     if first >= query_len:
         return
 
+    given = given_scale(quant, HOW)
     m_M = tl.arange(0, BLOCK_M)
     query_M = first + m_M // HEADS
     in_group_M = head_tile * HEADS + m_M % HEADS
@@ -237,8 +242,14 @@ def prefill_kernel(
         tl.store(part_lse_ptr + out_row_M, max_M + tl.log2(total_M), mask=owned_M)
     elif HAS_LSE:
         tl.store(lse_ptr + out_row_M, (max_M + tl.log2(total_M)) * LN_2, mask=owned_M)
-    out_ptr_MH = out_ptr + (out_row_M * HEAD_SIZE)[:, None] + h_H[None, :]
-    tl.store(out_ptr_MH, out_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
+    if SPLIT or HOW is None:
+        out_ptr_MH = out_ptr + (out_row_M * HEAD_SIZE)[:, None] + h_H[None, :]
+        tl.store(out_ptr_MH, out_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
+    else:
+        store_quantized(
+            out_ptr, out_MH, row_M, head_M, owned_M, given, quant, HOW,
+            NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
+        )  # fmt: skip
 
 
 def prefill_attention(
@@ -250,8 +261,9 @@ def prefill_attention(
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
 
-    Of the batch's ints max_query_len and max_seq_len are read; both must bound the batch's lengths,
-    in a captured launch those of every replay. `launch` overrides the choice.
+    With `options.quant` the output is quantized as it says. Of the batch's ints max_query_len and
+    max_seq_len are read; both must bound the batch's lengths, in a captured launch those of every
+    replay. `launch` overrides the choice.
     """
     launch = launch or choose_launch(q, kv_cache, common)
     if launch.gather:
@@ -289,8 +301,11 @@ def _attend(
     num_rows, num_heads, head_size = q.shape
     group = num_heads // keys.num_kv_heads
     block_m, heads = launch.fitted(group, common.max_query_len)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    part, part_lse = _parts(out, launch.num_splits)
+    quant, split = options.quant, launch.num_splits > 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
+    part, part_lse = _parts(out, q.shape, launch.num_splits)
+    epilogue = epilogue_arguments(quant, q.dtype)
+    none = {"quant": None, "HOW": None}
     arguments, flags = option_arguments(options, unused=out)
     num_head_tiles = keys.num_kv_heads * triton.cdiv(group, heads)
     num_row_tiles = num_rows // (block_m // heads) + common.num_reqs + 1
@@ -309,6 +324,7 @@ def _attend(
         num_rows,
         launch.num_splits,
         *arguments,
+        **(none if split else epilogue),
         NUM_HEADS=num_heads,
         GROUP=group,
         HEADS=heads,
@@ -321,20 +337,20 @@ def _attend(
         WIDEN=widened(q.dtype),
         KEYS=keys.kind,
         FUSED=options.scale > 0 and not any(flags[name] for name in CHANGES_SCORES),
-        SPLIT=launch.num_splits > 1,
+        SPLIT=split,
         **launch.constants(block_m),
         **flags,
     )
-    if launch.num_splits > 1:
-        combine_rows(out, part, part_lse, options.lse)
+    if split:
+        combine_rows(out, part, part_lse, options.lse, epilogue)
     return out
 
 
-def _parts(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(out: torch.Tensor, of: torch.Size, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """part [T, N, R, H] and part_lse [T, N, R], float32; stand-ins if there is but one range."""
     if num_splits == 1:
         return out, out
-    num_rows, num_heads, head_size = out.shape
+    num_rows, num_heads, head_size = of
     shape = (num_rows, num_heads, num_splits)
     part = torch.empty(*shape, head_size, dtype=torch.float32, device=out.device)
     return part, torch.empty(shape, dtype=torch.float32, device=out.device)

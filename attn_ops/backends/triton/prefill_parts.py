@@ -4,12 +4,15 @@ T rows, S requests, N query heads, K kv heads, H head size, P blocks, B block si
 keys, L rows of a request in the gathered keys.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2
 from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.output_quant.triton.epilogue import given_scale, store_quantized
 
 GATHER_ROWS = 128
 """Rows of a program, and the unit to which a request's keys are filled up with zeros: every tile
@@ -99,13 +102,16 @@ def gather_keys(
     return out
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["lse_ptr"])
+@triton.jit(do_not_specialize=["num_splits", "quant"], do_not_specialize_on_alignment=["lse_ptr"])
 def combine_rows_kernel(
-    out_ptr,  # [T, N, HEAD_SIZE] contiguous
+    out_ptr,  # [T, N, HEAD_SIZE] contiguous; quantized, if HOW is given
     part_ptr,  # [T, N, R, HEAD_SIZE] float32 contiguous
     part_lse_ptr,  # [T, N, R] float32 contiguous, base 2
     num_splits,  # R
     lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
+    quant,  # of `store_quantized`, with HOW
+    HOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD_SIZE: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
@@ -116,6 +122,7 @@ def combine_rows_kernel(
     r_R = tl.arange(0, PADDED_SPLITS)
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     part = row * num_splits
+    given = given_scale(quant, HOW)
     lse_R = tl.load(part_lse_ptr + part + r_R, mask=r_R < num_splits, other=float("-inf"))
     some_R = lse_R != float("-inf")
     top = tl.max(lse_R, 0)
@@ -128,17 +135,30 @@ def combine_rows_kernel(
     total = tl.sum(weight_R, 0)
     total = tl.where(total == 0.0, 1.0, total)
     out_H = tl.sum(part_RH * weight_R[:, None], 0) / total
-    tl.store(
-        out_ptr + row * HEAD_SIZE + h_H, out_H.to(out_ptr.dtype.element_ty), mask=h_H < HEAD_SIZE
-    )
+    if HOW is None:
+        out_ptr_H = out_ptr + row * HEAD_SIZE + h_H
+        tl.store(out_ptr_H, out_H.to(out_ptr.dtype.element_ty), mask=h_H < HEAD_SIZE)
+    else:
+        e_E = tl.arange(0, 1)
+        store_quantized(
+            out_ptr, out_H[None, :], row // NUM_HEADS + e_E, row % NUM_HEADS + e_E, e_E < 1,
+            given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, 1,
+        )  # fmt: skip
     if HAS_LSE:  # of a row without keys top is -inf already
         tl.store(lse_ptr + row, (top + tl.log2(total)) * LN_2)
 
 
 def combine_rows(
-    out: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, lse: torch.Tensor | None
+    out: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    lse: torch.Tensor | None,
+    epilogue: dict[str, Any],
 ) -> None:
-    """part [T, N, R, H] and part_lse [T, N, R] into out [T, N, H] and lse [T, N]."""
+    """part [T, N, R, H] and part_lse [T, N, R] into out [T, N, H] and lse [T, N].
+
+    `epilogue`: of `epilogue_arguments`.
+    """
     num_rows, num_heads, num_splits, head_size = part.shape
     combine_rows_kernel[(num_rows * num_heads,)](
         out,
@@ -146,6 +166,8 @@ def combine_rows(
         part_lse,
         num_splits,
         out if lse is None else lse,
+        **epilogue,
+        NUM_HEADS=num_heads,
         HEAD_SIZE=head_size,
         PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
         PADDED_SPLITS=triton.next_power_of_2(num_splits),

@@ -1,0 +1,1 @@
+"""Triton kernels that quantize attention's output."""

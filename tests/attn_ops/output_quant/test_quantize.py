@@ -1,0 +1,82 @@
+"""The quantize kernels against the reference, and the reference against torchao."""
+
+import pytest
+import torch
+from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+from torchao.prototype.mx_formats.utils import to_blocked
+from torchao.quantization.quant_primitives import _choose_scale_float8, _quantize_affine_float8
+
+from attn_ops.output_quant.quantize import reference_quantize
+from attn_ops.output_quant.schemes import SCHEMES, OutputQuant
+from attn_ops.output_quant.triton.quantize import launch_quantize
+from attn_ops.testing.quantized import forms_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = ((5, 4, 64), (1, 2, 128), (3, 4, 96), (2, 3, 256))
+FORMS = [how for scheme in SCHEMES for how in forms_of(scheme)]
+
+
+def values(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Of many magnitudes; a row of zeros, and a row with a NaN where there are enough."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator) * torch.rand(shape[0], shape[1], 1) * 20
+    if shape[0] > 2:
+        x[1], x[2, 0, 3] = 0, float("nan")
+    return x.to(dtype).to(DEVICE)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Comparable where a NaN is: its sign says nothing."""
+    return x if x.dtype == torch.uint8 else x.float().nan_to_num(777)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("how", FORMS, ids=str)
+def test_kernels_equal_the_reference(how, shape, dtype):
+    if how.group and shape[1] * shape[2] % how.group:
+        with pytest.raises(ValueError, match=f"multiple of {how.group}"):
+            how.check(torch.empty(shape), None)
+        return
+    x = values(shape, dtype)
+    scales = [torch.tensor([20.0 if how.multiply else 0.04], device=DEVICE)]
+    scales = {"fp8_static": scales, "nvfp4": [None, *scales]}.get(how.scheme, [None])
+    for out_scale in scales:
+        got, wanted = launch_quantize(x, how, out_scale), reference_quantize(x, how, out_scale)
+        for a, b in zip(got, wanted, strict=True):
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            assert torch.equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("per_tensor", [None, 0.003])
+def test_nvfp4_is_torchao_s(per_tensor):
+    x = values((5, 4, 64), torch.bfloat16).nan_to_num(1.0).cpu()
+    scale = None if per_tensor is None else torch.tensor([per_tensor])
+    blocks, packed = nvfp4_quantize(x.reshape(5, 256), 16, scale)
+    out, scales = reference_quantize(x, OutputQuant("nvfp4"), scale)
+    assert torch.equal(out.reshape(5, 128), packed.view(torch.uint8))
+    swizzled = to_blocked(blocks.view(5, 16)).view(torch.uint8)
+    assert torch.equal(scales.view(torch.uint8).flatten(), swizzled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["fp8_row", "fp8_tensor", "fp8_group64", "fp8_group128"])
+def test_fp8_is_torchao_s(scheme, dtype):
+    x = values((5, 4, 64), dtype).nan_to_num(1.0).cpu()
+    rows = x.reshape(5, 256)
+    block = {"fp8_row": [1, 256], "fp8_tensor": [5, 256]}.get(scheme)
+    block = block or [1, OutputQuant(scheme).group]
+    scale = _choose_scale_float8(rows, block)
+    wanted = _quantize_affine_float8(rows, scale)
+    out, scales = reference_quantize(x, OutputQuant(scheme, round_scale=True))
+    assert torch.equal(scales.flatten(), scale.flatten())
+    assert torch.equal(bits(out.reshape(5, 256)), bits(wanted))
+    if scheme != "fp8_tensor":
+        assert out[1].isnan().all()  # of zeros: torchao divides by a scale of 0
+
+
+def test_powers_of_two_are_rounded_up():
+    amax = torch.tensor([448.0, 449.0, 1.0, 0.0]).view(4, 1, 1)
+    x = amax * torch.ones(4, 1, 64)
+    _, scales = reference_quantize(x, OutputQuant("fp8_group64", ue8m0=True))
+    assert scales.flatten().tolist() == [1.0, 2.0, 2.0**-8, 0.0]

@@ -11,6 +11,7 @@ from attn_ops.backends import registry
 from fx_passes import PassConfig
 from fx_passes.analysis.quantize_forms import FORMS
 from fx_passes.inductor_slot import AtenPipeline
+from fx_passes.passes import quantize_output
 from fx_passes.passes.quantize_output import QuantizeOutput, pays
 from tests.fx_passes.passes.quantize_models import (
     FP8,
@@ -336,6 +337,8 @@ def test_what_is_not_attention_is_no_matter(batch):
 @pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto"')
 def test_auto_asks_whether_a_backend_writes_the_scheme(batch, monkeypatch):
     cpu = torch.device("cpu")
+    no_triton = [name for name in registry.backend_names() if name != "TRITON"]
+    monkeypatch.setattr(quantize_output, "backend_names", lambda: no_triton)
     one = QuantizeOutput.of(PassConfig())
     assert one.run(Behind(batch(), given, SCALE).graph) == 0
     assert one.reasons == ["no backend on cpu writes fp8_static itself"]
@@ -343,6 +346,7 @@ def test_auto_asks_whether_a_backend_writes_the_scheme(batch, monkeypatch):
     support = dataclasses.replace(torch_backend.support, output_quant=("fp8_static",))
     fusing = dataclasses.replace(torch_backend, name="FUSING", support=support)
     monkeypatch.setitem(registry._registered, "FUSING", fusing)
+    no_triton.append("FUSING")
     assert pays("fp8_static", cpu) is None
     assert one.run(Behind(batch(), given, SCALE).graph) == 1
     missing = dataclasses.replace(fusing, unavailable=lambda: "it is not there")

@@ -282,9 +282,9 @@ def test_keys_of_few_requests_among_many_are_split(monkeypatch, num_logits):
         common = common.replace(num_logits=count)
     made, parts = [], decode.empty_parts
 
-    def noted(out, num_items, num_splits, heads):
+    def noted(out, num_items, num_splits, heads, head_size):
         made.append(num_splits)
-        return parts(out, num_items, num_splits, heads)
+        return parts(out, num_items, num_splits, heads, head_size)
 
     monkeypatch.setattr(decode, "empty_parts", noted)
     monkeypatch.setattr(decode, "num_sms", lambda device: 132)

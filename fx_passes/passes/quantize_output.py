@@ -78,7 +78,8 @@ class QuantizeOutput(Pass):
         - the values that share a scale are no row, batch or group of 64 or 128 in a row;
         - attention writes float64;
         - a shape is neither a number nor a multiple of the row count;
-        - `attn_quant` is "auto", and no backend on the device writes the scheme itself.
+        - `attn_quant` is "auto", and no backend on the device writes the scheme itself: none does
+          where a scale comes from several heads.
     """
 
     name = "quantize_output"
@@ -118,8 +119,8 @@ class QuantizeOutput(Pass):
             what = "the graph returns" if reader.op == "output" else f"{reader.name} reads"
             raise NotAFormError(f"{what} the unquantized output, or a value on its way")
         _check_shapes(site)
-        device = value_of(site.attention).device
-        if self.mode == "auto" and (reason := pays(site.form.scheme, device)) is not None:
+        out = value_of(site.attention)
+        if self.mode == "auto" and (reason := pays(site.how, out.shape[2], out.device)):
             raise NotAFormError(reason)
 
     def summary(self) -> str | None:
@@ -127,13 +128,15 @@ class QuantizeOutput(Pass):
         return f"attention writes {' and '.join(schemes)}" if schemes else None
 
 
-def pays(scheme: str, device: torch.device) -> str | None:
-    """Why attention should not write `scheme` itself on `device`; None: it should."""
+def pays(how: OutputQuant, head_size: int, device: torch.device) -> str | None:
+    """Why attention should not write FP8 itself on `device`; None: it should."""
+    if not how.within_heads(head_size):
+        return f"a scale of {how.scheme} comes from several heads: no kernel of one head knows it"
     for name in backend_names():
         backend, _ = load_backend(name)
-        if backend and scheme in backend.support.output_quant and backend.unavailable() is None:
+        if backend and how.scheme in backend.support.output_quant and backend.unavailable() is None:
             return None
-    return f"no backend on {device.type} writes {scheme} itself"
+    return f"no backend on {device.type} writes {how.scheme} itself"
 
 
 def _candidates(graph: Graph) -> Iterator[tuple[Node, Node]]:

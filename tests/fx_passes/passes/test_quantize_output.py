@@ -8,6 +8,7 @@ import torch
 
 from attn_ops import get_backend
 from attn_ops.backends import registry
+from attn_ops.output_quant.schemes import OutputQuant
 from fx_passes import PassConfig
 from fx_passes.analysis.quantize_forms import FORMS
 from fx_passes.inductor_slot import AtenPipeline
@@ -336,7 +337,7 @@ def test_what_is_not_attention_is_no_matter(batch):
 
 @pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto"')
 def test_auto_asks_whether_a_backend_writes_the_scheme(batch, monkeypatch):
-    cpu = torch.device("cpu")
+    cpu, static = torch.device("cpu"), OutputQuant("fp8_static")
     no_triton = [name for name in registry.backend_names() if name != "TRITON"]
     monkeypatch.setattr(quantize_output, "backend_names", lambda: no_triton)
     one = QuantizeOutput.of(PassConfig())
@@ -347,11 +348,20 @@ def test_auto_asks_whether_a_backend_writes_the_scheme(batch, monkeypatch):
     fusing = dataclasses.replace(torch_backend, name="FUSING", support=support)
     monkeypatch.setitem(registry._registered, "FUSING", fusing)
     no_triton.append("FUSING")
-    assert pays("fp8_static", cpu) is None
+    assert pays(static, 64, cpu) is None
     assert one.run(Behind(batch(), given, SCALE).graph) == 1
     missing = dataclasses.replace(fusing, unavailable=lambda: "it is not there")
     monkeypatch.setitem(registry._registered, "FUSING", missing)
-    assert pays("fp8_static", cpu) is not None
+    assert pays(static, 64, cpu) is not None
+
+
+@pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto"')
+@pytest.mark.parametrize("function", [row, tensor, group], ids=lambda function: function.__name__)
+def test_auto_leaves_scales_of_several_heads(batch, function):
+    """A group of 128 is that of two heads of 64."""
+    one = QuantizeOutput.of(PassConfig())
+    assert one.run(Behind(batch(), function).graph) == 0
+    assert re.search("comes from several heads", one.reasons[0])
 
 
 def test_the_option():

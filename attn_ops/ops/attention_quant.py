@@ -84,7 +84,7 @@ def _attend_quant(
     if logits_rows:
         meta = meta.logits_rows(q.shape[0])
     layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
-    if not (fuse and how.within_heads(q.shape[2])):
+    if not fuse or (how.group and not how.within_heads(q.shape[2])):
         return quantize_output(attend(layer, q, kv_cache, meta, asked), how, out_scale)
     if layer.cascade is not None:
         out1, lse1, out2, lse2 = parts_of(layer, q, kv_cache, asked)

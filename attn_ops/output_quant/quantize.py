@@ -5,7 +5,13 @@ T tokens, N query heads, H head size, W = N * H, G groups of a row, E values of 
 
 import torch
 
-from attn_ops.output_quant.schemes import FP4_BLOCK, FP4_MAX, FP8_MAX, OutputQuant
+from attn_ops.output_quant.schemes import (
+    FP4_BLOCK,
+    FP4_MAX,
+    FP8_MAX,
+    OutputQuant,
+    QuantizedOutput,
+)
 
 _LEAST_BLOCK_SCALE = torch.finfo(torch.float8_e4m3fn).tiny
 
@@ -25,7 +31,8 @@ def quantize_output(
         return reference_quantize(x, how, out_scale)
     from attn_ops.output_quant.triton.quantize import launch_quantize
 
-    return launch_quantize(x, how, out_scale)
+    quant = QuantizedOutput(how, out_scale, *how.empty(x))
+    return launch_quantize(x, quant), quant.scales
 
 
 def reference_quantize(

@@ -176,7 +176,7 @@ BACKEND = Backend(
         sinks=True,
         non_causal=True,
         lse=True,
-        output_quant=("fp8_static", "fp8_group64", "fp8_group128", "nvfp4"),
+        output_quant=("fp8_static", "fp8_group64", "fp8_group128", "fp8_row", "nvfp4"),
     ),
     builder=TritonMetadataBuilder,
     forward=forward,

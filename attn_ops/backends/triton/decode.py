@@ -10,6 +10,7 @@ B block size, M rows of a program (HEADS, padded to a power of two), R ranges of
 I = K * ceil(G / HEADS) programs per request and range.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -39,11 +40,14 @@ from attn_ops.backends.triton.tiles import (
 )
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import (
+    ROW,
     epilogue_arguments,
     given_scale,
     launches_early,
     store_quantized,
+    store_zero_row,
 )
+from attn_ops.output_quant.triton.quantize import launch_quantize
 
 __all__ = ["MAX_SPLITS", "DecodeConstants", "decode_attention"]
 
@@ -140,7 +144,13 @@ def decode_kernel(
             zero_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], out_ptr.dtype.element_ty)
             tl.store(out_ptr + pad_row * NUM_HEADS * HEAD_SIZE + offset_MH, zero_MH, mask=mask_MH)
         else:
-            store_quantized(
+            if HOW[0] == ROW:
+                store_zero_row(
+                    out_ptr, pad_row, head_M, owned_M, item == 0, quant, HOW,
+                    NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
+                )  # fmt: skip
+            else:
+                store_quantized(
                 out_ptr, tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32), pad_row + 0 * head_M,
                 head_M, owned_M, given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
             )  # fmt: skip
@@ -150,6 +160,10 @@ def decode_kernel(
     first, length, num_ranges = key_ranges(seq_len, window, num_splits, TILE, HAS_WINDOW)
     if (row_end <= row) | (split >= tl.maximum(num_ranges, 1)):
         return
+    if HOW is not None:
+        if HOW[0] == ROW and item + split == 0:  # the kernel that combines counts from here
+            z_Z = tl.arange(0, 2)
+            tl.store(quant[4] + row * 2 + z_Z, 0 * z_Z)
 
     begin = first + split * length
     end = tl.minimum(begin + length, seq_len)
@@ -262,9 +276,13 @@ def decode_attention(
             multiprocessors=num_sms(q.device), long_programs_per_sm=chosen.long_programs_per_sm,
         )  # fmt: skip
     quant = options.quant
+    by_row = quant is not None and quant.how.scheme == "fp8_row"
+    if quant is not None and by_row and num_splits == 1:  # no kernel before it to clear counters
+        plain = dataclasses.replace(options, quant=None)
+        return launch_quantize(decode_attention(q, kv_cache, common, plain, 1, constants), quant)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
     part, part_lse = empty_parts(out, num_reqs * items, num_splits, heads, q.shape[2])
-    epilogue = epilogue_arguments(quant, q.dtype)
+    epilogue = epilogue_arguments(quant, q.dtype, by_row=by_row)
     arguments, flags = option_arguments(options, unused=out)
     decode_kernel[(max(num_reqs, q.shape[0]) * items, num_splits)](
         out, part, part_lse, q, readable(kv_cache, options),

@@ -12,7 +12,12 @@ import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2, MAX_SPLITS
 from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.output_quant.triton.epilogue import given_scale, store_quantized
+from attn_ops.output_quant.triton.epilogue import (
+    ROW,
+    given_scale,
+    store_head_of_row,
+    store_quantized,
+)
 
 PROGRAMS_PER_SM = 4
 """Wanted at least: fewer leave an SM waiting for memory. One H200, 2026-11-21: of 2 to 64 ranges,
@@ -32,6 +37,10 @@ bbef76b, a script that is not kept; 65 at once were not measured."""
 
 MAX_PARTS_BYTES = 32 << 20
 """Of parts, where padding makes them more: they are made for all requests."""
+
+
+ROW_TILE = tl.constexpr(4096)
+"""Values of a row that are quantized at a time."""
 
 
 def expected_reqs(common: CommonAttentionMetadata) -> int:
@@ -190,6 +199,11 @@ def combine_kernel(
     if HOW is None:
         out_ptr_EH = out_ptr + (row * NUM_HEADS + head + e_E)[:, None] * HEAD_SIZE + h_H[None, :]
         tl.store(out_ptr_EH, out_EH.to(out_ptr.dtype.element_ty), mask=(h_H < HEAD_SIZE)[None, :])
+    elif HOW[0] == ROW:
+        store_head_of_row(
+            out_ptr, tl.reshape(out_EH, [PADDED_HEAD_SIZE]), row, head, quant, HOW,
+            NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, ROW_TILE,
+        )  # fmt: skip
     else:
         store_quantized(
             out_ptr, out_EH, row + e_E, head + e_E, e_E < 1, given, quant, HOW,

@@ -10,6 +10,8 @@ P blocks, B block size, C keys of a tile, M rows of a program (BLOCK_Q x HEADS, 
 of two), R ranges of keys.
 """
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,7 @@ from attn_ops.backends.triton.prefill_parts import combine_rows
 from attn_ops.backends.triton.tiles import LN_2, LOG2_E, first_logits, option_arguments, widened
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale, store_quantized
+from attn_ops.output_quant.triton.quantize import launch_quantize
 
 CHANGES_SCORES = ("HAS_SOFT_CAP", "HAS_ALIBI", "HAS_K_SCALE")
 """Flags of what stands between a product and its maximum, or may have any sign."""
@@ -265,6 +268,10 @@ def prefill_attention(
     max_seq_len are read; both must bound the batch's lengths, in a captured launch those of every
     replay. `launch` overrides the choice.
     """
+    quant = options.quant
+    if quant is not None and not quant.how.within_heads(q.shape[2]):
+        plain = dataclasses.replace(options, quant=None)
+        return launch_quantize(prefill_attention(q, kv_cache, common, plain, launch), quant)
     launch = launch or choose_launch(q, kv_cache, common)
     if launch.gather:
         keys = gathered_keys(kv_cache, common, options, q.dtype, launch.keys)

@@ -60,13 +60,22 @@ def constants(how: OutputQuant, dtype: torch.dtype, has_scale: bool) -> How:
     )  # fmt: skip
 
 
-def epilogue_arguments(quant: QuantizedOutput | None, dtype: torch.dtype) -> dict[str, Any]:
-    """The kernels' arguments `quant` and `HOW`; None, if the output keeps q's `dtype`."""
+def epilogue_arguments(
+    quant: QuantizedOutput | None, dtype: torch.dtype, *, by_row: bool = False
+) -> dict[str, Any]:
+    """The kernels' arguments `quant` and `HOW`; None, if the output keeps q's `dtype`.
+
+    `by_row`: for `store_head_of_row`, whose counters a kernel before must have made zero.
+    """
     if quant is None:
         return {"quant": None, "HOW": None}
     scale = quant.scales if quant.out_scale is None else quant.out_scale
+    more = ()
+    if by_row:
+        counters = torch.empty(quant.out.shape[0], 2, dtype=torch.int32, device=quant.out.device)
+        more = (torch.empty_like(quant.out, dtype=dtype), counters)
     return {
-        "quant": (quant.scales, scale, quant.out.shape[0]),
+        "quant": (quant.scales, scale, quant.out.shape[0], *more),
         "HOW": tuple(constants(quant.how, dtype, quant.out_scale is not None)),
     }
 
@@ -229,6 +238,73 @@ def given_scale(quant, HOW: tl.constexpr):
         if HOW[10]:
             given = tl.load(quant[1])
     return given
+
+
+@triton.jit
+def store_zero_row(
+    out_ptr,  # [T, NUM_HEADS, HEAD_SIZE] float8e4nv contiguous
+    row,  # int64
+    head_M,
+    owned_M,
+    is_first,  # of the row's programs: it stores the scale
+    quant,
+    HOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Heads of a padding row whose scale is that of the row: all are zero."""
+    scale_11 = scale_of(tl.zeros([1, 1], tl.int32), HOW)
+    scale_MH = tl.broadcast_to(scale_11, [BLOCK_M, PADDED_HEAD_SIZE])
+    inverse_MH = tl.broadcast_to(inverse_of(scale_11), [BLOCK_M, PADDED_HEAD_SIZE])
+    zero_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
+    h_H = tl.arange(0, PADDED_HEAD_SIZE)
+    out_ptr_MH = out_ptr + ((row * NUM_HEADS + head_M) * HEAD_SIZE)[:, None] + h_H[None, :]
+    mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
+    tl.store(out_ptr_MH, as_fp8(zero_MH, scale_MH, inverse_MH, HOW), mask=mask_MH)
+    z_1 = tl.arange(0, 1)
+    tl.store(quant[0] + row + z_1, tl.reshape(scale_11, [1]), mask=is_first & (z_1 < 1))
+
+
+@triton.jit
+def store_head_of_row(
+    out_ptr,  # [T, NUM_HEADS, HEAD_SIZE] float8e4nv contiguous
+    x_H,  # float32
+    row,  # int64
+    head,
+    quant,
+    HOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One head of a row with one scale. The program that stores the last head quantizes the row.
+
+    Heads wait in quant[3] [T, NUM_HEADS, HEAD_SIZE]; quant[4] [T, 2] int32 holds the largest
+    magnitude and the heads that are there, zeros at first.
+    """
+    x_H = rounded(x_H, HOW)
+    h_H = tl.arange(0, PADDED_HEAD_SIZE)
+    first = row * (NUM_HEADS * HEAD_SIZE)
+    place_H = quant[3] + first + head * HEAD_SIZE + h_H
+    tl.store(place_H, x_H.to(quant[3].dtype.element_ty), mask=h_H < HEAD_SIZE)
+    tl.atomic_max(quant[4] + row * 2, tl.max(magnitude(x_H), 0), sem="relaxed")
+    tl.debug_barrier()  # all threads' stores come before the one thread's release
+    if tl.atomic_add(quant[4] + row * 2 + 1, 1, sem="acq_rel") == NUM_HEADS - 1:
+        scale = scale_of(tl.load(quant[4] + row * 2, cache_modifier=".cg"), HOW)
+        tl.store(quant[0] + row, scale)
+        b_B = tl.arange(0, BLOCK)
+        scale_1 = scale + tl.zeros([1], tl.float32)
+        scale_B = tl.broadcast_to(scale_1, [BLOCK])
+        inverse_B = tl.broadcast_to(inverse_of(scale_1), [BLOCK])
+        for begin in range(0, NUM_HEADS * HEAD_SIZE, BLOCK):
+            inside_B = begin + b_B < NUM_HEADS * HEAD_SIZE
+            waiting_B = quant[3] + first + begin + b_B
+            x_B = tl.load(waiting_B, mask=inside_B, other=0.0, cache_modifier=".cg")
+            y_B = as_fp8(x_B.to(tl.float32), scale_B, inverse_B, HOW)
+            tl.store(out_ptr + first + begin + b_B, y_B, mask=inside_B)
 
 
 @triton.jit

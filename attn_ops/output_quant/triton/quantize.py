@@ -113,13 +113,10 @@ def largest_kernel(
     tl.atomic_max(largest_ptr, tl.max(magnitude(rounded(x_B, HOW)), 0))
 
 
-def launch_quantize(
-    x: torch.Tensor, how: OutputQuant, out_scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, N, H] as `quantize_output` has checked it, not empty."""
-    x = x.contiguous()
-    out, scales = how.empty(x)
-    epilogue = epilogue_arguments(QuantizedOutput(how, out_scale, out, scales), x.dtype)
+def launch_quantize(x: torch.Tensor, quant: QuantizedOutput) -> torch.Tensor:
+    """x [T, N, H] into `quant.out`, which is returned, and `quant.scales`; not empty."""
+    x, how, out = x.contiguous(), quant.how, quant.out
+    epilogue = epilogue_arguments(quant, x.dtype)
     early = launches_early(x.device)  # while the kernel that writes x still runs
     launch = {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
     with torch.cuda.device_of(x):
@@ -127,7 +124,7 @@ def launch_quantize(
             _launch_rows(x, out, epilogue, launch)
         else:
             _launch_heads(x, out, how, epilogue | launch)
-    return out, scales
+    return out
 
 
 def _launch_heads(

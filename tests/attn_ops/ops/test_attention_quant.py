@@ -71,7 +71,7 @@ def test_with_every_option_of_a_layer(batch, feature):
 @pytest.mark.parametrize(
     ("scheme", "head_size", "fused"),
     [("fp8_static", 64, True), ("fp8_group64", 64, True), ("fp8_group128", 64, False),
-     ("nvfp4", 64, True), ("fp8_row", 64, False), ("fp8_tensor", 64, False)],
+     ("nvfp4", 64, True), ("fp8_row", 64, True), ("fp8_tensor", 64, False)],
 )  # fmt: skip
 def test_who_quantizes(scheme, head_size, fused, monkeypatch):
     """The backend's kernel where it declares the scheme and a group lies within a head."""

@@ -1,13 +1,12 @@
 """The quantize kernels against the reference, and the reference against torchao."""
 
+import importlib
+
 import pytest
 import torch
-from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
-from torchao.prototype.mx_formats.utils import to_blocked
-from torchao.quantization.quant_primitives import _choose_scale_float8, _quantize_affine_float8
 
 from attn_ops.output_quant.quantize import reference_quantize
-from attn_ops.output_quant.schemes import SCHEMES, OutputQuant
+from attn_ops.output_quant.schemes import SCHEMES, OutputQuant, QuantizedOutput
 from attn_ops.output_quant.triton.quantize import launch_quantize
 from attn_ops.testing.quantized import forms_of
 
@@ -42,14 +41,18 @@ def test_kernels_equal_the_reference(how, shape, dtype):
     scales = [torch.tensor([20.0 if how.multiply else 0.04], device=DEVICE)]
     scales = {"fp8_static": scales, "nvfp4": [None, *scales]}.get(how.scheme, [None])
     for out_scale in scales:
-        got, wanted = launch_quantize(x, how, out_scale), reference_quantize(x, how, out_scale)
-        for a, b in zip(got, wanted, strict=True):
+        quant = QuantizedOutput(how, out_scale, *how.empty(x))
+        got, wanted = launch_quantize(x, quant), reference_quantize(x, how, out_scale)
+        for a, b in zip((got, quant.scales), wanted, strict=True):
             assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
             assert torch.equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize("per_tensor", [None, 0.003])
 def test_nvfp4_is_torchao_s(per_tensor):
+    formats = "torchao.prototype.mx_formats"
+    nvfp4_quantize = pytest.importorskip(f"{formats}.nvfp4_tensor").nvfp4_quantize
+    to_blocked = importlib.import_module(f"{formats}.utils").to_blocked
     x = values((5, 4, 64), torch.bfloat16).nan_to_num(1.0).cpu()
     scale = None if per_tensor is None else torch.tensor([per_tensor])
     blocks, packed = nvfp4_quantize(x.reshape(5, 256), 16, scale)
@@ -62,12 +65,13 @@ def test_nvfp4_is_torchao_s(per_tensor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["fp8_row", "fp8_tensor", "fp8_group64", "fp8_group128"])
 def test_fp8_is_torchao_s(scheme, dtype):
+    primitives = pytest.importorskip("torchao.quantization.quant_primitives")
     x = values((5, 4, 64), dtype).nan_to_num(1.0).cpu()
     rows = x.reshape(5, 256)
     block = {"fp8_row": [1, 256], "fp8_tensor": [5, 256]}.get(scheme)
     block = block or [1, OutputQuant(scheme).group]
-    scale = _choose_scale_float8(rows, block)
-    wanted = _quantize_affine_float8(rows, scale)
+    scale = primitives._choose_scale_float8(rows, block)
+    wanted = primitives._quantize_affine_float8(rows, scale)
     out, scales = reference_quantize(x, OutputQuant(scheme, round_scale=True))
     assert torch.equal(scales.flatten(), scale.flatten())
     assert torch.equal(bits(out.reshape(5, 256)), bits(wanted))

@@ -51,10 +51,11 @@ class Interrupt:
 
     def during(self, run: Callable[[], Any]) -> Any:
         """What `run` returns; an empty list where it is interrupted."""
+        before = sys.gettrace()  # that of a coverage run
         sys.settrace(self)
         try:
             return run()
         except KeyboardInterrupt:
             return []
         finally:
-            sys.settrace(None)
+            sys.settrace(before)

@@ -5,6 +5,7 @@ M blocks a request may own.
 """
 
 import dataclasses
+import os
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -44,7 +45,7 @@ class PagedKVCache:
 
     Raises:
         ValueError: not exactly one of `num_tokens` and `memory_bytes` is given, or it
-            is too small for one block.
+            is too small for one block, or too large for the device's memory.
     """
 
     def __init__(
@@ -83,10 +84,29 @@ class PagedKVCache:
                 f"block, got room for {num_blocks}; a block takes {self.bytes_per_block} bytes"
             )
         self.num_blocks = num_blocks
-        self.tensors = [self._allocate(spec, device) for spec in self.specs]
+        self.tensors = self._allocate_all(torch.device(device), num_tokens)
         # A stack: block 1 is taken first.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._tables: dict[Hashable, BlockTable] = {}
+
+    def _allocate_all(self, device: torch.device, num_tokens: int | None) -> list[torch.Tensor]:
+        """Tensors of all layers, or a ValueError that says how many bytes they would take."""
+        total = _memory_of(device)
+        name = "memory_bytes" if num_tokens is None else "num_tokens (cache_tokens of a session)"
+        room = "" if total is None else f" of {total:,} bytes"
+        asked = "" if num_tokens is None else f"{num_tokens:,} tokens, which take "
+        message = (
+            f"{name} must fit into the memory of {device}{room}, "
+            f"got {asked}{self.num_bytes:,} bytes"
+        )
+        if total is not None and self.num_bytes > total:
+            raise ValueError(message)
+        try:
+            return [self._allocate(spec, device) for spec in self.specs]
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                raise ValueError(f"{message}: {error}") from error
+            raise
 
     def _allocate(self, spec: AttentionSpec, device: torch.device | str) -> torch.Tensor:
         rows, heads = self.block_size, spec.num_kv_heads
@@ -170,3 +190,12 @@ class PagedKVCache:
         for row_M, blocks in zip(table_SM, rows, strict=True):
             row_M[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         return table_SM
+
+
+def _memory_of(device: torch.device) -> int | None:
+    """Bytes of memory that a device has, used or free; None where torch does not tell."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

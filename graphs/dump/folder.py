@@ -15,11 +15,14 @@ def check_room(directory: str | os.PathLike[str]) -> Path:
 
     Raises:
         TypeError: `directory` is no path.
-        ValueError: it is a file, holds something that is not a dump, or links lead out of it.
+        ValueError: it is a file, holds something that is not a dump, links lead out of it, or its
+            name holds a NUL.
     """
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(f"directory must be a path, got {directory!r}")
-    path = Path(directory).absolute()
+    if "\0" in os.fsdecode(directory):
+        raise ValueError(f"directory must be a path without NUL, got {directory!r}")
+    path = Path(os.fsdecode(directory)).absolute()
     for part in (*reversed(path.parents), path):
         if os.path.lexists(part) and not part.is_dir():
             raise ValueError(f"directory must be a directory, got the file {part}")

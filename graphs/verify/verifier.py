@@ -151,6 +151,8 @@ class Verifier:
         self._fp8 = KV_CACHE_DTYPES[kv_cache_dtype]
         self._tolerances = checked_tolerances(tolerance)
         self.directory = None if directory is None else Path(directory)
+        if "\0" in str(self.directory):
+            raise ValueError(f"directory must be a path without NUL, got {directory!r}")
         self.strict_writes = strict_writes
         self.num_checked = 0
         self.num_forgiven = 0

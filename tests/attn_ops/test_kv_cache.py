@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from attn_ops import AttentionSpec, PagedKVCache
+from attn_ops import AttentionSpec, PagedKVCache, kv_cache
 from attn_ops.kv_cache import NULL_BLOCK, OutOfBlocksError
 from attn_ops.metadata import set_kv_cache_layout
 
@@ -199,3 +199,45 @@ def test_layout_follows_the_setting():
     assert PagedKVCache([SPEC], num_tokens=4).cache_layout == "NHD"
     with pytest.raises(ValueError, match="cache_layout must be a known name, got 'DNH'"):
         PagedKVCache([SPEC], num_tokens=4, cache_layout="DNH")
+
+
+BYTES = 4 * 2 * 4 * 2 * 8 * 4  # of 3 blocks and the null block
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ({"num_tokens": 12}, r"num_tokens .* of cpu of 2,047 bytes, got 12 tokens, .* 2,048 bytes"),
+        ({"memory_bytes": BYTES}, r"memory_bytes .* of cpu of 2,047 bytes, got 2,048 bytes"),
+    ],
+)
+def test_a_cache_of_more_than_the_memory(monkeypatch, size, message):
+    monkeypatch.setattr(kv_cache, "_memory_of", lambda device: BYTES)
+    PagedKVCache([SPEC], block_size=4, **size)
+    monkeypatch.setattr(kv_cache, "_memory_of", lambda device: BYTES - 1)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        PagedKVCache([SPEC], block_size=4, **size)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("2 KiB are free"), RuntimeError("can't allocate memory")]
+)
+def test_an_allocation_that_fails(monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(ValueError, match=f"got 12 tokens, which take 2,048 bytes: {error}$"):
+        PagedKVCache([SPEC], num_tokens=12, block_size=4)
+    monkeypatch.setattr(kv_cache, "_memory_of", lambda device: None)  # as of devices like meta
+    with pytest.raises(ValueError, match=r"^num_tokens .* into the memory of cpu, got 12 tokens"):
+        PagedKVCache([SPEC], num_tokens=12, block_size=4)
+
+
+def test_another_error_of_an_allocation_stays(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(RuntimeError, match=r"^no driver$"):
+        PagedKVCache([SPEC], num_tokens=12, block_size=4)

@@ -156,6 +156,18 @@ def test_a_cache_smaller_than_a_block(model, cache_tokens):
     assert make_session(model, cache_tokens=8, block_size=8).generate([[1]], 2)
 
 
+@pytest.mark.parametrize("cache_tokens", [10**12, 10**15, 10**18])  # torch, too, refuses the last
+def test_a_cache_larger_than_the_memory(model, cache_tokens):
+    num_bytes = make_session(model, cache_tokens=8, block_size=8).cache.bytes_per_block
+    needed = (cache_tokens // 8 + 1) * num_bytes
+    message = (
+        r"^num_tokens \(cache_tokens of a session\) must fit into the memory of cpu of [\d,]+ bytes"
+        f", got {cache_tokens:,} tokens, which take {needed:,} bytes$"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_session(model, cache_tokens=cache_tokens, block_size=8)
+
+
 def test_an_unknown_option_is_named_with_its_neighbour(model):
     wanted = "option must be known, got 'cuda_graph_mode', which may mean 'cudagraph_mode'; suppo"
     with pytest.raises(TypeError, match=wanted):

@@ -1,9 +1,13 @@
-"""Models that a session refuses, and the sizes that it would take."""
+"""Models that a session refuses, or takes in pieces only, and the sizes that it would take."""
 
 import pytest
+import torch
+from torch import nn
 
+from graphs import DecodeSession
+from graphs.app.parity import Reference
 from tests.kit.models import build_model
-from tests.kit.sessions import make_session, refuses
+from tests.kit.sessions import PROMPTS, make_session, refuses, tokens_of
 
 
 def tiny(config: str, model: str, **sizes):
@@ -16,6 +20,105 @@ def tiny(config: str, model: str, **sizes):
 
 
 SIZES = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 32}
+
+
+def as_it_is(model):
+    return model
+
+
+def compiled(model):
+    return torch.compile(model, backend="attn_ops", fullgraph=True)
+
+
+BOTH = pytest.mark.parametrize("given", [as_it_is, compiled])
+"""A compiled model is refused for what the model is, before anything is traced."""
+
+
+def test_a_name_is_told_how_to_load_it():
+    message = (
+        "^model must be a loaded model, got the name 'qwen3'; load it with AutoModelForCausalLM"
+        r"\.from_pretrained\('qwen3', attn_implementation='attn_ops'\)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        DecodeSession("qwen3", max_batch_size=1, max_tokens=8)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"^model must be an nn\.Module, got int$"):
+        DecodeSession(3, max_batch_size=1, max_tokens=8)  # pyright: ignore
+
+
+@BOTH
+def test_a_plain_module_is_told_how_to_run_by_hand(given):
+    message = "^model must have a Transformers config, got Linear without one; .*docs/by_hand.md$"
+    refuses(given(nn.Linear(2, 2)), message)
+
+
+@BOTH
+def test_a_classifier_draws_no_tokens(given):
+    sizes = {"intermediate_size": 32, "num_key_value_heads": 2, "pad_token_id": 0}
+    model = given(tiny("LlamaConfig", "LlamaForSequenceClassification", **sizes))
+    refuses(model, "^model must compute logits of the next token, got LlamaForSequenceClassific")
+
+
+@BOTH
+def test_dropout_that_trains_is_found_when_the_session_is_made(given):
+    model = build_model(attention_dropout=0.5)
+    refuses(
+        given(model.train()), r"^model\.training must be False, got True; call model\.eval\(\)$"
+    )
+
+
+WHISPER = {
+    "d_model": 32, "decoder_layers": 1, "encoder_layers": 1, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4, "decoder_ffn_dim": 32, "encoder_ffn_dim": 32,
+    "max_target_positions": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "vocab_size": 64,
+}  # fmt: skip
+
+
+@BOTH
+def test_whisper_is_refused_with_a_reason(given):
+    pair = tiny("WhisperConfig", "WhisperForConditionalGeneration", **WHISPER)
+    refuses(given(pair), "^model must be a decoder alone, got WhisperForConditionalGeneration, an")
+    decoder = tiny("WhisperConfig", "WhisperForCausalLM", **WHISPER)
+    refuses(given(decoder), "supported: models that compute the rows which a logits_to_keep tensor")
+
+
+@BOTH
+def test_xlnet_is_refused_with_a_reason(given):
+    model = tiny("XLNetConfig", "XLNetLMHeadModel", d_model=32, n_layer=1, n_head=4, d_inner=32)
+    refuses(given(model), "^model must have layers that .*, got XLNetLMHeadModel, whose layers")
+
+
+@pytest.fixture
+def ctrl():
+    """Its head is not tied: tied, a random model repeats its last token."""
+    sizes = {"n_positions": 64, "n_embd": 32, "dff": 32, "n_layer": 1}
+    model = tiny("CTRLConfig", "CTRLLMHeadModel", tie_word_embeddings=False, **sizes)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.2)
+    return model.requires_grad_(False)
+
+
+def test_ctrl_compiled_in_one_piece_is_told_what_dynamo_cannot_trace(ctrl):
+    """Its forward assigns a buffer."""
+    session = make_session(compiled(ctrl), max_batch_size=2)
+    message = "^model must be traceable by Dynamo with fullgraph=True, got CTRLLMHeadModel: .*; cha"
+    with pytest.raises(ValueError, match=message):
+        session.generate(PROMPTS, 2)
+    assert session.num_unfinished == 0
+
+
+@pytest.mark.parametrize(
+    "backend", [None, "aot_eager", pytest.param("attn_ops", marks=pytest.mark.slow)]
+)
+def test_ctrl_decodes(ctrl, backend):
+    """Uncompiled, and compiled in the pieces around what Dynamo cannot trace."""
+    reference = Reference(ctrl)
+    wanted = [reference.generate(p, 6)[0] for p in PROMPTS]
+    model = ctrl if backend is None else torch.compile(ctrl, backend=backend)
+    assert tokens_of(make_session(model).generate(PROMPTS, 6)) == wanted
+    assert len({token for tokens in wanted for token in tokens}) > 6
 
 
 def test_a_model_that_makes_a_padding_mask_is_told_so():

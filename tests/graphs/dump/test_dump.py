@@ -313,6 +313,10 @@ def test_a_file_in_the_way_is_named(tmp_path):
             graphs.dump(tmp_path / path).__enter__()
     with pytest.raises(TypeError, match=r"^directory must be a path, got 5$"):
         graphs.dump(5).__enter__()
+    with pytest.raises(
+        ValueError, match=r"^directory must be a path without NUL, got '.*a\\x00b'$"
+    ):
+        graphs.dump(f"{tmp_path}/a\0b").__enter__()
 
 
 @pytest.mark.parametrize("index", [b"\xff\xfe\x00binary", b"", None])

@@ -64,6 +64,8 @@ def test_other_modes_are_refused(mode):
 
 
 def test_other_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"^directory must be a path without NUL, got 'a\\x00b'$"):
+        Verifier("first", directory="a\0b")
     with pytest.raises(ValueError, match="kv_cache_dtype must be known, got 'fp4'"):
         Verifier("first", kv_cache_dtype="fp4")
     for tolerance in (-1.0, math.nan, math.inf, {torch.int32: 1.0}):

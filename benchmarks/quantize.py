@@ -8,6 +8,7 @@
     inductor  attention by TRITON, then the reference compiled by Inductor: what a model has without
               the pass
     default   attention by the default backend, then Inductor's kernel
+    auto      `attention_quant` by the default backend: what a model has with the pass
     merge     two attention states merged; and merged and quantized, apart
 
 Medians; the runs of a batch take turns, each in a CUDA graph over as many layers as outgrow the L2
@@ -30,6 +31,7 @@ import attn_ops
 from attn_ops import AttentionSpec, get_backend, select_backend
 from attn_ops.backends.measure import (
     Layers,
+    Step,
     capture,
     interleaved_us,
     interval_us,
@@ -68,18 +70,19 @@ def runs_of(layers: Layers, scheme: str, default: str) -> dict[str, Callable[[],
     )
     fields = dataclasses.asdict(how) | {"out_scale": out_scale}
 
-    def quantized(fuse: bool) -> Callable[[int], object]:
+    def quantized(step: Step, fuse: bool) -> Callable[[int], object]:
         return lambda i: torch.ops.attn_ops.attention_quant(
-            layers.queries[i], layers.caches[i], triton_step.meta, layers.scale, fuse=fuse,
+            layers.queries[i], layers.caches[i], step.meta, layers.scale, fuse=fuse,
             **fields, **layers.options,
         )  # fmt: skip
 
     attends: dict[str, Callable[[int], object]] = {
         "bf16": lambda i: layers.attend(triton_step.meta, i),
-        "fused": quantized(True),
-        "apart": quantized(False),
+        "fused": quantized(triton_step, True),
+        "apart": quantized(triton_step, False),
         "inductor": lambda i: compiled(layers.attend(triton_step.meta, i)),
         "default bf16": lambda i: layers.attend(default_step.meta, i),
+        "auto": quantized(default_step, True),
         "default": lambda i: compiled(layers.attend(default_step.meta, i)),
     }
     return {
@@ -140,15 +143,23 @@ def measure_case(case: Case, scheme: str, spec: AttentionSpec, rounds: int) -> d
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    names: tuple[str, ...] = ("bf16", "fused", "apart", "inductor", "default bf16", "default")
+    names: tuple[str, ...] = (
+        "bf16",
+        "fused",
+        "apart",
+        "inductor",
+        "default bf16",
+        "default",
+        "auto",
+    )
     merges = tuple(name for name in rows[0] if name.startswith("merge"))
     names += merges
     shown = Table(title="microseconds a layer")
-    for column in ("shape", "scheme", *names, "fused / bf16", "inductor / fused", "best / fused"):
+    for column in ("shape", "scheme", *names, "fused / bf16", "inductor / fused", "default / auto"):
         shown.add_column(column, justify="left" if column in ("shape", "scheme") else "right")
     for row in rows:
-        best = min(row["inductor"], row["default"])
-        ratios = (row["fused"] / row["bf16"], row["inductor"] / row["fused"], best / row["fused"])
+        ratios = (row["fused"] / row["bf16"], row["inductor"] / row["fused"])
+        ratios += (row["default"] / row["auto"],)
         shown.add_row(
             row["shape"], row["scheme"], *(f"{row[name]:.2f}" for name in names),
             *(f"{ratio:.3f}" for ratio in ratios),

@@ -3,6 +3,7 @@
 Each returns FP8 values and scales, or what a model would make of them.
 """
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -136,3 +137,45 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == FP8:
         return torch.where(x.float().isnan(), 0x7F, x.view(torch.uint8))
     return torch.nan_to_num(x.float(), nan=-1234.5)
+
+
+def random_form(numbers: random.Random, own: torch.dtype) -> Callable:
+    """Some way to quantize x [1, T, W]: recognised or not, it must give the same bits."""
+    share = numbers.choice(["row", "batch", 64, 128])
+    narrow = numbers.choice([own, torch.float32])
+    floor, least = (numbers.choice([None, None, 1e-12, 1e-4, 0.02, 3.0]) for _ in range(2))
+    powers = numbers.random() < 0.3
+    rounds = numbers.random() < 0.5
+    limits = numbers.choice([(-MAX, MAX)] * 4 + [None, (-MAX, None)])
+    early, times, before, again = (numbers.random() < 0.4 for _ in range(4))
+
+    def spread(scale: torch.Tensor) -> torch.Tensor:
+        return scale if share in ("row", "batch") else scale.repeat_interleave(share, dim=-1)
+
+    def scale_of(x: torch.Tensor) -> torch.Tensor:
+        if share == "batch":
+            amax = x.abs().amax()
+        elif share == "row":
+            amax = x.abs().amax(dim=-1, keepdim=True)
+        else:
+            amax = x.view(*x.shape[:-1], -1, share).abs().amax(dim=-1)
+        amax = amax if floor is None or not before else amax.clamp(min=floor)
+        amax = amax.to(narrow)
+        amax = amax if floor is None or before else amax.clamp(min=floor)
+        scale = amax / MAX
+        scale = scale.to(own) if again else scale
+        scale = scale.float() if early else scale
+        scale = scale if least is None else scale.clamp(min=least)
+        scale = scale.float()
+        return torch.exp2(torch.ceil(torch.log2(scale))) if powers else scale
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = scale_of(x)
+        wide = x.float()
+        values = wide * spread(scale.reciprocal()) if times else wide / spread(scale)
+        values = values.to(own) if rounds else values
+        if limits is not None:
+            values = values.clamp(*limits)
+        return values.to(FP8), scale
+
+    return function

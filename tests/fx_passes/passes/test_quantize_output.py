@@ -1,6 +1,7 @@
 """quantize_output: forms that are recognised give the same bits; what is left alone, and why."""
 
 import dataclasses
+import random
 import re
 
 import pytest
@@ -26,6 +27,7 @@ from tests.fx_passes.passes.quantize_models import (
     group,
     inverse,
     powers_of_two,
+    random_form,
     row,
     tensor,
 )
@@ -125,6 +127,37 @@ def test_other_dtypes(batch, dtype):
         if dtype == torch.float32:
             assert not options.get("round_scale")
             assert not options.get("round_values")
+
+
+def check_random_forms(make_batch, first: int, last: int) -> None:
+    """Values of any magnitude, with infinities: what is recognised gives the same bits."""
+    recognised = 0
+    for seed in range(first, last):
+        numbers = random.Random(seed)
+        dtype = numbers.choice([torch.bfloat16, torch.float16, torch.float32])
+        made = make_batch(
+            [2, 1, 1, 1, 1, 1], [5, 3, 2, 1, 4, 2], head_size=64, dtype=dtype, seed=seed
+        )
+        caches = made.kv_cache[:, 1]
+        for block in caches:
+            block *= 10.0 ** numbers.randint(-44, 5)
+        if numbers.random() < 0.3:
+            caches[numbers.randrange(len(caches)), 0, 0, 3] = float("inf")
+        behind, one = Behind(made, random_form(numbers, dtype)), QuantizeOutput("always")
+        wanted = behind.run()
+        recognised += one.run(behind.graph)
+        same = [torch.equal(a, b) for a, b in zip(behind.run(), wanted, strict=True)]
+        assert all(same), f"seed {seed}"
+    assert recognised > (last - first) / 5
+
+
+def test_random_forms(make_batch):
+    check_random_forms(make_batch, 0, 12)
+
+
+@pytest.mark.slow
+def test_300_random_forms(make_batch):
+    check_random_forms(make_batch, 12, 312)
 
 
 def test_every_form_is_recognised():

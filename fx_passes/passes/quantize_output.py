@@ -79,7 +79,7 @@ class QuantizeOutput(Pass):
         - attention writes float64;
         - a shape is neither a number nor a multiple of the row count;
         - `attn_quant` is "auto", and no backend on the device writes the scheme itself: none does
-          where a scale comes from several heads.
+          where a group lies in several heads.
     """
 
     name = "quantize_output"
@@ -130,8 +130,8 @@ class QuantizeOutput(Pass):
 
 def pays(how: OutputQuant, head_size: int, device: torch.device) -> str | None:
     """Why attention should not write FP8 itself on `device`; None: it should."""
-    if not how.within_heads(head_size):
-        return f"a scale of {how.scheme} comes from several heads: no kernel of one head knows it"
+    if how.group and not how.within_heads(head_size):
+        return f"a scale of {how.scheme} is that of values of several heads"
     for name in backend_names():
         backend, _ = load_backend(name)
         if backend and how.scheme in backend.support.output_quant and backend.unavailable() is None:

@@ -15,6 +15,7 @@ from graphs.dump.folder import check_room
 
 DTYPES = ("float32", "bfloat16", "float16")
 FAST_PREFILL = ("off", "auto", "on")
+QUANTIZE = ("off", "fp8_row", "fp8_static", "fp8_group64", "fp8_group128")
 CONFIGS = ("config.json", "adapter_config.json")
 """Files that a directory with a saved model, or with an adapter of peft, has one of."""
 
@@ -29,6 +30,7 @@ class RunArguments:
         max_new_tokens: tokens to generate for each prompt.
         dump: where to write a dump, if at all.
         fast_prefill: the option of `fx_passes.PassConfig`.
+        quantize: how inputs of linear layers are quantized to FP8.
         dtype: of the weights; None takes the preset's or the saved one.
         device: None takes a GPU if there is one.
         temperature: 0 takes the most likely token.
@@ -44,6 +46,7 @@ class RunArguments:
     max_new_tokens: int = 16
     dump: str | Path | None = None
     fast_prefill: str = "off"
+    quantize: str = "off"
     dtype: str | None = None
     device: str | None = None
     temperature: float = 0.0
@@ -53,6 +56,7 @@ class RunArguments:
     def __post_init__(self) -> None:
         _check_model(self.model)
         _check_known("fast_prefill", self.fast_prefill, FAST_PREFILL)
+        _check_known("quantize", self.quantize, QUANTIZE)
         if self.backend is not None:
             _check_known("backend", self.backend, backend_names())
         if self.dtype is not None:

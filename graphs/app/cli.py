@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from graphs.app.arguments import DTYPES, RunArguments
+from graphs.app.arguments import DTYPES, QUANTIZE, RunArguments
 from graphs.app.presets import PRESETS
 from graphs.app.prompts import check_lines, read_lines
 
@@ -61,6 +61,10 @@ def run(
     fast_prefill: Annotated[
         str, typer.Option(help="Drop rows that no logits need: off, auto or on.")
     ] = "off",
+    quantize: Annotated[
+        str,
+        typer.Option(help=f"Linear layers in FP8, and attention's output: {', '.join(QUANTIZE)}."),
+    ] = "off",
     as_json: Json = False,
 ) -> None:
     """Generate with a model, compare with Transformers, report what was compiled and how fast."""
@@ -71,6 +75,7 @@ def run(
             max_new_tokens=max_new_tokens,
             dump=dump,
             fast_prefill=fast_prefill,
+            quantize=quantize,
             dtype=dtype,
             device=device,
             temperature=temperature,

@@ -13,6 +13,7 @@ from graphs.app.arguments import RunArguments
 from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.app.presets import PRESETS, load, vocab_size
 from graphs.app.prompts import Line, Prompts, encoded, has_tokenizer
+from graphs.app.quantized_linear import quantize_linear_layers
 from graphs.app.tables import Output, RunReport, StepTimes
 from graphs.dump.dump import dump
 from graphs.modes import CUDAGraphMode
@@ -39,8 +40,10 @@ def run(arguments: RunArguments, lines: Sequence[Line] | None = None) -> RunRepo
     prompts, max_new_tokens = asked.token_ids, arguments.max_new_tokens
     subject = load(arguments.model, device, dtype=arguments.dtype)
     options = _session_options(prompts, arguments)
+    if arguments.quantize != "off":
+        _quantize(subject, arguments.quantize, prompts, options)
     eager = DecodeSession(subject, cudagraph_mode=CUDAGraphMode.NONE, **options)
-    compiled = _compiled(subject, arguments.fast_prefill)
+    compiled = _compiled(subject, arguments)
     session = called = DecodeSession(compiled, **options)
     with dump(arguments.dump) if arguments.dump is not None else contextlib.nullcontext():
         session.warm_up()
@@ -53,7 +56,8 @@ def run(arguments: RunArguments, lines: Sequence[Line] | None = None) -> RunRepo
         again, logits = _greedy(called, prompts, max_new_tokens)
         if again != greedy:
             raise AssertionError("captured steps generated other tokens than called ones")
-    parity = compare(Reference(subject), prompts, greedy, logits)
+    reference = Reference(subject, in_fp8=arguments.quantize != "off")
+    parity = compare(reference, prompts, greedy, logits)
     steps = StepTimes(
         batch=options["max_batch_size"],
         eager_ms=_step_ms(eager),
@@ -106,9 +110,23 @@ def _prompts(model: str, lines: Sequence[Line] | None, tokenizer: Any | None) ->
     return Prompts(drawn, [None] * len(drawn))
 
 
-def _compiled(model: Any, fast_prefill: str) -> Any:
-    switch: Any = {"fast_prefill": fast_prefill}
-    return torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=switch)
+def _quantize(
+    model: Any, scheme: str, prompts: Sequence[Sequence[int]], options: dict[str, Any]
+) -> None:
+    """Linear layers in FP8; static scales are those of the prompts."""
+
+    def calibrate() -> None:
+        session = DecodeSession(model, cudagraph_mode=CUDAGraphMode.NONE, **options)
+        session.generate(prompts, 1, **GREEDY)
+
+    quantize_linear_layers(model, scheme, calibrate)
+
+
+def _compiled(model: Any, arguments: RunArguments) -> Any:
+    switches: dict[str, Any] = {"fast_prefill": arguments.fast_prefill}
+    if arguments.quantize != "off":
+        switches["attn_quant"] = "always"
+    return torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=switches)
 
 
 def _greedy(

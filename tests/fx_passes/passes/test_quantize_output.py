@@ -389,12 +389,14 @@ def test_auto_asks_whether_a_backend_writes_the_scheme(batch, monkeypatch):
 
 
 @pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto"')
-@pytest.mark.parametrize("function", [row, tensor, group], ids=lambda function: function.__name__)
-def test_auto_leaves_scales_of_several_heads(batch, function):
-    """A group of 128 is that of two heads of 64."""
+def test_auto_leaves_groups_of_several_heads(batch):
+    """A group of 128 lies in two heads of 64."""
     one = QuantizeOutput.of(PassConfig())
-    assert one.run(Behind(batch(), function).graph) == 0
-    assert re.search("comes from several heads", one.reasons[0])
+    assert one.run(Behind(batch(), group).graph) == 0
+    assert one.reasons == ["a scale of fp8_group128 is that of values of several heads"]
+    assert pays(OutputQuant("fp8_group128"), 256, torch.device("cpu")) is None, (
+        "by interpreted Triton"
+    )
 
 
 def test_the_option():

@@ -18,6 +18,7 @@ BAD = [
     ({"backend": "NOPE"}, "backend must be a known name, got 'NOPE'; supported: AUTO, "),
     ({"max_new_tokens": 0}, "max_new_tokens must be a positive int, got 0"),
     ({"fast_prefill": "x"}, "fast_prefill must be known, got 'x'; supported: off, auto, on"),
+    ({"quantize": "int8"}, "quantize must be known, got 'int8'; supported: off, fp8_row, fp8_st"),
     ({"dump": ".."}, "directory must be new, empty or an earlier dump, got "),
     ({"dtype": "int8"}, "dtype must be known, got 'int8'; supported: float32, bfloat16, float16"),
     ({"device": "tpu"}, "device must be cpu, cuda or cuda:N, got 'tpu'"),

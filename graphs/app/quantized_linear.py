@@ -1,0 +1,146 @@
+"""Linear layers in FP8, to try what attention writes for them: activations and weights.
+
+T rows, K inputs, M outputs, G groups of a row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+_FP8 = torch.float8_e4m3fn
+_MAX = torch.finfo(_FP8).max
+_GROUPS = {"fp8_group64": 64, "fp8_group128": 128}
+_UNIT = 16  # sizes that products in FP8 take are multiples of it
+
+
+def quantize_linear_layers(model: Any, scheme: str, calibrate: Callable[[], object]) -> int:
+    """Replace linear layers of a model in place, all but the head; how many.
+
+    Layers of other sizes than FP8 products take stay.
+
+    Args:
+        scheme: fp8_row, fp8_static, fp8_group64 or fp8_group128: of the activations.
+        calibrate: calls the model on typical inputs, which tell static scales.
+
+    Raises:
+        ValueError: no layer has such sizes.
+    """
+    unit, head = _GROUPS.get(scheme, _UNIT), model.get_output_embeddings()
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and child is not head and _fits(child, unit)
+    ]
+    if not found:
+        raise ValueError(
+            f"model must have linear layers whose sizes are multiples of {unit} with {scheme}, "
+            "got none"
+        )
+    if scheme == "fp8_static":
+        largest = _largest_inputs([linear for _, _, linear in found], calibrate)
+    for parent, name, linear in found:
+        amax = largest[linear] if scheme == "fp8_static" else None
+        setattr(parent, name, QuantizedLinear(linear, scheme, amax))
+    return len(found)
+
+
+def _fits(linear: nn.Linear, unit: int) -> bool:
+    return linear.in_features % unit == 0 and linear.out_features % _UNIT == 0
+
+
+def _largest_inputs(
+    layers: list[nn.Linear], calibrate: Callable[[], object]
+) -> dict[nn.Linear, torch.Tensor]:
+    """The largest |x| that each layer saw while `calibrate` ran."""
+    largest = {linear: torch.zeros((), device=linear.weight.device) for linear in layers}
+
+    def look(linear: Any, args: tuple[torch.Tensor, ...]) -> None:
+        x = args[0].detach().nan_to_num(0.0)  # a session tries rows of NaN, which must not spread
+        if x.numel():
+            largest[linear] = torch.maximum(largest[linear], x.abs().max().float())
+
+    hooks = [linear.register_forward_pre_hook(look) for linear in layers]
+    try:
+        calibrate()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return largest
+
+
+class QuantizedLinear(nn.Module):
+    """x @ weight.T + bias, of x and weight in FP8.
+
+    Args:
+        linear: the layer in full precision.
+        scheme: of `quantize_linear_layers`.
+        amax: the largest |x|, for fp8_static.
+
+    Attributes:
+        weight: [M, K] FP8.
+        weight_scale: [M, 1] float32 with fp8_row, [M, G] with groups, else [1].
+        input_scale: [1] float32; None where x tells it.
+    """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
+    input_scale: torch.Tensor | None
+
+    def __init__(self, linear: nn.Linear, scheme: str, amax: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.scheme, self.group = scheme, _GROUPS.get(scheme)
+        weight, scale = self._weight(linear.weight.detach().float())
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("bias", linear.bias)
+        input_scale = None if amax is None else (amax.clamp(min=1e-4) / _MAX).view(1)
+        self.register_buffer("input_scale", input_scale)
+
+    def _weight(self, weight_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.scheme == "fp8_static":
+            scale = (weight_MK.abs().max() / _MAX).view(1)
+            return _rounded(weight_MK / scale), scale
+        return self._quantized(weight_MK)
+
+    def _quantized(self, x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales, of each row or each group of it."""
+        x_TGE = x_TK.unflatten(1, (-1, self.group or x_TK.shape[1]))
+        scale_TG1 = x_TGE.abs().amax(dim=2, keepdim=True).float().clamp(min=1e-4) / _MAX
+        return _rounded(x_TGE.float() / scale_TG1).view(x_TK.shape), scale_TG1.squeeze(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_TK = x.reshape(-1, x.shape[-1])
+        if self.input_scale is None:
+            values, scale = self._quantized(x_TK)
+        else:
+            values, scale = _rounded(x_TK.float() / self.input_scale), self.input_scale
+        out = self._product(values, scale, x.dtype)
+        out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], out.shape[1])
+
+    def _product(
+        self, values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Groups are multiplied out: their FP8 product is not had on all devices."""
+        if self.group is not None:
+            x = _wide(values, scale, self.group).to(dtype)
+            return functional.linear(x, _wide(self.weight, self.weight_scale, self.group).to(dtype))
+        weight_scale = self.weight_scale if self.scheme == "fp8_static" else self.weight_scale.t()
+        out = torch._scaled_mm(
+            values, self.weight.t(), scale, weight_scale, out_dtype=torch.bfloat16
+        )
+        return out.to(dtype)
+
+
+def _wide(values: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
+    """Groups of FP8 as float32."""
+    return (values.float().unflatten(1, (-1, group)) * scale.unsqueeze(2)).flatten(1)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-_MAX, _MAX).to(_FP8)

@@ -1,0 +1,67 @@
+"""Linear layers in FP8: close to those they replace, by every scheme; which are replaced."""
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.app.arguments import QUANTIZE, RunArguments
+from graphs.app.quantized_linear import QuantizedLinear, quantize_linear_layers
+from graphs.app.run import run
+
+SCHEMES = [scheme for scheme in QUANTIZE if scheme != "off"]
+
+
+class Model(nn.Module):
+    def __init__(self, inputs: int = 256) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(inputs, 64), nn.Linear(64, 24, bias=False)
+        self.head = nn.Linear(24, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_close_to_full_precision(scheme):
+    """A number of E4M3 is off by at most 2**-4 of it; both factors are, at random."""
+    model, x = Model().requires_grad_(False), torch.randn(2, 5, 256)
+    wanted = model.first(x)
+    assert quantize_linear_layers(model, scheme, lambda: model(x)) == 1
+    assert isinstance(model.first, QuantizedLinear)
+    assert type(model.second) is nn.Linear, "24 outputs are no multiple of 16"
+    assert type(model.head) is nn.Linear
+    got = model.first(x)
+    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+    error = (got - wanted).square().mean().sqrt() / wanted.std()
+    assert 1e-4 < error < 2**-4
+    assert bool(model.first.input_scale is None) == (scheme != "fp8_static")
+
+
+def test_static_scales_are_those_of_the_inputs():
+    """The largest |x| that was seen; rows of NaN, by which sessions try a model, do not count."""
+    model, x = Model().requires_grad_(False), torch.randn(4, 256)
+    x[0, 3], nan = 11.0, torch.full((1, 256), float("nan"))
+    quantize_linear_layers(model, "fp8_static", lambda: (model(x), model(nan), model(x[:0])))
+    torch.testing.assert_close(model.first.input_scale, torch.tensor([11.0 / 448]))
+
+
+def test_no_layer_fits():
+    with pytest.raises(ValueError, match="sizes are multiples of 128 with fp8_group128, got none"):
+        quantize_linear_layers(Model(96), "fp8_group128", lambda: None)
+
+
+def test_a_run_without_compiling(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    report = run(RunArguments(max_new_tokens=2, quantize="fp8_static", backend="TORCH"))
+    assert report.ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES[:3])
+def test_a_run(scheme):
+    report = run(RunArguments(max_new_tokens=4, quantize=scheme, backend="TORCH"))
+    assert report.ok
+    assert report.matches["quantize_output"] == 1, "of the layer, which is compiled once"

@@ -8,6 +8,8 @@ import torch
 
 from attn_ops import AttentionSpec, Backend
 from attn_ops.metadata import AttentionCGSupport
+from attn_ops.output_quant.schemes import SCHEMES, OutputQuant
+from attn_ops.testing.quantized import forms_of
 
 HEADS = ((2, 2), (4, 4), (4, 2), (8, 2), (6, 2), (14, 2), (32, 8), (4, 1), (16, 1))
 ANY_HEAD_SIZE = (8, 16, 24, 64, 80, 128)
@@ -30,6 +32,7 @@ class Geometry:
     lse: bool
     cache_layout: str  # NHD or HND
     cross: bool  # non-causal over keys that are not the rows' own
+    quant: OutputQuant | None = None  # the output is quantized besides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +106,16 @@ def _draw_geometry(rng: random.Random, backend: Backend) -> Geometry:
         lse=asked(support.lse, 0.4),
         cache_layout=rng.choice(("NHD", "NHD", "HND")),
         cross=cross,
+        quant=_draw_quant(rng, spec) if rng.random() < 0.5 else None,
     )
+
+
+def _draw_quant(rng: random.Random, spec: AttentionSpec) -> OutputQuant | None:
+    """A scheme that the heads allow; None for float64, which is not quantized."""
+    how = rng.choice([how for scheme in SCHEMES for how in forms_of(scheme)])
+    width = spec.num_heads * spec.head_size
+    fits = width % (how.group or 1) == 0 and not (how.scheme == "nvfp4" and spec.head_size % 2)
+    return how if fits and spec.dtype != torch.float64 else None
 
 
 def _draw_conformance(rng: random.Random, backend: Backend) -> Geometry:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from attn_ops import AttentionOptions, attention, get_backend
+from attn_ops import AttentionOptions, attention, attention_quant, get_backend
 from attn_ops.ops.attention import attend
 from attn_ops.ops.checks import layer_of
+from attn_ops.output_quant.quantize import reference_quantize
+from attn_ops.testing.quantized import nibble_steps, scale_steps
 from benchmarks.fuzz_cases import Case, Geometry, draw_case, geometries_of
 from benchmarks.fuzz_inputs import Inputs, make_inputs
 from benchmarks.fuzz_oracle import oracle
@@ -82,7 +84,10 @@ class Fuzzer:
         try:
             inputs = make_inputs(case, backend, self.device)
             out, lse = _call(case, inputs)
+            wrong = _wrong_quantized(case, inputs, out)
             kind, error, reason = _judge(case, inputs, out, lse, backend.support.quantizes_query)
+            if kind == "ok" and wrong:
+                kind, reason = "mismatch", wrong
         except ValueError as refused:
             kind, reason = "refused", str(refused)
         except Exception as failure:  # a run goes on, whatever a backend raises
@@ -103,6 +108,28 @@ def _call(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None
     inputs.lse.tensor.copy_(inputs.lse.remembered())  # what is left to differ is around it
     inputs.watched["around lse"] = (inputs.lse.bytes, inputs.lse.before)
     return out, lse
+
+
+def _wrong_quantized(case: Case, inputs: Inputs, out: torch.Tensor) -> str:
+    """What is wrong with the quantized output, beside `out`, the plain one; nothing if it is fine.
+
+    Interpreted kernels cut bfloat16 where they store it and round it before they quantize it.
+    """
+    how = case.geometry.quant
+    cuts = case.spec.dtype == torch.bfloat16 and not out.is_cuda and case.backend == "TRITON"
+    if how is None or cuts or out.numel() == 0:
+        return ""
+    asked = (inputs.q, inputs.kv_cache, inputs.meta, inputs.asked.scale)
+    if case.geometry.lse:  # a backend may compute that in another way
+        out = attention(*asked, **inputs.options)
+    given = how.scheme in ("fp8_static", "nvfp4")
+    out_scale = torch.tensor([20.0 if how.multiply else 0.03], device=out.device)
+    fields = dataclasses.asdict(how) | {"out_scale": out_scale if given else None}
+    got = attention_quant(*asked, **fields, **inputs.options)
+    want = reference_quantize(out, how, out_scale if given else None)
+    steps = nibble_steps if how.scheme == "nvfp4" else scale_steps
+    values, scales = steps(got[0], want[0]), scale_steps(got[1], want[1])
+    return "" if max(values, scales) <= 1 else f"{how}: {values} steps, scales {scales}"
 
 
 def _judge(

@@ -11,6 +11,8 @@ import torch
 from attn_ops import AttentionOptions, get_backend
 from attn_ops.backends import registry
 from attn_ops.backends.torch_backend import reference_attention
+from attn_ops.output_quant.quantize import reference_quantize
+from attn_ops.output_quant.schemes import SCHEMES
 from attn_ops.testing.features import TOLERANCE
 from benchmarks import fuzz_attention, fuzz_run
 from benchmarks.fuzz_cases import draw_case, geometries_of
@@ -93,6 +95,11 @@ def test_every_dimension_is_drawn():
     assert any(q > n > 0 for q, n in lengths)
 
 
+def test_schemes_are_drawn():
+    drawn = {g.quant.scheme for g in geometries_of(TORCH, CPU, 200) if g.quant is not None}
+    assert drawn == set(SCHEMES)
+
+
 def test_flashinfer_gets_what_its_conformance_compiles():
     geometries = geometries_of(get_backend("FLASHINFER"), torch.device("cuda"), 60)
     assert {(g.spec.head_size, g.block_size, g.lse) for g in geometries} == {(64, 16, False)}
@@ -173,6 +180,25 @@ def test_one_wrong_row(broken):
     reasons = [o.reason for o in outcomes_of(broken(forward), range(80))]
     assert sum("a row's error too large" in r for r in reasons) > 20
     assert "a row's error too large" in reasons  # with the norm of all in order
+
+
+def test_a_wrong_scale(monkeypatch):
+    """A backend that says that it quantizes, by twice the scale that it returns."""
+
+    def forward(q, kv_cache, meta, options):
+        plain = TORCH.forward(q, kv_cache, meta, dataclasses.replace(options, quant=None))
+        if options.quant is None:
+            return plain
+        out, scales = reference_quantize(plain * 2, options.quant.how, options.quant.out_scale)
+        options.quant.scales.copy_(scales)
+        return out
+
+    support = dataclasses.replace(TORCH.support, output_quant=("fp8_static", "fp8_group64"))
+    changed = dataclasses.replace(TORCH, name="BROKEN", forward=forward, support=support)
+    monkeypatch.setattr(registry, "_registered", {"BROKEN": changed})
+    bad = [o for o in outcomes_of("BROKEN", range(120)) if o.kind != "ok"]
+    assert bad
+    assert all("steps" in o.reason and "OutputQuant(scheme='fp8_" in o.reason for o in bad)
 
 
 def test_failures_are_printed_and_the_run_goes_on(broken, capsys, tmp_path):

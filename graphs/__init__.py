@@ -4,14 +4,12 @@ A public name is imported when it is first used: `attn-ops` checks its arguments
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphs.capture.dispatch import CudagraphDispatcher
     from graphs.capture.failures import CaptureError
-    from graphs.dump.dump import dump
+    from graphs.dumps.dump import dump
     from graphs.modes import BatchDescriptor, CUDAGraphMode
     from graphs.options import SessionOptions
     from graphs.sampling import SamplingParams
@@ -45,8 +43,9 @@ _MODULES = {
     "StepOutput": "session",
     "VerificationError": "verify.verifier",
     "Verifier": "verify.verifier",
+    "dump": "dumps.dump",
 }
-"""Where a public name is; `dump` is a property of the package."""
+"""Where a public name is."""
 
 
 def __getattr__(name: str) -> Any:
@@ -59,18 +58,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Importing the folder `graphs/dump/` does not replace the function `graphs.dump`."""
-
-    @property
-    def dump(self) -> Any:
-        return importlib.import_module("graphs.dump.dump").dump
-
-    @dump.setter
-    def dump(self, value: Any) -> None:
-        """Ignore what importing the folder sets."""
-
-
-sys.modules[__name__].__class__ = _Package

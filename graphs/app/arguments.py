@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.app.presets import PRESETS
-from graphs.dump.folder import check_room
+from graphs.dumps.folder import check_room
 
 DTYPES = ("float32", "bfloat16", "float16")
 FAST_PREFILL = ("off", "auto", "on")

@@ -15,7 +15,7 @@ from graphs.app.presets import PRESETS, load, vocab_size
 from graphs.app.prompts import Line, Prompts, encoded, has_tokenizer
 from graphs.app.quantized_linear import quantize_linear_layers
 from graphs.app.tables import Output, RunReport, StepTimes
-from graphs.dump.dump import dump
+from graphs.dumps.dump import dump
 from graphs.modes import CUDAGraphMode
 from graphs.session import DecodeSession, Generation
 

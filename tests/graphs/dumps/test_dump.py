@@ -1,8 +1,6 @@
-"""Dumps: what is in them, cold and warm, with and without depyf, and that sessions do not mind."""
+"""Dumps: what is in them, cold and warm, and that sessions do not mind."""
 
 import re
-import shutil
-import sys
 from typing import Any
 
 import pytest
@@ -12,9 +10,9 @@ from torch._inductor.utils import fresh_cache
 
 import fx_passes
 import graphs
-from graphs.dump import dump as dump_module
-from graphs.dump.folder import put
-from graphs.dump.index import MARKER
+from graphs.dumps import dump as dump_module
+from graphs.dumps.index import MARKER
+from tests.graphs.dumps.dumped import compiled_function, files
 
 PROMPTS = [[1, 2, 3], list(range(20))]
 FOLDERS = {"passes", "pictures", "final", "inductor", "depyf"}
@@ -25,15 +23,6 @@ def compiled_session(model, **options) -> graphs.DecodeSession:
         model, backend=fx_passes.attn_ops, fullgraph=True, options=options
     )
     return graphs.DecodeSession(compiled, max_batch_size=2, max_tokens=32, max_tokens_per_step=8)
-
-
-def compiled_function():
-    """Small, so that compiling it is quick; Inductor can cache it."""
-    return torch.compile(lambda x, w: torch.relu(x @ w), backend=fx_passes.attn_ops)
-
-
-def files(directory) -> set[str]:
-    return {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
 
 
 def linked(directory) -> set[str]:
@@ -219,163 +208,6 @@ def test_fast_prefill_does_nothing(tmp_path, switch):
     assert (line in index) == (switch == "auto")
     assert ("Fast prefill" in index) == (switch == "auto")
     assert not (directory / "pictures").exists()
-
-
-# -- depyf -----------------------------------------------------------------------------------------
-
-
-def test_without_depyf(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "depyf", None)
-    with graphs.dump(tmp_path) as directory:
-        compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
-    assert "depyf is not installed" in (directory / "index.md").read_text()
-    assert {name.split("/")[0] for name in files(directory)} >= {"final", "inductor"}
-    assert not (directory / "depyf").exists()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["patched__exec_with_source", "patched_load_by_key_path", "DebuggableHook", "dump_src"],
-)
-def test_depyf_fails_inside(tmp_path, monkeypatch, name):
-    """Whatever depyf raises, the function is compiled and the rest is written."""
-    explain = pytest.importorskip("depyf.explain")
-    enable_debugging = sys.modules["depyf.explain.enable_debugging"]
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("depyf is broken")
-
-    if name == "DebuggableHook":
-        monkeypatch.setattr(enable_debugging.DebuggableHook, "__call__", fail)
-    else:
-        monkeypatch.setattr(explain if name == "dump_src" else enable_debugging, name, fail)
-    with graphs.dump(tmp_path) as directory:
-        out = compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
-    assert torch.equal(out, torch.full((2, 2), 3.0))
-    index = (directory / "index.md").read_text()
-    assert re.search(r"> depyf .*RuntimeError: depyf is broken", index)
-    assert {name.split("/")[0] for name in files(directory)} >= {"final", "inductor"}
-    with graphs.dump(tmp_path / "next") as following:  # nothing of it stays behind
-        pass
-    assert not re.search("depyf .* nest", (following / "index.md").read_text())
-
-
-def test_everything_depyf_changes_is_put_back(tmp_path):
-    import torch._dynamo.utils as dynamo_utils
-    from torch._inductor.codecache import PyCodeCache
-
-    def changed():
-        return (
-            torch.fx.graph_module._exec_with_source,
-            PyCodeCache.load_by_key_path,
-            dynamo_utils.lazy_format_graph_code.__code__,
-        )
-
-    before = changed()
-    with graphs.dump(tmp_path / "outer"), graphs.dump(tmp_path / "inner"):
-        compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
-    assert changed() == before
-    assert "blocks of it do not nest" in (tmp_path / "inner" / "index.md").read_text()
-    for name in ("outer", "inner"):
-        assert list((tmp_path / name / "inductor").iterdir())
-    assert list((tmp_path / "outer" / "depyf").iterdir())
-
-
-# -- the directory ---------------------------------------------------------------------------------
-
-
-def test_an_earlier_dump_is_replaced(tmp_path):
-    with graphs.dump(tmp_path / "dump") as directory:
-        compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
-    (directory / "mine.txt").write_text("kept")
-    with graphs.dump(str(directory)):
-        pass
-    assert files(directory) == {"index.md", "index.html", "mine.txt"}
-
-
-def test_other_directories_are_refused(tmp_path):
-    (tmp_path / "index.md").write_text("# mine\n")
-    with pytest.raises(ValueError, match=r"^directory must be new, empty or an earlier dump"):
-        graphs.dump(tmp_path).__enter__()
-    with pytest.raises(ValueError, match=r"^directory must be a directory, got the file"):
-        graphs.dump(tmp_path / "index.md").__enter__()
-    assert files(tmp_path) == {"index.md"}
-    assert (tmp_path / "index.md").read_text() == "# mine\n"
-
-
-def test_a_file_in_the_way_is_named(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
-    for path, wrong in (("file", "file"), ("file/dump", "file"), ("nowhere", "nowhere")):
-        with pytest.raises(
-            ValueError, match=f"^directory must be a directory, got the file {tmp_path / wrong}$"
-        ):
-            graphs.dump(tmp_path / path).__enter__()
-    with pytest.raises(TypeError, match=r"^directory must be a path, got 5$"):
-        graphs.dump(5).__enter__()
-    with pytest.raises(
-        ValueError, match=r"^directory must be a path without NUL, got '.*a\\x00b'$"
-    ):
-        graphs.dump(f"{tmp_path}/a\0b").__enter__()
-
-
-@pytest.mark.parametrize("index", [b"\xff\xfe\x00binary", b"", None])
-def test_what_no_dump_has_made_is_refused(tmp_path, index):
-    if index is not None:
-        (tmp_path / "index.md").write_bytes(index)
-    (tmp_path / "passes").mkdir()
-    (tmp_path / "passes" / "mine.py").write_text("mine")
-    named = "passes" if index is None else "index.md"
-    with pytest.raises(
-        ValueError, match=f"^directory must be new, empty .* {tmp_path} with other files: {named}$"
-    ):
-        graphs.dump(tmp_path).__enter__()
-    assert (tmp_path / "passes" / "mine.py").read_text() == "mine"
-
-
-LINK = r"^directory must hold no symbolic link where a dump writes, got .*{} to /"
-
-
-@pytest.mark.parametrize("name", ["passes", "depyf", "index.md", "index.html"])
-def test_nothing_is_written_through_symbolic_links(tmp_path, name):
-    directory, outside = tmp_path / "dump", tmp_path / "outside"
-    with graphs.dump(directory):
-        pass
-    if "." in name:
-        outside.write_text(MARKER)
-        (directory / name).unlink()
-    else:
-        outside.mkdir()
-        (outside / "mine.py").write_text("mine")
-        shutil.rmtree(directory / name, ignore_errors=True)
-    (directory / name).symlink_to(outside)
-    with pytest.raises(ValueError, match=LINK.format(name)):
-        graphs.dump(directory).__enter__()
-    ours = [outside] if outside.is_file() else [*outside.iterdir()]
-    assert [p.read_text() for p in ours] == [MARKER if "." in name else "mine"]
-
-
-def test_a_link_that_is_made_inside_is_seen(tmp_path):
-    outside, directory = tmp_path / "outside", tmp_path / "dump"
-    outside.mkdir()
-    block = graphs.dump(directory)
-    block.__enter__()
-    for name in ("passes", "index.html"):
-        (directory / name).symlink_to(outside / ("mine" * ("." in name)))
-    with pytest.raises(ValueError, match=LINK.format("passes")):
-        put(directory, "passes/01.py", "text")
-    with pytest.raises(ValueError, match=LINK.format("index.html")):
-        block.__exit__(None, None, None)
-    assert list(outside.iterdir()) == []
-
-
-def test_a_part_of_another_kind_is_refused(tmp_path):
-    with graphs.dump(tmp_path):
-        pass
-    (tmp_path / "passes").write_text("mine")
-    with pytest.raises(ValueError, match=r"^passes of an earlier dump must be a folder, got /"):
-        graphs.dump(tmp_path).__enter__()
-    assert (tmp_path / "passes").read_text() == "mine"
 
 
 def test_a_broken_package_is_noted(tmp_path, monkeypatch):

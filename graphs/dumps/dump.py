@@ -20,9 +20,9 @@ from torch._inductor.codecache import PyCodeCache, get_path
 from fx_passes.naming import safe_name
 from fx_passes.observe import PassRecord, Recorder, recording
 from fx_passes.pipeline import broken_passes
-from graphs.dump.depyf import writing_depyf_files
-from graphs.dump.folder import make_room, put
-from graphs.dump.index import Entry, Index
+from graphs.dumps.depyf import writing_depyf_files
+from graphs.dumps.folder import make_room, put
+from graphs.dumps.index import Entry, Index
 from graphs.report import SessionReport
 
 

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from graphs.dump.index import MARKER
+from graphs.dumps.index import MARKER
 
 FOLDERS = ("passes", "pictures", "final", "inductor", "depyf")
 FILES = ("index.md", "index.html")

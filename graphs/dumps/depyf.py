@@ -4,6 +4,7 @@ Whatever depyf does wrong becomes a note, and the compilation goes on without it
 """
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,11 @@ from torch._inductor.codecache import PyCodeCache
 _notes: list[str] = []
 """Of the active block. Global: depyf swaps functions of torch, so there can be only one block."""
 
-_format: dict[str, Callable[..., Any]] = {}
-"""depyf's way to print a graph. Global: `_format_graph` runs as the code of another function."""
+_format: dict[str, Any] = {}
+"""torch's and depyf's ways to print a graph, and the dump's directory.
+
+Global: `_format_graph` runs as the code of another function.
+"""
 
 
 @contextlib.contextmanager
@@ -56,6 +60,8 @@ def _enter(stack: contextlib.ExitStack, directory: Path) -> None:
         raise RuntimeError("it is active already; blocks of it do not nest")
     # depyf forgets it when it fails itself.
     stack.callback(data.update, is_inside_prepare_debug=False)
+    function = dynamo_utils.lazy_format_graph_code
+    _format["torchs"] = _copied(function)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stack.enter_context(depyf.prepare_debug(str(directory)))
@@ -68,8 +74,7 @@ def _enter(stack: contextlib.ExitStack, directory: Path) -> None:
         theirs = getattr(owner, name)
         _replace(stack, owner, name, _guarded(theirs, original))
     # This one is imported in many places, so depyf swaps its code; so do we.
-    function = dynamo_utils.lazy_format_graph_code
-    _format["theirs"] = FunctionType(function.__code__, function.__globals__, "theirs", (None,))
+    _format.update(theirs=_copied(function), directory=Path(data["dump_src_dir"]))
     _replace(stack, function, "__code__", _format_graph.__code__)
 
 
@@ -78,11 +83,31 @@ def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> 
     setattr(owner, name, value)
 
 
+def _copied(function: Any) -> FunctionType:
+    """A function with the code that `function` has now."""
+    defaults = function.__defaults__
+    return FunctionType(function.__code__, function.__globals__, function.__name__, defaults)
+
+
 def _format_graph(name: str, gm: Any, maybe_id: int | None = None, **kwargs: Any) -> Any:
     """Runs with the globals of torch._dynamo.utils, so it must find its own by importing them."""
-    from graphs.dump.depyf import _format, _guarded
+    from graphs.dumps.depyf import _format, _guarded, _is_in_dump
 
-    return _guarded(_format["theirs"], lambda *a, **k: "")(name, gm, maybe_id, **kwargs)
+    def format_graph(*args: Any, **kwargs: Any) -> Any:
+        return _format["theirs" if _is_in_dump(gm) else "torchs"](*args, **kwargs)
+
+    return _guarded(format_graph, _format["torchs"])(name, gm, maybe_id, **kwargs)
+
+
+def _is_in_dump(gm: torch.fx.GraphModule) -> bool:
+    """Whether depyf wrote the graph's code: it puts further files beside that one.
+
+    Other code is no file. Its name begins with `<eval_with_key>`, and may hold the path of another
+    file; depyf would make folders of that.
+    """
+    str(gm)  # a lazy graph module has no code before
+    source = inspect.getsourcefile(inspect.unwrap(gm.forward))
+    return source is not None and Path(source).parent == _format["directory"]
 
 
 def _guarded(theirs: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

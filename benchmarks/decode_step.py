@@ -6,8 +6,8 @@
     transformers  the same through `generate`, per token
     static        `generate(cache_implementation="static")`: its own compiled mode, per token
 
-bf16, random weights. A step's time is that of the device work, replayed; ours
-includes metadata and sampling.
+bf16, random weights; with `--fp8` the products of the layers are in FP8, a scale a row. A step's
+time is that of the device work, replayed; ours includes metadata and sampling.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from attn_ops.integrations.merged import merge_projections
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
 from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
+from graphs.app.quantized_linear import quantize_linear_layers
 from graphs.capture.graphs import CapturedStep
 
 CASES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 8192), (64, 8192)]
@@ -158,7 +159,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     cases = [c for c in CASES if f"{c[0]}x{c[1]}" in args.cases] if args.cases else CASES
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "layers": args.layers, "options": args.options,
+        "layers": args.layers, "options": args.options, "fp8": args.fp8,
         "copy_bytes_per_second": copy_bandwidth(), "rows": {f"{b}x{c}": {} for b, c in cases},
     }  # fmt: skip
     rows = result["rows"]
@@ -166,6 +167,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     model = build(config, "attn_ops")
     result["merged_groups"] = merge_projections(model) if args.merge else 0
     begin = time.perf_counter()
+    if args.fp8:
+        quantize_linear_layers(model, "fp8_row", lambda: None)
     session = our_session(model, json.loads(args.options), cases, args.backend)
     result["warm_up_seconds"] = time.perf_counter() - begin
     result["compile_seconds"] = session.compile_seconds
@@ -183,11 +186,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     del model, session
     gc.collect()
     torch.cuda.empty_cache()
-    weights = Weights(shape)
+    weights = Weights(shape, fp8=args.fp8)
     for batch, context in cases:
         row = rows[f"{batch}x{context}"]
         row["floor"] = median_ms(floor_graph(shape, weights, caches, batch, context).replay)
-        row["limit"] = physical_limit_ms(shape, batch, context, result["copy_bytes_per_second"])
+        row["limit"] = physical_limit_ms(
+            shape, batch, context, result["copy_bytes_per_second"], fp8=args.fp8
+        )
         row["ours/floor"] = row["ours"] / row["floor"]
     del weights, caches
     gc.collect()
@@ -262,6 +267,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--options", default="{}", help="options of the attn_ops backend, JSON")
     parser.add_argument("--backend", default=None)
+    parser.add_argument("--fp8", action="store_true", help="layers' products in FP8 by row")
     parser.add_argument("--no-merge", dest="merge", action="store_false")
     parser.add_argument(
         "--transformers", nargs="*", default=["1x1024"], help="cases for Transformers"

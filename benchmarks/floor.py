@@ -2,7 +2,8 @@
 
 Nothing that a correct step needs besides is in it (norms, RoPE, KV write, activation,
 residuals, sampling), so no implementation on the same libraries can be faster. q, k, v and
-gate, up are merged products.
+gate, up are merged products. In FP8, those of the layers are `torch._scaled_mm` with a scale a row
+of both sides, whose inputs are quantized already; the head is bf16.
 """
 
 import dataclasses
@@ -44,19 +45,45 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_size * tokens
 
 
-def physical_limit_ms(shape: Shape, batch: int, context: int, bytes_per_second: float) -> float:
-    """Milliseconds that the bytes of weights and caches (bf16) need at the measured bandwidth."""
-    return (
-        1000 * 2 * (shape.weight_elements() + shape.kv_elements(batch * context)) / bytes_per_second
-    )
+def physical_limit_ms(
+    shape: Shape, batch: int, context: int, bytes_per_second: float, fp8: bool = False
+) -> float:
+    """Milliseconds that the bytes of weights and caches need at the measured bandwidth.
+
+    bf16, but for the layers' weights with `fp8`.
+    """
+    num_bytes = 2 * (shape.weight_elements() + shape.kv_elements(batch * context))
+    if fp8:
+        num_bytes -= shape.weight_elements() - shape.hidden * shape.vocab
+    return 1000 * num_bytes / bytes_per_second
+
+
+class Matrix:
+    """A random weight [rows, columns] in bf16, or in FP8 with a scale a row."""
+
+    def __init__(self, rows: int, columns: int, fp8: bool = False, device: str = "cuda") -> None:
+        self.weight = torch.randn(rows, columns, device=device, dtype=torch.bfloat16) * 0.02
+        self.scale = torch.full((1, rows), 1e-3, device=device) if fp8 else None
+        if fp8:
+            self.weight = (self.weight / 1e-3).to(torch.float8_e4m3fn)
+
+    def input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, columns] as the product takes it, and its scales [T, 1]."""
+        scale = torch.full((x.shape[0], 1), 1e-2, device=x.device)
+        return (x if self.scale is None else (x / 1e-2).to(torch.float8_e4m3fn)), scale
+
+    def __call__(self, x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            return x @ self.weight.t()
+        return torch._scaled_mm(x, self.weight.t(), x_scale, self.scale, out_dtype=torch.bfloat16)
 
 
 class Weights:
     """Random merged weights of all layers, so that every product reads its own bytes."""
 
-    def __init__(self, shape: Shape) -> None:
-        def matrix(rows: int, columns: int) -> torch.Tensor:
-            return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 0.02
+    def __init__(self, shape: Shape, fp8: bool = False) -> None:
+        def matrix(rows: int, columns: int) -> Matrix:
+            return Matrix(rows, columns, fp8)
 
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_size
         self.layers = [
@@ -68,7 +95,7 @@ class Weights:
             )
             for _ in range(shape.layers)
         ]
-        self.lm_head = matrix(shape.vocab, shape.hidden)
+        self.lm_head = Matrix(shape.vocab, shape.hidden)
 
 
 def floor_graph(
@@ -86,10 +113,12 @@ def floor_graph(
     from vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
-    x_h = torch.randn(batch, shape.hidden, **bf16)
+    x_head = torch.randn(batch, shape.hidden, **bf16)
     x_q = torch.randn(batch, shape.heads, shape.head_size, **bf16)
-    x_a = torch.randn(batch, shape.heads * shape.head_size, **bf16)
-    x_i = torch.randn(batch, shape.intermediate, **bf16)
+    qkv, o, _, down = weights.layers[0]
+    x_h, x_last = qkv.input(x_head), weights.lm_head.input(x_head)
+    x_a = o.input(torch.randn(batch, shape.heads * shape.head_size, **bf16))
+    x_i = down.input(torch.randn(batch, shape.intermediate, **bf16))
     blocks = -(-context // block_size)
     table = torch.arange(1, batch * blocks + 1, device="cuda", dtype=torch.int32).view(
         batch, blocks
@@ -103,14 +132,14 @@ def floor_graph(
             qkv_dtype=torch.bfloat16, cu_seqlens_q=starts, page_size=block_size, causal=True,
         )  # fmt: skip
         for (qkv, o, gate_up, down), cache in zip(weights.layers, caches, strict=True):
-            x_h @ qkv.t()
+            qkv(*x_h)
             flash_attn_varlen_func(
                 x_q, cache[:, 0], cache[:, 1], 1, starts, context, seqused_k=lens, causal=True,
                 block_table=table, scheduler_metadata=plan, fa_version=3,
             )  # fmt: skip
-            x_a @ o.t()
-            x_h @ gate_up.t()
-            x_i @ down.t()
-        x_h @ weights.lm_head.t()
+            o(*x_a)
+            gate_up(*x_h)
+            down(*x_i)
+        weights.lm_head(*x_last)
 
     return capture(step)

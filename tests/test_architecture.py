@@ -99,6 +99,14 @@ def test_no_module_imports_what_imports_it():
     assert sorted(name for name in files if name in reached(name)) == []
 
 
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "docs"])
+def test_other_files_are_small_too(folder):
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in files}
+    assert {name: number for name, number in lines.items() if number > 400} == {}
+
+
 def test_files_and_folders_are_small():
     folders: dict[str, int] = {}
     for path in modules().values():

@@ -7,8 +7,10 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
+from fx_passes import pipeline
 from fx_passes.base import Pass
 from fx_passes.observe import graph_text
+from tests.fx_passes.pipeline_cases import CLASSES
 
 
 class AtenGraph:
@@ -101,3 +103,9 @@ def contract() -> Callable[..., tuple[str, str]]:
         return before, after
 
     return check
+
+
+@pytest.fixture
+def own_pipeline(monkeypatch):
+    """What a test registers is gone after it; passes of installed packages are left out."""
+    monkeypatch.setattr(pipeline, "_PIPELINE", list(CLASSES))

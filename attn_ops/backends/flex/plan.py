@@ -10,8 +10,8 @@ I tiles of rows, J tiles of keys.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 
 from attn_ops.compat.flex_lse_until_2_16 import compiles_with_lse
@@ -98,17 +98,7 @@ class CustomMaskMetadataBuilder(FlexMetadataBuilder):
     Chunked layers, `CustomMaskSupport` refuses.
     """
 
-    def use_cascade_attention(
-        self,
-        common_prefix_len: int,
-        query_lens: np.ndarray,
-        num_query_heads: int,
-        num_kv_heads: int,
-        use_alibi: bool,
-        use_sliding_window: bool,
-        use_local_attention: bool,
-        num_sms: int,
-    ) -> bool:
+    def use_cascade_attention(self, *args: Any, **keywords: Any) -> bool:
         """Never: `build` refuses a shared prefix."""
         return False
 

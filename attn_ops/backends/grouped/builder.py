@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from attn_ops.backends.base import Backend
@@ -135,32 +134,10 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         for name in views.prepared:
             self._builders[name].prepare_replay(views.groups[name], common_attn_metadata)
 
-    def use_cascade_attention(
-        self,
-        common_prefix_len: int,
-        query_lens: np.ndarray,
-        num_query_heads: int,
-        num_kv_heads: int,
-        use_alibi: bool,
-        use_sliding_window: bool,
-        use_local_attention: bool,
-        num_sms: int,
-    ) -> bool:
+    def use_cascade_attention(self, *args: Any, **keywords: Any) -> bool:
         """Whether every group with layers that see all of the prefix would take it apart."""
         asked = [b for b in self._builders.values() if any(s.cascades for s in b.specs)]
-        return bool(asked) and all(
-            builder.use_cascade_attention(
-                common_prefix_len,
-                query_lens,
-                num_query_heads,
-                num_kv_heads,
-                use_alibi,
-                use_sliding_window,
-                use_local_attention,
-                num_sms,
-            )
-            for builder in asked
-        )
+        return bool(asked) and all(b.use_cascade_attention(*args, **keywords) for b in asked)
 
     def _assembled(
         self,

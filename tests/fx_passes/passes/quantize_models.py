@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 FP8 = torch.float8_e4m3fn
 MAX = 448.0
+SCALE = torch.tensor([0.0131])
 
 
 def row(x, floor=None, dtype=None, least=None):

@@ -215,6 +215,7 @@ def test_cascade_is_refused_where_a_group_must_and_cannot(make_batch):
         backend = grouped_backend({layers: mask}, default="TRITON")
         builder = backend.builder(backend, list(LAYERS), 16, "cpu")
         assert builder.use_cascade_attention(*arguments) is able
+        assert builder.use_cascade_attention(*arguments[:-1], num_sms=132) is able
         if able:
             assert builder.build(16, batch.common).plans[SLIDING].backend is mask
             continue

@@ -1,0 +1,65 @@
+"""Options of passes and of Inductor: told apart, checked, and handed on."""
+
+import pytest
+import torch._inductor.config as inductor_config
+from torch._dynamo.exc import BackendCompilerFailed
+
+from fx_passes import PassConfig
+from fx_passes.inductor_slot import SLOT
+from tests.fx_passes.pipeline_cases import UserPass, compiled
+
+pytestmark = pytest.mark.usefixtures("own_pipeline")
+
+
+def test_split():
+    assert PassConfig.split(None) == (PassConfig(), {})
+    config, rest = PassConfig.split(
+        {"share_products": False, "max-autotune": True, "triton.cudagraphs": False}
+    )
+    assert config == PassConfig(share_products=False)
+    assert rest == {"max_autotune": True, "triton.cudagraphs": False}
+
+
+@pytest.mark.parametrize("value", [1, "no", None])
+def test_split_refuses_what_is_no_bool(value):
+    with pytest.raises(ValueError, match=r"options\['share_products'\] must be True or False, got"):
+        PassConfig.split({"share_products": value})
+
+
+def test_split_refuses_unknown_options():
+    with pytest.raises(
+        ValueError,
+        match="got 'share_product'; supported: attn_quant, collapse_views, device_constants",
+    ):
+        PassConfig.split({"share_product": False})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"options": {"share_product": False}},
+            "options must name a pass or an option of torch._inductor.config",
+        ),
+        ({"options": {"share_products": 0}}, "must be True or False, got 0"),
+        ({"options": {"max_fusion_size": "many"}}, "max_fusion_size"),
+        ({"mode": "fastest"}, "mode must be known to Inductor, got 'fastest'; supported: default"),
+    ],
+)
+def test_refusals_through_torch_compile(arguments, message):
+    with pytest.raises((ValueError, BackendCompilerFailed), match=message) as error:
+        compiled(**arguments)
+    inner = getattr(error.value, "inner_exception", error.value)
+    assert isinstance(inner, ValueError)
+
+
+def test_a_mode_reaches_inductor():
+    seen = []
+
+    class Look(UserPass):
+        def __call__(self, graph) -> None:
+            seen.append(inductor_config.max_autotune)
+
+    with inductor_config.patch({SLOT: Look()}):
+        compiled(mode="max-autotune-no-cudagraphs")
+    assert seen == [True]

@@ -1,0 +1,131 @@
+"""Records of passes: counts, texts, pictures, summaries and Inductor's code."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fx_passes import Recorder, attn_ops, recording, register_pass
+from fx_passes.base import Pass
+from tests.fx_passes.pipeline_cases import Counting, X, compiled
+
+pytestmark = pytest.mark.usefixtures("own_pipeline")
+
+
+def test_recorder_counts_and_nests():
+    register_pass(Counting)
+    with recording() as outer:
+        compiled()
+        torch._dynamo.reset()
+        with recording() as inner:
+            compiled()
+    compiled()
+    assert (outer.num_graphs, inner.num_graphs) == (2, 1)
+    assert (outer.matches()["counting"], inner.matches()["counting"]) == (2, 1), (
+        "also when Inductor's cache is warm"
+    )
+    assert (outer.matches()["share_products"], inner.matches()["share_products"]) == (2, 1)
+    assert inner.passes == outer.passes[len(inner.passes) :]
+    assert [name for name, _ in inner.final_graphs] == ["whole graph"]
+    assert inner.final_graphs[0][1].count("aten.mm.default(") == 1
+    assert all(r.before is None and r.after is None for r in outer.passes)
+
+
+def test_recorder_texts():
+    with recording(Recorder(texts=True)) as recorder:
+        compiled()
+    shared = next(r for r in recorder.passes if r.pass_name == "share_products")
+    assert (shared.before.count("aten.mm.default("), shared.after.count("aten.mm.default(")) == (
+        2,
+        1,
+    )
+
+
+def test_recorder_texts_of_an_outlined_model():
+    """Printing a graph must not change which module owns it."""
+    from torch import nn
+
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+    ).requires_grad_(False)
+    wanted = model(X)
+    with recording(Recorder(texts=True)) as recorder:
+        got = torch.compile(model, backend=attn_ops, fullgraph=True)(X)
+    torch.testing.assert_close(got, wanted)
+    assert recorder.matches()["outline_layers"] == 2
+    outlined = next(r for r in recorder.passes if r.pass_name == "outline_layers")
+    assert "layer_0(" in outlined.after
+    assert "layer_0(" not in outlined.before
+
+
+def test_printing_leaves_the_graph_as_it_is():
+    from fx_passes.observe import graph_text
+
+    gm = torch.fx.symbolic_trace(lambda x: x.sin())
+    assert graph_text(gm.graph) == graph_text(gm.graph)
+    assert gm.graph.owning_module is gm
+
+
+@pytest.mark.slow
+def test_compiling_draws_nothing():
+    """Nor is the code imported that could: pictures are for dumps."""
+    code = """
+import sys, torch, fx_passes, graphs
+run = torch.compile(lambda x, w: torch.relu(x @ w), backend=fx_passes.attn_ops)
+with fx_passes.recording(fx_passes.Recorder(texts=True)) as recorder, torch.no_grad():
+    run(torch.ones(2, 3), torch.ones(3, 2))
+assert recorder.passes and not any(one.pictures for one in recorder.passes)
+assert not [name for name in sys.modules if name.startswith("fx_passes.pictures")]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_recorder_draws_what_changes():
+    """Graphs of Dynamo alone, before and after a pass that matched."""
+
+    class Doubling(Pass):
+        """Adds nothing twice."""
+
+        name, stage = "doubling", "dynamo"
+
+        def apply(self, graph):
+            return 1
+
+    def draw(before):
+        old = len(before.nodes)
+        return lambda after: (str(old), str(len(after.nodes)))
+
+    register_pass(Doubling)
+    with recording(Recorder(draw=draw)) as recorder:
+        compiled()
+    drawn = {one.pass_name: one.pictures for one in recorder.passes if one.pictures}
+    assert list(drawn) == ["doubling"]
+    assert drawn["doubling"][0] == drawn["doubling"][1]
+
+
+def test_summaries_are_the_passes_own():
+    class Telling(Counting):
+        name = "telling"
+
+        def summary(self):
+            return f"{self.facts.get('sines', 0)} sines"
+
+        def apply(self, graph):
+            self.facts["sines"] = super().apply(graph)
+            return 0
+
+    register_pass(Telling)
+    with recording() as recorder:
+        compiled()
+        torch._dynamo.reset()
+        compiled()
+    assert recorder.summaries() == {"telling": "1 sines"}
+
+
+def test_recorder_output_code():
+    with recording() as recorder:
+        compiled()
+    assert len(recorder.output_code) == 1
+    assert "def call" in recorder.output_code[0]

@@ -27,6 +27,7 @@ COLUMNS = (
     "non-causal",
     "log-sum-exp",
     "no cache",
+    "quantized output",
     "CUDA graphs",
 )
 
@@ -93,6 +94,7 @@ def _cells(backend: Backend) -> tuple[str, ...]:
         sizes(support.block_sizes),
         ", ".join(support.kv_cache_dtypes),
         *("yes" if able else "no" for able in able_to),
+        ", ".join(support.output_quant) or "by a kernel behind",
         support.cudagraph.name.lower(),
     )
 

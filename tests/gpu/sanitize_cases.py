@@ -6,6 +6,7 @@ suite's and the fuzzer's business. All memory that may be read has been written,
 is, so that initcheck reports what is read by mistake.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -15,9 +16,11 @@ from attn_ops import (
     AttentionSpec,
     CommonAttentionMetadata,
     attention,
+    attention_quant,
     attention_with_lse,
     get_backend,
     merge_attn_states,
+    merge_attn_states_quant,
 )
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.metadata import (
@@ -25,8 +28,10 @@ from attn_ops.metadata import (
     make_kv_sharing_fast_prefill_common_attn_metadata,
     make_local_attention_virtual_batches,
 )
+from attn_ops.output_quant.schemes import SCHEMES
 from attn_ops.testing import make_case
 from attn_ops.testing.features import FEATURES
+from attn_ops.testing.quantized import forms_of
 
 DECODE = ([1, 1, 0, 1, 1], [1, 17, 9, 70, 300])
 PREFILL = ([1, 18, 0, 35, 4], [1, 18, 7, 61, 130])
@@ -101,6 +106,26 @@ def quantize() -> None:
         finite(out[:num_rows].float(), scale)
 
 
+def output() -> None:
+    """Quantized outputs: by the kernels that attend, that merge, and by kernels of their own."""
+    backend, scale = get_backend("TRITON"), torch.tensor([0.05], device="cuda")
+    for scheme in SCHEMES:
+        spec = AttentionSpec(4, 2, 128 if "128" in scheme else 64, torch.bfloat16)
+        for how in forms_of(scheme)[:2]:
+            fields = dataclasses.asdict(how)
+            fields["out_scale"] = scale if scheme in ("fp8_static", "nvfp4") else None
+            for batch, fuse in ((DECODE, True), (PREFILL, True), (DECODE, False)):
+                case = make_case(
+                    get_backend("TRITON"), spec, batch, FEATURES["plain"], device="cuda"
+                )
+                inputs = (case.q, case.kv_cache, case.meta, case.scale)
+                attention_quant(*inputs, fuse=fuse, **fields)
+            states = [torch.randn(9, 4, spec.head_size, device="cuda", dtype=torch.bfloat16)]
+            states = [*states, torch.randn(9, 4, device="cuda")] * 2
+            merge_attn_states_quant(*states, **fields)
+    torch.cuda.synchronize()
+
+
 def merge() -> None:
     out = torch.randn(2, 37, 4, 80, dtype=torch.bfloat16, device="cuda")
     lse = torch.randn(2, 37, 4, device="cuda")
@@ -168,6 +193,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "decode": decode,
     "prefill": prefill,
     "quantize": quantize,
+    "output": output,
     "merge": merge,
     "metadata": metadata,
 }

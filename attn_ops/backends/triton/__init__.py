@@ -8,6 +8,9 @@
 |---|---|---|---|---|
 | e4m3 (from compute capability 8.9), e5m2 | yes | yes | yes | yes |
 
+It writes quantized output itself: FP8 by a given scale, by groups that lie within a head and, in
+decodes whose keys are split, by row; NVFP4.
+
 Block sizes are powers of two. On a cpu the kernels run interpreted, for tests, and only with
 TRITON_INTERPRET=1. `prefill` takes any batch; `decode` takes batches whose queries are single
 tokens and splits their keys. This file imports no Triton: the first forward imports the kernels.

@@ -115,9 +115,7 @@ def output() -> None:
             fields = dataclasses.asdict(how)
             fields["out_scale"] = scale if scheme in ("fp8_static", "nvfp4") else None
             for batch, fuse in ((DECODE, True), (PREFILL, True), (DECODE, False)):
-                case = make_case(
-                    get_backend("TRITON"), spec, batch, FEATURES["plain"], device="cuda"
-                )
+                case = make_case(backend, spec, batch, FEATURES["plain"], device="cuda")
                 inputs = (case.q, case.kv_cache, case.meta, case.scale)
                 attention_quant(*inputs, fuse=fuse, **fields)
             states = [torch.randn(9, 4, spec.head_size, device="cuda", dtype=torch.bfloat16)]

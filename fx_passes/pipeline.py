@@ -28,6 +28,7 @@ from fx_passes.passes.products import ShareProducts
 from fx_passes.passes.quantize_output import QuantizeOutput
 from fx_passes.passes.short_products import ShortProducts
 from fx_passes.passes.views import CollapseViews
+from fx_passes.promises import Promises
 
 _PIPELINE: list[type[Pass]] = [
     DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, ShortProducts,
@@ -122,12 +123,15 @@ def run_pass(one: Pass, graph: Graph, name: GraphName) -> int:
     """Run one pass and tell the active recorders.
 
     Raises:
-        PassError: the pass raised, or returned what it must not.
+        PassError: the pass raised, returned what it must not, or broke one of the `Promises`.
         RefusedError: its option asks for what cannot be done.
     """
     with named_errors(one.name, name.text):
         notes = [recorder.watch(one, graph, name) for recorder in recorders()]
+        promises = Promises(graph) if one.stage == "aten" else None
         matches = one.run(graph)
+        if matches and promises is not None:
+            promises.check(graph)
         for note in notes:
             note(matches)
         return matches

@@ -38,6 +38,7 @@ def setting(names=("TORCH",), **changes):
     return Setting(**(fields | changes))
 
 
+@pytest.mark.slow
 def test_smoke_run_prints_and_writes_everything(tmp_path, capsys):
     path = tmp_path / "figures.json"
     arguments = ["--device", "cpu", "--quick", "--backends", "TORCH", "FLASH_ATTN"]

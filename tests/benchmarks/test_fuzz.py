@@ -74,6 +74,7 @@ def test_torch_passes():
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+@pytest.mark.slow
 def test_triton_passes_interpreted():
     fuzzer = Fuzzer(dataclasses.replace(config_of("TRITON"), longest=10))
     assert {fuzzer.run(seed).kind for seed in range(3)} == {"ok"}
@@ -247,6 +248,7 @@ def test_a_geometry_has_one_worker():
     assert sum(map(len, places.values())) == len(set().union(*places.values())) > 20
 
 
+@pytest.mark.slow
 def test_workers():
     """Every seed once, whichever process ran it."""
     found = list(run_in_workers(config_of("TORCH"), list(range(6)), time.monotonic() + 300, 2))

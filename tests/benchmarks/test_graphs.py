@@ -30,6 +30,7 @@ def make_session(make_model):
     return session
 
 
+@pytest.mark.slow
 def test_smoke_run_prints_and_writes_everything(tmp_path, capsys):
     path = tmp_path / "figures.json"
     arguments = ["--device", "cpu", "--quick", "--layers", "1", "--context", "40"]

@@ -9,7 +9,7 @@ import pytest
 
 from attn_ops import get_backend
 from attn_ops.backends.registry import built_in_names
-from attn_ops.testing import ConformanceCase, conformance_cases
+from attn_ops.testing import ConformanceCase, conformance_cases, rules
 
 OPTIONAL = ("VARLEN",)
 """Not to be had on the torch of the GPU machine (2.11); the skip says why."""
@@ -21,6 +21,8 @@ def all_cases() -> list:
     for backend in map(get_backend, built_in_names()):
         for case in conformance_cases(backend, backend.support.devices):
             marks = [pytest.mark.gpu] if case.device == "cuda" else []
+            if case.rule is rules.output_quantization and "mixed" in case.parameters:
+                marks.append(pytest.mark.slow)
             found.append(pytest.param(case, marks=marks, id=case.id))
     return found
 

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from attn_ops.integrations.merged import merge_projections
+from tests.kit.marks import slow
 from tests.kit.models import build_model
 from tests.kit.sessions import make_session, tokens_of
 
@@ -71,8 +72,7 @@ def test_the_peft_model_itself():
     [
         ("Int8WeightOnlyConfig", False),
         ("Float8WeightOnlyConfig", False),
-        ("Float8WeightOnlyConfig", True),
-        pytest.param("Int8WeightOnlyConfig", True, marks=pytest.mark.slow),
+        *slow(("Float8WeightOnlyConfig", True), ("Int8WeightOnlyConfig", True)),
     ],
 )
 def test_weights_quantized_by_torchao(config_name, compiled):

@@ -9,6 +9,7 @@ import fx_passes
 from attn_ops.integrations.transformers import register
 from graphs import DecodeSession
 from graphs.app.parity import Reference, compare, keeping_logits
+from tests.kit.marks import slow
 
 FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "phi3", "gpt_oss", "gemma3", "llama4", "cohere2"]
 NUM_BATCHES = 50
@@ -90,7 +91,7 @@ def test_50_random_batches_equal_transformers(make_family, family):
     check_random_batches(make_family, family, NUM_BATCHES)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", *slow("gemma2")])
 def test_random_batches_equal_transformers(make_family, family):
     check_random_batches(make_family, family, 12)
 
@@ -151,7 +152,7 @@ def test_temperature_tuning_matters(make_family):
     assert (logits - others).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("backend", "used"), [("TORCH", "FULL"), ("FLEX", "PIECEWISE")])
+@pytest.mark.parametrize(("backend", "used"), [("TORCH", "FULL"), *slow(("FLEX", "PIECEWISE"))])
 def test_chunked_layers_on_the_path_of_captures(make_family, backend, used):
     """Lengths are on the device only; requests cross the ends of several chunks.
 

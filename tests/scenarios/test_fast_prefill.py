@@ -124,6 +124,7 @@ def test_mixed_steps_of_one_token_are_recorded(make_model, size):
     assert session.num_steps["called"] == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_rows_gets_one_a_request(make_model, caplog):
     """The session says so; tokens are the same."""
     model = make_model()

@@ -150,9 +150,8 @@ def test_scales_reach_a_compiled_session(make_model):
     assert outputs[2] not in outputs[:2]
 
 
-@pytest.mark.parametrize(
-    "kv_cache_dtype", ["fp8_e5m2", pytest.param("fp8_e4m3", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e5m2", "fp8_e4m3"])
 def test_no_copy_of_a_cache(make_model, kv_cache_dtype):
     """No tensor and no loop of the cache's size in Inductor's code."""
     model = make_model("llama")

@@ -6,6 +6,7 @@ from torch import nn
 
 from graphs import DecodeSession
 from graphs.app.parity import Reference
+from tests.kit.marks import slow
 from tests.kit.models import build_model
 from tests.kit.sessions import PROMPTS, make_session, refuses, tokens_of
 
@@ -109,9 +110,7 @@ def test_ctrl_compiled_in_one_piece_is_told_what_dynamo_cannot_trace(ctrl):
     assert session.num_unfinished == 0
 
 
-@pytest.mark.parametrize(
-    "backend", [None, "aot_eager", pytest.param("attn_ops", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("backend", [None, *slow("aot_eager", "attn_ops")])
 def test_ctrl_decodes(ctrl, backend):
     """Uncompiled, and compiled in the pieces around what Dynamo cannot trace."""
     reference = Reference(ctrl)

@@ -20,6 +20,7 @@ from attn_ops.output_quant.schemes import SCHEMES
 from attn_ops.testing.calls import Case, make_case
 from attn_ops.testing.features import FEATURES, LENGTHS
 from attn_ops.testing.quantized import check_quantized, forms_of, nibble_steps, scale_steps
+from tests.kit.marks import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = torch.tensor([0.05], device=DEVICE)
@@ -60,7 +61,7 @@ def test_opcheck(scheme):
 
 
 @pytest.mark.parametrize("feature", ["window", "soft_cap", "alibi", "sinks", "fp8_e4m3"])
-@pytest.mark.parametrize("batch", ["decode", "mixed"])
+@pytest.mark.parametrize("batch", ["decode", *slow("mixed")])
 def test_with_every_option_of_a_layer(batch, feature):
     case = case_of("TRITON", batch, feature)
     plain = attention(*arguments_of(case), **case.options)

@@ -9,9 +9,10 @@ from attn_ops.output_quant.quantize import reference_quantize
 from attn_ops.output_quant.schemes import SCHEMES, OutputQuant, QuantizedOutput
 from attn_ops.output_quant.triton.quantize import launch_quantize
 from attn_ops.testing.quantized import forms_of
+from tests.kit.marks import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = ((5, 4, 64), (1, 2, 128), (3, 4, 96), (2, 3, 256))
+SHAPES, MORE = ((5, 4, 64), (1, 2, 128)), ((3, 4, 96), (2, 3, 256))
 FORMS = [how for scheme in SCHEMES for how in forms_of(scheme)]
 
 
@@ -30,7 +31,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *slow(*((shape,) for shape in MORE))], ids=str)
 @pytest.mark.parametrize("how", FORMS, ids=str)
 def test_kernels_equal_the_reference(how, shape, dtype):
     if how.group and shape[1] * shape[2] % how.group:

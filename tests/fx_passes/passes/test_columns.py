@@ -182,7 +182,8 @@ def test_what_shares_memory_still_does(outlined):
         compare(model, fast, batches.step(kind))
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma3n", marks=pytest.mark.slow), "gemma4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_transformers(make_model, name):
     model = make_model(name)
     _, graph = graph_of(model)

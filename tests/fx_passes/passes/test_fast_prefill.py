@@ -201,6 +201,7 @@ def products(counter):
     return sum(found.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
 
 
+@pytest.mark.slow
 def test_own_result_of_an_outlined_graph(make_model):
     """Equal layers behind the pass are still outlined, those that share a cache too."""
     for model in (seeded(Yoco(num_readers=3)), make_model("llama", num_layers=4)):

@@ -169,6 +169,7 @@ def test_in_place(edit):
         compare(model, fast, batches.step(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", [adds_to_streams])
 def test_in_place_by_inductor(edit):
     model = seeded(Edits(edit))

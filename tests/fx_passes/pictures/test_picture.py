@@ -160,6 +160,7 @@ def test_residuals_do_not_join_all_layers(charts):
         assert sum(map(len, chart.sources)) < 1.5 * len(chart.boxes)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_left_out(charts):
     before, after, _ = charts(TinyModel(24))
     texts = before_and_after(before, after)

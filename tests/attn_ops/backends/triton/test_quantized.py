@@ -9,6 +9,7 @@ from attn_ops.output_quant.schemes import SCHEMES, OutputQuant
 from attn_ops.testing.calls import make_case
 from attn_ops.testing.features import FEATURES
 from attn_ops.testing.quantized import check_quantized, forms_of
+from tests.kit.marks import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cuts bfloat16
@@ -23,8 +24,9 @@ def heads_of(how: OutputQuant) -> tuple[int, int, int]:
     return (2, 1, 128) if how.group == 128 else (6, 2, 64)
 
 
-@pytest.mark.parametrize("sms", [1, 132])
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("batch", "sms"), [("decode", 132), *slow(("decode", 1), ("drafts", 132), ("drafts", 1))]
+)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_splits(scheme, batch, sms, monkeypatch):
     for module in (decode, prefill_launch):
@@ -35,12 +37,12 @@ def test_splits(scheme, batch, sms, monkeypatch):
     spec = AttentionSpec(*heads_of(how), DTYPE)
     case = make_case(get_backend("TRITON"), spec, BATCHES[batch], FEATURES["plain"], device=DEVICE)
     plain = attention(case.q, case.kv_cache, case.meta, case.scale)
-    for how in forms_of(scheme):
+    for how in forms_of(scheme)[: 1 if sms > 1 else None]:
         check_quantized(case, plain, how)
     assert bool(combined) == (batch == "decode" and sms > 1)
 
 
-@pytest.mark.parametrize("num_splits", [2, 7])
+@pytest.mark.parametrize("num_splits", [2, *slow(7)])
 def test_the_last_head_quantizes_the_row(num_splits, monkeypatch):
     """Whichever program comes last; the counters start from whatever memory held."""
     monkeypatch.setattr(decode, "num_splits_of", lambda *a, **k: num_splits)
@@ -57,7 +59,7 @@ def test_the_last_head_quantizes_the_row(num_splits, monkeypatch):
         get_backend("TRITON"), spec, BATCHES["decode"], FEATURES["window"], device=DEVICE
     )
     plain = attention(case.q, case.kv_cache, case.meta, case.scale, **case.options)
-    for how in forms_of("fp8_row"):
+    for how in forms_of("fp8_row")[:2]:
         check_quantized(case, plain, how)
 
 

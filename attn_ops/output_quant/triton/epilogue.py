@@ -232,7 +232,11 @@ def swizzled_offset(row, column, NUM_COLUMNS: tl.constexpr):
 
 @triton.jit
 def given_scale(quant, HOW: tl.constexpr):
-    """`out_scale`, to be loaded before there is anything to quantize; 1 if there is none."""
+    """`out_scale`, to be loaded before there is anything to quantize; 1 if there is none.
+
+    Kernels that start early load it before they wait: what writes it must have ended before the
+    kernel that they wait for began, as it has unless that one starts early, too.
+    """
     given = 1.0
     if HOW is not None:
         if HOW[10]:

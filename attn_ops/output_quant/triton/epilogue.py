@@ -46,13 +46,15 @@ class How(NamedTuple):
     interpreted: bool  # conversions of the interpreter do not round to nearest even
 
 
-_SCHEMES = {"fp8_static": 0, "nvfp4": 2, "fp8_row": 3, "fp8_tensor": 4}
+_SCHEMES = {"fp8_static": STATIC, "nvfp4": NVFP4, "fp8_row": ROW, "fp8_tensor": TENSOR}
+"""Those that are not by groups of FP8."""
+
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def constants(how: OutputQuant, dtype: torch.dtype, has_scale: bool) -> How:
     """What a kernel is compiled for, of an output that would have `dtype`."""
-    scheme = _SCHEMES.get(how.scheme, 1)
+    scheme = _SCHEMES.get(how.scheme, GROUPS).value
     return How(
         scheme, how.group or 0, _DTYPES[dtype], how.round_scale, how.round_values, how.multiply,
         how.ue8m0, how.column_major, how.min_amax, how.min_scale, has_scale,

@@ -136,8 +136,6 @@ def _launch_heads(
     size = size if size % (how.group or 1) == 0 else how.group or width
     num_heads = width // size
     block_m = max(2048 // triton.next_power_of_2(size), 1)
-    # Few rows are spread over many programs.
-    block_m = min(block_m, triton.next_power_of_2(max(num_rows * num_heads // 128, 1)))
     constants = {"NUM_HEADS": num_heads, "HEAD_SIZE": size, "BLOCK_M": block_m}
     constants["PADDED_HEAD_SIZE"] = triton.next_power_of_2(size)
     grid = (triton.cdiv(num_rows * num_heads, block_m),)

@@ -70,18 +70,10 @@ def run(
     """Generate with a model, compare with Transformers, report what was compiled and how fast."""
     with _one_line_errors():
         arguments = RunArguments(
-            model=model,
-            backend=backend,
-            max_new_tokens=max_new_tokens,
-            dump=dump,
-            fast_prefill=fast_prefill,
-            quantize=quantize,
-            dtype=dtype,
-            device=device,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-        )
+            model=model, backend=backend, max_new_tokens=max_new_tokens, dump=dump,
+            fast_prefill=fast_prefill, quantize=quantize, dtype=dtype, device=device,
+            temperature=temperature, top_p=top_p, seed=seed,
+        )  # fmt: skip
         lines = None if prompts is None else read_lines(prompts)
         check_lines(lines or [], model)
 

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import _meta_registrations as metas
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_impls import _compute_stride
 
@@ -22,11 +23,35 @@ def traced_for_any_size() -> Iterator[None]:
     - The meta of copy_, which torch.polar is traced through (Llama 4), asks whether its target
       overlaps itself. 2 is torch's answer if it cannot say.
     - Strides of a view are looked for by a comparison of sizes (`_strides_of_any_size`).
+    - The meta of _scaled_mm asks whether there is one scale of the rows (`_checked_for_any_size`).
     """
     overlap = mock.patch.object(torch, "_debug_has_internal_overlap", return_value=2)
     strides = mock.patch.object(fake_impls, "_compute_stride", _strides_of_any_size)
-    with overlap, strides:
+    scaled = mock.patch.object(metas, "_check_scaled_mm_sizes", _checked_for_any_size)
+    with overlap, strides, scaled:
         yield
+
+
+_check_scaled_mm_sizes: Any = metas._check_scaled_mm_sizes
+_SOME_ROWS = 16
+"""A row count that every product in FP8 takes."""
+
+
+def _checked_for_any_size(
+    x: torch.Tensor, weight: torch.Tensor, scale_x: torch.Tensor, *rest: Any, **options: Any
+) -> torch.Tensor:
+    """The output [T, M] of x [T, K] and weight [K, M], checked for any T as for some other.
+
+    With a scale a row torch asks T == 1 first, as one scale is also that of a tensor.
+    """
+    rows, scales = x.shape[0], scale_x.shape
+    by_row = scale_x.dtype == torch.float32 and len(scales) == 2 and type(scales[1]) is int
+    if not (by_row and scales[1] == 1 and isinstance(scales[0], torch.SymInt)):
+        return _check_scaled_mm_sizes(x, weight, scale_x, *rest, **options)
+    some_x = x.new_empty_strided((_SOME_ROWS, x.shape[1]), x.stride())
+    some_scale = scale_x.new_empty((_SOME_ROWS, 1))
+    out = _check_scaled_mm_sizes(some_x, weight, some_scale, *rest, **options)
+    return out.new_empty((rows, out.shape[1]))
 
 
 def _strides_of_any_size(

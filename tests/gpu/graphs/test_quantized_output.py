@@ -54,6 +54,18 @@ def test_captured_steps_are_verified(scheme, kv_cache_dtype, mode):
     assert (report.num_graphs, report.num_recompiles) == (1, 0)
 
 
+@pytest.mark.parametrize("backend", ["TRITON", "FLASH_ATTN"])
+def test_500_random_steps_verified(backend):
+    """Scales by row, keys and values in bf16: both decode paths, whoever writes FP8."""
+    model = compiled(model_in_fp8("fp8_row"), "always")
+    session = DecodeSession(model, backend=backend, verify="always", **OPTIONS)
+    seed = 0
+    while session.num_steps["captured"] < 500:
+        session.generate(prompts_of(seed), max_new_tokens=30)
+        seed += 1
+    assert session.report().num_recompiles == 0
+
+
 @pytest.mark.parametrize("scheme", ["fp8_row", "fp8_static"])
 def test_tokens_are_those_of_the_separate_kernel(scheme):
     """FP8 by the same formula, whoever computes it."""

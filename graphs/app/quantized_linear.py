@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from attn_ops.integrations.merged import MergedSlice, MergedWeights
+
 _FP8 = torch.float8_e4m3fn
 _MAX = torch.finfo(_FP8).max
 _GROUPS = {"fp8_group64": 64, "fp8_group128": 128}
@@ -19,7 +21,8 @@ _UNIT = 16  # sizes that products in FP8 take are multiples of it
 def quantize_linear_layers(model: Any, scheme: str, calibrate: Callable[[], object]) -> int:
     """Replace linear layers of a model in place, all but the head; how many.
 
-    Layers of other sizes than FP8 products take stay.
+    Layers of other sizes than FP8 products take stay. Those that `merge_projections` merged stay
+    merged; with a scale a tensor, a group has one.
 
     Args:
         scheme: fp8_row, fp8_static, fp8_group64 or fp8_group128: of the activations.
@@ -33,7 +36,7 @@ def quantize_linear_layers(model: Any, scheme: str, calibrate: Callable[[], obje
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and child is not head and _fits(child, unit)
+        if type(child) in (nn.Linear, MergedSlice) and child is not head and _fits(child, unit)
     ]
     if not found:
         raise ValueError(
@@ -42,10 +45,36 @@ def quantize_linear_layers(model: Any, scheme: str, calibrate: Callable[[], obje
         )
     if scheme == "fp8_static":
         largest = _largest_inputs([linear for _, _, linear in found], calibrate)
+    wholes: dict[MergedWeights, QuantizedLinear] = {}
     for parent, name, linear in found:
         amax = largest[linear] if scheme == "fp8_static" else None
-        setattr(parent, name, QuantizedLinear(linear, scheme, amax))
+        if type(linear) is MergedSlice:
+            merged = linear.merged
+            whole = wholes.get(merged) or QuantizedLinear(_linear_of(merged), scheme, amax)
+            wholes[merged] = whole
+            setattr(parent, name, QuantizedSlice(whole, linear.begin, linear.end))
+        else:
+            setattr(parent, name, QuantizedLinear(linear, scheme, amax))
+    _replace_merged(model, wholes)
     return len(found)
+
+
+def _linear_of(merged: MergedWeights) -> nn.Linear:
+    """A layer of a merged weight's own memory."""
+    rows, columns = merged.weight.shape
+    linear = nn.Linear(columns, rows, bias=False, device="meta")
+    linear.weight = nn.Parameter(merged.weight, requires_grad=False)
+    if merged.bias is not None:
+        linear.bias = nn.Parameter(merged.bias, requires_grad=False)
+    return linear
+
+
+def _replace_merged(model: nn.Module, wholes: "dict[MergedWeights, QuantizedLinear]") -> None:
+    """Layers in FP8 where the merged weights were, whose memory is given back."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, MergedWeights) and child in wholes:
+                setattr(parent, name, wholes[child])
 
 
 def _fits(linear: nn.Linear, unit: int) -> bool:
@@ -135,6 +164,20 @@ class QuantizedLinear(nn.Module):
             values, self.weight.t(), scale, weight_scale, out_dtype=torch.bfloat16
         )
         return out.to(dtype)
+
+
+class QuantizedSlice(nn.Module):
+    """Rows `begin` to `end` of a merged layer in FP8; compiled, its group shares one product."""
+
+    whole: QuantizedLinear
+
+    def __init__(self, whole: QuantizedLinear, begin: int, end: int) -> None:
+        super().__init__()
+        self.begin, self.end = begin, end
+        object.__setattr__(self, "whole", whole)  # owned by the parent, as `MergedSlice.merged`
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole(x)[..., self.begin : self.end]
 
 
 def _wide(values: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:

@@ -102,3 +102,29 @@ def test_a_merged_model_has_one_product_a_group(make_model, make_prompts):
     assert recorder.matches()["share_products"] == 3  # k, v and up take the product of q and gate
     num_products = sum(text.count("aten.mm.default(") for _, text in recorder.final_graphs)
     assert num_products == 5  # qkv, o, gate_up, down, head
+
+
+def test_what_leads_to_equal_products_goes_with_them(aten_graph, contract):
+    """A quantization of x that each of its readers was traced with."""
+
+    def function(x, w):
+        return [((x / x.abs().amax(1, keepdim=True)) @ w)[:, i : i + 4] for i in (0, 4)]
+
+    args = torch.randn(3, 8), torch.randn(8, 8)
+    before, after = contract(ShareProducts(), aten_graph(function, *args), *args, matches=1)
+    assert (before.count("aten.amax.default"), after.count("aten.amax.default")) == (2, 1)
+    assert (before.count("aten.div.Tensor"), after.count("aten.div.Tensor")) == (2, 1)
+
+
+@pytest.mark.skipped_when(
+    ShareProducts,
+    "an operator of the graph writes in place, and more than views lead to the products",
+)
+def test_skipped_when_an_operator_writes_in_place(aten_graph):
+    """What is read before and after a write differs."""
+    args = torch.randn(3, 8), torch.randn(8, 8)
+    graph = aten_graph(lambda x, w: ((x + 1) @ w, (x + 1) @ w), *args).gm.graph
+    one, other = (node for node in graph.nodes if node.target is aten.add.Tensor)
+    with graph.inserting_before(other):
+        graph.call_function(aten.add_.Tensor, (one.args[0], 1))
+    assert ShareProducts().apply(graph) == 0

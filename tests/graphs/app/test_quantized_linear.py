@@ -1,9 +1,13 @@
 """Linear layers in FP8: close to those they replace, by every scheme; which are replaced."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import fx_passes
+from attn_ops.integrations.merged import MergedWeights, merge_projections
 from graphs.app.arguments import QUANTIZE, RunArguments
 from graphs.app.quantized_linear import QuantizedLinear, quantize_linear_layers
 from graphs.app.run import run
@@ -46,6 +50,32 @@ def test_static_scales_are_those_of_the_inputs():
     x[0, 3], nan = 11.0, torch.full((1, 256), float("nan"))
     quantize_linear_layers(model, "fp8_static", lambda: (model(x), model(nan), model(x[:0])))
     torch.testing.assert_close(model.first.input_scale, torch.tensor([11.0 / 448]))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(64, 32, bias=False), nn.Linear(64, 48, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.gate_proj(x), self.up_proj(x)], -1)
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+def test_merged_layers_share_a_product():
+    """The values of rows are those of layers quantized apart."""
+    apart, x = Block().requires_grad_(False), torch.randn(5, 64, dtype=torch.bfloat16)
+    merged = copy.deepcopy(apart)
+    merge_projections(merged)
+    for model in (apart, merged):
+        assert quantize_linear_layers(model, "fp8_row", lambda: None) == 2
+    with fx_passes.recording(fx_passes.Recorder()) as recorder, torch.no_grad():
+        compiled = torch.compile(merged, backend=fx_passes.attn_ops, fullgraph=True)
+        torch.testing.assert_close(compiled(x), apart(x), rtol=0, atol=0)
+    assert recorder.matches()["share_products"] == 1
+    assert not [name for name, m in merged.named_modules() if isinstance(m, MergedWeights)]
 
 
 def test_no_layer_fits():

@@ -23,6 +23,7 @@ from attn_ops.metadata import (
     AttentionMetadataBuilder,
     AttentionSpec,
     CommonAttentionMetadata,
+    LatentShape,
 )
 from attn_ops.ops import (
     advance_step,
@@ -33,10 +34,13 @@ from attn_ops.ops import (
     gather_kv,
     merge_attn_states,
     merge_attn_states_quant,
+    mla_attention,
+    mla_attention_with_lse,
     swap_blocks,
     varlen_attention,
     varlen_metadata,
     write_kv,
+    write_mla_kv,
 )
 
 __version__ = "0.1.0"
@@ -51,6 +55,7 @@ __all__ = [
     "AttentionSpec",
     "Backend",
     "CommonAttentionMetadata",
+    "LatentShape",
     "PagedKVCache",
     "Selection",
     "Support",
@@ -65,10 +70,13 @@ __all__ = [
     "grouped_backend",
     "merge_attn_states",
     "merge_attn_states_quant",
+    "mla_attention",
+    "mla_attention_with_lse",
     "register_backend",
     "select_backend",
     "swap_blocks",
     "varlen_attention",
     "varlen_metadata",
     "write_kv",
+    "write_mla_kv",
 ]

@@ -5,6 +5,7 @@ M blocks a request may own.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Hashable, Sequence
 
@@ -38,10 +39,12 @@ class PagedKVCache:
         block_size: tokens a block holds.
         device: where the tensors live.
         cache_layout: NHD, tokens before heads in memory, or HND, heads before tokens. None takes
-            what `set_kv_cache_layout` set, else NHD. Shapes are the same; strides differ.
+            what `set_kv_cache_layout` set, else NHD. Shapes are the same; strides differ. Latent
+            layers have one head, so both are the same.
 
     Attributes:
-        tensors: per layer [P, 2, B, K, H], index 0 keys and 1 values; zero at first.
+        tensors: per layer [P, 2, B, K, H], index 0 keys and 1 values; of layers with latent
+            attention [P, B, Lkv + R]; zero at first.
 
     Raises:
         ValueError: not exactly one of `num_tokens` and `memory_bytes` is given, or it
@@ -71,7 +74,7 @@ class PagedKVCache:
         self.block_size = block_size
         self.specs = tuple(specs)
         self.bytes_per_block = sum(
-            2 * block_size * s.num_kv_heads * s.head_size * s.cache_dtype.itemsize for s in specs
+            math.prod(s.cache_shape(1, block_size)) * s.cache_dtype.itemsize for s in specs
         )
         if num_tokens is not None:
             num_blocks = -(-num_tokens // block_size) + 1
@@ -109,11 +112,11 @@ class PagedKVCache:
             raise
 
     def _allocate(self, spec: AttentionSpec, device: torch.device | str) -> torch.Tensor:
-        rows, heads = self.block_size, spec.num_kv_heads
-        order = (heads, rows) if self.cache_layout == "HND" else (rows, heads)
-        shape = (self.num_blocks, 2, *order, spec.head_size)
-        cache = torch.zeros(shape, dtype=spec.cache_dtype, device=device)
-        return cache.transpose(2, 3) if self.cache_layout == "HND" else cache
+        shape = spec.cache_shape(self.num_blocks, self.block_size)
+        if self.cache_layout == "NHD" or spec.latent is not None:
+            return torch.zeros(shape, dtype=spec.cache_dtype, device=device)
+        shape = (*shape[:2], shape[3], shape[2], shape[4])
+        return torch.zeros(shape, dtype=spec.cache_dtype, device=device).transpose(2, 3)
 
     @property
     def num_free_blocks(self) -> int:

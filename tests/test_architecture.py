@@ -28,9 +28,11 @@ OPERATORS = (
     "copy_blocks",
     "gather_kv",
     "merge_attn_states",
+    "mla_attention",
     "slot_mapping",
     "swap_blocks",
     "write_kv",
+    "write_mla_kv",
 )
 ALLOWED = {
     "attn_ops": {"attn_ops"},

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from attn_ops.backends.checks import check_layer
+from attn_ops.backends.checks import check_latent_layer, check_layer
 from attn_ops.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionOptions,
     AttentionSpec,
+    LatentOptions,
     Layer,
     Support,
 )
@@ -22,7 +23,9 @@ __all__ = ["AttentionOptions", "Backend", "Forward", "PlanOf", "Support", "Varle
 Forward = Callable[..., torch.Tensor]
 """forward(q [T, N, H], kv_cache [P, 2, B, K, H], meta, options) -> [T, N, H].
 
-Of a backend with `plan_of`, what that gave is the fifth argument; a call by hand leaves it out.
+Of latent attention: forward(q [T, N, P + R], kv_cache [P, B, Lkv + R], meta, `LatentOptions`) ->
+[T, N, V]. Of a backend with `plan_of`, what that gave is the fifth argument; a call by hand leaves
+it out.
 """
 
 VarlenForward = Callable[
@@ -92,13 +95,16 @@ class Backend:
         meta: AttentionMetadata,
         q: torch.Tensor,
         kv_cache: torch.Tensor,
-        options: AttentionOptions,
+        options: AttentionOptions | LatentOptions,
     ) -> Layer:
         """Check a call and find what computes it; `AttentionMetadata.layer` remembers it.
 
         Raises:
             ValueError: tensors and batch do not fit, or the backend does not support the call.
         """
+        if isinstance(options, LatentOptions):
+            spec = check_latent_layer(q, kv_cache, meta, options)
+            return self.find(meta, q, kv_cache, options, spec)
         spec = check_layer(q, kv_cache, meta, options)
         per_head = tuple(f for f in PER_HEAD if getattr(options, f.name) is not None)
         if meta.views.cascade is not None and spec.cascades:
@@ -111,7 +117,7 @@ class Backend:
         meta: AttentionMetadata,
         q: torch.Tensor,
         kv_cache: torch.Tensor,
-        options: AttentionOptions,
+        options: AttentionOptions | LatentOptions,
         spec: AttentionSpec,
     ) -> Layer:
         """What computes a call that the backend supports."""

@@ -5,7 +5,14 @@ T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 
 import torch
 
-from attn_ops.metadata import KV_CACHE_DTYPES, AttentionMetadata, AttentionOptions, AttentionSpec
+from attn_ops.metadata import (
+    KV_CACHE_DTYPES,
+    AttentionMetadata,
+    AttentionOptions,
+    AttentionSpec,
+    LatentOptions,
+    LatentShape,
+)
 
 
 def check_layer(
@@ -13,30 +20,114 @@ def check_layer(
 ) -> AttentionSpec:
     """The geometry of a layer; a ValueError unless its tensors fit and the backend supports it."""
     check_query(q)
-    if q.device != kv_cache.device or q.device != meta.common.device:
-        raise ValueError(
-            "q, kv_cache and attn_metadata must be on one device, "
-            f"got {q.device}, {kv_cache.device} and {meta.common.device}"
-        )
+    _check_devices(q, kv_cache, meta)
     plain = options.kv_cache_dtype == "auto"
     check_cache(kv_cache, meta, kv_cache.dtype if plain else q.dtype, options.kv_cache_dtype)
     if q.shape[2] != kv_cache.shape[4]:
         raise ValueError(f"q must have the cache's head size {kv_cache.shape[4]}, got {q.shape[2]}")
     if q.shape[1] == 0 or q.shape[1] % kv_cache.shape[3]:
         raise ValueError(f"q must have a multiple of {kv_cache.shape[3]} heads, got {q.shape[1]}")
+    _check_rows(q, kv_cache, meta, plain)
+    spec = options.spec(q, kv_cache, meta.common.causal)
+    check_supported(spec, kv_cache, meta)
+    _check_lse(options.lse, meta)
+    return spec
+
+
+def _check_devices(q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
+    if q.device != kv_cache.device or q.device != meta.common.device:
+        raise ValueError(
+            "q, kv_cache and attn_metadata must be on one device, "
+            f"got {q.device}, {kv_cache.device} and {meta.common.device}"
+        )
+
+
+def _check_rows(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, plain: bool
+) -> None:
     if q.shape[0] < meta.common.num_actual_tokens:
         raise ValueError(
             f"q must have at least {meta.common.num_actual_tokens} rows, got {q.shape[0]}"
         )
     if plain and q.dtype != kv_cache.dtype:
         raise ValueError(f"q must have the cache's dtype {kv_cache.dtype}, got {q.dtype}")
-    spec = options.spec(q, kv_cache, meta.common.causal)
-    check_supported(spec, kv_cache, meta)
-    if options.lse is not None and not meta.backend.support.lse:
+
+
+def _check_lse(lse: torch.Tensor | None, meta: AttentionMetadata) -> None:
+    if lse is not None and not meta.backend.support.lse:
         raise ValueError(
             f"backend {meta.backend.name} cannot return the log-sum-exp; call attention()"
         )
+
+
+def check_latent_layer(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: LatentOptions
+) -> AttentionSpec:
+    """`check_layer` of latent attention: q [T, N, P + R], kv_cache [P, B, Lkv + R]."""
+    check_query(q)
+    check_latent_cache_shape(kv_cache)
+    _check_devices(q, kv_cache, meta)
+    _check_rows(q, kv_cache, meta, options.kv_cache_dtype == "auto")
+    latent = _checked_shape(q, kv_cache, options)
+    check_latent_cache(kv_cache, meta, q.dtype, options.kv_cache_dtype, latent)
+    _check_lse(options.lse, meta)
+    spec = AttentionSpec.of_latent(
+        q.shape[1], latent, q.dtype, kv_cache_dtype=options.kv_cache_dtype,
+        causal=meta.common.causal,
+    )  # fmt: skip
+    check_supported(spec, kv_cache, meta)
     return spec
+
+
+def _checked_shape(q: torch.Tensor, kv_cache: torch.Tensor, options: LatentOptions) -> LatentShape:
+    """Sizes of the layer; a ValueError unless `kv_b` fits q and the cache."""
+    kv_b = options.kv_b
+    if kv_b.dim() != 2 or kv_b.dtype != q.dtype or kv_b.device != q.device:
+        raise ValueError(
+            "kv_b must have shape [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank] and "
+            f"q's dtype {q.dtype} on {q.device}, got {kv_b.dtype} {list(kv_b.shape)} "
+            f"on {kv_b.device}"
+        )
+    latent = options.shape_of(q, kv_cache)
+    rows = q.shape[1] * (latent.qk_nope_head_dim + latent.v_head_dim)
+    if q.shape[1] == 0 or kv_b.shape[0] != rows:
+        raise ValueError(
+            f"kv_b must have {rows} rows for {q.shape[1]} heads and {latent}, got {kv_b.shape[0]}"
+        )
+    return latent
+
+
+def check_latent_cache_shape(kv_cache: torch.Tensor) -> None:
+    """Raise a ValueError unless kv_cache is [P, B, Lkv + R]."""
+    if kv_cache.dim() != 3 or 0 in kv_cache.shape[1:]:
+        raise ValueError(
+            "kv_cache must have shape [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], "
+            f"got {list(kv_cache.shape)}"
+        )
+
+
+def check_latent_cache(
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    dtype: torch.dtype,
+    kv_cache_dtype: str,
+    latent: LatentShape,
+) -> None:
+    """`check_cache` of latent attention; `latent` may have any number of heads' sizes."""
+    check_latent_cache_shape(kv_cache)
+    if meta.block_size is not None and kv_cache.shape[1] != meta.block_size:
+        raise ValueError(
+            f"kv_cache must have the metadata's block_size {meta.block_size}, "
+            f"got {kv_cache.shape[1]}"
+        )
+    spec = AttentionSpec.of_latent(1, latent, dtype, kv_cache_dtype=kv_cache_dtype)
+    if kv_cache.dtype != spec.cache_dtype or kv_cache.shape[2] != spec.head_size:
+        raise ValueError(
+            f"kv_cache must be {spec.cache_dtype} with {spec.head_size} numbers a token for "
+            f"{latent}, {dtype} and kv_cache_dtype {kv_cache_dtype}, "
+            f"got {kv_cache.dtype} with {kv_cache.shape[2]}"
+        )
+    check_supported(spec, kv_cache, meta)
 
 
 def check_query(q: torch.Tensor) -> None:
@@ -91,6 +182,7 @@ def check_cache(
 
 def check_supported(spec: AttentionSpec, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
     """Raise a ValueError unless the batch's backend takes layers of geometry `spec`."""
-    reasons = meta.backend.support.reasons_against(spec, kv_cache.shape[2], kv_cache.device)
+    block_size = spec.block_size_of(kv_cache)
+    reasons = meta.backend.support.reasons_against(spec, block_size, kv_cache.device)
     if reasons:
         raise ValueError(f"backend {meta.backend.name} cannot run this layer: {'; '.join(reasons)}")

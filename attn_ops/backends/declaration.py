@@ -26,6 +26,7 @@ _TUPLES = {
     "block_sizes": int,
     "kv_cache_dtypes": str,
     "output_quant": str,
+    "latent_sizes": tuple,
 }
 """Fields of a support that are tuples, with what they hold."""
 

@@ -24,8 +24,12 @@ _BUILT_IN = {
     "VARLEN": "attn_ops.backends.varlen",
     "FLEX": "attn_ops.backends.flex",
     "TORCH": "attn_ops.backends.torch_backend",
+    "TORCH_MLA": "attn_ops.backends.mla.torch_mla",
 }
-"""Name to the module that holds `BACKEND`, in order of preference; imported on first use."""
+"""Name to the module that holds `BACKEND`, in order of preference; imported on first use.
+
+Those of latent attention (MLA) come last: no layer can take both them and the others.
+"""
 
 _registered: dict[str, Backend] = {}
 """Third parties' backends by name. Global: it is the registry of backends."""
@@ -195,11 +199,13 @@ def _check_known(name: str) -> None:
 def _preferred(usable: list[str], layers: list[AttentionSpec], device: torch.device) -> str:
     """The first of the order of preference, with two exceptions.
 
-    TORCH is first on a CPU, where TRITON only runs interpreted. A backend that rounds q to FP8
-    computes something else than the layer asks for, so it is taken only if no other applies.
+    TORCH and TORCH_MLA are first on a CPU, where Triton's kernels only run interpreted. A backend
+    that rounds q to FP8 computes something else than the layer asks for, so it is taken only if no
+    other applies.
     """
-    if device.type == "cpu" and "TORCH" in usable:
-        return "TORCH"
+    for name in ("TORCH", "TORCH_MLA"):
+        if device.type == "cpu" and name in usable:
+            return name
     if any(spec.kv_cache_dtype != "auto" for spec in layers):
         exact = [name for name in usable if not get_backend(name).support.quantizes_query]
         return (exact or usable)[0]

@@ -36,6 +36,7 @@ from attn_ops.metadata.features import (
     AttentionSpec,
     Support,
 )
+from attn_ops.metadata.latent import LatentOptions, LatentShape
 from attn_ops.metadata.positions import (
     PAD_SLOT_ID,
     positions_and_slots,
@@ -82,6 +83,8 @@ __all__ = [
     "CommonAttentionMetadata",
     "KVCacheLayoutType",
     "KVSharingFastPrefillMetadata",
+    "LatentOptions",
+    "LatentShape",
     "Layer",
     "LogitsRows",
     "M",

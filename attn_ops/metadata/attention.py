@@ -19,6 +19,7 @@ from attn_ops.metadata.features import (
     Support,
     layer_key,
 )
+from attn_ops.metadata.latent import LatentOptions, latent_key
 
 M = TypeVar("M")
 """A backend's metadata."""
@@ -46,7 +47,7 @@ class AttentionBackend(Protocol):
         meta: "AttentionMetadata",
         q: torch.Tensor,
         kv_cache: torch.Tensor,
-        options: AttentionOptions,
+        options: AttentionOptions | LatentOptions,
     ) -> "Layer":
         """Check a call and find what computes it.
 
@@ -78,7 +79,7 @@ class Layer:
         q: torch.Tensor,
         kv_cache: torch.Tensor,
         meta: "AttentionMetadata",
-        options: AttentionOptions,
+        options: AttentionOptions | LatentOptions,
     ) -> torch.Tensor:
         """The backend's forward: q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H].
 
@@ -209,6 +210,17 @@ class AttentionMetadata(OpaqueBase):
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = self._resolved(q, kv_cache, options, attention_chunk_size)
+        return found
+
+    def latent_layer(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, options: LatentOptions
+    ) -> Layer:
+        """`layer` of a call of latent attention: q [T, N, P + R], kv_cache [P, B, Lkv + R]."""
+        common = self.common
+        key = latent_key(q, kv_cache, options, common.num_actual_tokens, common.causal)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self.backend.resolve(self, q, kv_cache, options)
         return found
 
     def _resolved(

@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from attn_ops.metadata.latent import LatentShape
 from attn_ops.output_quant.schemes import QuantizedOutput
 
 KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
@@ -72,7 +73,8 @@ class AttentionSpec:
 
     Lengths are in tokens; `sliding_window` counts the query's own token, as in Transformers and
     FlashAttention's `window - 1` to the left. `dtype` is that of q; the cache holds it too unless
-    `kv_cache_dtype` says otherwise.
+    `kv_cache_dtype` says otherwise. With `latent`, `num_kv_heads` is 1 and `head_size` that of a
+    token in the cache, see `AttentionSpec.of_latent`.
     """
 
     num_heads: int
@@ -86,6 +88,7 @@ class AttentionSpec:
     sinks: bool = False  # the softmax has one more, learned, logit a head
     causal: bool = True
     attention_chunk_size: int | None = None  # a query sees its own chunk of keys only (Llama 4)
+    latent: LatentShape | None = None  # keys and values come from one latent a token (MLA)
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -111,6 +114,22 @@ class AttentionSpec:
             )
         if self.attention_chunk_size is not None:
             self._check_chunk()
+        if self.latent is not None:
+            self._check_latent(self.latent)
+
+    @classmethod
+    def of_latent(
+        cls, num_heads: int, latent: LatentShape, dtype: torch.dtype, **fields: Any
+    ) -> "AttentionSpec":
+        """Geometry of a layer with latent attention; `fields` are the other fields."""
+        return cls(num_heads, 1, latent.cache_width, dtype, latent=latent, **fields)
+
+    def _check_latent(self, latent: LatentShape) -> None:
+        wanted = (1, latent.cache_width)
+        got = (self.num_kv_heads, self.head_size)
+        for name, want, have in zip(("num_kv_heads", "head_size"), wanted, got, strict=True):
+            if have != want:
+                raise ValueError(f"{name} must be {want} with {latent}, got {have}")
 
     def _check_chunk(self) -> None:
         chunk = self.attention_chunk_size
@@ -130,6 +149,16 @@ class AttentionSpec:
     def cache_dtype(self) -> torch.dtype:
         """dtype of the cache tensor; FP8 is stored as uint8."""
         return self.dtype if self.kv_cache_dtype == "auto" else torch.uint8
+
+    def cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """[P, 2, B, K, H] of keys and values; with `latent` [P, B, Lkv + R]."""
+        if self.latent is not None:
+            return (num_blocks, block_size, self.head_size)
+        return (num_blocks, 2, block_size, self.num_kv_heads, self.head_size)
+
+    def block_size_of(self, kv_cache: torch.Tensor) -> int:
+        """Tokens that a block of the layer's cache holds."""
+        return kv_cache.shape[2 if self.latent is None else 1]
 
     @property
     def cascades(self) -> bool:
@@ -241,6 +270,8 @@ class Support:
     varlen_v_head_size: bool = False  # without a cache, values may have a head size of their own
     quantizes_query: bool = False  # with an FP8 cache q is rounded to FP8 too
     own_mask: bool = False  # rows see what the backend's own mask says; only taken by name
+    latent: bool = False  # layers with latent attention (MLA), and no others
+    latent_sizes: tuple[tuple[int, int], ...] = ()  # of `latent`: pairs Lkv, R; empty: any
 
     def reasons_against(
         self, spec: AttentionSpec, block_size: int, device: torch.device
@@ -249,7 +280,7 @@ class Support:
 
         In the form 'x must be ..., got ...; supported: ...'.
         """
-        reasons = []
+        reasons = [*self._reasons_against_latent(spec)]
         for name, got, supported in (
             ("device", device.type, self.devices),
             ("dtype", spec.dtype, self.dtypes),
@@ -270,6 +301,19 @@ class Support:
                 f"attention_chunk_size must be a multiple of block_size {block_size}, got {chunk}"
             )
         return [*filter(None, reasons), *self._reasons_against_causality(spec)]
+
+    def _reasons_against_latent(self, spec: AttentionSpec) -> list[str]:
+        if self.latent and spec.latent is None:
+            return ["latent must be a LatentShape, got None; supported: latent attention alone"]
+        if spec.latent is None:
+            return []
+        if not self.latent:
+            return [f"latent must be None, got {spec.latent}; supported: None"]
+        sizes = (spec.latent.kv_lora_rank, spec.latent.qk_rope_head_dim)
+        if self.latent_sizes and sizes not in self.latent_sizes:
+            names = "kv_lora_rank and qk_rope_head_dim"
+            return [_unsupported(names, sizes, self.latent_sizes)]
+        return []
 
     def _refusal(self, feature: Feature, spec: AttentionSpec) -> str | None:
         """Why the backend has not the feature that `spec` asks for; None where it is well."""

@@ -5,6 +5,8 @@ from attn_ops.ops.attention import attention, attention_with_lse
 from attn_ops.ops.attention_quant import attention_quant
 from attn_ops.ops.cache_blocks import copy_blocks, gather_kv, swap_blocks
 from attn_ops.ops.merge import merge_attn_states, merge_attn_states_quant
+from attn_ops.ops.mla import mla_attention, mla_attention_with_lse
+from attn_ops.ops.mla_cache import write_mla_kv
 from attn_ops.ops.varlen import varlen_attention, varlen_metadata
 from attn_ops.ops.write_kv import write_kv
 
@@ -17,8 +19,11 @@ __all__ = [
     "gather_kv",
     "merge_attn_states",
     "merge_attn_states_quant",
+    "mla_attention",
+    "mla_attention_with_lse",
     "swap_blocks",
     "varlen_attention",
     "varlen_metadata",
     "write_kv",
+    "write_mla_kv",
 ]

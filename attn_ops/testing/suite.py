@@ -96,6 +96,8 @@ def conformance_cases(
 
 def _applies(rule: rules.Rule, parameters: tuple[Any, ...], support: Support) -> bool:
     """Whether a rule says something of a backend that declares `support`."""
+    if support.latent:
+        return False
     if rule is rules.compiled_features:
         return FEATURES[parameters[0]].declared(support)
     return rule is not rules.heads_before_tokens or parameters[1] in support.kv_cache_dtypes

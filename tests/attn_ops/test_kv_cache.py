@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from attn_ops import AttentionSpec, PagedKVCache, kv_cache
+from attn_ops import AttentionSpec, LatentShape, PagedKVCache, kv_cache
 from attn_ops.kv_cache import NULL_BLOCK, OutOfBlocksError
 from attn_ops.metadata import set_kv_cache_layout
 
@@ -241,3 +241,16 @@ def test_another_error_of_an_allocation_stays(monkeypatch):
     monkeypatch.setattr(torch, "zeros", fail)
     with pytest.raises(RuntimeError, match=r"^no driver$"):
         PagedKVCache([SPEC], num_tokens=12, block_size=4)
+
+
+@pytest.mark.parametrize("cache_layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("kv_cache_dtype", "size"), [("auto", 2), ("fp8_e4m3", 1)])
+def test_latent_layers_hold_one_latent_a_token(cache_layout, kv_cache_dtype, size):
+    shape = LatentShape(16, 8, 4, 6)
+    spec = AttentionSpec.of_latent(4, shape, torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
+    cache = PagedKVCache([spec, SPEC], num_tokens=35, block_size=4, cache_layout=cache_layout)
+    assert cache.tensors[0].shape == (10, 4, 20)
+    assert cache.tensors[0].is_contiguous()
+    assert cache.tensors[1].shape == (10, 2, 4, 2, 8)
+    assert cache.bytes_per_block == 4 * 20 * size + 2 * 4 * 2 * 8 * 4
+    assert cache.num_bytes == sum(t.nbytes for t in cache.tensors)

@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from attn_ops.backends.base import Backend, Support
-from attn_ops.metadata import AttentionMetadata, AttentionOptions, AttentionSpec, Layer
+from attn_ops.metadata import (
+    AttentionMetadata,
+    AttentionOptions,
+    AttentionSpec,
+    LatentOptions,
+    Layer,
+)
 from attn_ops.metadata.attention import AttentionBackend
 
 Layers = AttentionSpec | Callable[[AttentionSpec], bool]
@@ -71,17 +77,19 @@ class GroupedBackend(Backend):
         meta: AttentionMetadata,
         q: torch.Tensor,
         kv_cache: torch.Tensor,
-        options: AttentionOptions,
+        options: AttentionOptions | LatentOptions,
         spec: AttentionSpec,
     ) -> Layer:
         """Of the layer's group, which is asked what the operators ask of `Support`."""
         part = part_of(meta, spec)
         support, name = part.backend.support, part.backend.name
-        reasons = support.reasons_against(spec, kv_cache.shape[2], kv_cache.device)
+        reasons = support.reasons_against(spec, spec.block_size_of(kv_cache), kv_cache.device)
         if options.lse is not None and not support.lse:
             reasons.append("it cannot return the log-sum-exp; call attention()")
         if reasons:
             raise ValueError(f"backend {name} cannot run this layer: {'; '.join(reasons)}")
+        if isinstance(options, LatentOptions):
+            return part.latent_layer(q, kv_cache, options).of_part(part)
         return part.layer(q, kv_cache, options).of_part(part)
 
 

@@ -11,6 +11,7 @@ from attn_ops import (
     AttentionMetadata,
     AttentionSpec,
     Backend,
+    LatentShape,
     Support,
     attention,
     backend_names,
@@ -83,6 +84,31 @@ def test_a_cpu_gets_torch_and_the_reasons_against_the_others():
         "device must be supported, got cpu; supported: cuda"
         in selection.reasons_against["FLASH_ATTN"]
     )
+
+
+def test_latent_layers_get_backends_of_latent_attention_alone():
+    latent = LatentShape(16, 8, 4, 6)
+    spec = AttentionSpec.of_latent(4, latent, torch.float32)
+    selection = select_backend(spec, block_size=16, device="cpu")
+    assert selection.backend.name == "TORCH_MLA"
+    against = selection.reasons_against
+    assert f"latent must be None, got {latent}; supported: None" in against["TORCH"]
+    plain = select_backend(PLAIN, block_size=16, device="cpu").reasons_against["TORCH_MLA"]
+    assert plain == ["latent must be a LatentShape, got None; supported: latent attention alone"]
+    with pytest.raises(ValueError, match="backend TORCH cannot be used: latent must be None"):
+        select_backend(spec, block_size=16, device="cpu", backend="TORCH")
+    with pytest.raises(ValueError, match="no backend supports these layers"):
+        select_backend([spec, PLAIN], block_size=16, device="cpu")
+
+
+def test_latent_sizes_are_declared():
+    support = dataclasses.replace(get_backend("TORCH_MLA").support, latent_sizes=((512, 64),))
+    spec = AttentionSpec.of_latent(4, LatentShape(16, 8, 4, 6), torch.float32)
+    assert support.reasons_against(spec, 16, torch.device("cpu")) == [
+        "kv_lora_rank and qk_rope_head_dim must be supported, got (16, 4); supported: (512, 64)"
+    ]
+    spec = AttentionSpec.of_latent(4, LatentShape(512, 8, 64, 6), torch.float32)
+    assert support.reasons_against(spec, 16, torch.device("cpu")) == []
 
 
 def test_what_applies_but_was_not_chosen_says_so():

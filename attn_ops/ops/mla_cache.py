@@ -1,0 +1,158 @@
+"""`attn_ops::write_mla_kv`: this step's latents into the paged cache of latent attention.
+
+T tokens, R head size with RoPE, Lkv latent, P physical blocks, B block size.
+
+Two forms of one write, as in `write_kv.py`: one operator in eager; traced, `aten.index_put_` on the
+cache itself, which Inductor fuses with the latent's norm and the key's RoPE.
+"""
+
+import torch
+
+from attn_ops.backends.checks import check_latent_cache, check_latent_cache_shape
+from attn_ops.compat.clones_until_2_15 import unshared
+from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, LatentShape
+from attn_ops.ops.checks import check_metadata, check_vector
+from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.write_kv import stored
+
+LIBRARY.define(
+    f"write_mla_kv(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, {METADATA_TYPE} meta, *, "
+    "Tensor? slot_mapping=None, str kv_cache_dtype='auto', Tensor? scale=None) -> ()"
+)
+
+
+@torch.library.impl(LIBRARY, "write_mla_kv", "CompositeExplicitAutograd")
+def _write_mla_kv(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    slot_mapping: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    scale: torch.Tensor | None = None,
+) -> None:
+    check_metadata(meta)
+    slots_T = meta.common.slot_mapping if slot_mapping is None else slot_mapping
+    plain = kv_cache_dtype == "auto"
+    check_latent_write(kv_c, k_pe, kv_cache, slots_T, plain)
+    dtype = kv_cache.dtype if plain else kv_c.dtype
+    key = ("write_mla_kv", kv_cache.shape, kv_cache.dtype, kv_cache.device, kv_c.shape[1], dtype)
+    shape = LatentShape(kv_c.shape[1], 1, k_pe.shape[1], 1)  # of any heads
+    meta.once(
+        (*key, kv_cache_dtype),
+        lambda: check_latent_cache(kv_cache, meta, dtype, kv_cache_dtype, shape),
+    )
+    check_vector("scale", scale, 1, kv_cache.device)
+    latent_TL = torch.cat([unshared(kv_c, kv_cache), unshared(k_pe, kv_cache)], dim=1)
+    slot_T, block_size = slots_T.clamp(min=0), kv_cache.shape[1]
+    where = (slot_T // block_size, slot_T % block_size)
+    kv_cache.index_put_(where, stored(latent_TL, kv_cache_dtype, scale))
+
+
+@torch.library.register_fake("attn_ops::write_mla_kv", lib=LIBRARY)
+def _write_mla_kv_fake(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    slot_mapping: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    scale: torch.Tensor | None = None,
+) -> None:
+    return None
+
+
+def check_latent_write(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    plain: bool = True,
+) -> None:
+    """Raise a ValueError, before anything is written, unless the write is well formed.
+
+    `plain`: the cache holds the latents as they are, not as FP8.
+    """
+    check_latent_cache_shape(kv_cache)
+    for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
+        if x.dim() != 2 or x.shape[0] != kv_c.shape[0]:
+            raise ValueError(
+                f"{name} must have two dimensions and as many rows as kv_c, got {list(x.shape)}"
+            )
+        if x.dtype != (kv_cache.dtype if plain else kv_c.dtype):
+            raise ValueError(
+                f"{name} must have the dtype of {'the cache' if plain else 'kv_c'}, got {x.dtype}"
+            )
+    if kv_c.shape[1] + k_pe.shape[1] != kv_cache.shape[2] or 0 in (kv_c.shape[1], k_pe.shape[1]):
+        raise ValueError(
+            f"kv_c and k_pe must have the {kv_cache.shape[2]} columns of the cache together, "
+            f"got {kv_c.shape[1]} and {k_pe.shape[1]}"
+        )
+    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != kv_c.shape[:1]:
+        raise ValueError(
+            f"slot_mapping must be int64 of shape [{kv_c.shape[0]}], one a row of kv_c, "
+            f"got {slot_mapping.dtype} {list(slot_mapping.shape)}"
+        )
+    for name, x in (("kv_c", kv_c), ("k_pe", k_pe), ("slot_mapping", slot_mapping)):
+        if x.device != kv_cache.device:
+            raise ValueError(
+                f"{name} must be on the cache's device {kv_cache.device}, got {x.device}"
+            )
+
+
+def _index_put_columns(
+    x: torch.Tensor, first: int, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """x [T, n] into columns from `first` on: a scatter on the base tensor, as in `write_kv.py`.
+
+    The two parts of a row are written apart: a `cat` of them would be a kernel of its own.
+    """
+    block_size, slot_T1 = kv_cache.shape[1], slot_mapping.clamp(min=0).unsqueeze(1)
+    column_n = torch.arange(first, first + x.shape[1], device=x.device)
+    kv_cache.index_put_((slot_T1 // block_size, slot_T1 % block_size, column_n), x)
+
+
+def write_mla_kv(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    slot_mapping: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Write this step's latents and rotated keys at the batch's slots.
+
+    Args:
+        kv_c: [T, Lkv], normed, the cache's dtype, or any with an FP8 cache.
+        k_pe: [T, R], behind RoPE, kv_c's dtype.
+        kv_cache: [P, B, Lkv + R]; mutated. Block 0 is the null block. uint8 for FP8.
+        meta: the batch.
+        slot_mapping: [T] int64, block * B + offset; None reads it from `meta`, see `write_kv`.
+        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
+        scale: [1] float32, positive, which is not looked at; FP8 stores value / scale, saturated.
+            None is 1.
+
+    Rows with PAD_SLOT_ID land in the null block.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; nothing is written.
+    """
+    if not torch.compiler.is_compiling():
+        torch.ops.attn_ops.write_mla_kv(
+            kv_c, k_pe, kv_cache, meta, slot_mapping=slot_mapping, kv_cache_dtype=kv_cache_dtype,
+            scale=scale,
+        )  # fmt: skip
+        return
+    slots_T = slot_mapping
+    if slots_T is None:
+        slots_T = torch.ops.attn_ops.slot_mapping(meta, kv_c.shape[0], kv_c.device)
+    check_latent_write(kv_c, k_pe, kv_cache, slots_T, kv_cache_dtype == "auto")
+    check_vector("scale", scale, 1, kv_cache.device)
+    first = 0
+    for x in (kv_c, k_pe):
+        _index_put_columns(stored(x, kv_cache_dtype, scale), first, kv_cache, slots_T)
+        first += x.shape[1]

@@ -9,6 +9,7 @@ from fx_passes.base import Pass
 
 _SHARED = PRODUCTS | {aten._scaled_mm.default}
 _ALWAYS_PURE = _SHARED | VIEWS
+_SEEDED = torch.Tag.nondeterministic_seeded
 
 
 class ShareProducts(Pass):
@@ -37,7 +38,7 @@ class ShareProducts(Pass):
 
     Skipped when:
         - the products differ in any argument;
-        - an operator of the graph writes in place, and more than views lead to the products.
+        - an operator between them writes in place, and more than views lead to the products.
     """
 
     name = "share_products"
@@ -46,11 +47,14 @@ class ShareProducts(Pass):
 
     def apply(self, graph: Graph) -> int:
         first: dict[tuple, Node] = {}
-        same: dict[Node, Node] = {}  # of each product and view, the first that is equal
+        same: dict[Node, Node] = {}  # of each node that may be shared, the first that is equal
         matches = 0
-        pure = _pure_targets(graph)
         for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in pure:
+            if node.op != "call_function":
+                continue
+            if _writes(node):
+                first = {key: node for key, node in first.items() if node.target in _ALWAYS_PURE}
+            if not _is_pure(node):
                 continue
             given = map_arg((node.args, node.kwargs), lambda source: same.get(source, source))
             same[node] = first.setdefault((node.target, _freeze(given)), node)
@@ -61,15 +65,18 @@ class ShareProducts(Pass):
         return matches
 
 
-def _pure_targets(graph: Graph) -> frozenset:
-    """Operators of the graph that give the same for the same arguments."""
-    called = {node.target for node in graph.nodes if node.op == "call_function"}
-    operators = [target for target in called if isinstance(target, torch._ops.OpOverload)]
-    if any(target._schema.is_mutable for target in operators):
-        return _ALWAYS_PURE
-    seeded = torch.Tag.nondeterministic_seeded
-    pure = {t for t in operators if t.namespace in ("aten", "prims") and seeded not in t.tags}
-    return _ALWAYS_PURE | pure
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether a node gives the same for the same arguments, while nothing writes in place."""
+    target = node.target
+    if target in _ALWAYS_PURE:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or _writes(node):
+        return False
+    return target.namespace in ("aten", "prims") and _SEEDED not in target.tags
 
 
 def _freeze(value: object) -> object:

@@ -118,7 +118,7 @@ def test_what_leads_to_equal_products_goes_with_them(aten_graph, contract):
 
 @pytest.mark.skipped_when(
     ShareProducts,
-    "an operator of the graph writes in place, and more than views lead to the products",
+    "an operator between them writes in place, and more than views lead to the products",
 )
 def test_skipped_when_an_operator_writes_in_place(aten_graph):
     """What is read before and after a write differs."""
@@ -128,3 +128,13 @@ def test_skipped_when_an_operator_writes_in_place(aten_graph):
     with graph.inserting_before(other):
         graph.call_function(aten.add_.Tensor, (one.args[0], 1))
     assert ShareProducts().apply(graph) == 0
+
+
+def test_a_write_behind_the_products_does_not_matter(aten_graph):
+    """As that of the cache, which functional graphs have at their end."""
+    args = torch.randn(3, 8), torch.randn(8, 8)
+    graph = aten_graph(lambda x, w: ((x + 1) @ w, (x + 1) @ w), *args).gm.graph
+    with graph.inserting_before(graph.output_node()):
+        x = next(node for node in graph.nodes if node.op == "placeholder" and node.users)
+        graph.call_function(aten.copy_.default, (x, x))
+    assert ShareProducts().apply(graph) == 1

@@ -1,0 +1,1 @@
+"""Triton kernels of latent attention, and their launchers."""

@@ -1,0 +1,137 @@
+"""Parts of split keys merged into latents, weighted by their log-sum-exp.
+
+D rows, N query heads, R ranges, L columns of a program, C ranges merged at a time, M rows.
+"""
+
+import torch
+
+import triton
+import triton.language as tl
+from attn_ops.backends.triton.tiles import LN_2
+from attn_ops.output_quant.triton.epilogue import launches_early
+
+COLUMNS = 128
+"""Of a program: more of them would leave SMs idle at few rows."""
+
+
+@triton.jit
+def merged_lse(
+    part_lse_ptr, place_M, mask_M, num_splits, BLOCK_M: tl.constexpr, PARTS: tl.constexpr
+):
+    """Log-sum-exp over ranges, base 2, of rows whose first range is at place_M."""
+    c_C = tl.arange(0, PARTS)
+    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
+    for first in range(0, num_splits, PARTS):
+        lse_MC = tl.load(
+            part_lse_ptr + (place_M + first)[:, None] + c_C[None, :],
+            mask=mask_M[:, None] & (first + c_C < num_splits)[None, :],
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        new_top_M = tl.maximum(top_M, tl.max(lse_MC, 1))
+        base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
+        total_M = total_M * tl.exp2(top_M - base_M) + tl.sum(tl.exp2(lse_MC - base_M[:, None]), 1)
+        top_M = new_top_M
+    return top_M + tl.log2(tl.where(total_M == 0.0, 1.0, total_M))
+
+
+@triton.jit
+def merged_parts(
+    part_ptr,
+    part_lse_ptr,
+    place_M,  # of a row's first range
+    mask_M,
+    lse_M,  # of `merged_lse`
+    l_L,  # columns
+    num_splits,
+    LATENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE_L: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """[M, L] float32. Ranges without keys are not read.
+
+    Loads bypass the first-level cache, which another multiprocessor's stores do not reach.
+    """
+    c_C = tl.arange(0, PARTS)
+    base_M = tl.where(lse_M == float("-inf"), 0.0, lse_M)
+    acc_ML = tl.zeros([BLOCK_M, TILE_L], tl.float32)
+    for first in range(0, num_splits, PARTS):
+        place_MC = (place_M + first)[:, None] + c_C[None, :]
+        lse_MC = tl.load(
+            part_lse_ptr + place_MC,
+            mask=mask_M[:, None] & (first + c_C < num_splits)[None, :],
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        weight_MC = tl.exp2(lse_MC - base_M[:, None])
+        part_MCL = tl.load(
+            part_ptr + (place_MC * LATENT)[:, :, None] + l_L[None, None, :],
+            mask=(lse_MC > float("-inf"))[:, :, None] & (l_L < LATENT)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        acc_ML += tl.sum(weight_MC[:, :, None] * part_MCL, 1)
+    return acc_ML
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def combine_kernel(
+    out_ptr,  # [D, N, LATENT] contiguous
+    part_ptr,  # [D, N, R, LATENT] float32 contiguous
+    part_lse_ptr,  # [D, N, R] float32 contiguous, base 2
+    num_splits,  # R
+    lse_ptr,  # [D, N] float32 contiguous, natural log, if HAS_LSE
+    LATENT: tl.constexpr,
+    TILE_L: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,  # launched before the decode kernel has ended
+):
+    """Grid (D * N, ceil(LATENT / TILE_L))."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row_M = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    l_L = tl.program_id(1) * TILE_L + tl.arange(0, TILE_L)
+    lse_M = merged_lse(part_lse_ptr, row_M * num_splits, row_M >= 0, num_splits, 1, 64)
+    out_ML = merged_parts(
+        part_ptr, part_lse_ptr, row_M * num_splits, row_M >= 0, lse_M, l_L, num_splits,
+        LATENT, 1, TILE_L, PARTS,
+    )  # fmt: skip
+    tl.store(
+        out_ptr + (row_M * LATENT)[:, None] + l_L[None, :],
+        out_ML.to(out_ptr.dtype.element_ty),
+        mask=(l_L < LATENT)[None, :],
+    )
+    if HAS_LSE:
+        tl.store(lse_ptr + row_M, lse_M * LN_2, mask=tl.program_id(1) == 0)
+
+
+def combine(
+    part: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype, lse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """part [D, N, R, Lkv] and part_lse [D, N, R], base 2 -> [D, N, Lkv] in `dtype`; writes `lse`.
+
+    It is launched early: the launch before it must be the one that writes the parts.
+    """
+    num_rows, num_heads, num_splits, latent = part.shape
+    out = torch.empty(num_rows, num_heads, latent, dtype=dtype, device=part.device)
+    tile = min(triton.next_power_of_2(latent), COLUMNS)
+    pdl = launches_early(part.device)
+    combine_kernel[(num_rows * num_heads, triton.cdiv(latent, tile))](
+        out,
+        part,
+        part_lse,
+        num_splits,
+        out if lse is None else lse,
+        LATENT=latent,
+        TILE_L=tile,
+        PARTS=min(triton.next_power_of_2(num_splits), 2048 // tile),
+        HAS_LSE=lse is not None,
+        PDL=pdl,
+        num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out

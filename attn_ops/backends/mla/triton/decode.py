@@ -1,0 +1,374 @@
+"""Latent attention of few query rows per request: heads share one key, keys are split.
+
+All heads attend to the same latents, so a program's rows are heads, and query tokens where a
+request has several. A request's keys are cut into ranges, one program each, whose results
+`combine` or `project` merges. How many ranges the host decides from shapes and `max_seq_len`;
+where they lie the kernel computes from seq_lens, so a captured launch is right for other lengths.
+
+D rows of q, S requests, N query heads, M rows of a program (pairs of token and head), R ranges of
+keys, L latent (Lkv) padded to a power of two, E rotated columns padded likewise, B block size.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+import triton
+import triton.language as tl
+from attn_ops.backends.mla.triton.combine import combine
+from attn_ops.backends.mla.triton.decode_loop import attend_latents
+from attn_ops.backends.mla.triton.launch import DecodeLaunch, choose_num_splits, decode_launch
+from attn_ops.backends.triton.tiles import LN_2, LOG2_E, num_sms, widened
+from attn_ops.output_quant.triton.epilogue import launches_early
+from triton import knobs
+
+
+@triton.jit(
+    do_not_specialize=["stride_table", "num_reqs", "num_rows", "row_tiles", "num_splits"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "kv_scale_ptr", "counters_ptr",
+    ],
+)  # fmt: skip
+def decode_kernel(
+    part_ptr,  # [D, N, R, LATENT] contiguous
+    part_lse_ptr,  # [D, N, R] float32 contiguous, base 2, natural log if NATURAL; if HAS_LSE
+    q_latent_ptr,  # [D, N, LATENT]
+    q_rope_ptr,  # [D, N, ROPE]
+    kv_ptr,  # [P, B, LATENT + ROPE], in q's dtype or FP8
+    query_start_loc_ptr,  # [S + 1] int32
+    seq_lens_ptr,  # [S] int32
+    table_ptr,  # [S, max blocks] int32
+    counters_ptr,  # [D, 2] int32, made zero, if HAS_COUNTERS
+    stride_latent_row,
+    stride_latent_head,
+    stride_rope_row,
+    stride_rope_head,
+    stride_block,
+    stride_token,
+    stride_table,
+    num_reqs,
+    num_rows,  # D
+    row_tiles,  # programs per request and range
+    num_splits,  # R
+    score_scale,
+    kv_scale_ptr,  # [1] float32, if HAS_KV_SCALE
+    NUM_HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    PADDED_LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    VECTOR: tl.constexpr,  # divides every stride of the cache
+    DRAFTS: tl.constexpr,  # requests may have several query tokens
+    HAS_KV_SCALE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    NATURAL: tl.constexpr,
+    HAS_COUNTERS: tl.constexpr,
+    WIDEN: tl.constexpr,  # q in float32
+    HALF: tl.constexpr,  # q in float16, which FP8 converts to in one instruction
+    STAGED: tl.constexpr,  # FP8 values pass through registers
+    SWAP: tl.constexpr,
+    PDL: tl.constexpr,  # the next kernel may start early
+):
+    """Grid (max(S * row_tiles, ceil(D * N / M)), R)."""
+    program = tl.program_id(0)
+    request = program // row_tiles
+    split = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    m_M = tl.arange(0, BLOCK_M)
+    l_L = tl.arange(0, PADDED_LATENT)
+    e_E = tl.arange(0, PADDED_ROPE)
+    # All four at once: they are the first of a chain of loads that wait for each other.
+    known = request < num_reqs
+    num_used = tl.load(query_start_loc_ptr + num_reqs).to(tl.int64)
+    row_begin = tl.load(query_start_loc_ptr + request, mask=known, other=0).to(tl.int64)
+    row_end = tl.load(query_start_loc_ptr + request + 1, mask=known, other=0).to(tl.int64)
+    seq_len = tl.load(seq_lens_ptr + request, mask=known, other=0)
+
+    # Rows behind the last request's are padding; programs share them in turn.
+    pad_M = num_used * NUM_HEADS + program.to(tl.int64) * BLOCK_M + m_M
+    if num_used * NUM_HEADS + program.to(tl.int64) * BLOCK_M < num_rows * NUM_HEADS:
+        padding_M = pad_M < num_rows.to(tl.int64) * NUM_HEADS
+        place_M = pad_M * num_splits + split
+        store_nothing(
+            part_ptr, part_lse_ptr, place_M, padding_M, l_L,
+            LATENT, PADDED_LATENT, BLOCK_M, num_splits, HAS_LSE,
+        )  # fmt: skip
+        if HAS_COUNTERS:
+            clear(counters_ptr, pad_M // NUM_HEADS, padding_M & (pad_M % NUM_HEADS == 0))
+
+    query_len = (row_end - row_begin).to(tl.int32)
+    flat_M = program % row_tiles * BLOCK_M + m_M
+    query_M = flat_M // NUM_HEADS
+    head_M = flat_M % NUM_HEADS
+    owned_M = query_M < query_len
+    if program % row_tiles * BLOCK_M >= query_len * NUM_HEADS:
+        return
+    row_M = row_begin + query_M
+    place_M = (row_M * NUM_HEADS + head_M) * num_splits + split
+    if HAS_COUNTERS:
+        clear(counters_ptr, row_M, owned_M & (head_M == 0) & (split == 0))
+
+    # Ranges are whole tiles of the request's keys; the last token of the program sees most.
+    length = tl.maximum(tl.cdiv(tl.cdiv(seq_len, num_splits), TILE), 1) * TILE
+    begin = split * length
+    visible_M = seq_len - query_len + query_M + 1
+    end = tl.minimum(begin + length, seq_len)
+    if DRAFTS:
+        last_query = tl.minimum((program % row_tiles + 1) * BLOCK_M - 1, query_len * NUM_HEADS - 1)
+        end = tl.minimum(end, seq_len - query_len + last_query // NUM_HEADS + 1)
+    if begin >= end:
+        store_nothing(
+            part_ptr, part_lse_ptr, place_M, owned_M, l_L,
+            LATENT, PADDED_LATENT, BLOCK_M, num_splits, HAS_LSE,
+        )  # fmt: skip
+        return
+
+    q_ML = tl.load(
+        q_latent_ptr
+        + (row_M * stride_latent_row + head_M * stride_latent_head)[:, None]
+        + l_L[None, :],
+        mask=owned_M[:, None] & (l_L < LATENT)[None, :],
+        other=0.0,
+    )
+    q_ME = tl.load(
+        q_rope_ptr + (row_M * stride_rope_row + head_M * stride_rope_head)[:, None] + e_E[None, :],
+        mask=owned_M[:, None] & (e_E < ROPE)[None, :],
+        other=0.0,
+    )
+    if WIDEN:
+        q_ML = q_ML.to(tl.float32)
+        q_ME = q_ME.to(tl.float32)
+    kv_scale = 1.0
+    if HAS_KV_SCALE:
+        kv_scale = tl.load(kv_scale_ptr)
+    scale_M = score_scale * kv_scale + tl.zeros([BLOCK_M], tl.float32)
+    if HALF:  # rows are brought to at most 1, as bfloat16 reaches further than float16
+        largest_M = tl.maximum(
+            tl.max(tl.abs(q_ML.to(tl.float32)), 1), tl.max(tl.abs(q_ME.to(tl.float32)), 1)
+        )
+        largest_M = tl.where(largest_M == 0.0, 1.0, largest_M)
+        q_ML = (q_ML.to(tl.float32) / largest_M[:, None]).to(tl.float16)
+        q_ME = (q_ME.to(tl.float32) / largest_M[:, None]).to(tl.float16)
+        scale_M *= largest_M
+    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    if SWAP:
+        acc = tl.zeros([PADDED_LATENT, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, PADDED_LATENT], tl.float32)
+    table_ptr += request.to(tl.int64) * stride_table
+    acc, max_M, sum_M = attend_latents(
+        acc, max_M, sum_M, q_ML, q_ME, kv_ptr, table_ptr, visible_M, seq_len - 1, begin, end,
+        stride_block, stride_token, scale_M, LATENT, PADDED_LATENT, ROPE, PADDED_ROPE,
+        BLOCK_SIZE, TILE, VECTOR, DRAFTS, STAGED, SWAP,
+    )  # fmt: skip
+    total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
+    if HAS_LSE:
+        lse_M = max_M + tl.log2(total_M)
+        if NATURAL:
+            lse_M *= LN_2
+        tl.store(part_lse_ptr + place_M, lse_M, mask=owned_M)
+    factor_M = kv_scale / total_M
+    if SWAP:
+        acc = tl.trans(acc * factor_M[None, :])
+    else:
+        acc *= factor_M[:, None]
+    tl.store(
+        part_ptr + (place_M * LATENT)[:, None] + l_L[None, :],
+        acc.to(part_ptr.dtype.element_ty),
+        mask=owned_M[:, None] & (l_L < LATENT)[None, :],
+    )
+
+
+@triton.jit
+def clear(counters_ptr, row_M, mask_M):
+    """Zeros in both counters of rows."""
+    tl.store(counters_ptr + row_M * 2, 0 * row_M.to(tl.int32), mask=mask_M)
+    tl.store(counters_ptr + row_M * 2 + 1, 0 * row_M.to(tl.int32), mask=mask_M)
+
+
+@triton.jit
+def store_nothing(
+    part_ptr,
+    part_lse_ptr,
+    place_M,
+    mask_M,
+    l_L,
+    LATENT: tl.constexpr,
+    PADDED_LATENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    num_splits,
+    HAS_LSE: tl.constexpr,
+):
+    """Parts without keys: their log-sum-exp says so; where a part is the result, it is zero."""
+    if HAS_LSE:
+        none_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        tl.store(part_lse_ptr + place_M, none_M, mask=mask_M)
+    if num_splits == 1:
+        zero_ML = tl.zeros([BLOCK_M, PADDED_LATENT], part_ptr.dtype.element_ty)
+        tl.store(
+            part_ptr + (place_M * LATENT)[:, None] + l_L[None, :],
+            zero_ML,
+            mask=mask_M[:, None] & (l_L < LATENT)[None, :],
+        )
+
+
+class Parts(NamedTuple):
+    """What the decode kernel leaves."""
+
+    part: torch.Tensor  # [D, N, R, Lkv] contiguous; float32, q's dtype if R is 1
+    lse: torch.Tensor | None  # [D, N, R] float32, base 2; None if R is 1
+    counters: torch.Tensor | None  # [D, 2] int32 zeros, if asked for
+
+
+def mla_parts(
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    kv_scale: torch.Tensor | None = None,
+    fp8: torch.dtype | None = None,
+    lse: torch.Tensor | None = None,
+    counters: bool = False,
+    num_splits: int | None = None,
+    launch: DecodeLaunch | None = None,
+) -> Parts:
+    """The decode kernel alone; arguments of `mla_decode`.
+
+    Args:
+        lse: [D, N] float32, written if there is but one range: else the merging kernel knows it.
+        counters: whether to make counters for `store_head_of_row`.
+    """
+    num_rows, num_heads, latent = ql_nope.shape
+    num_reqs = seq_lens.shape[0]
+    launch = launch or decode_launch(
+        max_query_len * num_heads, ql_nope.dtype, fp8 is not None, latent
+    )
+    row_tiles = triton.cdiv(max_query_len * num_heads, launch.rows)
+    if num_splits is None:
+        slots = launch.programs_per_sm * num_sms(ql_nope.device)
+        num_splits = choose_num_splits(num_reqs * row_tiles, max_seq_len, slots)
+    split = num_splits > 1
+    dtype = torch.float32 if split else ql_nope.dtype
+    shape = (num_rows, num_heads, num_splits)
+    part = torch.empty(*shape, latent, dtype=dtype, device=ql_nope.device)
+    part_lse = torch.empty(shape, dtype=torch.float32, device=part.device) if split else lse
+    counts = torch.empty(num_rows, 2, dtype=torch.int32, device=part.device) if counters else None
+    grid = max(num_reqs * row_tiles, triton.cdiv(num_rows * num_heads, launch.rows))
+    decode_kernel[(grid, num_splits)](
+        part,
+        part if part_lse is None else part_lse,
+        ql_nope,
+        q_pe,
+        kv_cache if fp8 is None else kv_cache.view(fp8),
+        query_start_loc,
+        seq_lens,
+        block_table,
+        part if counts is None else counts,
+        *ql_nope.stride()[:2],
+        *q_pe.stride()[:2],
+        *kv_cache.stride()[:2],
+        block_table.stride(0),
+        num_reqs,
+        num_rows,
+        row_tiles,
+        num_splits,
+        scale * LOG2_E.value,
+        part if kv_scale is None else kv_scale,
+        **_constants(ql_nope, q_pe, kv_cache, launch, fp8),
+        DRAFTS=max_query_len > 1,
+        HAS_KV_SCALE=fp8 is not None and kv_scale is not None,
+        HAS_LSE=part_lse is not None,
+        NATURAL=not split,
+        HAS_COUNTERS=counters,
+        PDL=launches_early(ql_nope.device),
+    )
+    return Parts(part, part_lse if split else None, counts)
+
+
+def _constants(
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    launch: DecodeLaunch,
+    fp8: torch.dtype | None,
+) -> dict[str, Any]:
+    """The kernel's constants that follow from shapes, strides, dtypes and the launch."""
+    latent, rope, dtype = ql_nope.shape[2], q_pe.shape[2], ql_nope.dtype
+    half = fp8 is not None and dtype == torch.bfloat16
+    return {
+        "NUM_HEADS": ql_nope.shape[1],
+        "LATENT": latent,
+        "PADDED_LATENT": max(triton.next_power_of_2(latent), 16),
+        "ROPE": rope,
+        "PADDED_ROPE": max(triton.next_power_of_2(rope), 16),
+        "BLOCK_SIZE": kv_cache.shape[1],
+        "BLOCK_M": launch.rows,
+        "TILE": launch.keys,
+        "VECTOR": math.gcd(16, *kv_cache.stride()[:2]),
+        "WIDEN": widened(dtype) and not half,
+        "HALF": half,
+        "STAGED": fp8 is not None and dtype != torch.float32 and not knobs.runtime.interpret,
+        "SWAP": launch.swap,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+    }
+
+
+def mla_decode(
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    kv_scale: torch.Tensor | None = None,
+    fp8: torch.dtype | None = None,
+    lse: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    launch: DecodeLaunch | None = None,
+) -> torch.Tensor:
+    """Latents weighted by attention, [D, N, Lkv] contiguous, in q's dtype.
+
+    A request's rows are its last tokens; each sees the keys up to its own. Rows without keys, and
+    those behind the last request's, become zero, with log-sum-exp -inf.
+
+    Args:
+        ql_nope: [D, N, Lkv], q through W_UK; strides are free but for the last.
+        q_pe: [D, N, R], rotated, strides as ql_nope's.
+        kv_cache: [P, B, Lkv + R], in q's dtype, or uint8 for FP8.
+        block_table: [S, max blocks] int32.
+        seq_lens: [S] int32, the rows' own tokens included.
+        query_start_loc: [S + 1] int32, cumulative.
+        scale: factor on scores.
+        max_query_len: most rows of a request.
+        max_seq_len: bounds seq_lens; a captured launch is right beyond it, but slower.
+        kv_scale: [1] float32: an FP8 cache means stored * kv_scale; None: 1.
+        fp8: dtype of an FP8 cache.
+        lse: [D, N] float32, written: natural log of the softmax's denominator.
+        num_splits: ranges of keys, overrides the choice; 1 to MAX_SPLITS.
+        launch: overrides the choice.
+    """
+    parts = mla_parts(
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc,
+        scale=scale, max_query_len=max_query_len, max_seq_len=max_seq_len, kv_scale=kv_scale,
+        fp8=fp8, lse=lse, num_splits=num_splits, launch=launch,
+    )  # fmt: skip
+    if parts.lse is None:
+        return parts.part[:, :, 0]
+    return combine(parts.part, parts.lse, ql_nope.dtype, lse)

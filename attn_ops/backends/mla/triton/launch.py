@@ -1,0 +1,71 @@
+"""How the decode kernel of latent attention is launched: its constants, and ranges of keys.
+
+S requests, N query heads, M rows of a program, R ranges of a request's keys.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+import triton
+
+MAX_SPLITS = 128
+"""Ranges of keys of one request."""
+
+MIN_KEYS = 64
+"""Of a range: shorter ones cost more in the combining kernel than they save."""
+
+RANGE_KEYS = 128
+"""Keys that could be attended in the time a program takes besides: its start, end and parts."""
+
+MAX_WAVES = 4
+"""Of programs: how often more ranges are weighed against a last wave that leaves SMs idle."""
+
+
+class DecodeLaunch(NamedTuple):
+    """Constants of a launch of the decode kernel."""
+
+    rows: int  # M: query rows of a program, each one head of a token
+    keys: int  # of a tile
+    num_warps: int
+    num_stages: int
+    swap: bool = False  # keys are the rows of the products
+    programs_per_sm: int = 2  # that run at a time
+
+
+def decode_launch(num_rows: int, dtype: torch.dtype, fp8: bool, latent: int) -> DecodeLaunch:
+    """For requests of `num_rows` rows each. Not measured yet: benchmarks.mla has a tuning mode."""
+    rows = min(max(triton.next_power_of_2(num_rows), 16), 64)
+    if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
+        return DecodeLaunch(16, 16, 8, 1, programs_per_sm=1)
+    if rows <= 32:
+        if latent <= 256:
+            return DecodeLaunch(rows, 32, 4, 4)
+        return DecodeLaunch(rows, 32, 4, 2 if fp8 else 3)
+    if latent <= 256:
+        return DecodeLaunch(rows, 64, 8, 2, programs_per_sm=1)
+    return DecodeLaunch(rows, 32 if fp8 else 64, 8, 2, programs_per_sm=1)
+
+
+def choose_num_splits(num_programs: int, max_keys: int, slots: int) -> int:
+    """Ranges per request, from host values that a captured graph may freeze.
+
+    The ranges of which the programs, in waves of `slots`, take least time: a wave takes as long as
+    a range and RANGE_KEYS more.
+
+    Args:
+        num_programs: programs without splitting.
+        max_keys: most keys that a query sees, or an upper bound.
+        slots: programs that run at a time on the device.
+    """
+    programs = max(num_programs, 1)
+    most = max(1, min(triton.cdiv(max_keys, MIN_KEYS), MAX_SPLITS))
+    best, best_cost = 1, triton.cdiv(programs, slots) * (max_keys + RANGE_KEYS)
+    for waves in range(1, MAX_WAVES + 1):
+        splits = min(waves * slots // programs, most)
+        if splits <= 1:
+            continue
+        cost = triton.cdiv(programs * splits, slots) * (triton.cdiv(max_keys, splits) + RANGE_KEYS)
+        if cost < best_cost:
+            best, best_cost = splits, cost
+    return best

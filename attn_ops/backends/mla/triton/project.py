@@ -1,0 +1,292 @@
+"""Latents times W_UV: parts merged, multiplied head by head, and quantized, in one kernel.
+
+D rows, N query heads, R ranges of keys, L columns of the latent (Lkv), V columns of a value,
+M rows of a product (D, repeated up to 16), C ranges merged at a time.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+import triton
+import triton.language as tl
+from attn_ops.backends.mla.triton.combine import combine, merged_lse, merged_parts
+from attn_ops.backends.mla.triton.decode import Parts, mla_parts
+from attn_ops.backends.mla.triton.launch import DecodeLaunch
+from attn_ops.backends.triton.tiles import LN_2, widened
+from attn_ops.output_quant.schemes import QuantizedOutput
+from attn_ops.output_quant.triton.epilogue import (
+    ROW,
+    epilogue_arguments,
+    given_scale,
+    launches_early,
+    store_head_of_row,
+    store_quantized,
+)
+from attn_ops.output_quant.triton.quantize import launch_quantize
+
+ROW_TILE = tl.constexpr(4096)
+"""Values of a row that are quantized at a time."""
+
+MAX_FUSED_SPLITS = 16
+"""Ranges that `project` merges itself: with more of them, programs of a head that each merge the
+same parts take longer than a kernel that merges them once. Not measured yet."""
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "quant"])
+def project_kernel(
+    out_ptr,  # [D, N, VALUE] contiguous; quantized, if HOW is given
+    part_ptr,  # [D, N, R, LATENT] contiguous, float32 if SPLIT
+    part_lse_ptr,  # [D, N, R] float32 contiguous, base 2, if SPLIT
+    w_ptr,  # [N, VALUE, LATENT]
+    stride_w_head,
+    stride_w_row,
+    num_rows,  # D
+    num_splits,  # R
+    lse_ptr,  # [D, N] float32 contiguous, natural log, if HAS_LSE
+    quant,  # of `store_quantized`, with HOW
+    HOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    VALUE: tl.constexpr,
+    TILE_V: tl.constexpr,
+    TILE_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,  # TILE_L holds the latent: W_UV is loaded before the parts are there
+    SPLIT: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PDL: tl.constexpr,  # launched before the kernel that writes the parts has ended
+):
+    """Grid (ceil(VALUE / TILE_V), N, ceil(D / BLOCK_D))."""
+    BLOCK_M: tl.constexpr = BLOCK_D if BLOCK_D > 16 else 16
+    REPEATS: tl.constexpr = BLOCK_M // BLOCK_D
+    VALUE_TILES: tl.constexpr = (VALUE + TILE_V - 1) // TILE_V
+    value_tile = tl.program_id(0)
+    head = tl.program_id(1)
+    given = given_scale(quant, HOW)
+    l_L = tl.arange(0, TILE_L)
+    v_V = value_tile * TILE_V + tl.arange(0, TILE_V)
+    w_ptr += head.to(tl.int64) * stride_w_head
+    w_ptr_VL = w_ptr + (v_V * stride_w_row)[:, None] + l_L[None, :]
+    stored_V = v_V < VALUE
+    if WHOLE:
+        w_VL = tl.load(w_ptr_VL, mask=stored_V[:, None] & (l_L < LATENT)[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    d_D = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside_D = d_D < num_rows
+    row_D = d_D.to(tl.int64) * NUM_HEADS + head
+    place_D = row_D * num_splits
+    lse_D = tl.zeros([BLOCK_D], tl.float32)
+    if SPLIT:
+        lse_D = merged_lse(part_lse_ptr, place_D, inside_D, num_splits, BLOCK_D, PARTS)
+        if HAS_LSE:
+            tl.store(lse_ptr + row_D, lse_D * LN_2, mask=inside_D & (value_tile == 0))
+    acc_MV = tl.zeros([BLOCK_M, TILE_V], tl.float32)
+    for first in range(0, LATENT, TILE_L):
+        column_L = first + l_L
+        if SPLIT:
+            x_DL = merged_parts(
+                part_ptr, part_lse_ptr, place_D, inside_D, lse_D, column_L, num_splits,
+                LATENT, BLOCK_D, TILE_L, PARTS,
+            )  # fmt: skip
+        else:
+            x_DL = tl.load(
+                part_ptr + (row_D * LATENT)[:, None] + column_L[None, :],
+                mask=inside_D[:, None] & (column_L < LATENT)[None, :],
+                other=0.0,
+            )
+        x_DL = x_DL.to(w_ptr.dtype.element_ty)
+        if not WHOLE:
+            mask_VL = stored_V[:, None] & (column_L < LATENT)[None, :]
+            w_VL = tl.load(w_ptr_VL + first, mask=mask_VL, other=0.0)
+        if REPEATS > 1:  # a product takes at least 16 rows
+            x_ML = tl.reshape(
+                tl.broadcast_to(x_DL[:, None, :], [BLOCK_D, REPEATS, TILE_L]), [BLOCK_M, TILE_L]
+            )
+        else:
+            x_ML = x_DL
+        if WIDEN:
+            acc_MV += tl.dot(x_ML.to(tl.float32), tl.trans(w_VL.to(tl.float32)))
+        else:
+            acc_MV = tl.dot(x_ML, tl.trans(w_VL), acc_MV, input_precision="ieee")
+
+    m_M = tl.arange(0, BLOCK_M)
+    row_M = (tl.program_id(2) * BLOCK_D + m_M // REPEATS).to(tl.int64)
+    owned_M = (row_M < num_rows) & (m_M % REPEATS == 0)
+    if HOW is None:
+        out_ptr_MV = out_ptr + ((row_M * NUM_HEADS + head) * VALUE)[:, None] + v_V[None, :]
+        mask_MV = owned_M[:, None] & stored_V[None, :]
+        tl.store(out_ptr_MV, acc_MV.to(out_ptr.dtype.element_ty), mask=mask_MV)
+    else:  # tiles of a head pass for heads: several only where they divide it
+        SIZE: tl.constexpr = VALUE // VALUE_TILES
+        place = head * VALUE_TILES + value_tile
+        if HOW[0] == ROW:
+            for d in tl.static_range(BLOCK_D):
+                row = tl.program_id(2).to(tl.int64) * BLOCK_D + d
+                x_V = tl.sum(tl.where((m_M == d * REPEATS)[:, None], acc_MV, 0.0), 0)
+                if row < num_rows:
+                    store_head_of_row(
+                        out_ptr, x_V, row, place, quant, HOW,
+                        NUM_HEADS * VALUE_TILES, SIZE, TILE_V, ROW_TILE,
+                    )  # fmt: skip
+        else:
+            store_quantized(
+                out_ptr, acc_MV, row_M, place + 0 * m_M, owned_M, given, quant, HOW,
+                NUM_HEADS * VALUE_TILES, SIZE, TILE_V, BLOCK_M,
+            )  # fmt: skip
+
+
+class ProjectLaunch(NamedTuple):
+    """Constants of a launch of the project kernel."""
+
+    rows: int  # BLOCK_D
+    values: int  # TILE_V
+    latents: int  # TILE_L
+    num_warps: int
+    num_stages: int
+
+
+def project_launch(
+    num_rows: int, num_heads: int, latent: int, value: int, dtype: torch.dtype
+) -> ProjectLaunch:
+    """Not measured yet: benchmarks.mla has a tuning mode."""
+    padded_latent = max(triton.next_power_of_2(latent), 16)
+    padded_value = max(triton.next_power_of_2(value), 16)
+    rows = min(triton.next_power_of_2(num_rows), 64)
+    if dtype == torch.float32:
+        return ProjectLaunch(min(rows, 16), min(padded_value, 32), min(padded_latent, 32), 4, 1)
+    if rows <= 16:
+        values = min(padded_value, 32 if num_heads >= 64 else 16)
+        return ProjectLaunch(rows, values, padded_latent, 4, 1)
+    return ProjectLaunch(rows, min(padded_value, 128), min(padded_latent, 64), 4, 3)
+
+
+def fits(quant: QuantizedOutput | None, launch: ProjectLaunch, value: int) -> ProjectLaunch | None:
+    """The launch with tiles that the scheme takes; None, if the kernel does not write it."""
+    if quant is None:
+        return launch
+    how, padded = quant.how, max(triton.next_power_of_2(value), 16)
+    if how.scheme == "fp8_row":
+        if launch.rows > 16:
+            return None
+    elif not how.within_heads(value):
+        return None
+    values = max(launch.values, how.group or 0)
+    return launch._replace(values=padded if value % values else values)
+
+
+def combine_project(
+    parts: Parts,
+    w_uv: torch.Tensor,
+    quant: QuantizedOutput | None = None,
+    lse: torch.Tensor | None = None,
+    launch: ProjectLaunch | None = None,
+) -> torch.Tensor:
+    """Parts [D, N, R, Lkv] and w_uv [N, V, Lkv] -> [D, N, V] contiguous, or `quant.out`.
+
+    It is launched early: the launch before it must be the one that writes the parts.
+
+    Args:
+        parts: of `mla_parts`; with counters, if `quant` is by row.
+        w_uv: strides are free but for the last.
+        quant: how the output is quantized; None: it has w_uv's dtype.
+        lse: [D, N] float32, written if there are several ranges: else `mla_parts` wrote it.
+        launch: overrides the choice.
+    """
+    num_rows, num_heads, num_splits, latent = parts.part.shape
+    value, dtype, device = w_uv.shape[1], w_uv.dtype, w_uv.device
+    launch = launch or project_launch(num_rows, num_heads, latent, value, dtype)
+    fitted = fits(quant, launch, value)
+    if quant is not None and (fitted is None or not_counted(quant, parts)):
+        return launch_quantize(combine_project(parts, w_uv, None, lse, launch), quant)
+    assert fitted is not None
+    if parts.lse is not None and num_splits > MAX_FUSED_SPLITS:
+        whole = combine(parts.part, parts.lse, dtype, lse)
+        parts, num_splits, lse = Parts(whole, None, parts.counters), 1, None
+    split = parts.lse is not None
+    out = quant.out if quant is not None else None
+    if out is None:
+        out = torch.empty(num_rows, num_heads, value, dtype=dtype, device=device)
+    epilogue = _epilogue(quant, parts, dtype)
+    pdl = launches_early(device)
+    grid = (triton.cdiv(value, fitted.values), num_heads, triton.cdiv(num_rows, fitted.rows))
+    project_kernel[grid](
+        out,
+        parts.part,
+        parts.lse if parts.lse is not None else out,
+        w_uv,
+        *w_uv.stride()[:2],
+        num_rows,
+        num_splits,
+        out if lse is None else lse,
+        **epilogue,
+        NUM_HEADS=num_heads,
+        LATENT=latent,
+        VALUE=value,
+        TILE_V=fitted.values,
+        TILE_L=fitted.latents,
+        BLOCK_D=fitted.rows,
+        PARTS=_parts_at_a_time(fitted, num_splits),
+        WHOLE=fitted.latents >= latent,
+        SPLIT=split,
+        HAS_LSE=split and lse is not None,
+        WIDEN=widened(dtype),
+        PDL=pdl,
+        num_warps=fitted.num_warps,
+        num_stages=fitted.num_stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out
+
+
+def _parts_at_a_time(launch: ProjectLaunch, num_splits: int) -> int:
+    values = 64 * 32 * launch.num_warps  # 64 registers of a thread
+    most = max(values // (launch.rows * launch.latents), 1)
+    return min(triton.next_power_of_2(num_splits), most)
+
+
+def not_counted(quant: QuantizedOutput, parts: Parts) -> bool:
+    """Whether the scheme is by row and no kernel has made its counters zero."""
+    return quant.how.scheme == "fp8_row" and parts.counters is None
+
+
+def _epilogue(quant: QuantizedOutput | None, parts: Parts, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernel's `quant` and `HOW`, with the counters that the decode kernel has cleared."""
+    found = epilogue_arguments(quant, dtype)
+    if quant is not None and quant.how.scheme == "fp8_row":
+        waiting = torch.empty(quant.out.shape, dtype=dtype, device=quant.out.device)
+        found["quant"] = (*found["quant"], waiting, parts.counters)
+    return found
+
+
+def mla_decode_project(
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    w_uv: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    kv_scale: torch.Tensor | None = None,
+    fp8: torch.dtype | None = None,
+    lse: torch.Tensor | None = None,
+    quant: QuantizedOutput | None = None,
+    num_splits: int | None = None,
+    launch: DecodeLaunch | None = None,
+    project: ProjectLaunch | None = None,
+) -> torch.Tensor:
+    """`mla_decode`, multiplied by w_uv [N, V, Lkv]: [D, N, V], or `quant.out`."""
+    parts = mla_parts(
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc,
+        scale=scale, max_query_len=max_query_len, max_seq_len=max_seq_len, kv_scale=kv_scale,
+        fp8=fp8, lse=lse, counters=quant is not None and quant.how.scheme == "fp8_row",
+        num_splits=num_splits, launch=launch,
+    )  # fmt: skip
+    return combine_project(parts, w_uv, quant, lse, project)

@@ -14,6 +14,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
     """A batch for the decode kernel, and its latents by request in float64."""
@@ -30,7 +33,7 @@ class Case:
     options: dict[str, Any]
 
     @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
+    def inputs(self) -> Inputs:
         return (
             self.ql_nope, self.q_pe, self.kv_cache, self.block_table, self.seq_lens,
             self.query_start_loc,

@@ -47,7 +47,7 @@ def attn_ops(
     pipeline = with_user_pass(config, patches.get(SLOT, getattr(inductor_config, SLOT)))
     for recorder in recorders():
         recorder.num_graphs += 1
-    run_dynamo_stage(gm, config)
+    undo = run_dynamo_stage(gm, config)
 
     def compile_piece(
         piece: GraphModule, inputs: Sequence[Any], name: GraphName | None
@@ -59,7 +59,11 @@ def attn_ops(
     # cache stays on.
     cache = functorch_config.patch(enable_autograd_cache=False)
     with cache, inductor_mended(), strides_ordered_without_guards():
-        return compile_regions(gm, example_inputs, compile_piece)
+        try:
+            return compile_regions(gm, example_inputs, compile_piece)
+        except BaseException:
+            undo()  # whose graph it is may compile it by other means
+            raise
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

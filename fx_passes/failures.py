@@ -1,5 +1,7 @@
 """A pass that fails: the error names the pass, the graph and the node."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from torch.fx import Node
@@ -14,13 +16,15 @@ class RefusedError(ValueError):
 
 
 class named_errors:
-    """Let errors inside a block name the pass, its graph and the node that it was at.
+    """Let errors inside a block name the pass, its graph, the node that it was at, and dumps.
 
     A class: a generator's block hides a StopIteration that is raised inside.
     """
 
-    def __init__(self, pass_name: str, graph_name: str | None = None) -> None:
-        self.pass_name, self.graph_name = pass_name, graph_name
+    def __init__(
+        self, pass_name: str, graph_name: str | None = None, dumps: Sequence[Path] = ()
+    ) -> None:
+        self.pass_name, self.graph_name, self.dumps = pass_name, graph_name, dumps
 
     def __enter__(self) -> None:
         pass
@@ -34,6 +38,8 @@ class named_errors:
         where = f" on the graph {self.graph_name!r}" if self.graph_name else ""
         where += f" at the node {node.name!r}" if node is not None else ""
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if self.dumps:
+            said += f"; the dump in {', '.join(map(str, self.dumps))} has its graph"
         raise PassError(f"the pass {self.pass_name!r} failed{where}: {said}") from error
 
 

@@ -37,6 +37,7 @@ class PassRecord:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     pictures: tuple[str, str] | None = None  # Mermaid, before and after, of a changed Dynamo graph
     summary: str | None = None  # what it did to a step, in a line, if that is worth a line
+    error: str | None = None  # with which it ended; `after` is the graph as it left it
 
     def matches_in_words(self) -> str:
         """`1 x 32 layers` for a layer that is compiled once; `0: no equal products`."""
@@ -51,6 +52,7 @@ class Recorder:
         texts: whether graphs are printed before and after each pass.
         draw: draws Dynamo graphs before and after each pass, as `fx_passes.pictures` does; None:
             nothing is drawn.
+        directory: where a dump is written of what is collected, for errors; None: there is none.
         passes: runs, in order.
         num_graphs: graphs that Dynamo handed to the backend.
         final_graphs: the ATen graphs as Inductor gets them, by name.
@@ -60,6 +62,7 @@ class Recorder:
 
     texts: bool = False
     draw: Draw | None = None
+    directory: Path | None = None
     passes: list[PassRecord] = dataclasses.field(default_factory=list)
     num_graphs: int = 0
     final_graphs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -97,18 +100,26 @@ class Recorder:
                 found.setdefault(record.pass_name, {})[record.summary] = None
         return {name: "; ".join(lines) for name, lines in found.items()}
 
-    def watch(self, one: Pass, graph: Graph, name: GraphName) -> Callable[[int], None]:
-        """Look at a graph before a pass. What is returned notes what the pass did to it."""
+    def watch(self, one: Pass, graph: Graph, name: GraphName) -> Callable[..., None]:
+        """Look at a graph before a pass.
+
+        What is returned takes the pass's matches, and its error if it failed, and notes what it did
+        to the graph.
+        """
         before = graph_text(graph) if self.texts else None
         picture = self.draw(graph) if self.draw and one.stage == "dynamo" else None
 
-        def note(matches: int) -> None:
+        def note(matches: int, error: Exception | None = None) -> None:
             record = PassRecord(one.name, one.stage, name.text, matches, list(one.skipped))
             record.num_calls, record.looks_for = name.num_calls, one.looks_for
-            record.reasons = list(one.reasons)
-            record.facts, record.summary = dict(one.facts), one.summary()
-            record.before, record.after = before, graph_text(graph) if self.texts else None
-            record.pictures = picture(graph) if picture and matches else None
+            record.reasons, record.before = list(one.reasons), before
+            if error is None:
+                record.facts, record.summary = dict(one.facts), one.summary()
+                record.after = graph_text(graph) if self.texts else None
+                record.pictures = picture(graph) if picture and matches else None
+            else:
+                record.error = f"{type(error).__name__}: {error}"
+                record.after = _text_of_broken(graph) if self.texts else None
             self.passes.append(record)
 
         return note
@@ -159,6 +170,14 @@ def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
 def recorders() -> tuple[Recorder, ...]:
     """Those that are active."""
     return _active.get()
+
+
+def _text_of_broken(graph: Graph) -> str:
+    """The graph as a pass left it that failed; it may be none that can be printed."""
+    try:
+        return graph_text(graph)
+    except Exception as error:  # of whatever in it is broken
+        return f"# it cannot be printed: {type(error).__name__}: {error}"
 
 
 def graph_text(graph: Graph) -> str:

@@ -10,6 +10,7 @@ collapse_views   aten     q, k, v reach attention as one view of their product
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -126,27 +127,42 @@ def run_pass(one: Pass, graph: Graph, name: GraphName) -> int:
         PassError: the pass raised, returned what it must not, or broke one of the `Promises`.
         RefusedError: its option asks for what cannot be done.
     """
-    with named_errors(one.name, name.text):
-        notes = [recorder.watch(one, graph, name) for recorder in recorders()]
-        promises = Promises(graph) if one.stage == "aten" else None
-        matches = one.run(graph)
-        if matches and promises is not None:
-            promises.check(graph)
+    active = recorders()
+    dumps = [recorder.directory for recorder in active if recorder.directory is not None]
+    with named_errors(one.name, name.text, dumps):
+        notes = [recorder.watch(one, graph, name) for recorder in active]
+        promises = Promises(graph, one.stage)
+        try:
+            matches = one.run(graph)
+            if matches:
+                promises.check(graph)
+        except Exception as error:
+            for note in notes:
+                note(0, error)
+            raise
         for note in notes:
             note(matches)
         return matches
 
 
-def run_dynamo_stage(gm: GraphModule, config: PassConfig) -> None:
-    """The passes on the Dynamo graph, in place. If one fails, the graph is what it was."""
+def run_dynamo_stage(gm: GraphModule, config: PassConfig) -> Callable[[], None]:
+    """The passes on the Dynamo graph, in place. If one fails, the graph is what it was.
+
+    Returns what makes it that again, for errors of what follows.
+    """
     graph, name = copy.deepcopy(gm.graph), name_of(gm.graph)
     submodules = set(gm._modules)
+
+    def undo() -> None:
+        for added in set(gm._modules) - submodules:
+            gm.delete_submodule(added)
+        gm.graph = graph
+
     try:
         for one in passes(config, "dynamo"):
             if run_pass(one, gm.graph, name):
                 gm.recompile()
-    except Exception:
-        for added in set(gm._modules) - submodules:
-            gm.delete_submodule(added)
-        gm.graph = graph
+    except BaseException:
+        undo()
         raise
+    return undo

@@ -1,39 +1,30 @@
-"""What a pass must keep: shapes, strides and dtypes of a graph's outputs, and its writes in order.
+"""What a pass must keep: forms of a graph's outputs, and its writes in their order."""
 
-Checked on the ATen graph, whose nodes all note their values.
-"""
-
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from fx_passes.analysis.memory import mutated_arguments, mutated_names
-from fx_passes.analysis.sizes import expression
+from fx_passes.analysis.graph_ops import operator_name
+from fx_passes.analysis.memory import mutated_arguments, storage
 from fx_passes.analysis.values import tensors_of, value_of
+from fx_passes.recompute import Snapshot, is_same
 
-_OWN = ("aten", "prims", "attn_ops")
-"""Namespaces of operators that can be run on fake tensors."""
+Write = tuple[Node, str, tuple[str, ...]]
+"""A node that writes, what it calls, and the inputs of the graph that it writes to."""
 
 
 class Promises:
-    """A graph as it was before a pass.
+    """A graph as it was before a pass."""
 
-    Nodes that the pass changed, and what depends on them, are computed anew on fake tensors. The
-    others keep their values, so a check costs little.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self.values = {node: value_of(node) for node in graph.nodes}
-        self._calls = {node: _call(node) for node in graph.nodes}
-        self._outputs = [self.values.get(x) if isinstance(x, Node) else x for x in _returned(graph)]
-        self._writes = _writes(graph)
+    def __init__(self, graph: Graph, stage: str) -> None:
+        self.stage = stage
+        self._before = Snapshot(graph, stage)
+        values = self._before.values
+        self._outputs = [values.get(x) if isinstance(x, Node) else x for x in _returned(graph)]
+        self._writes = self._ordered(graph)
 
     def check(self, graph: Graph) -> None:
         """Compare with the graph as it is now.
@@ -41,40 +32,38 @@ class Promises:
         Raises:
             ValueError: an output, a write or a node is not what it must be.
         """
-        if (writes := _writes(graph)) != self._writes:
-            raise ValueError(f"the graph must write {self._writes} in this order, got {writes}")
-        values, returned = self._recomputed(graph), _returned(graph)
+        self._check_writes(graph)
+        values, returned = self._before.recomputed(graph), _returned(graph)
         if len(returned) != len(self._outputs):
             raise ValueError(
                 f"the graph must return {len(self._outputs)} values, got {len(returned)}"
             )
         for i, (node, wanted) in enumerate(zip(returned, self._outputs, strict=True)):
             got = values.get(node) if isinstance(node, Node) else node
-            if not _is_same(got, wanted):
+            if not is_same(got, wanted):
                 raise ValueError(
                     f"output {i} of the graph must be {_in_words(wanted)}, got {_in_words(got)}"
                 )
 
-    def _recomputed(self, graph: Graph) -> dict[Node, Any]:
-        """By node, its value; None where it cannot be told."""
-        values: dict[Node, Any] = {}
-        kept: set[Node] = set()
-        with _fake_mode(graph) as mode:
-            for node in graph.nodes:
-                known = self._calls.get(node) == _call(node)
-                if known and kept.issuperset(node.all_input_nodes):
-                    values[node] = self.values[node]
-                elif mode is None or node.op != "call_function":
-                    values[node] = value_of(node)
-                else:
-                    values[node] = _computed(node, values, must=not known)
-                if node in self.values and _is_same(values[node], self.values[node]):
-                    kept.add(node)
-        return values
+    def _check_writes(self, graph: Graph) -> None:
+        wanted, got = ([write[1:] for write in one] for one in (self._writes, self._ordered(graph)))
+        if got != wanted:
+            # `node` is named by the error: the first that does not write what it must.
+            pairs = zip(self._ordered(graph), wanted, strict=False)
+            node = next((write[0] for write, one in pairs if write[1:] != one), None)  # noqa: F841
+            raise ValueError(f"the graph must write {wanted} in this order, got {got}")
 
-
-def _call(node: Node) -> tuple[Any, ...]:
-    return node.op, node.target, node.args, node.kwargs
+    def _ordered(self, graph: Graph) -> list[Write]:
+        """In order. In the Dynamo graph a layer that is cut out moves over writes to other memory:
+        there the order is kept of each input.
+        """
+        names: dict[int, list[str]] = {}
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                for x in tensors_of(value_of(node)):
+                    names.setdefault(storage(x), []).append(node.name)
+        found = list(_writes(graph, names))
+        return sorted(found, key=lambda write: write[2]) if self.stage == "dynamo" else found
 
 
 def _returned(graph: Graph) -> list[Any]:
@@ -82,72 +71,49 @@ def _returned(graph: Graph) -> list[Any]:
     return tree_leaves([node.args for node in graph.find_nodes(op="output")])
 
 
-def _writes(graph: Graph) -> list[tuple[str, ...]]:
-    """Operators that write to inputs of the graph, with their names, in order."""
-    found = []
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and mutated_names(node.target):
-            inputs = [a.name for a in mutated_arguments(node) if a.op == "placeholder"]
-            if inputs:
-                found.append((str(node.target), *inputs))
-    return found
+def _writes(graph: Graph, names: Mapping[int, list[str]]) -> Iterator[Write]:
+    """Writes to inputs of the graph, in order; those of called submodules stand at the call.
 
-
-@contextlib.contextmanager
-def _fake_mode(graph: Graph) -> Iterator[FakeTensorMode | None]:
-    """Compute on fake tensors inside, without a guard; None where the graph has none."""
-    inputs = tensors_of([value_of(node) for node in graph.find_nodes(op="placeholder")])
-    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
-    with contextlib.ExitStack() as stack:
-        if mode is not None:
-            stack.enter_context(mode)
-            if mode.shape_env is not None:
-                stack.enter_context(mode.shape_env.suppress_guards())
-                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
-        yield mode
-
-
-def _computed(node: Node, values: dict[Node, Any], must: bool) -> Any:
-    """The node's value; None where it cannot be told.
-
-    Raises:
-        ValueError: its operator refuses its arguments, and it `must` take them.
+    Args:
+        names: of the inputs, by the memory that they live in.
     """
-    if getattr(node.target, "namespace", "aten") not in _OWN:
-        return value_of(node)
-    if any(values[source] is None for source in node.all_input_nodes):
-        return None
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    try:
-        return node.target(*args, **kwargs)  # type: ignore
-    except (NotImplementedError, torch._subclasses.fake_tensor.UnsupportedFakeTensorException):
-        return value_of(node)
-    except Exception as error:
-        if must:
-            raise ValueError(f"{node.name} cannot be computed: {error}") from error
-        return None
+    for node in graph.nodes:
+        if node.op == "call_module":
+            yield from ((node, *write[1:]) for write in _inside(node, graph, names))
+        elif node.op in ("call_function", "call_method") and not _is_higher_order(node):
+            inputs = {name for a in mutated_arguments(node) for name in _named(a, names)}
+            if inputs:
+                overload = isinstance(node.target, torch._ops.OpOverload)
+                yield (
+                    node,
+                    str(node.target) if overload else operator_name(node),
+                    (*sorted(inputs),),
+                )
 
 
-def _is_same(got: Any, wanted: Any) -> bool:
-    """Whether two values have one form; what is not known is taken for the same."""
-    if got is None or wanted is None:
-        return True
-    if isinstance(wanted, torch.Tensor) and isinstance(got, torch.Tensor):
-        same = (got.dtype, got.device, got.dim()) == (wanted.dtype, wanted.device, wanted.dim())
-        return same and all(
-            _equal(a, b) and (expression(a) == 1 or _equal(s, t))
-            for a, b, s, t in zip(
-                got.shape, wanted.shape, got.stride(), wanted.stride(), strict=True
-            )
-        )
-    if isinstance(wanted, list | tuple) and isinstance(got, list | tuple):
-        return len(got) == len(wanted) and all(map(_is_same, got, wanted))
-    return isinstance(got, torch.Tensor) == isinstance(wanted, torch.Tensor)
+def _inside(call: Node, graph: Graph, names: Mapping[int, list[str]]) -> Iterator[Write]:
+    """Writes of a called submodule, whose inputs stand for those of the graph."""
+    module = graph.owning_module and graph.owning_module.get_submodule(str(call.target))
+    if not isinstance(module, GraphModule):
+        return
+    own: dict[int, list[str]] = {}
+    for inner, given in zip(
+        module.graph.find_nodes(op="placeholder"), call.all_input_nodes, strict=False
+    ):
+        for x in tensors_of(value_of(inner)):
+            own.setdefault(storage(x), []).extend(_named(given, names))
+    yield from _writes(module.graph, own)
 
 
-def _equal(a: Any, b: Any) -> bool:
-    first, second = expression(a), expression(b)
-    return first == second or sympy.expand(first - second) == 0
+def _named(node: Node, names: Mapping[int, list[str]]) -> list[str]:
+    """The inputs that share memory with a node."""
+    found = [name for x in tensors_of(value_of(node)) for name in names.get(storage(x), [])]
+    return found or [node.name] * (node.op == "placeholder")
+
+
+def _is_higher_order(node: Node) -> bool:
+    """Whether it calls a graph of its own, of which it is not known what it writes."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _in_words(value: Any) -> str:

@@ -41,3 +41,9 @@ def operator_name(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target.overloadpacket.__name__
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def switches_autocast(node: Node) -> bool:
+    """Whether a node of the Dynamo graph changes in which dtypes those behind it compute."""
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and name in ("_enter_autocast", "_exit_autocast")

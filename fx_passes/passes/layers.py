@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
+from fx_passes.analysis.graph_ops import switches_autocast
 from fx_passes.analysis.layer_paths import layer_path
 from fx_passes.base import Pass
 from fx_passes.regions import Region
@@ -41,6 +42,7 @@ class OutlineLayers(Pass):
         - the layer hands something other than tensors to the outside;
         - the graph reads a number from a tensor, as Dynamo makes of a module's float that
           has changed: only in the whole graph is the number known;
+        - autocast begins or ends between its nodes and others;
         - training: an input requires grad.
     """
 
@@ -55,8 +57,9 @@ class OutlineLayers(Pass):
             return 0
         owner = graph.owning_module
         groups: dict[str, list[Region]] = {}
+        inside = _autocasts(graph)
         for region in _regions(graph):
-            reason = region.reason_against()
+            reason = region.reason_against() or _cut_autocast(region, inside)
             if reason:
                 self.skip(reason, region.path)
                 continue
@@ -73,6 +76,28 @@ class OutlineLayers(Pass):
                 region.refreshed().replace_by_call(graph, name)
             count += len(regions)
         return count
+
+
+def _autocasts(graph: Graph) -> dict[Node, set[Node]]:
+    """By node, those that begin and end the autocasts around it; they stand in their own."""
+    inside: dict[Node, set[Node]] = {}
+    around: set[Node] = set()
+    for node in graph.nodes:
+        if switches_autocast(node):
+            ends = {user for user in node.users if switches_autocast(user)}
+            around = around | {node, *ends}
+        if around:
+            inside[node] = around
+        if switches_autocast(node) and not node.users:
+            around = around - {node, *node.all_input_nodes}
+    return inside
+
+
+def _cut_autocast(region: Region, inside: dict[Node, set[Node]]) -> str | None:
+    nodes = set(region.nodes)
+    if any(inside.get(node, nodes) - nodes for node in region.nodes):
+        return "autocast begins or ends between its nodes and others"
+    return None
 
 
 def _regions(graph: Graph) -> Iterator[Region]:

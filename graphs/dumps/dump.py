@@ -47,7 +47,7 @@ def dump(directory: str | os.PathLike[str]) -> Iterator[Path]:
     from fx_passes.pictures.picture import draw  # here: without a dump nothing is drawn
 
     directory = make_room(directory)
-    recorder, notes = Recorder(texts=True, draw=draw), []
+    recorder, notes = Recorder(texts=True, draw=draw, directory=directory), []
     loaded = {id(module) for module in PyCodeCache.modules}
     try:
         with recording(recorder), writing_depyf_files(directory / "depyf", notes):
@@ -90,6 +90,8 @@ def _pass_entry(directory: Path, number: int, record: PassRecord) -> Entry:
         f"{stage} pass `{record.pass_name}` on graph `{record.graph_name}`: "
         f"matches {_one_line(record.matches_in_words())}"
     )
+    if record.error is not None:
+        text += f"; failed with {_one_line(record.error)}"
     skipped = [_one_line(reason) for reason in record.skipped]
     if record.before == record.after:
         return Entry("passes", f"{text}; the graph stayed as it was, so no files", [], skipped)

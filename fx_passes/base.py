@@ -11,6 +11,7 @@ from torch.fx import Graph
 
 from fx_passes.analysis.training import why_trained
 from fx_passes.config import PassConfig
+from fx_passes.token_counts import why_outside
 
 Stage = Literal["dynamo", "aten"]
 """`dynamo`: the graph as Dynamo traced it, with mutation. `aten`: the functional ATen graph."""
@@ -20,7 +21,7 @@ class Pass(abc.ABC):
     """One rewrite. Its docstring holds `Before::` and `After::` graphs and a "Skipped when" list.
 
     A pass declares `name`, `stage` and, where it needs it, `needs_inference`, `looks_for`,
-    `runs_before`, `runs_after`, `switch`, `of`, `settings`, `summary` and `refuse`.
+    `runs_before`, `runs_after`, `switch`, `token_range`, `of`, `settings`, `summary` and `refuse`.
 
     Attributes:
         name: what reports, dumps and `register_pass(before=, after=)` call it.
@@ -30,6 +31,8 @@ class Pass(abc.ABC):
         switch: the field of `PassConfig` that turns it off; None: that of its name. A pass without
             such a field is always on.
         runs_before, runs_after: the pass that it stands beside, unless `register_pass` is told.
+        token_range: the numbers of tokens of a batch for which it may rewrite; None: all. A graph
+            that may be called with others is left alone. `of` may set it from the options.
         skipped: what the last run did not rewrite, and why, in lines.
         reasons: the same without places, so that equal reasons can be counted.
         facts: numbers of the last run, by name, for reports.
@@ -42,6 +45,7 @@ class Pass(abc.ABC):
     runs_before: ClassVar[str | None] = None
     runs_after: ClassVar[str | None] = None
     switch: ClassVar[str | None] = None
+    token_range: range | None = None
 
     def __init__(self) -> None:
         self.skipped: list[str] = []
@@ -64,6 +68,9 @@ class Pass(abc.ABC):
         """
         self.skipped, self.reasons, self.facts = [], [], {}
         if self.needs_inference and (reason := why_trained(graph, self.stage)):
+            self.refuse(reason)
+            return 0
+        if self.token_range is not None and (reason := why_outside(graph, self.token_range)):
             self.refuse(reason)
             return 0
         before = _shape_of(graph)

@@ -12,6 +12,9 @@ class PassConfig:
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
     `attn_quant`, of the pass `quantize_output`, is "never", "auto", where a backend gains by it, or
     "always".
+
+    Raises:
+        ValueError: a switch has no such value.
     """
 
     device_constants: bool = True
@@ -22,6 +25,10 @@ class PassConfig:
     attn_quant: Literal["auto", "always", "never"] = "auto"
     collapse_views: bool = True
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_switch(field.name, getattr(self, field.name))
+
     def is_on(self, switch: str) -> bool:
         """Whether the pass with that switch runs; one without a switch does."""
         return getattr(self, switch, True) not in (False, "off", "never")
@@ -31,20 +38,20 @@ class PassConfig:
         """Our options as a config, and the rest, which must be options of Inductor.
 
         Raises:
-            ValueError: an option is neither ours nor Inductor's, or one of ours has no such value.
+            ValueError: an option is neither ours nor Inductor's, has no such value, or is given
+                twice, with a dash and an underscore, with two values.
         """
         import torch._inductor.config as inductor_config
 
         ours = {f.name for f in dataclasses.fields(cls)}
         mine, rest = {}, {}
         for name, value in (options or {}).items():
+            plain = name.replace("-", "_")
             if name in ours:
-                _check_switch(name, value)
                 mine[name] = value
-            elif _is_inductor_option(name, inductor_config):
-                rest[name.replace("-", "_")] = _checked(
-                    name.replace("-", "_"), value, inductor_config
-                )
+            elif _is_inductor_option(plain, inductor_config):
+                _check_once(plain, value, rest)
+                rest[plain] = _checked(plain, value, inductor_config)
             else:
                 raise ValueError(
                     "options must name a pass or an option of torch._inductor.config, "
@@ -62,6 +69,14 @@ def _check_switch(name: str, value: Any) -> None:
         raise ValueError(f"options[{name!r}] must be {named}, got {value!r}")
 
 
+def _check_once(name: str, value: Any, given: Mapping[str, Any]) -> None:
+    if name in given and given[name] != value:
+        raise ValueError(
+            f"options[{name!r}] must have one value, got {given[name]!r} and {value!r}, "
+            "as a name with dashes means the same"
+        )
+
+
 def _checked(name: str, value: Any, config: Any) -> Any:
     """`value`, if Inductor's option takes its type; options of several types take any."""
     wanted = config.get_type(name)
@@ -71,4 +86,4 @@ def _checked(name: str, value: Any, config: Any) -> Any:
 
 
 def _is_inductor_option(name: str, config: Any) -> bool:
-    return name.replace("-", "_") in config.get_config_copy()
+    return name in config.get_config_copy()

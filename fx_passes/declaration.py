@@ -13,7 +13,7 @@ def check_pass(new: Any) -> None:
     Raises:
         TypeError: it is no class of `Pass`, is abstract, or its `apply` takes no graph or returns
             nothing.
-        ValueError: its name or its stage cannot be used.
+        ValueError: its name, its stage or its token range cannot be used.
     """
     if not isinstance(new, type) or not issubclass(new, Pass):
         raise TypeError(f"pass must be a subclass of fx_passes.Pass, got {new!r}")
@@ -44,6 +44,24 @@ def _check_names(new: type[Pass]) -> None:
             raise TypeError(
                 f"{attribute} of the pass {name!r} must be a pass's name or None, got {anchor!r}"
             )
+    check_token_range(new.token_range, name)
+
+
+def check_token_range(counts: Any, name: str) -> None:
+    """Refuse what is no range of token counts.
+
+    Raises:
+        TypeError: it is no range and not None.
+        ValueError: it is empty, negative, or leaves counts out.
+    """
+    if counts is None:
+        return
+    if not isinstance(counts, range):
+        raise TypeError(f"token_range of the pass {name!r} must be a range or None, got {counts!r}")
+    if counts.step != 1 or counts.start < 0 or not counts:
+        raise ValueError(
+            f"token_range of the pass {name!r} must be range(least, most + 1), got {counts!r}"
+        )
 
 
 def _check_arguments(new: type[Pass]) -> None:

@@ -64,7 +64,8 @@ class AtenPipeline(CustomGraphPass):
         for one in passes(self.config, "aten"):
             with named_errors(one.name):
                 settings = sorted(one.settings().items())
-                digest.update(f"{one.name}\0{one.source()}\0{settings}\0".encode())
+                key = f"{one.name}\0{one.source()}\0{settings}\0{one.token_range}\0"
+                digest.update(key.encode())
         if self.user_pass is None:
             return digest.hexdigest()
         theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None

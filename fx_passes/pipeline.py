@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 
 from fx_passes.base import Pass, Stage
 from fx_passes.config import PassConfig
-from fx_passes.declaration import check_pass
+from fx_passes.declaration import check_pass, check_token_range
 from fx_passes.failures import named_errors
 from fx_passes.installed import installed_passes
 from fx_passes.naming import GraphName, name_of
@@ -49,11 +49,12 @@ def register_pass(new: type[Pass], *, before: str | None = None, after: str | No
             given.
     """
     check_pass(new)
+    pass_classes()  # those of installed packages come first
     _insert(new, before, after)
 
 
 def _insert(new: type[Pass], before: str | None, after: str | None) -> None:
-    names = pass_names()
+    names = [one.name for one in _PIPELINE]
     if before is None and after is None:
         before, after = new.runs_before, new.runs_after
     if new.name in names:
@@ -92,7 +93,9 @@ def pass_classes() -> list[type[Pass]]:
     """All passes, in order; registered and installed ones too."""
     installed = installed_passes()
     while installed.waiting:
-        new = installed.waiting.pop(0)
+        new = installed.next_pass()
+        if new is None:
+            continue
         try:
             _insert(new, None, None)
         except ValueError as error:  # its name is taken, or its place unknown
@@ -117,6 +120,7 @@ def _made(one: type[Pass], config: PassConfig) -> Pass:
         made: Any = one.of(config)
         if not isinstance(made, Pass):
             raise TypeError(f"of must return a Pass, got {made!r}")
+        check_token_range(made.token_range, one.name)
         return made
 
 

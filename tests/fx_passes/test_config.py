@@ -63,3 +63,20 @@ def test_a_mode_reaches_inductor():
     with inductor_config.patch({SLOT: Look()}):
         compiled(mode="max-autotune-no-cudagraphs")
     assert seen == [True]
+
+
+@pytest.mark.parametrize(
+    "switch", [{"attn_quant": "sometimes"}, {"fast_prefill": True}, {"share_products": "off"}]
+)
+def test_a_config_refuses_what_its_switches_do_not_take(switch):
+    (name,) = switch
+    with pytest.raises(ValueError, match=rf"options\['{name}'\] must be .*, got "):
+        PassConfig(**switch)
+
+
+def test_split_refuses_options_that_contradict_each_other():
+    twice = {"max-autotune": True, "max_autotune": True}
+    assert PassConfig.split(twice) == (PassConfig(), {"max_autotune": True})
+    message = r"options\['max_autotune'\] must have one value, got True and False"
+    with pytest.raises(ValueError, match=message):
+        PassConfig.split({"max-autotune": True, "max_autotune": False})

@@ -107,6 +107,24 @@ REFUSED = {
         ValueError,
         r"before and after must name a pass, got 'nowhere'; supported: device_constants",
     ),
+    "beside itself": (
+        changed(runs_before="mine"),
+        ValueError,
+        r"before and after must name a pass, got 'mine'; supported: device_constants",
+    ),
+    "no range": (
+        changed(token_range=(1, 64)),
+        TypeError,
+        r"token_range of the pass 'mine' must be a range or None, got \(1, 64\)",
+    ),
+    **{
+        f"{counts!r}": (
+            changed(token_range=counts),
+            ValueError,
+            r"token_range of the pass 'mine' must be range\(least, most \+ 1\), got range\(",
+        )
+        for counts in (range(0), range(-1, 5), range(1, 64, 2), range(64, 1, -1))
+    },
     "two places": (
         changed(runs_after="share_products", runs_before="collapse_views"),
         ValueError,
@@ -182,6 +200,27 @@ def test_an_installed_pass_runs(install):
     assert "mine" not in pass_names()
     with pytest.raises(ValueError, match="pass name must be new, got 'placed'"):
         register_pass(place)
+
+
+def test_an_installed_pass_may_stand_beside_another_that_is_loaded_later(install):
+    places = {"early": "later", "later": "last", "last": None}
+    made = [changed(name=name, runs_after=after) for name, after in places.items()]
+    install(*(EntryPoint(one.name, lambda one=one: one) for one in made))
+    assert pass_names()[-3:] == ["last", "later", "early"]
+    assert broken_passes() == {}
+
+
+def test_installed_passes_beside_each_other_are_left_out(install):
+    places = {"first": {"runs_after": "second"}, "second": {"runs_before": "third"},
+              "third": {"runs_after": "second"}, "mine": {}}  # fmt: skip
+    made = [changed(name=name, **place) for name, place in places.items()]
+    install(*(EntryPoint(one.name, lambda one=one: one) for one in made))
+    with pytest.warns(RuntimeWarning, match="is left out"):
+        names = pass_names()
+    assert names[-1] == "mine"
+    cycle = "runs_before and runs_after must form no cycle, got second -> third -> second"
+    assert broken_passes()["second"] == broken_passes()["third"] == f"ValueError: {cycle}"
+    assert "must name a pass, got 'second'" in broken_passes()["first"]
 
 
 def test_packages_are_loaded_once_and_when_they_are_needed(install):

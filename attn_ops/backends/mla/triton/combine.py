@@ -4,9 +4,9 @@ D rows, N query heads, R ranges, L columns of a program, C ranges merged at a ti
 """
 
 import torch
-
 import triton
 import triton.language as tl
+
 from attn_ops.backends.triton.tiles import LN_2
 from attn_ops.output_quant.triton.epilogue import launches_early
 

@@ -13,15 +13,15 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-
 import triton
 import triton.language as tl
+from triton import knobs
+
 from attn_ops.backends.mla.triton.combine import combine
 from attn_ops.backends.mla.triton.decode_loop import attend_latents
 from attn_ops.backends.mla.triton.launch import DecodeLaunch, choose_num_splits, decode_launch
 from attn_ops.backends.triton.tiles import LN_2, LOG2_E, num_sms, widened
 from attn_ops.output_quant.triton.epilogue import launches_early
-from triton import knobs
 
 
 @triton.jit(

@@ -6,6 +6,7 @@ program.
 
 import triton
 import triton.language as tl
+
 from attn_ops.backends.triton.decode_loop import tile_blocks
 
 

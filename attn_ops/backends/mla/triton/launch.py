@@ -6,7 +6,6 @@ S requests, N query heads, M rows of a program, R ranges of a request's keys.
 from typing import NamedTuple
 
 import torch
-
 import triton
 
 MAX_SPLITS = 128

@@ -7,9 +7,9 @@ M rows of a product (D, repeated up to 16), C ranges merged at a time.
 from typing import Any, NamedTuple
 
 import torch
-
 import triton
 import triton.language as tl
+
 from attn_ops.backends.mla.triton.combine import combine, merged_lse, merged_parts
 from attn_ops.backends.mla.triton.decode import Parts, mla_parts
 from attn_ops.backends.mla.triton.launch import DecodeLaunch
@@ -184,6 +184,7 @@ def combine_project(
     quant: QuantizedOutput | None = None,
     lse: torch.Tensor | None = None,
     launch: ProjectLaunch | None = None,
+    max_fused_splits: int = MAX_FUSED_SPLITS,
 ) -> torch.Tensor:
     """Parts [D, N, R, Lkv] and w_uv [N, V, Lkv] -> [D, N, V] contiguous, or `quant.out`.
 
@@ -195,6 +196,7 @@ def combine_project(
         quant: how the output is quantized; None: it has w_uv's dtype.
         lse: [D, N] float32, written if there are several ranges: else `mla_parts` wrote it.
         launch: overrides the choice.
+        max_fused_splits: with more ranges, a kernel before this one merges them.
     """
     num_rows, num_heads, num_splits, latent = parts.part.shape
     value, dtype, device = w_uv.shape[1], w_uv.dtype, w_uv.device
@@ -203,7 +205,7 @@ def combine_project(
     if quant is not None and (fitted is None or not_counted(quant, parts)):
         return launch_quantize(combine_project(parts, w_uv, None, lse, launch), quant)
     assert fitted is not None
-    if parts.lse is not None and num_splits > MAX_FUSED_SPLITS:
+    if parts.lse is not None and num_splits > max_fused_splits:
         whole = combine(parts.part, parts.lse, dtype, lse)
         parts, num_splits, lse = Parts(whole, None, parts.counters), 1, None
     split = parts.lse is not None

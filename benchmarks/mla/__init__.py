@@ -1,0 +1,1 @@
+"""Latent attention: kernels, libraries and operators beside each other."""

@@ -1,0 +1,178 @@
+"""Latent attention (MLA) on a GPU: `python -m benchmarks.mla decode|tune|project`.
+
+    decode    every kernel over the latents, and whole operators, beside the libraries by hand
+    tune      constants of TRITON_MLA's decode kernel, and ranges of keys
+    project   constants of its merging kernel
+
+Microseconds a layer, medians of CUDA graphs whose layers outgrow the L2 cache. Decodes are also
+given in percent of the measured copy bandwidth (latents read once; whole operators: and
+`kv_b_proj`), and of a measured matrix product's rate.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from attn_ops.backends.measurements import library_versions
+from attn_ops.metadata import LatentShape
+from benchmarks.attention import commit, copy_rate, matmul_rate
+from benchmarks.mla.decode import measure_decode
+from benchmarks.mla.inputs import DEEPSEEK, Shape
+from benchmarks.mla.runs import brief, release
+from benchmarks.mla.tune import tune_decode, tune_project
+
+DECODES = ["1x1024", "1x8192", "1x65536", "8x4096", "32x2048", "64x1024", "64x8192", "128x4096",
+           "256x1024", "256x4096", "32x65536"]  # fmt: skip
+TUNED = ["1x1024", "1x16384", "1x65536", "8x4096", "32x4096", "64x1024", "64x8192", "128x4096",
+         "256x1024", "256x4096"]  # fmt: skip
+PROJECTED = ["1x1024", "4x1024", "16x4096", "64x4096", "256x1024"]
+
+
+def shapes(args: argparse.Namespace, heads: int, default: Sequence[str]) -> list[Shape]:
+    """REQUESTSxCONTEXT of the command line, or the default ones.
+
+    Raises:
+        ValueError: one is not of that form.
+    """
+    found = []
+    for text in args.shapes or default:
+        try:
+            num_reqs, context = (int(part) for part in text.split("x"))
+        except ValueError:
+            raise ValueError(f"shape must be REQUESTSxCONTEXT, got {text!r}") from None
+        dtype = {"bf16": "auto", "fp8": "fp8_e4m3"}[args.dtype]
+        sizes = (heads, num_reqs, context, args.query_len)
+        found.append(Shape(*sizes, dtype, args.block_size, LatentShape(*args.sizes)))
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    began, device = time.perf_counter(), torch.device(args.device)
+    rates = {"bytes_per_second": copy_rate(device), "flops_per_second": matmul_rate(device)}
+    release()
+    rows: list[dict[str, Any]] = []
+    for heads in args.heads:
+        if args.what == "tune":
+            rows += tune_decode(shapes(args, heads, TUNED), device, args.rounds, args.processes)
+        elif args.what == "project":
+            rows += tune_project(shapes(args, heads, PROJECTED), device, args.rounds)
+        else:
+            for shape in shapes(args, heads, DECODES):
+                try:
+                    rows += measure_decode(shape, device, args.rounds, rates, not args.kernels)
+                except Exception as error:  # out of memory, most likely
+                    print(f"{shape.name}: {brief(error)}", flush=True)
+                release()
+                if time.perf_counter() - began > args.seconds:
+                    print(f"stopped after {shape.name}: --seconds {args.seconds}", flush=True)
+                    break
+    return {
+        "what": args.what,
+        "commit": args.commit or commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "versions": library_versions(),
+        **rates,
+        "rows": rows,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def show(result: dict[str, Any], console: Console, most: int) -> None:
+    """A table for each shape, fastest first, at most `most` lines."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        splits = row.get("splits") if row["kind"] == "project" else None
+        keys = ("kind", "kv_cache_dtype", "heads", "num_reqs", "query_len", "context")
+        groups.setdefault((*(row[k] for k in keys), splits), []).append(row)
+    for key, rows in groups.items():
+        table = Table(title=" ".join(str(part) for part in key if part is not None))
+        for column in ("name", "us", "x best", "% bytes", "% matmul", "error", "splits", "note"):
+            table.add_column(column, justify="left" if column in ("name", "note") else "right")
+        timed = sorted((r for r in rows if not math.isnan(r["us"])), key=lambda r: r["us"])
+        for row in timed[:most] + [r for r in rows if math.isnan(r["us"])][:most]:
+            table.add_row(row["name"], *_figures(row, timed), row.get("reason", ""))
+        console.print(table)
+    if result["what"] == "tune":
+        console.print(_overall(result["rows"]))
+    rates = result["bytes_per_second"] / 1e12, result["flops_per_second"] / 1e12
+    console.print(f"copy {rates[0]:.3f} TB/s, matmul {rates[1]:.1f} TFLOP/s; "
+                  f"{result['seconds']:.0f} s, commit {result['commit']}")  # fmt: skip
+
+
+def _figures(row: dict[str, Any], timed: list[dict[str, Any]]) -> list[str]:
+    if math.isnan(row["us"]):
+        return ["-"] * 6
+    values = [(row["us"], 1), (row["us"] / timed[0]["us"], 3)]
+    values += [(row.get(k), 1) for k in ("percent_of_bandwidth", "percent_of_matmul")]
+    values += [(row.get("error"), 4), (row.get("splits"), 0)]
+    return ["-" if value is None else f"{value:.{digits}f}" for value, digits in values]
+
+
+def _overall(rows: list[dict[str, Any]]) -> Table:
+    """Forms by their mean and worst time over the best of each shape."""
+    best: dict[tuple[int, ...], float] = {}
+    forms = [r for r in rows if r["kind"] == "form" and not math.isnan(r["us"])]
+    for row in forms:
+        shape = (row["heads"], row["num_reqs"], row["context"])
+        best[shape] = min(best.get(shape, math.inf), row["us"])
+    ratios: dict[tuple[int, str], list[float]] = {}
+    for row in forms:
+        shape = (row["heads"], row["num_reqs"], row["context"])
+        ratios.setdefault((row["heads"], row["name"]), []).append(row["us"] / best[shape])
+    table = Table(title="forms over all shapes")
+    for column in ("heads", "form", "mean x best", "worst x best"):
+        table.add_column(column)
+    ordered = sorted(ratios.items(), key=lambda item: (item[0][0], sum(item[1]) / len(item[1])))
+    shown: dict[int, int] = {}
+    for (heads, name), found in ordered:
+        shown[heads] = shown.get(heads, 0) + 1
+        if shown[heads] <= 8:
+            mean = sum(found) / len(found)
+            table.add_row(str(heads), name, f"{mean:.3f}", f"{max(found):.3f}")
+    return table
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("what", choices=("decode", "tune", "project"))
+    found.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    found.add_argument("--heads", type=int, nargs="+", default=[16, 128])
+    found.add_argument("--shapes", nargs="*", default=[], help="REQUESTSxCONTEXT")
+    found.add_argument("--dtype", default="bf16", choices=("bf16", "fp8"))
+    found.add_argument("--query-len", type=int, default=1)
+    found.add_argument("--block-size", type=int, default=64)
+    found.add_argument("--sizes", type=int, nargs=4, default=dataclasses.astuple(DEEPSEEK),
+                       metavar=("LKV", "P", "R", "V"))  # fmt: skip
+    found.add_argument("--rounds", type=int, default=11)
+    found.add_argument("--processes", type=int, default=12, help="that compile")
+    found.add_argument("--kernels", action="store_true", help="no whole operators")
+    found.add_argument("--seconds", type=float, default=480.0, help="no new shape after them")
+    found.add_argument("--lines", type=int, default=10, help="of a table")
+    found.add_argument("--commit", default=None, help="where the checkout has no .git")
+    found.add_argument("--json", default=None, help="write the figures here")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
+    result = measure(args)
+    show(result, Console(width=160), args.lines)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

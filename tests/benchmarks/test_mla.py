@@ -1,0 +1,47 @@
+"""The benchmark of latent attention, small and interpreted: it runs, and its kernels are right."""
+
+import json
+
+import pytest
+import torch
+
+from attn_ops.backends.triton import BACKEND
+from benchmarks.mla import __main__ as program
+from benchmarks.mla.inputs import Shape, make_layers
+
+pytestmark = pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs TRITON_INTERPRET")
+
+SMALL = ["--device", "cpu", "--heads", "4", "--rounds", "1", "--block-size", "16",
+         "--sizes", "32", "16", "16", "16", "--seconds", "1000"]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["decode", "tune", "project"])
+def test_runs(what, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "matmul_rate", lambda device: 1e12)
+    path = tmp_path / "mla.json"
+    program.main([what, *SMALL, "--shapes", "2x40", "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    timed = [row for row in rows if row["us"] == row["us"]]
+    assert timed
+    assert all(row.get("error", 0.0) < 0.02 for row in timed)
+
+
+def test_counts():
+    """DeepSeek-V3: 128 heads, one token over 1,000 keys."""
+    shape = Shape(128, 2, 1000)
+    assert shape.kv_bytes == 2 * 1000 * 576 * 2
+    assert shape.weight_bytes == 128 * 256 * 512 * 2
+    assert shape.decode_flops == 2 * 128 * 2000 * (576 + 512)
+    assert Shape(1, 1, 10, query_len=4).pairs == 7 + 8 + 9 + 10
+
+
+def test_first_request_is_attention():
+    layers = make_layers(
+        Shape(4, 2, 20, 2, block_size=16, latent=program.LatentShape(32, 16, 16, 16)),
+        torch.device("cpu"),
+    )
+    out = layers.first_request()
+    kv = layers.caches[0][layers.common.block_table_tensor[0].long()].flatten(0, 1)[:20].float()
+    q = torch.cat([layers.ql_nope[0], layers.q_pe(0)], 2)[0, 3].float()
+    weights = (kv[:19] @ q * layers.shape.scale).softmax(0)
+    torch.testing.assert_close(out[0, 3], weights @ kv[:19, :32], rtol=1e-4, atol=1e-4)

@@ -123,6 +123,8 @@ def attention_quant(
     min_scale: float = 0.0,
     round_scale: bool = False,
     round_values: bool = False,
+    inverse_max: bool = False,
+    inverse_scale: bool = False,
     multiply: bool = False,
     ue8m0: bool = False,
     column_major: bool = False,
@@ -143,6 +145,8 @@ def attention_quant(
             row of zeros has scale 0 and becomes NaN.
         round_scale: the scale is rounded to q's dtype, as torchao rounds it.
         round_values: x / scale is rounded to q's dtype before it becomes FP8.
+        inverse_max: with the dynamic FP8 schemes: amax * (1 / 448) instead of amax / 448.
+        inverse_scale: with the dynamic FP8 schemes: x * (1 / scale) instead of x / scale.
         multiply: with `fp8_static`: x * out_scale instead of x / out_scale.
         ue8m0: with groups: scales are rounded up to powers of two.
         column_major: with groups: scales have strides (1, T).
@@ -163,5 +167,5 @@ def attention_quant(
     return torch.ops.attn_ops.attention_quant.default(
         q, kv_cache, meta, scale, scheme=scheme, out_scale=out_scale, min_amax=min_amax,
         min_scale=min_scale, round_scale=round_scale, round_values=round_values,
-        multiply=multiply, ue8m0=ue8m0, column_major=column_major, fuse=fuse, **options,
+        inverse_max=inverse_max, inverse_scale=inverse_scale, multiply=multiply, ue8m0=ue8m0, column_major=column_major, fuse=fuse, **options,
     )  # fmt: skip

@@ -48,16 +48,20 @@ def reference_quantize(
     if how.scheme == "fp8_static":
         assert out_scale is not None
         scale_TG1 = out_scale.reshape(1, 1, 1)
-        divisor = scale_TG1
     else:
         scale_TG1 = _scales(x_TGE, how)
-        divisor = scale_TG1
         scales.copy_(scale_TG1.reshape(scales.shape))
-    values = x_TGE.float() * divisor if how.multiply else x_TGE.float() / divisor
+    values = _scaled(x_TGE.float(), scale_TG1, how)
     if how.round_values:
         values = values.to(x.dtype).float()
     fp8 = values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return fp8.reshape(out.shape), scales
+
+
+def _scaled(x_TGE: torch.Tensor, scale_TG1: torch.Tensor, how: OutputQuant) -> torch.Tensor:
+    if how.inverse_scale:
+        return x_TGE * scale_TG1.reciprocal()
+    return x_TGE * scale_TG1 if how.multiply else x_TGE / scale_TG1
 
 
 def _grouped_shape(x: torch.Tensor, how: OutputQuant) -> tuple[int, int, int]:
@@ -74,7 +78,7 @@ def _scales(x_TGE: torch.Tensor, how: OutputQuant) -> torch.Tensor:
     amax = x_TGE.abs().amax(dim=2, keepdim=True).to(dtype)
     if how.min_amax:
         amax = amax.clamp(min=how.min_amax)
-    scale = amax / FP8_MAX
+    scale = amax * (1 / FP8_MAX) if how.inverse_max else amax / FP8_MAX
     if how.min_scale:
         scale = scale.clamp(min=how.min_scale)
     scale = scale.float()

@@ -47,6 +47,8 @@ class OutputQuant:
     min_scale: float = 0.0  # the scale is at least that; not with fp8_static, nvfp4
     round_scale: bool = False  # the scale is rounded to q's dtype; not with fp8_static, nvfp4
     round_values: bool = False  # x / scale is rounded to q's dtype before it becomes FP8
+    inverse_max: bool = False  # amax * (1 / 448) instead of amax / 448; not with fp8_static, nvfp4
+    inverse_scale: bool = False  # x * (1 / scale) instead of x / scale; not with fp8_static, nvfp4
     multiply: bool = False  # fp8_static: x * scale instead of x / scale
     ue8m0: bool = False  # groups: the scale is rounded up to a power of two
     column_major: bool = False  # groups: scales of one group lie next to each other, [T, G] with
@@ -62,6 +64,8 @@ class OutputQuant:
             ("min_scale", self.dynamic),
             ("round_scale", self.dynamic),
             ("round_values", self.scheme != "nvfp4"),
+            ("inverse_max", self.dynamic),
+            ("inverse_scale", self.dynamic),
             ("multiply", self.scheme == "fp8_static"),
             ("ue8m0", self.grouped),
             ("column_major", self.grouped),
@@ -152,8 +156,8 @@ class QuantizedOutput:
 
 HOW_SCHEMA = (
     "str scheme, Tensor? out_scale=None, float min_amax=0.0, float min_scale=0.0, "
-    "bool round_scale=False, bool round_values=False, bool multiply=False, bool ue8m0=False, "
-    "bool column_major=False"
+    "bool round_scale=False, bool round_values=False, bool inverse_max=False, "
+    "bool inverse_scale=False, bool multiply=False, bool ue8m0=False, bool column_major=False"
 )
 """Arguments of an operator's schema that say how its output is quantized."""
 

@@ -19,8 +19,13 @@ FORMS: dict[str, tuple[dict[str, float | bool], ...]] = {
         {"min_amax": 1e-4},
         {"round_scale": True, "round_values": True, "min_scale": 2.0**-12},
         {"column_major": True, "ue8m0": True, "min_amax": 1e-4},
+        {"inverse_max": True, "inverse_scale": True},
     ),
-    "dynamic": ({}, {"round_scale": True}, {"min_scale": 1.0 / 448 / 512}),
+    "dynamic": (
+        {},
+        {"round_scale": True},
+        {"min_scale": 1.0 / 448 / 512, "inverse_max": True, "inverse_scale": True},
+    ),
     "nvfp4": ({},),
 }
 

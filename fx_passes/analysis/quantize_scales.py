@@ -33,6 +33,8 @@ _POWER_STEPS: dict[Any, str] = {
 }  # fmt: skip
 """2 ** ceil(log2(scale)), one after the other; also `pow` of the base 2."""
 
+_INVERSE_MAX = rounded(1 / FP8_MAX, torch.float32)
+
 
 @dataclasses.dataclass(frozen=True)
 class ComputedScale:
@@ -110,11 +112,14 @@ def computed_scale(
 # -- shapes ----------------------------------------------------------------------------------------
 
 
-def _without_spreading(operand: Node) -> tuple[Node, sympy.Expr, list[Node], bool]:
+def _without_spreading(
+    operand: Node,
+) -> tuple[Node, sympy.Expr, list[Node], torch.dtype | None]:
     """The scale before it is spread over its values: the node that made it, how many neighbours it
-    was repeated for, the nodes that hold it, and whether 1 / scale was spread.
+    was repeated for, the nodes that hold it, and the dtype of 1 / scale, if that was spread.
     """
-    node, repeats, holders, inverted = operand, expression(1), [], False
+    inverted: torch.dtype | None = None
+    node, repeats, holders = operand, expression(1), []
     while True:
         holders.append(node)
         if (source := _unchanged(node)) is not None:
@@ -123,8 +128,8 @@ def _without_spreading(operand: Node) -> tuple[Node, sympy.Expr, list[Node], boo
             node, spread = _first(node), node
             repeats *= _repeats(value_of(node), value_of(spread))
             holders = []
-        elif node.target is aten.reciprocal.default and not inverted:
-            node, inverted, holders = _first(node), True, []
+        elif node.target is aten.reciprocal.default and inverted is None:
+            node, inverted, holders = _first(node), dtype_of(node), []
         else:
             return node, repeats, holders, inverted
 
@@ -203,6 +208,8 @@ def _step(node: Node) -> tuple[Node, tuple[str, Any]]:
         return kept.source, ("floor", kept.low)
     if node.target is aten.div.Tensor and (number := number_of(node.args[1])) is not None:
         return _first(node), ("divide", number)
+    if node.target is aten.mul.Tensor and isinstance(node.args[1], float):
+        return _first(node), ("multiply", node.args[1])
     if node.target in _POWER_STEPS:
         return _first(node), ("power", _POWER_STEPS[node.target])
     if node.target is aten.pow.Scalar and node.args[0] == 2 and isinstance(node.args[1], Node):
@@ -238,7 +245,7 @@ class _Numbers:
 
     def __init__(self, own: torch.dtype, dtype: torch.dtype) -> None:
         self.own, self.dtype = own, dtype
-        self.is_divided = self.round_scale = False
+        self.is_divided = self.round_scale = self.inverse_max = False
         self.min_amax = self.min_scale = 0.0
         self.powers: list[str] = []
 
@@ -275,6 +282,12 @@ class _Numbers:
         self.is_divided = True
         self.round_scale = self.dtype != torch.float32
 
+    def multiply(self, number: float) -> None:
+        if rounded(number, torch.float32) != _INVERSE_MAX:
+            raise NotAFormError(f"its amax is multiplied by {number}, not by 1 / {FP8_MAX}")
+        self.divide(FP8_MAX)
+        self.inverse_max = True
+
     def power(self, step: str) -> None:
         """A step of rounding up to a power of two."""
         self.powers.append(step)
@@ -284,8 +297,12 @@ class _Numbers:
         if not exact:  # of 24 bits, log2 may round to a whole number what is none
             raise NotAFormError(f"log2 of a scale from {self.own} rounds, in {self.dtype}")
 
-    def finish(self, inverted: bool, multiplies: bool) -> None:
+    def finish(self, inverted: torch.dtype | None, multiplies: bool) -> None:
         """Check the whole.
+
+        Args:
+            inverted: in which dtype 1 / scale was computed, if it was.
+            multiplies: whether x is multiplied.
 
         Raises:
             NotAFormError: it is no amax / 448, or what is done with it rounds otherwise.
@@ -296,19 +313,20 @@ class _Numbers:
             raise NotAFormError(f"its least is no number of {self.own}, to which it is rounded")
         if self.powers and not _same_power(self.least):
             raise NotAFormError("scales that are powers of two have no least number, or an odd one")
-        if inverted != multiplies:
+        if (inverted is not None) != multiplies:
             raise NotAFormError("it is multiplied by its scale")
-        if multiplies and not self.powers:
-            raise NotAFormError(
-                "it is multiplied by 1 / scale, which rounds otherwise than x / scale"
-            )
+        if inverted not in (None, torch.float32) and not self.powers:
+            raise NotAFormError(f"it is multiplied by 1 / scale, which is rounded to {inverted}")
+        self.inverse_scale = multiplies and not self.powers  # of a power of two it is exact
 
     def _loses(self, number: float) -> bool:
         return rounded(number, self.own) != number
 
     @property
     def least(self) -> float:
-        return max(self.min_scale, rounded(self.min_amax / FP8_MAX, self.last_dtype))
+        amax = rounded(self.min_amax, torch.float32)
+        scale = amax * _INVERSE_MAX if self.inverse_max else amax / FP8_MAX
+        return max(self.min_scale, rounded(scale, self.last_dtype))
 
     @property
     def last_dtype(self) -> torch.dtype:
@@ -320,6 +338,8 @@ class _Numbers:
             "min_amax": self.min_amax,
             "min_scale": self.min_scale,
             "round_scale": self.round_scale,
+            "inverse_max": self.inverse_max,
+            "inverse_scale": self.inverse_scale,
             "ue8m0": bool(self.powers),
         }
 

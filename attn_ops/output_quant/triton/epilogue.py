@@ -30,13 +30,17 @@ _LEAST_BLOCK_SCALE = tl.constexpr(torch.finfo(torch.float8_e4m3fn).tiny)
 
 
 class How(NamedTuple):
-    """`OutputQuant` as a kernel's constant; kernels read it by place."""
+    """`OutputQuant` as a kernel's constant. Kernels read it by place, and name in their own lines
+    what they read: every launch compares the global constants that its kernel names.
+    """
 
     scheme: int
     group: int  # E; 0: none
     dtype: int  # of attention's output: 0 float32, 1 float16, 2 bfloat16
     round_scale: bool
     round_values: bool
+    inverse_max: bool
+    inverse_scale: bool
     multiply: bool
     ue8m0: bool
     column_major: bool
@@ -56,9 +60,9 @@ def constants(how: OutputQuant, dtype: torch.dtype, has_scale: bool) -> How:
     """What a kernel is compiled for, of an output that would have `dtype`."""
     scheme = _SCHEMES.get(how.scheme, GROUPS).value
     return How(
-        scheme, how.group or 0, _DTYPES[dtype], how.round_scale, how.round_values, how.multiply,
-        how.ue8m0, how.column_major, how.min_amax, how.min_scale, has_scale,
-        knobs.runtime.interpret,
+        scheme, how.group or 0, _DTYPES[dtype], how.round_scale, how.round_values,
+        how.inverse_max, how.inverse_scale, how.multiply, how.ue8m0, how.column_major,
+        how.min_amax, how.min_scale, has_scale, knobs.runtime.interpret,
     )  # fmt: skip
 
 
@@ -93,10 +97,12 @@ def launches_early(device: torch.device) -> bool:
 @triton.jit
 def rounded(x, HOW: tl.constexpr):
     """float32 as the dtype of attention's output holds it."""
-    if HOW[2] == 1:
+    DTYPE: tl.constexpr = HOW[2]
+    INTERPRETED: tl.constexpr = HOW[13]
+    if DTYPE == 1:
         x = x.to(tl.float16).to(tl.float32)
-    elif HOW[2] == 2:
-        if HOW[11]:
+    elif DTYPE == 2:
+        if INTERPRETED:
             bits = x.to(tl.int32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
             x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
@@ -108,7 +114,8 @@ def rounded(x, HOW: tl.constexpr):
 @triton.jit
 def to_e4m3(y, HOW: tl.constexpr):
     """float32 to the nearest number of E4M3, at most +-448; NaN stays. GPUs limit it themselves."""
-    if HOW[11]:
+    INTERPRETED: tl.constexpr = HOW[13]
+    if INTERPRETED:
         y = limited(y, _LARGEST8)
         bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -135,7 +142,9 @@ def magnitude(x):
 @triton.jit
 def over_constant(x, CONSTANT: tl.constexpr, HOW: tl.constexpr):
     """x / CONSTANT as PyTorch divides by a Python number: on CUDA by its inverse."""
-    if HOW[11]:
+    INVERSE_MAX: tl.constexpr = HOW[5]
+    INTERPRETED: tl.constexpr = HOW[13]
+    if INTERPRETED and not INVERSE_MAX:
         y = tl.div_rn(x, tl.full(x.shape, CONSTANT, tl.float32))
     else:
         y = x * (1.0 / CONSTANT)
@@ -149,7 +158,8 @@ def divided(x, scale, inverse, HOW: tl.constexpr):
     The quotient by the inverse is corrected by its remainder (Markstein 1990), which three
     instructions do, where a division takes ten. Infinite and NaN stay as they are.
     """
-    if HOW[11]:
+    INTERPRETED: tl.constexpr = HOW[13]
+    if INTERPRETED:
         y = tl.div_rn(x, scale)
     else:
         near = x * inverse
@@ -166,19 +176,23 @@ def inverse_of(scale):
 @triton.jit
 def scale_of(largest, HOW: tl.constexpr):
     """The scale of values whose largest `magnitude` is given."""
+    ROUND_SCALE: tl.constexpr = HOW[3]
+    UE8M0: tl.constexpr = HOW[8]
+    MIN_AMAX: tl.constexpr = HOW[10]
+    MIN_SCALE: tl.constexpr = HOW[11]
     amax = largest.to(tl.float32, bitcast=True)
-    if HOW[8] > 0.0:
-        amax = tl.where(amax < HOW[8], HOW[8], amax)
-        if HOW[3]:
+    if MIN_AMAX > 0.0:
+        amax = tl.where(amax < MIN_AMAX, MIN_AMAX, amax)
+        if ROUND_SCALE:
             amax = rounded(amax, HOW)
     scale = over_constant(amax, _LARGEST8, HOW)
-    if HOW[3]:
+    if ROUND_SCALE:
         scale = rounded(scale, HOW)
-    if HOW[9] > 0.0:
-        scale = tl.where(scale < HOW[9], HOW[9], scale)
-        if HOW[3]:
+    if MIN_SCALE > 0.0:
+        scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
+        if ROUND_SCALE:
             scale = rounded(scale, HOW)
-    if HOW[6]:
+    if UE8M0:
         bits = scale.to(tl.int32, bitcast=True)
         power = ((bits + 0x7FFFFF) >> 23 << 23).to(tl.float32, bitcast=True)
         scale = tl.where(scale == scale, power, scale)
@@ -187,12 +201,18 @@ def scale_of(largest, HOW: tl.constexpr):
 
 @triton.jit
 def as_fp8(x, scale, inverse, HOW: tl.constexpr):
-    """x / scale in E4M3; x float32, already rounded to the output's dtype."""
-    if HOW[5]:
+    """x / scale in E4M3; x float32, already rounded to the output's dtype; scale of x's rank."""
+    ROUND_VALUES: tl.constexpr = HOW[4]
+    INVERSE_SCALE: tl.constexpr = HOW[6]
+    MULTIPLY: tl.constexpr = HOW[7]
+    scale, inverse = tl.broadcast_to(scale, x.shape), tl.broadcast_to(inverse, x.shape)
+    if MULTIPLY:
         y = x * scale
+    elif INVERSE_SCALE:
+        y = x * inverse
     else:
         y = divided(x, scale, inverse, HOW)
-    if HOW[4]:
+    if ROUND_VALUES:
         y = rounded(y, HOW)
     return to_e4m3(y, HOW)
 
@@ -211,10 +231,11 @@ def as_e2m1(y):
 @triton.jit
 def block_scales(largest_MG, given, HOW: tl.constexpr):
     """E4M3 scales of NVFP4's blocks, and the factors that values are multiplied by."""
+    HAS_SCALE: tl.constexpr = HOW[12]
     scale_MG = largest_MG.to(tl.float32, bitcast=True)
     scale_MG = over_constant(scale_MG, _LARGEST4, HOW)
     inverse_MG = tl.full(scale_MG.shape, 1.0, tl.float32)
-    if HOW[10]:
+    if HAS_SCALE:
         given_MG = given + tl.zeros(scale_MG.shape, tl.float32)
         scale_MG = tl.div_rn(scale_MG, given_MG)
         inverse_MG = inverse_of(given_MG)
@@ -241,7 +262,8 @@ def given_scale(quant, HOW: tl.constexpr):
     """
     given = 1.0
     if HOW is not None:
-        if HOW[10]:
+        HAS_SCALE: tl.constexpr = HOW[12]
+        if HAS_SCALE:
             given = tl.load(quant[1])
     return given
 
@@ -262,13 +284,11 @@ def store_zero_row(
 ):
     """Heads of a padding row whose scale is that of the row: all are zero."""
     scale_11 = scale_of(tl.zeros([1, 1], tl.int32), HOW)
-    scale_MH = tl.broadcast_to(scale_11, [BLOCK_M, PADDED_HEAD_SIZE])
-    inverse_MH = tl.broadcast_to(inverse_of(scale_11), [BLOCK_M, PADDED_HEAD_SIZE])
     zero_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     out_ptr_MH = out_ptr + ((row * NUM_HEADS + head_M) * HEAD_SIZE)[:, None] + h_H[None, :]
     mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
-    tl.store(out_ptr_MH, as_fp8(zero_MH, scale_MH, inverse_MH, HOW), mask=mask_MH)
+    tl.store(out_ptr_MH, as_fp8(zero_MH, scale_11, inverse_of(scale_11), HOW), mask=mask_MH)
     z_1 = tl.arange(0, 1)
     tl.store(quant[0] + row + z_1, tl.reshape(scale_11, [1]), mask=is_first & (z_1 < 1))
 
@@ -303,13 +323,12 @@ def store_head_of_row(
         tl.store(quant[0] + row, scale)
         b_B = tl.arange(0, BLOCK)
         scale_1 = scale + tl.zeros([1], tl.float32)
-        scale_B = tl.broadcast_to(scale_1, [BLOCK])
-        inverse_B = tl.broadcast_to(inverse_of(scale_1), [BLOCK])
+        inverse_1 = inverse_of(scale_1)
         for begin in range(0, NUM_HEADS * HEAD_SIZE, BLOCK):
             inside_B = begin + b_B < NUM_HEADS * HEAD_SIZE
             waiting_B = quant[3] + first + begin + b_B
             x_B = tl.load(waiting_B, mask=inside_B, other=0.0, cache_modifier=".cg")
-            y_B = as_fp8(x_B.to(tl.float32), scale_B, inverse_B, HOW)
+            y_B = as_fp8(x_B.to(tl.float32), scale_1, inverse_1, HOW)
             tl.store(out_ptr + first + begin + b_B, y_B, mask=inside_B)
 
 
@@ -329,18 +348,18 @@ def store_quantized(
     BLOCK_M: tl.constexpr,
 ):
     """Rows of heads, quantized by a given scale or by groups within a head."""
+    SCHEME: tl.constexpr = HOW[0]
+    GROUP: tl.constexpr = HOW[1]
+    COLUMN_MAJOR: tl.constexpr = HOW[9]
     x_MH = rounded(x_MH, HOW)
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
     place_M = row_M * NUM_HEADS + head_M
-    if HOW[0] == STATIC:
+    if SCHEME == STATIC:
         scale_11 = given + tl.zeros([1, 1], tl.float32)
         out_ptr_MH = out_ptr + (place_M * HEAD_SIZE)[:, None] + h_H[None, :]
-        scale_MH = tl.broadcast_to(scale_11, x_MH.shape)
-        inverse_MH = tl.broadcast_to(inverse_of(scale_11), x_MH.shape)
-        tl.store(out_ptr_MH, as_fp8(x_MH, scale_MH, inverse_MH, HOW), mask=mask_MH)
+        tl.store(out_ptr_MH, as_fp8(x_MH, scale_11, inverse_of(scale_11), HOW), mask=mask_MH)
     else:
-        GROUP: tl.constexpr = HOW[1]
         NUM_GROUPS: tl.constexpr = PADDED_HEAD_SIZE // GROUP
         COLUMNS: tl.constexpr = NUM_HEADS * HEAD_SIZE // GROUP
         if NUM_GROUPS == 1:  # no other layout of the values is needed
@@ -352,7 +371,7 @@ def store_quantized(
         g_G = tl.arange(0, NUM_GROUPS)
         column_MG = (head_M * (HEAD_SIZE // GROUP))[:, None] + g_G[None, :]
         stored_MG = owned_M[:, None] & (g_G < HEAD_SIZE // GROUP)[None, :]
-        if HOW[0] == NVFP4:
+        if SCHEME == NVFP4:
             fp8_MG, factor_MG = block_scales(largest_MG, given, HOW)
             offset_MG = swizzled_offset(row_M[:, None], column_MG, COLUMNS)
             tl.store(quant[0] + offset_MG, fp8_MG, mask=stored_MG)
@@ -367,7 +386,7 @@ def store_quantized(
             tl.store(out_ptr_MB, (low | (high << 4)).to(tl.uint8), mask=mask_MB)
         else:
             scale_MG = scale_of(largest_MG, HOW)
-            if HOW[7]:
+            if COLUMN_MAJOR:
                 offset_MG = column_MG.to(tl.int64) * quant[2] + row_M[:, None]
             else:
                 offset_MG = row_M[:, None] * COLUMNS + column_MG
@@ -375,10 +394,7 @@ def store_quantized(
             inverse_MG = inverse_of(scale_MG)
             if NUM_GROUPS > 1:
                 scale_MG, inverse_MG = scale_MG[:, :, None], inverse_MG[:, :, None]
-            scale_MGE = tl.broadcast_to(scale_MG, x_MGE.shape)
-            inverse_MGE = tl.broadcast_to(inverse_MG, x_MGE.shape)
-            y_MH = tl.reshape(
-                as_fp8(x_MGE, scale_MGE, inverse_MGE, HOW), [BLOCK_M, PADDED_HEAD_SIZE]
-            )
+            y_MGE = as_fp8(x_MGE, scale_MG, inverse_MG, HOW)
+            y_MH = tl.reshape(y_MGE, [BLOCK_M, PADDED_HEAD_SIZE])
             out_ptr_MH = out_ptr + (place_M * HEAD_SIZE)[:, None] + h_H[None, :]
             tl.store(out_ptr_MH, y_MH, mask=mask_MH)

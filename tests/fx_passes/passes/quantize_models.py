@@ -63,10 +63,11 @@ def act_quant(x, size=128):
     return (x_TGE / scale).clamp(-MAX, MAX).to(FP8).view(x.shape), scale.squeeze(-1)
 
 
-def powers_of_two(x, size=128):
+def powers_of_two(x, size=128, product=False):
     """DeepGEMM's `per_token_cast_to_fp8` with UE8M0 scales: no limits, times 1 / scale."""
     x_TGE = x.view(*x.shape[:-1], -1, size)
-    scale = x_TGE.abs().float().amax(dim=-1).clamp(1e-4) / MAX
+    amax = x_TGE.abs().float().amax(dim=-1).clamp(1e-4)
+    scale = amax * (1 / MAX) if product else amax / MAX
     scale = torch.pow(2.0, torch.ceil(torch.log2(scale.abs())))
     return (x_TGE * (1.0 / scale.unsqueeze(-1))).to(FP8).view(x.shape), scale
 
@@ -85,6 +86,14 @@ def fake_quantized(x, scale):
     low, high = torch.tensor(-MAX), torch.tensor(MAX)
     values = torch.clamp(x / scale, low, high).to(FP8)
     return values, values.to(scale.dtype) * scale
+
+
+def by_inverses(x, size=None):
+    """No division of x, and none by 448."""
+    x_TGE = x if size is None else x.unflatten(-1, (-1, size))
+    scale = x_TGE.abs().amax(dim=-1, keepdim=True).float() * (1 / MAX)
+    values = (x_TGE.float() * (1 / scale)).clamp(-MAX, MAX).to(FP8)
+    return values.reshape(x.shape), scale.reshape(*x.shape[:-1], -1)
 
 
 class Behind:
@@ -148,7 +157,7 @@ def random_form(numbers: random.Random, own: torch.dtype) -> Callable:
     powers = numbers.random() < 0.3
     rounds = numbers.random() < 0.5
     limits = numbers.choice([(-MAX, MAX)] * 4 + [None, (-MAX, None)])
-    early, times, before, again = (numbers.random() < 0.4 for _ in range(4))
+    early, times, before, again, product = (numbers.random() < 0.4 for _ in range(5))
 
     def spread(scale: torch.Tensor) -> torch.Tensor:
         return scale if share in ("row", "batch") else scale.repeat_interleave(share, dim=-1)
@@ -163,7 +172,7 @@ def random_form(numbers: random.Random, own: torch.dtype) -> Callable:
         amax = amax if floor is None or not before else amax.clamp(min=floor)
         amax = amax.to(narrow)
         amax = amax if floor is None or before else amax.clamp(min=floor)
-        scale = amax / MAX
+        scale = amax * (1 / MAX) if product else amax / MAX
         scale = scale.to(own) if again else scale
         scale = scale.float() if early else scale
         scale = scale if least is None else scale.clamp(min=least)

@@ -14,6 +14,7 @@ from tests.fx_passes.passes.quantize_models import (
     SCALE,
     Behind,
     act_quant,
+    by_inverses,
     by_max,
     by_norm,
     fake_quantized,
@@ -54,6 +55,18 @@ def rewritten(behind: Behind) -> QuantizeOutput:
 
 
 ROUND = {"round_scale": True}
+INVERSES = {"inverse_max": True, "inverse_scale": True}
+
+
+def quantized(x, scale):
+    return (x.float() / scale).clamp(-MAX, MAX).to(FP8), scale
+
+
+def times_inverse(x, dims=-1):
+    scale = x.abs().amax(dims, keepdim=True).float() / MAX
+    return (x.float() * scale.reciprocal()).clamp(-MAX, MAX).to(FP8), scale
+
+
 RECOGNISED = {
     "torchao PerRow": (row, (), {"scheme": "fp8_row", **ROUND}),
     "with a floor": (
@@ -75,6 +88,23 @@ RECOGNISED = {
     "UE8M0": (
         powers_of_two, (),
         {"scheme": "fp8_group128", "min_amax": float(torch.tensor(1e-4)), "ue8m0": True},
+    ),
+    "by inverses": (by_inverses, (), {"scheme": "fp8_row", **INVERSES}),
+    "groups by inverses": (
+        lambda x: by_inverses(x, 128), (), {"scheme": "fp8_group128", **INVERSES},
+    ),
+    "a batch by its inverse": (
+        lambda x: times_inverse(x, None), (), {"scheme": "fp8_tensor", "inverse_scale": True},
+    ),
+    "times 1 / scale": (times_inverse, (), {"scheme": "fp8_row", "inverse_scale": True}),
+    "times 1 / 448": (
+        lambda x: quantized(x, (x.abs().amax(-1, keepdim=True) * (1 / MAX)).float()), (),
+        {"scheme": "fp8_row", "inverse_max": True, **ROUND},
+    ),
+    "powers of two, times 1 / 448": (
+        lambda x: powers_of_two(x, product=True), (),
+        {"scheme": "fp8_group128", "min_amax": float(torch.tensor(1e-4)), "ue8m0": True,
+         "inverse_max": True},
     ),
     "given": (given, (SCALE,), {"scheme": "fp8_static"}),
     "given in bfloat16": (given, (HALF,), {"scheme": "fp8_static", "round_values": True}),
@@ -182,10 +212,6 @@ def test_the_scale_in_any_shape(batch):
 # -- left alone ------------------------------------------------------------------------------------
 
 
-def quantized(x, scale):
-    return (x.float() / scale).clamp(-MAX, MAX).to(FP8), scale
-
-
 def amax_of(x):
     return x.abs().amax(-1, keepdim=True).float()
 
@@ -195,9 +221,9 @@ def no_floor(x):
     return (x / scale).to(FP8), scale
 
 
-def times_inverse(x):
+def times_rounded_inverse(x):
     scale = amax_of(x) / MAX
-    return (x.float() * scale.reciprocal()).clamp(-MAX, MAX).to(FP8), scale
+    return (x * scale.to(x.dtype).reciprocal()).clamp(-MAX, MAX).to(FP8), scale
 
 
 def zero_replaced(x):
@@ -245,8 +271,13 @@ SKIPPED = {
                      "not limited to"),
     "no limits": (LIMITS, lambda x, s: ((x / s).to(FP8),), (SCALE,), "not limited to"),
     "no limits, no floor": (LIMITS, no_floor, (), "not limited to"),
-    "times 1 / scale": (RULE, times_inverse, (), "rounds otherwise than x / scale"),
-    "times 1 / 448": (RULE, lambda x: quantized(x, amax_of(x) * (1 / MAX)), (), "with mul, which"),
+    "times 1 / scale, rounded": (RULE, times_rounded_inverse, (), "which is rounded to torch.bflo"),
+    "times 1 / 440": (RULE, lambda x: quantized(x, amax_of(x) * (1 / 440)), (), "not by 1 / 448"),
+    "times 0.0022": (RULE, lambda x: quantized(x, amax_of(x) * 0.00223215), (), "not by 1 / 448"),
+    "times its scale": (RULE, lambda x: ((x * (amax_of(x) / MAX)).clamp(-MAX, MAX).to(FP8),), (),
+                        "it is multiplied by its scale"),
+    "448 / amax": (RULE, lambda x: ((x * (MAX / amax_of(x))).clamp(-MAX, MAX).to(FP8),), (),
+                   "computed with reciprocal, which no form has"),
     "by 440": (RULE, lambda x: quantized(x, amax_of(x) / 440), (), "divided by 440.0, not by 448"),
     "an amax": (RULE, lambda x: quantized(x, amax_of(x)), (), "no amax / 448"),
     "signed": (RULE, lambda x: quantized(x, x.amax(-1, keepdim=True).float() / MAX), (),

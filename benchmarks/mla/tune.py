@@ -230,6 +230,9 @@ def _time_project(layers: Layers, num_splits: int, rounds: int) -> list[dict[str
     candidates = {
         "combine, bmm": lambda layers: lambda i: layers.projected(i, merged(i)),
         "default": lambda layers: lambda i: combine_project(parts[i], layers.w_uv(i)),
+        "combine, project": lambda layers: (
+            lambda i: combine_project(parts[i], layers.w_uv(i), max_fused_splits=1)
+        ),
     }
     forms = project_forms(num_rows, rank)
     for form in forms if layers.device.type == "cuda" else forms[:1]:

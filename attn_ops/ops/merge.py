@@ -29,7 +29,7 @@ def _merge_attn_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_states(out1, lse1, out2, lse2)
     merge = reference_merge_attn_states
-    if out1.device.type == "cuda":
+    if out1.device.type == "cuda" and lse1.dtype == torch.float32:
         from attn_ops.ops.triton.merge import launch_merge_attn_states as merge
     return merge(out1, lse1, out2, lse2)
 
@@ -102,10 +102,12 @@ def check_states(
             f"out1 must have a floating point type, got {out1.dtype}; "
             f"supported: {', '.join(map(str, _FLOATS))}"
         )
+    exact = out1.dtype == lse1.dtype == torch.float64
+    lse_dtype = torch.float64 if exact else torch.float32
     for name, x, dtype, shape in (
-        ("lse1", lse1, torch.float32, out1.shape[:2]),
+        ("lse1", lse1, lse_dtype, out1.shape[:2]),
         ("out2", out2, out1.dtype, out1.shape),
-        ("lse2", lse2, torch.float32, out1.shape[:2]),
+        ("lse2", lse2, lse_dtype, out1.shape[:2]),
     ):
         if x.dtype != dtype or x.shape != shape:
             raise ValueError(
@@ -148,11 +150,12 @@ def merge_attn_states(
 
     Args:
         out1, out2: [T, N, H] float64, float32, float16 or bfloat16, both alike.
-        lse1, lse2: [T, N] float32, natural logarithm, as `attention_with_lse` returns it.
+        lse1, lse2: [T, N] float32, natural logarithm, as `attention_with_lse` returns it; with
+            float64 outputs also both float64.
 
     Returns:
-        [T, N, H] in the dtype of out1, accumulated in float32 (float64 for float64), and [T, N]
-        float32; contiguous.
+        [T, N, H] in the dtype of out1, accumulated in float32 (float64 for float64), and [T, N] in
+        the dtype of lse1; contiguous.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.

@@ -8,17 +8,20 @@ T tokens, N query heads, P head size without RoPE, R with RoPE, V head size of v
 B block size, Q query rows of one request, C cached tokens of one request.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 from attn_ops.backends.base import Backend, Support
+from attn_ops.backends.mla.builder import MLAMetadataBuilder
+from attn_ops.backends.mla.forward import mla_forward, plan_of
+from attn_ops.backends.mla.kernels import MLAKernels
 from attn_ops.metadata import (
     KV_CACHE_DTYPES,
     AttentionCGSupport,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
     CommonAttentionMetadata,
     LatentOptions,
 )
@@ -27,11 +30,10 @@ Algorithm = Literal["absorbed", "up-projected"]
 """Keys and values of the latents, or q and the output brought to the latents."""
 
 
-class TorchMLAMetadataBuilder(AttentionMetadataBuilder):
-    """Nothing to plan: the reference reads the batch itself."""
+class TorchMLAMetadataBuilder(MLAMetadataBuilder):
+    """Its kernels read lengths on the host."""
 
     cudagraph_support = AttentionCGSupport.NEVER
-    plans_on_host = True
 
 
 def reference_mla_attention(
@@ -69,7 +71,10 @@ def reference_mla_attention(
         begin, end = starts[request], starts[request + 1]
         if begin == end or num_cached == 0:
             continue
-        latent_CL = cached_latents(kv_cache, common, request, num_cached, options, compute_dtype)
+        latent_CL = cached_latents(
+            kv_cache, common.block_table_tensor[request], num_cached, compute_dtype,
+            KV_CACHE_DTYPES[options.kv_cache_dtype], options.kv_scale,
+        )  # fmt: skip
         q_QNH = q[begin:end].to(compute_dtype)
         scores_NQC, value = attend(q_QNH, latent_CL, w_uk_NPL, w_uv_NVL)
         weights_NQC, lse_NQ = _weights(options.scale * scores_NQC)
@@ -81,21 +86,19 @@ def reference_mla_attention(
 
 def cached_latents(
     kv_cache: torch.Tensor,
-    common: CommonAttentionMetadata,
-    request: int,
+    block_table: torch.Tensor,
     num_cached: int,
-    options: LatentOptions,
     compute_dtype: torch.dtype,
+    fp8: torch.dtype | None,
+    kv_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """[C, Lkv + R]: latents and rotated keys of one request, as they are meant."""
-    block_size = kv_cache.shape[1]
-    blocks = common.block_table_tensor[request, : -(-num_cached // block_size)].long()
+    blocks = block_table[: -(-num_cached // kv_cache.shape[1])].long()
     latent_CL = kv_cache[blocks].flatten(0, 1)[:num_cached]
-    fp8 = KV_CACHE_DTYPES[options.kv_cache_dtype]
     if fp8 is None:
         return latent_CL.to(compute_dtype)
     latent_CL = latent_CL.contiguous().view(fp8).to(compute_dtype)
-    return latent_CL if options.kv_scale is None else latent_CL * options.kv_scale
+    return latent_CL if kv_scale is None else latent_CL * kv_scale
 
 
 def lengths(common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
@@ -137,21 +140,82 @@ def _up_projected(
     return scores_NQC, value
 
 
-def _weights(scores_NQC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax and log-sum-exp of the causal scores; the Q queries are the last of C tokens."""
+def _weights(scores_NQC: torch.Tensor, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax and log-sum-exp of scores; causal, the Q queries are the last of C tokens."""
     num_queries, num_cached = scores_NQC.shape[1:]
-    key_C = torch.arange(num_cached, device=scores_NQC.device)
-    hidden_QC = key_C > key_C[num_cached - num_queries :].unsqueeze(1)
-    scores_NQC = scores_NQC.masked_fill(hidden_QC, float("-inf"))
+    if causal:
+        key_C = torch.arange(num_cached, device=scores_NQC.device)
+        hidden_QC = key_C > key_C[num_cached - num_queries :].unsqueeze(1)
+        scores_NQC = scores_NQC.masked_fill(hidden_QC, float("-inf"))
     return scores_NQC.softmax(-1), scores_NQC.logsumexp(-1)
 
 
-def forward(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: LatentOptions
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which products are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def decode(
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    part: CommonAttentionMetadata,
+    *,
+    scale: float,
+    kv_cache_dtype: str,
+    kv_scale: torch.Tensor | None,
+    lse: torch.Tensor | None = None,
+    plan: object = None,
 ) -> torch.Tensor:
-    """The reference, in float64 for float64, else float32."""
-    compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return reference_mla_attention(q, kv_cache, meta.common, options, compute_dtype).to(q.dtype)
+    """See `Decode` in kernels.py."""
+    dtype, rank = _wide(ql_nope.dtype), ql_nope.shape[2]
+    out_DNL = torch.zeros(ql_nope.shape, dtype=ql_nope.dtype, device=ql_nope.device)
+    if lse is not None:
+        lse.fill_(float("-inf"))
+    starts, seq_lens = lengths(part)
+    for request, num_cached in enumerate(seq_lens):
+        rows = slice(starts[request], starts[request + 1])
+        if rows.start == rows.stop or num_cached == 0:
+            continue
+        latent_CL = cached_latents(
+            kv_cache, part.block_table_tensor[request], num_cached, dtype,
+            KV_CACHE_DTYPES[kv_cache_dtype], kv_scale,
+        )  # fmt: skip
+        q_NQL = torch.cat([ql_nope[rows], q_pe[rows]], dim=-1).to(dtype).transpose(0, 1)
+        weights_NQC, lse_NQ = _weights(scale * (q_NQL @ latent_CL.t()))
+        out_DNL[rows] = (weights_NQC @ latent_CL[:, :rank]).transpose(0, 1).to(out_DNL.dtype)
+        if lse is not None:
+            lse[rows] = lse_NQ.t()
+    return out_DNL
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    causal: bool,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `Prefill` in kernels.py."""
+    dtype = _wide(q.dtype)
+    out_TNV = q.new_empty(*q.shape[:2], v.shape[2])
+    lse_TN = q.new_empty(q.shape[:2], dtype=dtype)
+    for of_q, of_k in zip(_ranges(cu_q), _ranges(cu_k), strict=True):
+        q_NQH, k_NKH, v_NKV = (x.to(dtype).transpose(0, 1) for x in (q[of_q], k[of_k], v[of_k]))
+        weights_NQK, lse_NQ = _weights(scale * torch.bmm(q_NQH, k_NKH.mT), causal)
+        out_TNV[of_q] = torch.bmm(weights_NQK, v_NKV).transpose(0, 1).to(q.dtype)
+        lse_TN[of_q] = lse_NQ.t()
+    return out_TNV, lse_TN if with_lse else None
+
+
+def _ranges(cu: torch.Tensor) -> list[slice]:
+    return [slice(a, b) for a, b in itertools.pairwise(cu.tolist())]
 
 
 BACKEND = Backend(
@@ -165,5 +229,6 @@ BACKEND = Backend(
         latent=True,
     ),
     builder=TorchMLAMetadataBuilder,
-    forward=forward,
+    forward=functools.partial(mla_forward, MLAKernels(decode, prefill)),
+    plan_of=plan_of,
 )

@@ -72,6 +72,14 @@ def test_merge_is_attention_over_the_union(shape, dtype, scale, hidden, seed):
         torch.testing.assert_close(got_lse.double(), lse, atol=1e-5, rtol=1e-6)
 
 
+def test_float64_states_are_merged_in_float64():
+    scores_TNC, values_CNH = torch.randn(3, 2, 5).double(), torch.randn(5, 2, 4).double()
+    parts = [attend(scores_TNC[..., k], values_CNH[k]) for k in (slice(0, 2), slice(2, 5))]
+    merged = merge_attn_states(*parts[0], *parts[1])
+    for got, want in zip(merged, attend(scores_TNC, values_CNH), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
+
+
 def test_rows_without_keys():
     nan = float("nan")
     out1 = torch.tensor([[[nan, INF]], [[nan, nan]], [[3.0, 4.0]], [[1.0, 2.0]]])

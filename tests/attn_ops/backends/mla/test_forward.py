@@ -1,0 +1,219 @@
+"""The forward of latent backends: both ways, in any order of a batch, through a small workspace.
+
+T tokens, N query heads, P head size without RoPE, R with RoPE, V head size of values, Lkv latent.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attn_ops import advance_step, mla_attention, mla_attention_with_lse
+from attn_ops.backends.mla import builder as building
+from attn_ops.backends.mla import plan as planning
+from attn_ops.backends.mla.builder import MLAMetadataBuilder, batch_of
+from attn_ops.backends.mla.torch_mla import BACKEND, reference_mla_attention
+from attn_ops.backends.mla.workspace import MLAWorkspace
+from attn_ops.metadata import AttentionSpec
+from tests.kit.latent import SMALL, LatentBatch, build_latent_batch
+
+SPEC = AttentionSpec.of_latent(3, SMALL, torch.float64)
+BATCHES = {
+    "decodes": ([1, 1, 1, 1], [1, 2, 17, 70]),
+    "drafts": ([4, 4, 4], [4, 50, 35]),
+    "prompts": ([10, 1, 35, 20], [10, 1, 35, 20]),
+    "mixed": ([1, 1, 0, 12, 40], [5, 33, 0, 12, 61]),
+    "unsorted": ([30, 1, 0, 12, 1, 20], [61, 33, 0, 12, 9, 90]),
+    "prefills first": ([30, 12, 1, 1], [61, 12, 9, 1]),
+    "long beside empty": ([20, 10, 15], [200, 10, 15]),
+    "nothing": ([0, 0], [0, 0]),
+    "padding requests": ([20, 0, 0], [40, 0, 0]),
+    "more rows than fit": ([100, 12], [130, 12]),
+}
+
+
+@pytest.fixture(autouse=True)
+def way_by_query_length(monkeypatch):
+    """Queries of more than 8 tokens take the prefill way, whatever is measured."""
+    monkeypatch.setattr(planning, "SHORT_QUERY_LEN", 8)
+    monkeypatch.setattr(planning, "LONG_CONTEXT_QUERY_LEN", 0)
+
+
+def batch(
+    name: str, num_tokens: int | None = None, dtype: torch.dtype = torch.float64, **changes
+) -> LatentBatch:
+    """One of BATCHES, prefills through a workspace of `num_tokens`; None: all fits."""
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    workspace = MLAWorkspace([spec], num_tokens or 1024)
+    changes = {"num_padding_rows": 2, "dtype": dtype} | changes
+    return build_latent_batch(*BATCHES[name], workspace=workspace, **changes)
+
+
+def check(b: LatentBatch, tolerance: float = 1e-12) -> None:
+    want_lse = torch.empty(b.q.shape[:2])
+    want = reference_mla_attention(b.q, b.kv_cache, b.common, b.options(lse=want_lse))
+    out, lse = mla_attention_with_lse(*b.arguments, **b.keywords)
+    assert torch.equal(mla_attention(*b.arguments, **b.keywords), out) or tolerance > 1e-6
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, want_lse, rtol=max(tolerance, 1e-6), atol=max(tolerance, 1e-5))
+    assert (out[b.common.num_actual_tokens :] == 0).all()
+
+
+@pytest.mark.parametrize("num_tokens", [None, 24, 97])
+@pytest.mark.parametrize("name", BATCHES)
+def test_any_batch(name, num_tokens):
+    check(batch(name, num_tokens))
+
+
+@pytest.mark.parametrize("name", ["unsorted", "long beside empty"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_caches(name, kv_cache_dtype):
+    check(batch(name, 48, kv_cache_dtype=kv_cache_dtype))
+
+
+@pytest.mark.parametrize("name", ["unsorted", "long beside empty"])
+def test_lower_precision(name):
+    check(batch(name, 48, dtype=torch.float32), 2e-5)
+    b = batch(name, 48, dtype=torch.bfloat16)
+    want = reference_mla_attention(b.q, b.kv_cache, b.common, b.options())
+    out = mla_attention(*b.arguments, **b.keywords)
+    assert (out.double() - want).norm() <= 2e-2 * want.norm()
+
+
+@pytest.mark.parametrize(("num_tokens", "chunks"), [(1024, 0), (180, 1), (92, 2), (36, 5)])
+def test_contexts_of_several_chunks(num_tokens, chunks):
+    """The context of 180 tokens; with new tokens it fits into 1024."""
+    b = batch("long beside empty", num_tokens)
+    plan = b.meta.planned(SPEC)
+    assert sum(not c.causal for c in plan.prefill.chunks) == chunks
+    check(b)
+
+
+def test_both_ways_give_the_same(monkeypatch):
+    outs = []
+    for decodes in (True, False):
+        monkeypatch.setattr(building, "takes_decode_way", lambda q, s, d=decodes: d or s == 0)
+        b = batch("unsorted", 40)
+        plan = b.meta.planned(SPEC)
+        assert (plan.prefill is None) == decodes
+        assert (plan.decode is None) != decodes or plan.decode_metadata.max_query_len == 0
+        outs.append(mla_attention(*b.arguments, **b.keywords))
+    torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
+
+
+def test_views_are_the_requests_of_each_way():
+    b = batch("unsorted")
+    plan = b.meta.planned(SPEC)
+    decode, prefill = plan.decode_metadata, plan.prefill_metadata
+    assert decode.seq_lens.tolist() == [33, 0, 9]
+    assert decode.query_start_loc.tolist() == [0, 1, 1, 2]
+    assert prefill.seq_lens.tolist() == [61, 12, 90]
+    assert prefill.query_start_loc.tolist() == [0, 30, 42, 62]
+    assert (prefill.max_query_len, prefill.max_seq_len) == (30, 90)
+    for view in (decode, prefill):
+        view.validate(block_size=4)
+    rows = torch.cat([decode.slot_mapping, prefill.slot_mapping]).sort().values
+    assert torch.equal(rows, b.common.slot_mapping[:64].sort().values)
+
+
+def test_a_sorted_batch_is_sliced():
+    plan = batch("mixed").meta.planned(SPEC)
+    assert (plan.decode.rows, plan.prefill.rows) == (slice(0, 2), slice(2, 54))
+    storage = plan.decode_metadata.seq_lens.untyped_storage().data_ptr()
+    assert storage == plan.batch.seq_lens.untyped_storage().data_ptr()
+
+
+def test_non_contiguous_inputs():
+    b = batch("unsorted", 60)
+    want = mla_attention(*b.arguments, **b.keywords)
+    wide = torch.full((b.q.shape[0], 2, *b.q.shape[1:]), float("nan"), dtype=b.q.dtype)
+    wide[:, 1] = b.q
+    cache = torch.full((*b.kv_cache.shape[:2], 33), float("nan"), dtype=b.q.dtype)
+    cache[..., 5:25] = b.kv_cache
+    b = dataclasses.replace(
+        b, q=wide[:, 1], kv_cache=cache[..., 5:25], kv_b=b.kv_b.t().contiguous().t()
+    )
+    out = mla_attention(*b.arguments, **b.keywords)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_that_are_parameters():
+    b = batch("unsorted", 60)
+    want = mla_attention(*b.arguments, **b.keywords)
+    b.kv_b = torch.nn.Parameter(b.kv_b)
+    assert torch.equal(mla_attention(*b.arguments, **b.keywords), want)
+
+
+def test_without_mirrors_all_take_the_decode_way():
+    b = batch("mixed")
+    unknown = dict.fromkeys(("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu"))
+    builder = BACKEND.builder(BACKEND, [SPEC], 4, "cpu")
+    b.meta = builder.build(0, b.common.replace(**unknown))
+    plan = b.meta.planned(SPEC)
+    assert plan.prefill is None
+    assert plan.decode_metadata is b.meta.common
+    check(b)
+
+
+def test_captured_steps_take_the_decode_way():
+    b = build_latent_batch([64, 64], [64, 80], dtype=torch.float64)
+    builder = BACKEND.builder(BACKEND, [SPEC], 4, "cpu")
+    assert builder.build(0, b.common).planned(SPEC).prefill is not None
+    b.meta = builder.build_for_cudagraph_capture(b.common)
+    plan = b.meta.planned(SPEC)
+    assert plan.prefill is None
+    assert plan.decode_metadata.seq_lens is b.common.seq_lens, "a replay's lengths are seen"
+
+
+def test_advance_step_moves_what_a_captured_step_reads():
+    b = build_latent_batch([1, 1, 1], [5, 9, 1], block_size=16, dtype=torch.float64)
+    room = torch.randn(b.kv_cache.shape, dtype=torch.float64)
+    cache = torch.where(b.kv_cache.isnan(), room, b.kv_cache)
+    builder = BACKEND.builder(BACKEND, [SPEC], 16, "cpu")
+    unknown = dict.fromkeys(("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu"))
+    b.meta = builder.build_for_cudagraph_capture(b.common.replace(**unknown, max_seq_len=16))
+    b.kv_cache, c = cache, b.common
+    for steps in range(1, 4):
+        tokens = torch.zeros(3, dtype=torch.int64)
+        advance_step(
+            tokens, tokens.clone(), c.positions, c.seq_lens, c.slot_mapping,
+            c.block_table_tensor, 16,
+        )  # fmt: skip
+        assert c.seq_lens.tolist() == [5 + steps, 9 + steps, 1 + steps]
+        check(b)
+
+
+def test_one_workspace_for_all_builders():
+    workspace = MLAWorkspace([SPEC], 64)
+    builder = MLAMetadataBuilder(BACKEND, [SPEC], 4, "cpu", workspace=workspace)
+    assert builder.workspace is workspace
+    own = MLAMetadataBuilder(BACKEND, [SPEC], 4, "cpu")
+    assert own.workspace is own.workspace
+    assert own.workspace.num_tokens == 64 * 1024
+    with pytest.raises(ValueError, match="workspace must hold at least a page of 128 tokens"):
+        MLAMetadataBuilder(BACKEND, [SPEC], 128, "cpu", workspace=workspace)
+
+
+def test_a_workspace_reports_its_size():
+    specs = [SPEC, AttentionSpec(4, 2, 64, torch.float64)]
+    workspace = MLAWorkspace.for_model(specs, max_model_len=32, max_num_seqs=4, block_size=16)
+    assert workspace.tensor.shape == (256, 20)
+    assert workspace.num_bytes == 256 * 20 * 8
+    assert workspace.up_projected_bytes == 256 * 3 * (10 + 5) * 8
+    out = 50 * 3 * 5 * 8
+    assert workspace.reserve(50) == workspace.num_bytes + workspace.up_projected_bytes + 3 * out
+    builder = MLAMetadataBuilder(BACKEND, [SPEC], 4, "cpu", workspace=workspace)
+    assert builder.profile_run(50) == workspace.reserve(50)
+    with pytest.raises(ValueError, match="specs must have a layer with latent attention"):
+        MLAWorkspace(specs[1:], 64)
+    with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
+        MLAWorkspace(specs, 0)
+
+
+def test_a_part_of_a_batch_is_a_batch():
+    b = batch("unsorted")
+    part = batch_of(b.common, (0, 3))
+    part.validate(block_size=4)
+    assert part.query_start_loc.tolist() == [0, 30, 42]
+    assert part.seq_lens.tolist() == part.seq_lens_cpu.tolist() == [61, 12]

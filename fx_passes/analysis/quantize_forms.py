@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.fx import Node
 
-from attn_ops.output_quant.schemes import FP8_MAX, OutputQuant
+from attn_ops.output_quant.schemes import FP4_BLOCK, FP8_MAX, OutputQuant
 from fx_passes.analysis.graph_ops import ATTENTION, aten, operator_name
 from fx_passes.analysis.quantize_scales import ComputedScale, computed_scale, given_scale
 from fx_passes.analysis.sizes import expression
@@ -94,12 +94,14 @@ class Quantized:
         return (user for node in (self.attention, *self.inner) for user in node.users)
 
 
-def recognise(values: Node) -> Quantized:
-    """What the conversion `values` ends.
+def recognise(values: Node, behind: Node) -> Quantized:
+    """What the conversion `values` ends, which depends on the attention `behind`.
 
     Raises:
         NotAFormError: it is none of `FORMS`.
     """
+    if num_elements(values) * FP4_BLOCK == num_elements(cast(Node, behind.args[0])):
+        raise NotAFormError("scales of 16 values are NVFP4's, whose packed bytes no form has")
     division = _Division.behind(values)
     source, operand = division.operands()
     attention, way = way_to_attention(source)

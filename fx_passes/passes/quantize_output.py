@@ -70,6 +70,7 @@ class QuantizeOutput(Pass):
     Skipped when:
         - something else reads the unquantized output, or a value on the way: it is needed anyhow;
         - it is quantized to another dtype than float8_e4m3fn;
+        - it is quantized to NVFP4, whose bits libraries put together in their own ways;
         - something is computed between attention and its quantization, such as a gate;
         - values are limited to other numbers than +-448, or not at all;
         - the scale is computed otherwise than amax / 448, or rounds otherwise;
@@ -103,7 +104,7 @@ class QuantizeOutput(Pass):
         sites: dict[str, str] = {}
         for values, attention in list(_candidates(graph)):
             try:
-                site = recognise(values)
+                site = recognise(values, attention)
                 self._check(site)
             except NotAFormError as reason:
                 self.skip(str(reason), attention.name)

@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 
+from attn_ops import attention
+from fx_passes import attn_ops, recording
 from fx_passes.analysis.quantize_forms import FORMS
 from fx_passes.passes.quantize_output import QuantizeOutput
 from tests.fx_passes.passes.quantize_models import (
@@ -335,6 +337,25 @@ def test_scales_of_another_attention(batch):
 
     behind = Behind(made, function, with_inputs=True)
     check_left_alone(behind, "several elements and is not computed from it")
+
+
+@pytest.mark.skipped_when(QuantizeOutput, "it is quantized to NVFP4")
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_torchao_s_nvfp4(batch, per_tensor):
+    tensor = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    made = batch()
+
+    def quantized(q, scale):
+        out = attention(q, made.kv_cache, made.meta, 0.125)
+        return tensor.nvfp4_quantize(out.view(-1, 256), 16, scale if per_tensor else None)
+
+    with recording() as recorder, torch.no_grad():
+        options = {"attn_quant": "always"}
+        compiled = torch.compile(quantized, backend=attn_ops, dynamic=False, options=options)
+        compiled(made.q, SCALE[0])
+    (one,) = (one for one in recorder.passes if one.pass_name == "quantize_output")
+    assert one.matches == 0
+    assert one.reasons == ["scales of 16 values are NVFP4's, whose packed bytes no form has"]
 
 
 @pytest.mark.skipped_when(QuantizeOutput, "attention writes float64")

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from attn_ops.block_layout import BlockTables, tables_of
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
 from attn_ops.metadata.features import FEATURES, FeatureArguments, spec_fields
 from attn_ops.ops import attention, write_kv
@@ -22,7 +23,8 @@ class Attention(nn.Module):
         head_size: H.
         scale: factor on q.k; None is H ** -0.5.
         features: `sliding_window` and the other `FeatureArguments`, as `attention` takes them. A
-            tensor becomes a buffer of the layer, or stays a parameter.
+            tensor becomes a buffer of the layer, or stays a parameter. `blocksparse` may also be
+            `BlocksparseParams` or a `BlockLayout`; layers with one layout share its `BlockTables`.
         attention_chunk_size: a query sees the keys of its own chunk of so many tokens.
         kv_sharing_target: the layer whose cache this one reads, instead of writing its own. It is
             no submodule: its owner is the model.
@@ -54,7 +56,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.attention_chunk_size = attention_chunk_size
-        self._feature_names = tuple(feature.name for feature in FEATURES)
+        self._feature_names = tuple(FeatureArguments.__annotations__)
         self._set_features(features)
         for name in ("k_scale", "v_scale"):
             self.register_buffer(name, None)
@@ -72,7 +74,10 @@ class Attention(nn.Module):
         """Numbers as attributes, tensors as parameters or buffers, whichever they are."""
         if unknown := ", ".join(features.keys() - set(self._feature_names)):
             raise TypeError(f"Attention() got an unexpected keyword argument {unknown}")
-        for feature in FEATURES:
+        blocks = features.get("blocksparse")
+        heads = self.num_heads, self.num_kv_heads
+        self.blocksparse: BlockTables | None = None if blocks is None else tables_of(blocks, *heads)
+        for feature in (f for f in FEATURES if f.name in self._feature_names):
             name, value = feature.name, features.get(feature.name)
             if not feature.per_head:
                 setattr(self, name, value)

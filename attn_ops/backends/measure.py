@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from attn_ops.backends.base import Backend, Support
+from attn_ops.block_layout import BlockLayout, BlocksparseParams, BlockTables, local_strided
 from attn_ops.metadata import (
     KV_CACHE_DTYPES,
     AttentionCGSupport,
@@ -127,10 +128,12 @@ def make_layers(
     caches = [cache()]
     caches += [cache() for _ in range(max(1, min_bytes // caches[0].nbytes))]
     queries = [randn(sum(query_lens), spec.num_heads, spec.head_size) for _ in caches]
-    return Layers(spec, block_size, common, queries, caches, layer_options(spec, device))
+    return Layers(
+        spec, block_size, common, queries, caches, layer_options(spec, device, max(seq_lens))
+    )
 
 
-def layer_options(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
+def layer_options(spec: AttentionSpec, device: torch.device, max_seq_len: int) -> dict[str, Any]:
     """Keywords of the operator that make a layer of geometry `spec`."""
     options: dict[str, Any] = {f.name: getattr(spec, f.declared) for f in FEATURES}
     options["kv_cache_dtype"] = spec.kv_cache_dtype
@@ -138,7 +141,20 @@ def layer_options(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
         options["attention_chunk_size"] = spec.attention_chunk_size
     head_N = torch.arange(1, spec.num_heads + 1, dtype=torch.float32, device=device)
     small_N = torch.exp2(-8 * head_N / spec.num_heads)  # values do not change how long it takes
+    if spec.blocksparse is not None:
+        layout = default_layout(spec, max_seq_len)
+        options["block_layout"] = BlockTables(layout).to(device).tensors()
     return options | {f.name: small_N if options[f.name] else None for f in PER_HEAD}
+
+
+def default_layout(spec: AttentionSpec, max_seq_len: int) -> BlockLayout:
+    """What a block-sparse layer is timed with, as its spec has no layout: that of Phi-3-small."""
+    assert spec.blocksparse is not None, "asked for block-sparse layers only"
+    return local_strided(
+        BlocksparseParams(
+            max(max_seq_len, 1), spec.num_heads, spec.num_kv_heads, spec.blocksparse, 16, 8
+        )
+    )
 
 
 def quantizes_query(support: Support, spec: AttentionSpec) -> bool:

@@ -19,6 +19,8 @@ import torch
 
 from attn_ops.backends import torch_sdpa
 from attn_ops.backends.base import AttentionOptions, Backend, Support
+from attn_ops.block_layout.masks import token_mask, visible_blocks
+from attn_ops.block_layout.tables import BlockTables, layout_arguments
 from attn_ops.metadata import (
     KV_CACHE_DTYPES,
     AttentionCGSupport,
@@ -43,6 +45,7 @@ def reference_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     compute_dtype: torch.dtype = torch.float64,
+    blocksparse: BlockTables | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Paged attention computed in `compute_dtype`: [T, N, H] in that dtype, padding zero.
@@ -51,6 +54,7 @@ def reference_attention(
     lowered by ALiBi (arXiv:2108.12409), masked, then softmax with the head's sink as one more logit
     without a value (GPT-OSS). `options` are the other fields of `AttentionOptions`.
     """
+    options |= layout_arguments(blocksparse)
     asked = AttentionOptions(scale, sliding_window, soft_cap, **options)
     return attend_batch(q, kv_cache, common, asked, compute_dtype)
 
@@ -138,6 +142,14 @@ def _attend(
         if not causal:
             hidden_QC = hidden_QC | (key_1C >= position_Q1 + options.sliding_window)
     scores_KGQC = scores_KGQC.masked_fill(hidden_QC, float("-inf"))
+    if options.block_layout is not None and options.sparse_block_size is not None:
+        size, (starts, columns, *_) = options.sparse_block_size, options.block_layout
+        seen_NRR = visible_blocks(starts, columns, -(-num_cached // size))
+        seen_NQC = token_mask(seen_NRR, size, num_queries, num_cached)
+        hidden_KGQC = ~seen_NQC.unflatten(0, (num_kv_heads, -1))
+        scores_KGQC = scores_KGQC.masked_fill(hidden_KGQC, float("-inf"))
+        # What no row sees may be NaN, which a weight of zero would not hide.
+        v_CKH = v_CKH.masked_fill(hidden_KGQC.all(dim=(1, 2)).T.unsqueeze(-1), 0.0)
     logits_KGQC = scores_KGQC
     if options.sinks is not None:
         sink_KG11 = options.sinks.to(q_QNH.dtype).view(num_kv_heads, -1, 1, 1)
@@ -204,6 +216,7 @@ BACKEND = Backend(
         non_causal=True,
         lse=True,
         varlen_v_head_size=True,
+        blocksparse=True,
     ),
     builder=TorchMetadataBuilder,
     forward=forward,

@@ -9,12 +9,13 @@ T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypedDict
 
 import torch
 
+from attn_ops.block_layout.tables import Blocksparse, BlockTables
 from attn_ops.metadata.latent import LatentShape
 from attn_ops.output_quant.schemes import QuantizedOutput
 
@@ -57,14 +58,17 @@ FEATURES = (
     Feature("soft_cap", "soft_cap", "soft cap", schema="float?"),
     Feature("alibi_slopes", "alibi", "ALiBi", per_head=True),
     Feature("sinks", "sinks", "sinks", per_head=True, in_q_dtype=True, once=True),
+    Feature("sparse_block_size", "blocksparse", "block-sparse", schema="int?"),
 )
 """All of them, in the order in which they are listed and refused."""
 
 PER_HEAD = tuple(feature for feature in FEATURES if feature.per_head)
 """Those that are a tensor [N]."""
 
-SCHEMA = ", ".join(f"{feature.schema} {feature.name}=None" for feature in FEATURES)
-"""Arguments of an operator's schema that ask for them."""
+SCHEMA = ", ".join(
+    [*(f"{f.schema} {f.name}=None" for f in FEATURES), "Tensor[]? block_layout=None"]
+)
+"""Arguments of an operator's schema that ask for them; `block_layout` goes with block sparsity."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,7 @@ class AttentionSpec:
     causal: bool = True
     attention_chunk_size: int | None = None  # a query sees its own chunk of keys only (Llama 4)
     latent: LatentShape | None = None  # keys and values come from one latent a token (MLA)
+    blocksparse: int | None = None  # tokens of a block, where a layout says which blocks are seen
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -113,7 +118,10 @@ class AttentionSpec:
                 f"soft_cap must be None or above 0, got {self.soft_cap}; supported: finite numbers"
             )
         if self.attention_chunk_size is not None:
-            self._check_chunk()
+            self._check_alone("attention_chunk_size", sliding_window=None, alibi=False, causal=True)
+        if self.blocksparse is not None:
+            plain = {"sliding_window": None, "attention_chunk_size": None, "causal": True}
+            self._check_alone("blocksparse", **plain)
         if self.latent is not None:
             self._check_latent(self.latent)
 
@@ -131,19 +139,15 @@ class AttentionSpec:
             if have != want:
                 raise ValueError(f"{name} must be {want} with {latent}, got {have}")
 
-    def _check_chunk(self) -> None:
-        chunk = self.attention_chunk_size
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"attention_chunk_size must be None or at least 1, got {chunk}")
-        for name, value, plain in (
-            ("sliding_window", self.sliding_window, None),
-            ("alibi", self.alibi, False),
-            ("causal", self.causal, True),
-        ):
-            if value != plain:
-                raise ValueError(
-                    f"{name} must be {plain} with attention_chunk_size {chunk}, got {value}"
-                )
+    def _check_alone(self, name: str, **plain: object) -> None:
+        """Raise a ValueError unless the number `name` fits, and the fields in `plain` are so."""
+        size = getattr(self, name)
+        if size < 1:
+            raise ValueError(f"{name} must be None or at least 1, got {size}")
+        for other, wanted in plain.items():
+            value = getattr(self, other)
+            if value != wanted:
+                raise ValueError(f"{other} must be {wanted} with {name} {size}, got {value}")
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -164,6 +168,7 @@ class AttentionSpec:
     def cascades(self) -> bool:
         """Whether a prefix that requests share can be taken apart: rows see all of it."""
         plain = self.sliding_window is None and self.attention_chunk_size is None
+        plain = plain and self.blocksparse is None
         return plain and self.causal and not self.alibi
 
     def of_shared_prefix(self) -> "AttentionSpec":
@@ -180,6 +185,7 @@ class FeatureArguments(TypedDict, total=False):
     soft_cap: float | None
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
+    blocksparse: Blocksparse | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -195,6 +201,8 @@ class AttentionOptions:
     soft_cap: float | None = None  # c in c * tanh(s / c); None: none
     alibi_slopes: torch.Tensor | None = None  # [N] float32: score -= slope * |query - key|
     sinks: torch.Tensor | None = None  # [N] float32 or q's dtype: a logit more, of value 0
+    sparse_block_size: int | None = None  # tokens of a block of `block_layout`; None: all are seen
+    block_layout: Sequence[torch.Tensor] | None = None  # `BlockTables.tensors`
     kv_cache_dtype: str = "auto"  # of KV_CACHE_DTYPES
     k_scale: torch.Tensor | None = None  # [1] float32: FP8 keys mean stored * k_scale; None: 1
     v_scale: torch.Tensor | None = None  # [1] float32: the same for values
@@ -246,6 +254,8 @@ layer_key: Callable[..., tuple] = eval(
 def spec_fields(asked: Mapping[str, object]) -> dict[str, Any]:
     """Fields of `AttentionSpec` of a layer that calls the operators with the arguments `asked`."""
     values = {f.declared: asked.get(f.name) for f in FEATURES}
+    if isinstance(tables := asked.get("blocksparse"), BlockTables):
+        values["blocksparse"] = tables.block_size
     return values | {f.declared: values[f.declared] is not None for f in PER_HEAD}
 
 
@@ -269,6 +279,7 @@ class Support:
     output_quant: tuple[str, ...] = ()  # schemes in which `forward` itself quantizes the output
     varlen_v_head_size: bool = False  # without a cache, values may have a head size of their own
     quantizes_query: bool = False  # with an FP8 cache q is rounded to FP8 too
+    blocksparse: bool = False  # visits the blocks that a layout lists
     own_mask: bool = False  # rows see what the backend's own mask says; only taken by name
     latent: bool = False  # layers with latent attention (MLA), and no others
     latent_sizes: tuple[tuple[int, int], ...] = ()  # of `latent`: pairs Lkv, R; empty: any

@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from attn_ops.block_layout.tables import BlockTables, layout_arguments
 from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, AttentionOptions, Layer
 from attn_ops.metadata.features import SCHEMA
 from attn_ops.ops import breaks
@@ -181,6 +182,7 @@ def attention(
     causal: bool | None = None,
     logits_rows: bool = False,
     v_head_size: int | None = None,
+    blocksparse: BlockTables | None = None,
 ) -> torch.Tensor:
     """Attention of the batch's query rows over the paged cache, by the backend that `meta` names.
 
@@ -202,6 +204,7 @@ def attention(
         logits_rows: q holds only the rows whose logits are wanted, [R, N, H], see
             `AttentionMetadata.logits_rows`; what the pass `fast_prefill` writes.
         v_head_size: V of values that `write_kv` stored padded to H. None is H.
+        blocksparse: which blocks of keys each block of queries sees; None sees all.
 
     Returns:
         [T, N, H], contiguous, in q's dtype; with `v_head_size` a view of its first V columns.
@@ -212,7 +215,7 @@ def attention(
     """
     plain = sliding_window is None and soft_cap is None and kv_cache_dtype == "auto"
     plain = plain and alibi_slopes is None and sinks is None and k_scale is None
-    plain = plain and v_scale is None and attention_chunk_size is None
+    plain = plain and v_scale is None and attention_chunk_size is None and blocksparse is None
     if plain and causal is None and not logits_rows:
         # Half of what the call costs is the dispatcher's reading of keywords.
         out = torch.ops.attn_ops.attention.default(q, kv_cache, meta, scale)
@@ -221,7 +224,7 @@ def attention(
             q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
             v_scale=v_scale, attention_chunk_size=attention_chunk_size, causal=causal,
-            logits_rows=logits_rows,
+            logits_rows=logits_rows, **layout_arguments(blocksparse),
         )  # fmt: skip
     return out if v_head_size is None else _narrowed(out, v_head_size)
 
@@ -243,6 +246,7 @@ def attention_with_lse(
     causal: bool | None = None,
     logits_rows: bool = False,
     v_head_size: int | None = None,
+    blocksparse: BlockTables | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention`, and the log of every softmax's denominator, for merging partial results.
 
@@ -257,7 +261,7 @@ def attention_with_lse(
         q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap,
         alibi_slopes=alibi_slopes, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
         v_scale=v_scale, attention_chunk_size=attention_chunk_size, causal=causal,
-        logits_rows=logits_rows,
+        logits_rows=logits_rows, **layout_arguments(blocksparse),
     )  # fmt: skip
     return out if v_head_size is None else _narrowed(out, v_head_size), lse
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.block_layout.tables import layout_arguments
 from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
 from attn_ops.metadata.features import SCHEMA
 from attn_ops.ops import breaks
@@ -164,8 +165,10 @@ def attention_quant(
         ValueError: the scheme is unknown or does not take an option, `out_scale` is missing or does
             not fit, N * H is no multiple of the group; and as `attention`.
     """
+    layout = layout_arguments(options.pop("blocksparse", None))
     return torch.ops.attn_ops.attention_quant.default(
         q, kv_cache, meta, scale, scheme=scheme, out_scale=out_scale, min_amax=min_amax,
         min_scale=min_scale, round_scale=round_scale, round_values=round_values,
-        inverse_max=inverse_max, inverse_scale=inverse_scale, multiply=multiply, ue8m0=ue8m0, column_major=column_major, fuse=fuse, **options,
+        inverse_max=inverse_max, inverse_scale=inverse_scale, multiply=multiply, ue8m0=ue8m0,
+        column_major=column_major, fuse=fuse, **options, **layout,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 
 from attn_ops.backends import checks
 from attn_ops.backends.checks import check_cache_shape, check_query
+from attn_ops.block_layout.tables import num_units
 from attn_ops.metadata import AttentionMetadata, AttentionOptions, Layer
 from attn_ops.metadata.features import Feature
 
@@ -40,6 +41,8 @@ def layer_of(
     layer = meta.layer(q, kv_cache, options, attention_chunk_size)
     if layer.per_head:
         check_per_head(layer.per_head, options, q)
+    if options.block_layout is not None or options.sparse_block_size is not None:
+        check_block_layout(options, q, kv_cache, meta)
     if options.k_scale is not None or options.v_scale is not None:
         check_scales(options.k_scale, options.v_scale, q.device)
     return layer
@@ -74,6 +77,37 @@ def check_per_head(features: Iterable[Feature], options: AttentionOptions, q: to
         dtype = q.dtype if feature.in_q_dtype else torch.float32
         vector = getattr(options, feature.name)
         check_vector(feature.name, vector, q.shape[1], q.device, dtype)
+
+
+def check_block_layout(
+    options: AttentionOptions, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+) -> None:
+    """Raise a ValueError unless `block_layout` is that of the layer's heads, and long enough."""
+    size, layout = options.sparse_block_size, options.block_layout
+    if size is None or layout is None or len(layout) != 4:
+        raise ValueError(
+            "sparse_block_size and the four tensors of block_layout must be given together, "
+            f"got {size} and {None if layout is None else len(layout)}"
+        )
+    starts, columns, _, unit_entries = layout
+    if any(t.dtype != torch.int32 or t.device != q.device or not t.is_contiguous() for t in layout):
+        raise ValueError(
+            f"block_layout must be contiguous int32 tensors on {q.device}, got "
+            f"{', '.join(f'{t.dtype} on {t.device}' for t in layout)}"
+        )
+    num_rows = starts.shape[-1]
+    units = num_units(q.shape[1], kv_cache.shape[3])
+    wanted = ((q.shape[1], num_rows), (len(columns),), (units, num_rows), (len(unit_entries), 2))
+    if tuple(tuple(t.shape) for t in layout) != wanted:
+        raise ValueError(
+            f"block_layout must have shapes {wanted}, got {[list(t.shape) for t in layout]}"
+        )
+    longest = meta.common.max_seq_len
+    if longest > (num_rows - 1) * size:
+        raise ValueError(
+            f"max_seq_len must be at most {(num_rows - 1) * size}, that of the block layout, "
+            f"got {longest}"
+        )
 
 
 def check_v_head_size(v_head_size: int, head_size: int, of: str) -> None:

@@ -106,6 +106,8 @@ def _check_supported(
 ) -> None:
     """Raise a ValueError unless the batch's backend attends without a cache as the layer asks."""
     spec = options.geometry(q, k.shape[1], meta.common.causal)
+    if spec.blocksparse is not None:
+        raise ValueError("sparse_block_size must be None without a KV cache, got a number")
     backend = meta.backend
     if backend.varlen is None:
         raise ValueError(f"backend {backend.name} cannot attend without a KV cache")
@@ -144,6 +146,8 @@ def varlen_attention(
     Raises:
         ValueError: shapes or devices do not fit, or the backend does not support the configuration.
     """
+    if features.pop("blocksparse", None) is not None:
+        raise ValueError("blocksparse must be None without a KV cache, got a layout")
     return torch.ops.attn_ops.varlen_attention(q, k, v, meta, scale, causal=causal, **features)
 
 
@@ -170,6 +174,7 @@ def varlen_metadata(
     """
     for name, value, plain in (
         ("attention_chunk_size", spec.attention_chunk_size, None),
+        ("blocksparse", spec.blocksparse, None),
         ("kv_cache_dtype", spec.kv_cache_dtype, "auto"),
     ):
         if value != plain:

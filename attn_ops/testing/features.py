@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.block_layout import BlocksparseParams, BlockTables, local_strided
 from attn_ops.metadata import KV_CACHE_DTYPES, Support
 
 TOLERANCE = {
@@ -48,6 +49,12 @@ def _sinks(num_heads: int, device: torch.device) -> torch.Tensor:
     return torch.linspace(-2, 3, num_heads, device=device).bfloat16().float()
 
 
+def _blocks(num_heads: int, device: torch.device) -> BlockTables:
+    """Two local blocks of 16 tokens and every third, for two query heads a KV head."""
+    params = BlocksparseParams(128, num_heads, num_heads // 2, 16, 2, 3)
+    return BlockTables(local_strided(params)).to(device)
+
+
 def _scales(dtype: str, device: torch.device) -> dict[str, Any]:
     scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([1.7])}
     return {"kv_cache_dtype": dtype, **{name: s.to(device) for name, s in scales.items()}}
@@ -85,6 +92,12 @@ FEATURES = {
         lambda n, d: {"sinks": _sinks(n, d), "sliding_window": 9},
         {"sinks": True, "sliding_window": 9},
         "sinks|sliding_window",
+    ),
+    "blocksparse": Feature(
+        lambda s: s.blocksparse,
+        lambda n, d: {"blocksparse": _blocks(n, d)},
+        {"blocksparse": 16},
+        "sparse_block_size",
     ),
     "non-causal": Feature(lambda s: s.non_causal, lambda n, d: {}, {"causal": False}, "causal"),
     "non-causal, window": Feature(

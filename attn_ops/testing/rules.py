@@ -256,7 +256,7 @@ def narrow_values(backend: Backend, device: str) -> None:
 def without_a_cache(backend: Backend, device: str, feature: str, v_head_size: int | None) -> None:
     """Encoders: every request over its own rows, causal or not."""
     support, asked = backend.support, FEATURES[feature]
-    if "kv_cache_dtype" in asked.spec:
+    if "kv_cache_dtype" in asked.spec or "blocksparse" in asked.spec:  # need a cache
         asked = PLAIN
     spec, lengths = plain_spec(support, **asked.spec), [3, 0, 1, 40]
     if backend.varlen is None or not asked.declared(support):

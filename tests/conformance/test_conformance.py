@@ -23,6 +23,8 @@ def all_cases() -> list:
             marks = [pytest.mark.gpu] if case.device == "cuda" else []
             if case.rule is rules.output_quantization and "mixed" in case.parameters:
                 marks.append(pytest.mark.slow)
+            if backend.name == "BLOCKSPARSE" and "blocksparse" not in case.parameters:
+                marks.append(pytest.mark.slow)  # TRITON's kernels, which run under its own name
             found.append(pytest.param(case, marks=marks, id=case.id))
     return found
 

@@ -55,9 +55,9 @@ def forward(
     """
     special = not options.checked or q.is_cpu or options.kv_cache_dtype != "auto"
     if special or q.stride(2) != 1 or kv_cache.stride(4) != 1:
-        _check(q, kv_cache, options)
+        check(q, kv_cache, options)
     if q.shape[0] == 0:
-        return _empty(q, options)
+        return empty(q, options)
     attend = _kernels()[meta.common.max_query_len > 1]
     if q.device.type == "cpu" or q.get_device() == torch.cuda.current_device():
         return attend(q, kv_cache, meta.common, options)
@@ -65,7 +65,7 @@ def forward(
         return attend(q, kv_cache, meta.common, options)
 
 
-def _empty(q: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+def empty(q: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     if options.quant is not None:
         return options.quant.out
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -112,7 +112,7 @@ def _check_interpreter(q: torch.Tensor) -> None:
         )
 
 
-def _check(q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions) -> None:
+def check(q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions) -> None:
     """What this backend asks for beyond the shapes and devices that the operator has checked."""
     support, fp8 = BACKEND.support, options.kv_cache_dtype != "auto"
     _check_interpreter(q)

@@ -27,9 +27,10 @@ from attn_ops.backends.triton.decode_parts import (
     empty_parts,
     key_ranges,
     num_splits_of,
+    store_padding,
+    store_range,
 )
 from attn_ops.backends.triton.tiles import (
-    LN_2,
     LOG2_E,
     MAX_SPLITS,
     first_logits,
@@ -44,8 +45,6 @@ from attn_ops.output_quant.triton.epilogue import (
     epilogue_arguments,
     given_scale,
     launches_early,
-    store_quantized,
-    store_zero_row,
 )
 from attn_ops.output_quant.triton.quantize import launch_quantize
 
@@ -128,7 +127,6 @@ def decode_kernel(
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     owned_M = (m_M < HEADS) & (in_group_M < GROUP)
     mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
-    offset_MH = (head_M * HEAD_SIZE)[:, None] + h_H[None, :]
 
     given = given_scale(quant, HOW)
     # All four at once: they are the first of a chain of loads that wait for each other.
@@ -140,23 +138,10 @@ def decode_kernel(
 
     # Row number `request` behind the last request's is padding, if the batch has so many rows.
     if (pad_row < num_rows) & (split == 0):
-        if HOW is None:
-            zero_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + pad_row * NUM_HEADS * HEAD_SIZE + offset_MH, zero_MH, mask=mask_MH)
-        else:
-            if HOW[0] == ROW:
-                store_zero_row(
-                    out_ptr, pad_row, head_M, owned_M, item == 0, quant, HOW,
-                    NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
-                )  # fmt: skip
-            else:
-                store_quantized(
-                out_ptr, tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32), pad_row + 0 * head_M,
-                head_M, owned_M, given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
-            )  # fmt: skip
-        if HAS_LSE:
-            none_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            tl.store(lse_ptr + pad_row * NUM_HEADS + head_M, none_M, mask=owned_M)
+        store_padding(
+            out_ptr, lse_ptr, pad_row, head_M, owned_M, item == 0, given, quant, HOW,
+            NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M, HAS_LSE,
+        )  # fmt: skip
     first, length, num_ranges = key_ranges(seq_len, window, num_splits, TILE, HAS_WINDOW)
     if (row_end <= row) | (split >= tl.maximum(num_ranges, 1)):
         return
@@ -197,30 +182,11 @@ def decode_kernel(
         HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, VECTOR,
         HAS_WINDOW, HAS_SOFT_CAP, HAS_ALIBI, STAGED,
     )  # fmt: skip
-    total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
-    result_MH = acc_MH / total_M[:, None]
-    lse_M = max_M + tl.log2(total_M)
-    if HAS_V_SCALE:
-        result_MH *= tl.load(v_scale_ptr)
-    out_row_ptr = out_ptr + row * NUM_HEADS * HEAD_SIZE
-    lse_row_ptr = lse_ptr + row * NUM_HEADS
-    PARTS_ONLY: tl.constexpr = SPLIT and HOW is not None  # else both kernels would quantize
-    if num_ranges <= 1 and not PARTS_ONLY:
-        if HOW is None:
-            tl.store(out_row_ptr + offset_MH, result_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
-        else:
-            store_quantized(
-                out_ptr, result_MH, row + 0 * head_M, head_M, owned_M, given, quant, HOW,
-                NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
-            )  # fmt: skip
-        if HAS_LSE:
-            tl.store(lse_row_ptr + head_M, lse_M * LN_2, mask=owned_M)
-    elif SPLIT:
-        place = tl.program_id(0).to(tl.int64) * num_splits * HEADS
-        part_M = place + split * HEADS + m_M
-        part_ptr_MH = part_ptr + (part_M * HEAD_SIZE)[:, None] + h_H[None, :]
-        tl.store(part_ptr_MH, result_MH, mask=mask_MH)
-        tl.store(part_lse_ptr + part_M, lse_M, mask=owned_M)
+    store_range(
+        out_ptr, part_ptr, part_lse_ptr, lse_ptr, acc_MH, max_M, sum_M, row, head_M, owned_M, split,
+        num_ranges, num_splits, v_scale_ptr, given, quant, HOW, NUM_HEADS, HEADS, HEAD_SIZE,
+        PADDED_HEAD_SIZE, BLOCK_M, HAS_V_SCALE, HAS_LSE, SPLIT,
+    )  # fmt: skip
 
 
 class DecodeConstants(NamedTuple):
@@ -289,7 +255,7 @@ def decode_attention(
         common.query_start_loc, common.seq_lens, common.block_table_tensor,
         *q.stride()[:2], *kv_cache.stride()[:4], common.block_table_tensor.stride(0),
         num_reqs, q.shape[0], num_splits, *arguments, **epilogue,
-        **_geometry(q, kv_cache, heads, fp8),
+        **geometry(q, kv_cache, heads, fp8),
         TILE=chosen.keys,
         SPLIT=num_splits > 1,
         PDL=num_splits > 1 and launches_early(q.device),
@@ -305,7 +271,7 @@ def decode_attention(
     return out
 
 
-def _geometry(
+def geometry(
     q: torch.Tensor, kv_cache: torch.Tensor, heads: int, fp8: bool
 ) -> dict[str, int | bool]:
     """The kernel's constants that follow from shapes, strides and dtypes."""

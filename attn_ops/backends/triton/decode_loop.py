@@ -19,6 +19,15 @@ def tile_blocks(table_ptr, start, last, TILE: tl.constexpr, BLOCK_SIZE: tl.const
 
 
 @triton.jit
+def listed_entry(entries_ptr, place, end, LISTED: tl.constexpr):
+    """(key, rows) at `place` of the keys in listed blocks of LISTED keys; none from `end` on."""
+    entry_ptr = entries_ptr + place // LISTED * 2
+    column = tl.load(entry_ptr, mask=place < end, other=0)
+    rows = tl.load(entry_ptr + 1, mask=place < end, other=0)
+    return column * LISTED + place % LISTED, rows
+
+
+@triton.jit
 def attend_range(
     acc_MH,
     max_M,
@@ -45,6 +54,9 @@ def attend_range(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     STAGED: tl.constexpr,
+    entries_ptr=None,  # [.., 2] blocks that are visited and, bit by bit, the rows that see them
+    BLOCK_M: tl.constexpr = 0,  # rows, if LISTED; at most 32
+    LISTED: tl.constexpr = 0,  # keys of a listed block, a multiple of TILE; 0: no list
 ):
     """Streaming softmax over key tiles, base 2, float32: acc_MH (not normalized), max_M, sum_M.
 
@@ -59,10 +71,22 @@ def attend_range(
         stored_H = tl.full([PADDED_HEAD_SIZE], 1, tl.int1)
     else:
         stored_H = h_H < HEAD_SIZE
-    next_P = tile_blocks(table_ptr, begin, last, TILE, BLOCK_SIZE)
-    for start in range(begin, end, TILE):
+    if LISTED:
+        next_start, next_rows = listed_entry(entries_ptr, begin, end, LISTED)
+        first = next_start
+    else:
+        first = begin
+    next_P = tile_blocks(table_ptr, first, last, TILE, BLOCK_SIZE)
+    for place in range(begin, end, TILE):
         block_P = next_P  # keys of the next tile will wait for one load and not for two
-        next_P = tile_blocks(table_ptr, start + TILE, last, TILE, BLOCK_SIZE)
+        if LISTED:
+            start, rows = next_start, next_rows
+            next_start, next_rows = listed_entry(entries_ptr, place + TILE, end, LISTED)
+            behind = next_start
+        else:
+            start = place
+            behind = place + TILE
+        next_P = tile_blocks(table_ptr, behind, last, TILE, BLOCK_SIZE)
         key_C = start + tl.arange(0, TILE)
         base_P = block_P.to(tl.int64) * stride_block
         base_C = tl.broadcast_to(base_P[:, None], [PAGES, TILE // PAGES]).reshape(TILE)
@@ -88,10 +112,16 @@ def attend_range(
         visible_C = key_C <= last
         if HAS_WINDOW:
             visible_C = visible_C & (key_C > last - window)
-        score_MC = tl.where(visible_C[None, :], score_MC, float("-inf"))
+        visible_MC = visible_C[None, :]
+        if LISTED:
+            visible_MC = visible_MC & (((rows >> tl.arange(0, BLOCK_M)) & 1) != 0)[:, None]
+        score_MC = tl.where(visible_MC, score_MC, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(score_MC, 1))
-        weight_MC = tl.exp2(score_MC - new_max_M[:, None])
-        rescale_M = tl.exp2(max_M - new_max_M)
+        base_M = new_max_M
+        if LISTED:  # a row that has seen no key yet: -inf - -inf would be NaN
+            base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+        weight_MC = tl.exp2(score_MC - base_M[:, None])
+        rescale_M = tl.exp2(max_M - base_M)
         sum_M = sum_M * rescale_M + tl.sum(weight_MC, 1)
         acc_MH = tl.dot(
             weight_MC.to(q_MH.dtype),

@@ -17,6 +17,7 @@ from attn_ops.output_quant.triton.epilogue import (
     given_scale,
     store_head_of_row,
     store_quantized,
+    store_zero_row,
 )
 
 PROGRAMS_PER_SM = 4
@@ -99,6 +100,105 @@ def key_ranges(seq_len, window, num_splits, TILE: tl.constexpr, HAS_WINDOW: tl.c
     num_keys = tl.maximum(seq_len - first, 0)
     length = tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), TILE), 1) * TILE
     return first, length, tl.cdiv(num_keys, length)
+
+
+@triton.jit
+def store_padding(
+    out_ptr,  # as of `decode_kernel`
+    lse_ptr,
+    row,  # int64
+    head_M,
+    owned_M,
+    is_first,  # of the row's programs
+    given,
+    quant,
+    HOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Heads of a padding row: zero, as the output is quantized."""
+    h_H = tl.arange(0, PADDED_HEAD_SIZE)
+    if HOW is None:
+        zero_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], out_ptr.dtype.element_ty)
+        offset_MH = (head_M * HEAD_SIZE)[:, None] + h_H[None, :]
+        mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
+        tl.store(out_ptr + row * NUM_HEADS * HEAD_SIZE + offset_MH, zero_MH, mask=mask_MH)
+    else:
+        if HOW[0] == ROW:
+            store_zero_row(
+                out_ptr, row, head_M, owned_M, is_first, quant, HOW,
+                NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
+            )  # fmt: skip
+        else:
+            store_quantized(
+                out_ptr, tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32), row + 0 * head_M,
+                head_M, owned_M, given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
+            )  # fmt: skip
+    if HAS_LSE:
+        none_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        tl.store(lse_ptr + row * NUM_HEADS + head_M, none_M, mask=owned_M)
+
+
+@triton.jit
+def store_range(
+    out_ptr,  # as of `decode_kernel`
+    part_ptr,
+    part_lse_ptr,
+    lse_ptr,
+    acc_MH,
+    max_M,
+    sum_M,
+    row,
+    head_M,
+    owned_M,
+    split,
+    num_ranges,
+    num_splits,
+    v_scale_ptr,
+    given,
+    quant,
+    HOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """What a program has computed of its range: a row's result, if the range is its only one."""
+    m_M = tl.arange(0, BLOCK_M)
+    h_H = tl.arange(0, PADDED_HEAD_SIZE)
+    mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
+    total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
+    result_MH = acc_MH / total_M[:, None]
+    lse_M = max_M + tl.log2(total_M)
+    if HAS_V_SCALE:
+        result_MH *= tl.load(v_scale_ptr)
+    out_row_ptr = out_ptr + row * NUM_HEADS * HEAD_SIZE
+    lse_row_ptr = lse_ptr + row * NUM_HEADS
+    PARTS_ONLY: tl.constexpr = SPLIT and HOW is not None  # else both kernels would quantize
+    if num_ranges <= 1 and not PARTS_ONLY:
+        if HOW is None:
+            offset_MH = (head_M * HEAD_SIZE)[:, None] + h_H[None, :]
+            tl.store(out_row_ptr + offset_MH, result_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
+        else:
+            store_quantized(
+                out_ptr, result_MH, row + 0 * head_M, head_M, owned_M, given, quant, HOW,
+                NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
+            )  # fmt: skip
+        if HAS_LSE:
+            tl.store(lse_row_ptr + head_M, lse_M * LN_2, mask=owned_M)
+    elif SPLIT:
+        place = tl.program_id(0).to(tl.int64) * num_splits * HEADS
+        part_M = place + split * HEADS + m_M
+        part_ptr_MH = part_ptr + (part_M * HEAD_SIZE)[:, None] + h_H[None, :]
+        tl.store(part_ptr_MH, result_MH, mask=mask_MH)
+        tl.store(part_lse_ptr + part_M, lse_M, mask=owned_M)
 
 
 @triton.jit
@@ -185,6 +285,35 @@ def combine_kernel(
     _, _, num_ranges = key_ranges(seq_len, window, num_splits, TILE, HAS_WINDOW)
     if num_ranges <= 1 and HOW is None:
         return
+    combine_row(
+        out_ptr, part_ptr, part_lse_ptr, lse_ptr, request, row, head, num_ranges, num_splits,
+        given, quant, HOW, NUM_HEADS, GROUP, HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, PARTS, HAS_LSE,
+    )  # fmt: skip
+
+
+@triton.jit
+def combine_row(
+    out_ptr,  # as of `combine_kernel`
+    part_ptr,
+    part_lse_ptr,
+    lse_ptr,
+    request,
+    row,
+    head,
+    num_ranges,
+    num_splits,
+    given,
+    quant,
+    HOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Merges the ranges of one row and head."""
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     in_group = head % GROUP
     item = request.to(tl.int64) * (NUM_HEADS // GROUP * HEAD_TILES)

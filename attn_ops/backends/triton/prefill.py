@@ -26,10 +26,10 @@ from attn_ops.backends.triton.prefill_launch import (
     gathered_keys,
     paged_keys,
 )
-from attn_ops.backends.triton.prefill_parts import combine_rows
-from attn_ops.backends.triton.tiles import LN_2, LOG2_E, first_logits, option_arguments, widened
+from attn_ops.backends.triton.prefill_parts import combine_rows, empty_row_parts, store_rows
+from attn_ops.backends.triton.tiles import LOG2_E, first_logits, option_arguments, widened
 from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale, store_quantized
+from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale
 from attn_ops.output_quant.triton.quantize import launch_quantize
 
 CHANGES_SCORES = ("HAS_SOFT_CAP", "HAS_ALIBI", "HAS_K_SCALE")
@@ -37,17 +37,19 @@ CHANGES_SCORES = ("HAS_SOFT_CAP", "HAS_ALIBI", "HAS_K_SCALE")
 
 
 @triton.jit
-def find_request(query_start_loc_ptr, program, num_reqs, BLOCK_Q: tl.constexpr):
-    """Largest r in 0..S with query_start_loc[r] // BLOCK_Q + r <= program.
+def find_request(
+    query_start_loc_ptr, program, num_reqs, BLOCK_Q: tl.constexpr, MORE: tl.constexpr = 1
+):
+    """Largest r in 0..S with query_start_loc[r] // BLOCK_Q + MORE * r <= program.
 
-    Request r thus owns at least ceil(length / BLOCK_Q) programs, and r == S owns the
+    Request r thus owns at least length // BLOCK_Q + MORE programs, and r == S owns the
     rows behind the last request.
     """
     low = 0
     high = num_reqs
     while low < high:
         middle = (low + high + 1) // 2
-        if tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle <= program:
+        if tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle * MORE <= program:
             low = middle
         else:
             high = middle - 1
@@ -235,24 +237,11 @@ def prefill_kernel(
         score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
         AHEAD, CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, FUSED, MASKED=True,
     )  # fmt: skip
-    total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
-    out_MH = acc_MH / total_M[:, None]
-    if HAS_V_SCALE:
-        out_MH *= tl.load(v_scale_ptr)
-    out_row_M = row_M * NUM_HEADS + head_M
-    if SPLIT:
-        out_row_M = out_row_M * num_splits + split
-        tl.store(part_lse_ptr + out_row_M, max_M + tl.log2(total_M), mask=owned_M)
-    elif HAS_LSE:
-        tl.store(lse_ptr + out_row_M, (max_M + tl.log2(total_M)) * LN_2, mask=owned_M)
-    if SPLIT or HOW is None:
-        out_ptr_MH = out_ptr + (out_row_M * HEAD_SIZE)[:, None] + h_H[None, :]
-        tl.store(out_ptr_MH, out_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
-    else:
-        store_quantized(
-            out_ptr, out_MH, row_M, head_M, owned_M, given, quant, HOW,
-            NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
-        )  # fmt: skip
+    store_rows(
+        out_ptr, part_lse_ptr, lse_ptr, acc_MH, max_M, sum_M, row_M, head_M, owned_M, split,
+        num_splits, v_scale_ptr, given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE,
+        BLOCK_M, HAS_V_SCALE, HAS_LSE, SPLIT,
+    )  # fmt: skip
 
 
 def prefill_attention(
@@ -310,7 +299,7 @@ def _attend(
     block_m, heads = launch.fitted(group, common.max_query_len)
     quant, split = options.quant, launch.num_splits > 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
-    part, part_lse = _parts(out, q.shape, launch.num_splits)
+    part, part_lse = empty_row_parts(out, q.shape, launch.num_splits)
     epilogue = epilogue_arguments(quant, q.dtype)
     none = {"quant": None, "HOW": None}
     arguments, flags = option_arguments(options, unused=out)
@@ -351,13 +340,3 @@ def _attend(
     if split:
         combine_rows(out, part, part_lse, options.lse, epilogue)
     return out
-
-
-def _parts(out: torch.Tensor, of: torch.Size, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """part [T, N, R, H] and part_lse [T, N, R], float32; stand-ins if there is but one range."""
-    if num_splits == 1:
-        return out, out
-    num_rows, num_heads, head_size = of
-    shape = (num_rows, num_heads, num_splits)
-    part = torch.empty(*shape, head_size, dtype=torch.float32, device=out.device)
-    return part, torch.empty(shape, dtype=torch.float32, device=out.device)

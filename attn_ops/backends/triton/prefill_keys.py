@@ -32,6 +32,13 @@ def load_blocks(table_ptr, start, seq_len, BLOCK_SIZE: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
+def listed_key(columns_ptr, place, end, LISTED: tl.constexpr):
+    """The key at `place` of those in listed blocks of LISTED keys; of block 0 from `end` on."""
+    column = tl.load(columns_ptr + place // LISTED, mask=place < end, other=0)
+    return column * LISTED + place % LISTED
+
+
+@triton.jit
 def attend_keys(
     acc_MH,
     max_M,
@@ -65,6 +72,8 @@ def attend_keys(
     HAS_ALIBI: tl.constexpr,
     FUSED: tl.constexpr,  # score_scale is above 0 and nothing else changes scores: maxima scale too
     MASKED: tl.constexpr,  # False: the caller knows that every row sees every key of begin..end
+    columns_ptr=None,  # blocks that are visited, if LISTED: begin..end are places among their keys
+    LISTED: tl.constexpr = 0,  # keys of a listed block, a multiple of TILE; 0: no list
 ):
     """Base 2, float32: acc_MH (not normalized), max_M, sum_M."""
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
@@ -73,9 +82,21 @@ def attend_keys(
         stored_H = tl.full([PADDED_HEAD_SIZE], 1, tl.int1)
     else:
         stored_H = h_H < HEAD_SIZE
+    if LISTED:
+        next_start = listed_key(columns_ptr, begin, end, LISTED)
+        first = next_start
+    else:
+        first = begin
     if KEYS == PAGED:
-        block_C = load_blocks(table_ptr, begin, seq_len, BLOCK_SIZE, TILE)
-    for start in range(begin, end, TILE):
+        block_C = load_blocks(table_ptr, first, seq_len, BLOCK_SIZE, TILE)
+    for place in range(begin, end, TILE):
+        if LISTED:
+            start = next_start
+            next_start = listed_key(columns_ptr, place + TILE, end, LISTED)
+            behind = next_start
+        else:
+            start = place
+            behind = place + TILE
         key_C = start + c_C
         # Slots past seq_len may hold NaN, which a zero weight would not
         # silence: they are never loaded.
@@ -92,7 +113,7 @@ def attend_keys(
                 k_offset_C = block_C * stride_block + (key_C % BLOCK_SIZE) * stride_k_token
                 v_offset_C = k_offset_C
                 if AHEAD:
-                    block_C = load_blocks(table_ptr, start + TILE, seq_len, BLOCK_SIZE, TILE)
+                    block_C = load_blocks(table_ptr, behind, seq_len, BLOCK_SIZE, TILE)
             else:
                 k_offset_C = key_C.to(tl.int64) * stride_k_token
                 v_offset_C = key_C.to(tl.int64) * stride_v_token

@@ -102,6 +102,54 @@ def gather_keys(
     return out
 
 
+@triton.jit
+def store_rows(
+    out_ptr,  # as of `prefill_kernel`
+    part_lse_ptr,
+    lse_ptr,
+    acc_MH,
+    max_M,
+    sum_M,
+    row_M,
+    head_M,
+    owned_M,
+    split,
+    num_splits,
+    v_scale_ptr,
+    given,
+    quant,
+    HOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """What a program has computed of its rows, or a part of it, goes to memory."""
+    h_H = tl.arange(0, PADDED_HEAD_SIZE)
+    mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
+    total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
+    out_MH = acc_MH / total_M[:, None]
+    if HAS_V_SCALE:
+        out_MH *= tl.load(v_scale_ptr)
+    out_row_M = row_M * NUM_HEADS + head_M
+    if SPLIT:
+        out_row_M = out_row_M * num_splits + split
+        tl.store(part_lse_ptr + out_row_M, max_M + tl.log2(total_M), mask=owned_M)
+    elif HAS_LSE:
+        tl.store(lse_ptr + out_row_M, (max_M + tl.log2(total_M)) * LN_2, mask=owned_M)
+    if SPLIT or HOW is None:
+        out_ptr_MH = out_ptr + (out_row_M * HEAD_SIZE)[:, None] + h_H[None, :]
+        tl.store(out_ptr_MH, out_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
+    else:
+        store_quantized(
+            out_ptr, out_MH, row_M, head_M, owned_M, given, quant, HOW,
+            NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_splits", "quant"], do_not_specialize_on_alignment=["lse_ptr"])
 def combine_rows_kernel(
     out_ptr,  # [T, N, HEAD_SIZE] contiguous; quantized, if HOW is given
@@ -146,6 +194,18 @@ def combine_rows_kernel(
         )  # fmt: skip
     if HAS_LSE:  # of a row without keys top is -inf already
         tl.store(lse_ptr + row, (top + tl.log2(total)) * LN_2)
+
+
+def empty_row_parts(
+    out: torch.Tensor, of: torch.Size, num_splits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """part [T, N, R, H] and part_lse [T, N, R], float32; stand-ins if there is but one range."""
+    if num_splits == 1:
+        return out, out
+    num_rows, num_heads, head_size = of
+    shape = (num_rows, num_heads, num_splits)
+    part = torch.empty(*shape, head_size, dtype=torch.float32, device=out.device)
+    return part, torch.empty(shape, dtype=torch.float32, device=out.device)
 
 
 def combine_rows(

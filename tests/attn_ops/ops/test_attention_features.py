@@ -13,9 +13,11 @@ from attn_ops import (
     attention_with_lse,
     get_backend,
 )
+from attn_ops.block_layout import BlocksparseParams, BlockTables, local_strided
 from attn_ops.metadata.features import FEATURES
 
 VALUES = {"int?": 5, "float?": 3.0, "Tensor?": torch.full((4,), 0.5)}  # by schema
+BLOCKS = BlockTables(local_strided(BlocksparseParams(16, 4, 2, 4, 1, 2)))
 
 
 def called_with(call, **asked):
@@ -41,7 +43,9 @@ def called_with(call, **asked):
 @pytest.mark.parametrize("call", [attention, attention_with_lse], ids=["attention", "with_lse"])
 @pytest.mark.parametrize("feature", FEATURES, ids=[feature.name for feature in FEATURES])
 def test_a_feature_reaches_the_backend(feature, call):
-    assert inspect.signature(call).parameters[feature.name].default is None
-    value = VALUES[feature.schema]
-    assert getattr(called_with(call, **{feature.name: value}), feature.name) is not None
+    argument, value = feature.name, VALUES[feature.schema]
+    if feature.declared == "blocksparse":  # a layout says the size of its blocks
+        argument, value = "blocksparse", BLOCKS
+    assert inspect.signature(call).parameters[argument].default is None
+    assert getattr(called_with(call, **{argument: value}), feature.name) is not None
     assert getattr(called_with(call), feature.name) is None

@@ -104,7 +104,7 @@ def test_a_failure_names_request_row_and_head(monkeypatch, forward, cases, wante
 def test_the_rest_runs_after_a_failure(monkeypatch):
     backend = changed(without_window, monkeypatch)
     chosen = cases_of(backend, "features-.*")
-    with pytest.raises(AssertionError, match=r"^12 of 40 cases") as error:
+    with pytest.raises(AssertionError, match=r"^12 of 44 cases") as error:
         check_backend(backend, chosen)
     assert "features-mixed-window: " in str(error.value)
     assert "-plain: " not in str(error.value)

@@ -1,0 +1,338 @@
+"""Block-sparse attention of single-token queries: the keys of listed blocks split over programs.
+
+A program owns a range of the listed keys of one request and the query heads of a unit, which share
+a kv head: a block that any of them sees is read once, and the others' scores are masked. Ranges
+are cut by the number of listed keys, so that programs of one request have equally much to read.
+
+T tokens, S requests, N query heads, K kv heads, G = N // K, H head size padded to a power of two,
+B block size, M rows of a program (HEADS, padded to a power of two), R ranges of keys,
+U = K * ceil(G / HEADS) units, L blocks of the layout, F blocks that units list.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_ops.backends.base import AttentionOptions
+from attn_ops.backends.blocksparse.triton.prefill import divisor
+from attn_ops.backends.triton.decode import DecodeConstants, decode_constants, geometry
+from attn_ops.backends.triton.decode_loop import attend_range
+from attn_ops.backends.triton.decode_parts import (
+    combine_row,
+    empty_parts,
+    num_splits_of,
+    store_padding,
+    store_range,
+)
+from attn_ops.backends.triton.tiles import (
+    LOG2_E,
+    first_logits,
+    num_sms,
+    option_arguments,
+    readable,
+)
+from attn_ops.block_layout.tables import UNIT_HEADS
+from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.output_quant.triton.epilogue import (
+    ROW,
+    epilogue_arguments,
+    given_scale,
+    launches_early,
+)
+from attn_ops.output_quant.triton.quantize import launch_quantize
+
+
+@triton.jit
+def listed_ranges(
+    unit_starts_ptr,
+    unit_entries_ptr,
+    unit,
+    seq_len,
+    num_layout_blocks,
+    num_splits,
+    SPARSE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """(first entry, listed keys, keys of a range, ranges that hold a key) of a request and unit."""
+    block = tl.minimum(tl.maximum(seq_len - 1, 0) // SPARSE_SIZE, num_layout_blocks - 1)
+    starts_ptr = unit_starts_ptr + unit * (num_layout_blocks + 1) + block
+    begin = tl.load(starts_ptr)
+    end = tl.where(seq_len > 0, tl.load(starts_ptr + 1), begin)
+    last = tl.load(unit_entries_ptr + (end - 1) * 2, mask=end > begin, other=-1)
+    missing = tl.where(last == block, (block + 1) * SPARSE_SIZE - seq_len, 0)  # of the own block
+    num_keys = (end - begin) * SPARSE_SIZE - missing
+    length = tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), TILE), 1) * TILE
+    return begin, num_keys, length, tl.cdiv(num_keys, length)
+
+
+@triton.jit(
+    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "quant"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "unit_starts_ptr", "unit_entries_ptr",
+        "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "lse_ptr",
+    ],
+)  # fmt: skip
+def decode_kernel(
+    out_ptr,  # [T, N, HEAD_SIZE] contiguous; quantized, if HOW is given
+    part_ptr,  # [S, U, R, HEADS, HEAD_SIZE] float32 contiguous, if SPLIT
+    part_lse_ptr,  # [S, U, R, HEADS] float32 contiguous, base 2, if SPLIT
+    q_ptr,  # [T, N, HEAD_SIZE]
+    kv_ptr,  # [P, 2, B, K, HEAD_SIZE], in q's dtype or FP8
+    query_start_loc_ptr,  # [S + 1] int32
+    seq_lens_ptr,  # [S] int32
+    table_ptr,  # [S, max blocks] int32
+    unit_starts_ptr,  # [U, L + 1] int32
+    unit_entries_ptr,  # [F, 2] int32
+    stride_q_row,
+    stride_q_head,
+    stride_block,
+    stride_kv,
+    stride_token,
+    stride_kv_head,
+    stride_table,
+    num_layout_blocks,  # L
+    num_reqs,
+    num_rows,  # T
+    num_splits,  # R
+    score_scale,
+    soft_cap,
+    window,  # not read
+    alibi_ptr,  # [N] float32: slopes, if HAS_ALIBI
+    sinks_ptr,  # [N] float32 or q's dtype, if HAS_SINKS
+    k_scale_ptr,  # [1] float32, if HAS_K_SCALE
+    v_scale_ptr,  # [1] float32, if HAS_V_SCALE
+    lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
+    quant,  # of `store_quantized`, with HOW
+    HOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # G
+    HEADS: tl.constexpr,  # query heads of a unit, at most G
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPARSE_SIZE: tl.constexpr,  # tokens of a block of the layout
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,  # divides SPARSE_SIZE
+    VECTOR: tl.constexpr,  # divides every stride of the cache
+    STAGED: tl.constexpr,  # FP8 values pass through registers
+    HAS_WINDOW: tl.constexpr,  # False
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    WIDEN: tl.constexpr,  # q in float32
+    HALF: tl.constexpr,  # q in float16, which FP8 converts to in one instruction
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,  # the combining kernel may start early
+):
+    """Grid (max(S, T) * U, R)."""
+    UNITS_OF_HEAD: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    UNITS: tl.constexpr = NUM_HEADS // GROUP * UNITS_OF_HEAD
+    request = tl.program_id(0) // UNITS
+    unit = tl.program_id(0) % UNITS
+    kv_head = unit // UNITS_OF_HEAD
+    split = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    m_M = tl.arange(0, BLOCK_M)
+    in_group_M = unit % UNITS_OF_HEAD * HEADS + m_M
+    head_M = kv_head * GROUP + in_group_M
+    h_H = tl.arange(0, PADDED_HEAD_SIZE)
+    owned_M = (m_M < HEADS) & (in_group_M < GROUP)
+
+    given = given_scale(quant, HOW)
+    known = request < num_reqs
+    pad_row = tl.load(query_start_loc_ptr + num_reqs).to(tl.int64) + request
+    row = tl.load(query_start_loc_ptr + request, mask=known, other=0).to(tl.int64)
+    row_end = tl.load(query_start_loc_ptr + request + 1, mask=known, other=0)
+    seq_len = tl.load(seq_lens_ptr + request, mask=known, other=0)
+    # Row number `request` behind the last request's is padding, if the batch has so many rows.
+    if (pad_row < num_rows) & (split == 0):
+        store_padding(
+            out_ptr, lse_ptr, pad_row, head_M, owned_M, unit == 0, given, quant, HOW,
+            NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M, HAS_LSE,
+        )  # fmt: skip
+    first_entry, num_keys, length, num_ranges = listed_ranges(
+        unit_starts_ptr, unit_entries_ptr, unit, seq_len, num_layout_blocks, num_splits,
+        SPARSE_SIZE, TILE,
+    )  # fmt: skip
+    if (row_end <= row) | (split >= tl.maximum(num_ranges, 1)):
+        return
+    if HOW is not None:
+        if HOW[0] == ROW and unit + split == 0:  # the kernel that combines counts from here
+            z_Z = tl.arange(0, 2)
+            tl.store(quant[4] + row * 2 + z_Z, 0 * z_Z)
+
+    q_MH = tl.load(
+        q_ptr + row * stride_q_row + (head_M * stride_q_head)[:, None] + h_H[None, :],
+        mask=owned_M[:, None] & (h_H < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    if WIDEN:
+        q_MH = q_MH.to(tl.float32)
+    if HAS_K_SCALE:
+        score_scale *= tl.load(k_scale_ptr)
+    scale_M = score_scale + tl.zeros([BLOCK_M], tl.float32)
+    if HALF:  # rows are brought to at most 1, as bfloat16 reaches further than float16
+        largest_M = tl.max(tl.abs(q_MH.to(tl.float32)), 1)
+        largest_M = tl.where(largest_M == 0.0, 1.0, largest_M)
+        q_MH = (q_MH.to(tl.float32) / largest_M[:, None]).to(tl.float16)
+        scale_M *= largest_M
+    slope_M = 0.0
+    if HAS_ALIBI:
+        slope_M = tl.load(alibi_ptr + head_M, mask=owned_M, other=0.0) * LOG2_E
+    counted_M = owned_M & (split == 0) & (seq_len > 0)
+    max_M, sum_M = first_logits(sinks_ptr, head_M, counted_M, BLOCK_M, HAS_SINKS)
+    begin = split * length
+    k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
+    table_ptr += request.to(tl.int64) * stride_table
+    acc_MH, max_M, sum_M = attend_range(
+        tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32), max_M, sum_M, q_MH, slope_M,
+        k_ptr, k_ptr + stride_kv, table_ptr, seq_len, begin, tl.minimum(begin + length, num_keys),
+        stride_block, stride_token, scale_M, soft_cap, window,
+        HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, VECTOR,
+        HAS_WINDOW, HAS_SOFT_CAP, HAS_ALIBI, STAGED,
+        unit_entries_ptr + first_entry * 2, BLOCK_M, SPARSE_SIZE,
+    )  # fmt: skip
+    store_range(
+        out_ptr, part_ptr, part_lse_ptr, lse_ptr, acc_MH, max_M, sum_M, row, head_M, owned_M, split,
+        num_ranges, num_splits, v_scale_ptr, given, quant, HOW, NUM_HEADS, HEADS, HEAD_SIZE,
+        PADDED_HEAD_SIZE, BLOCK_M, HAS_V_SCALE, HAS_LSE, SPLIT,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_splits", "quant"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc_ptr", "seq_lens_ptr", "unit_starts_ptr", "unit_entries_ptr", "lse_ptr",
+    ],
+)  # fmt: skip
+def combine_kernel(
+    out_ptr,  # as of `decode_kernel`, all but PARTS
+    part_ptr,
+    part_lse_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    unit_starts_ptr,
+    unit_entries_ptr,
+    num_layout_blocks,
+    num_splits,
+    lse_ptr,
+    quant,
+    HOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    SPARSE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,  # merged at a time
+    HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,  # launched before the decode kernel has ended
+):
+    """Grid (S, N): merges one row and head, where the decode kernel has left it to be merged."""
+    given = given_scale(quant, HOW)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.load(query_start_loc_ptr + request).to(tl.int64)
+    if tl.load(query_start_loc_ptr + request + 1) <= row:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    unit = head // GROUP * ((GROUP + HEADS - 1) // HEADS) + head % GROUP // HEADS
+    _, _, _, num_ranges = listed_ranges(
+        unit_starts_ptr, unit_entries_ptr, unit, seq_len, num_layout_blocks, num_splits,
+        SPARSE_SIZE, TILE,
+    )  # fmt: skip
+    if num_ranges <= 1 and HOW is None:
+        return
+    combine_row(
+        out_ptr, part_ptr, part_lse_ptr, lse_ptr, request, row, head, num_ranges, num_splits,
+        given, quant, HOW, NUM_HEADS, GROUP, HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, PARTS, HAS_LSE,
+    )  # fmt: skip
+
+
+def decode_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    common: CommonAttentionMetadata,
+    options: AttentionOptions,
+    sparse_size: int,
+    layout: Sequence[torch.Tensor],
+    num_splits: int | None = None,
+    constants: DecodeConstants | None = None,
+) -> torch.Tensor:
+    """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
+
+    With `options.quant` the output is quantized as it says. No query of the batch is longer than
+    one token. `layout` are tensors of `BlockTables` for blocks of `sparse_size` tokens.
+
+    Args:
+        num_splits: overrides the choice, 1 to MAX_SPLITS.
+        constants: override the choice.
+    """
+    num_kv_heads, num_reqs = kv_cache.shape[3], common.num_reqs
+    group = q.shape[1] // num_kv_heads
+    fp8 = options.kv_cache_dtype != "auto"
+    chosen = constants or decode_constants(triton.next_power_of_2(q.shape[2]), q.dtype, fp8)
+    tile = divisor(sparse_size, chosen.keys)
+    heads = min(group, UNIT_HEADS)
+    num_units = num_kv_heads * triton.cdiv(group, heads)
+    if num_splits is None:
+        num_splits = num_splits_of(
+            common, common.max_seq_len, num_units, row_bytes=4 * num_units * heads * q.shape[2],
+            multiprocessors=num_sms(q.device), long_programs_per_sm=chosen.long_programs_per_sm,
+        )  # fmt: skip
+    quant = options.quant
+    by_row = quant is not None and quant.how.scheme == "fp8_row"
+    if quant is not None and by_row and num_splits == 1:  # no kernel before it to clear counters
+        plain = dataclasses.replace(options, quant=None)
+        return launch_quantize(
+            decode_attention(q, kv_cache, common, plain, sparse_size, layout, 1, constants), quant
+        )
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
+    part, part_lse = empty_parts(out, num_reqs * num_units, num_splits, heads, q.shape[2])
+    epilogue = epilogue_arguments(quant, q.dtype, by_row=by_row)
+    arguments, flags = option_arguments(options, unused=out)
+    _, _, unit_starts, unit_entries = layout
+    early = num_splits > 1 and launches_early(q.device)
+    shape = geometry(q, kv_cache, heads, fp8)
+    decode_kernel[(max(num_reqs, q.shape[0]) * num_units, num_splits)](
+        out, part, part_lse, q, readable(kv_cache, options),
+        common.query_start_loc, common.seq_lens, common.block_table_tensor,
+        unit_starts, unit_entries,
+        *q.stride()[:2], *kv_cache.stride()[:4], common.block_table_tensor.stride(0),
+        unit_starts.shape[1] - 1, num_reqs, q.shape[0], num_splits, *arguments, **epilogue,
+        **shape,
+        SPARSE_SIZE=sparse_size,
+        TILE=tile,
+        SPLIT=num_splits > 1,
+        PDL=early,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        **flags,
+    )  # fmt: skip
+    if num_splits > 1 and num_reqs:
+        parts = min(triton.next_power_of_2(num_splits), max(8192 // shape["PADDED_HEAD_SIZE"], 1))
+        combine_kernel[(num_reqs, q.shape[1])](
+            out, part, part_lse, common.query_start_loc, common.seq_lens,
+            unit_starts, unit_entries, unit_starts.shape[1] - 1, num_splits,
+            out if options.lse is None else options.lse, **epilogue,
+            **{n: shape[n] for n in ("NUM_HEADS", "GROUP", "HEADS", "HEAD_SIZE")},
+            PADDED_HEAD_SIZE=shape["PADDED_HEAD_SIZE"],
+            SPARSE_SIZE=sparse_size,
+            TILE=tile,
+            PARTS=parts,
+            HAS_LSE=options.lse is not None,
+            PDL=early,
+            num_warps=4,
+            **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,315 @@
+"""Block-sparse attention of BLOCKSPARSE, TORCH and FLEX against a dense mask in float64.
+
+Cases are those of benchmarks/fuzz_blocksparse.py: keys that no row sees are NaN.
+"""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+from attn_ops import (
+    Attention,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    attention,
+    attention_with_lse,
+    get_backend,
+    select_backend,
+    varlen_attention,
+    varlen_metadata,
+)
+from attn_ops.block_layout import BlockLayout, BlocksparseParams, BlockTables, local_strided
+from benchmarks.fuzz_blocksparse import BlocksparseCase, check, draw, make, run_rank
+from tests.kit.marks import slow
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("BLOCKSPARSE", "TORCH")
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("first", range(0, 32, 4))
+def test_random_layers(backend, first):
+    """Every rank gives its slice of what one rank gives for all heads."""
+    for seed in range(first, first + 4):
+        check(draw(seed, DEVICE, 120), backend, DEVICE)
+
+
+@pytest.mark.parametrize("first", slow(*range(1000, 3000, 100)))
+def test_many_random_layers(first):
+    for seed in range(first, first + 100):
+        check(draw(seed, DEVICE), "BLOCKSPARSE", DEVICE)
+
+
+def case_of(query_lens, seq_lens, **changes) -> BlocksparseCase:
+    given = {"block_size": 32, "local_blocks": 1, "vert_stride": 3, "num_heads": 4}
+    names = {f.name for f in dataclasses.fields(BlocksparseParams) if f.init}
+    given |= {name: changes.pop(name) for name in names & changes.keys()}
+    params = BlocksparseParams(max_seqlen=256, num_kv_heads=given.pop("num_kv_heads", 2), **given)
+    fields = {
+        "head_size": 16, "dtype": torch.float32, "kv_cache_dtype": "auto", "cache_block_size": 16,
+        "num_padding_rows": 0, "features": (), "seed": 7,
+    }  # fmt: skip
+    return BlocksparseCase(
+        params=params, query_lens=query_lens, seq_lens=seq_lens, **fields | changes
+    )
+
+
+MIXED = ((1, 1, 0, 20), (5, 133, 0, 85))
+DECODE = ((1, 1, 1, 0), (1, 33, 200, 9))
+
+
+@pytest.mark.parametrize("head_size", [80, 192, *slow(64, 256, 512)])
+def test_head_sizes(head_size):
+    """Tiles of keys and rows get smaller with large heads."""
+    dtype = torch.float16
+    check(case_of((1, 9), (40, 70), head_size=head_size, dtype=dtype), "BLOCKSPARSE", DEVICE)
+    check(case_of((1, 1), (40, 70), head_size=head_size, dtype=dtype), "BLOCKSPARSE", DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "cache_block_size"), [(16, 64), (48, 32), (64, 64), (96, 16)]
+)
+def test_pages_smaller_and_larger_than_blocks(block_size, cache_block_size):
+    sizes = {"block_size": block_size, "cache_block_size": cache_block_size}
+    for lengths in (MIXED, DECODE):
+        check(case_of(*lengths, **sizes), "BLOCKSPARSE", DEVICE)
+
+
+def test_groups_of_more_than_32_heads():
+    """Units have at most 32 heads, whose bits fit an int32."""
+    for lengths in (((1,), (70,)), ((3,), (40,))):
+        check(case_of(*lengths, num_heads=40, num_kv_heads=1), "BLOCKSPARSE", DEVICE)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 5, *slow(64)])
+@pytest.mark.parametrize("homo_head_group", [False, True])
+def test_any_number_of_ranges(num_splits, homo_head_group):
+    """Ranges of the listed keys, with none left for some programs, and their merge."""
+    from attn_ops.backends.blocksparse.triton.decode import decode_attention
+
+    case = case_of(*DECODE, homo_head_group=homo_head_group, num_padding_rows=2)
+
+    def attend(q, kv_cache, meta, scale, blocksparse):
+        options = asked(scale, q, blocksparse)
+        layout = blocksparse.tensors()
+        size, common = blocksparse.block_size, meta.common
+        out = decode_attention(q, kv_cache, common, options, size, layout, num_splits)
+        return out, options.lse
+
+    check(case, "BLOCKSPARSE", DEVICE, attend)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("rows", [32, *slow(16)])
+def test_forms_of_prefill(gather, num_splits, rows):
+    """Keys read in place or gathered, and split over programs."""
+    from attn_ops.backends.blocksparse.triton.prefill import prefill_attention
+    from attn_ops.backends.triton.prefill_launch import Launch
+
+    launch = Launch(rows, 32, 4, 1, heads=1, gather=gather, num_splits=num_splits)
+
+    def attend(q, kv_cache, meta, scale, blocksparse):
+        options = asked(scale, q, blocksparse)
+        layout = blocksparse.tensors()
+        size, common = blocksparse.block_size, meta.common
+        out = prefill_attention(q, kv_cache, common, options, size, layout, launch)
+        return out, options.lse
+
+    check(case_of(*MIXED, num_padding_rows=3), "BLOCKSPARSE", DEVICE, attend)
+
+
+def asked(scale, q, blocksparse):
+    from attn_ops import AttentionOptions
+
+    lse = torch.full(q.shape[:2], float("nan"), device=q.device)
+    return AttentionOptions(
+        scale, sparse_block_size=blocksparse.block_size, block_layout=blocksparse.tensors(), lse=lse
+    )
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_compiled(backend):
+    """One graph takes all batches; the layout is an input of it."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(attention_with_lse, backend="aot_eager", fullgraph=True, dynamic=True)
+    for lengths in (MIXED, DECODE, ((5, 3), (50, 3))):
+        check(case_of(*lengths), backend, DEVICE, compiled)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_the_contract_of_the_operators(backend, lengths):
+    """PyTorch's own check: schemas, fakes and traces."""
+    case = case_of(*lengths)
+    for operator in ("attention", "attention_with_lse"):
+
+        def attend(q, kv_cache, meta, scale, blocksparse, operator=operator):
+            torch.library.opcheck(
+                getattr(torch.ops.attn_ops, operator).default,
+                (q, kv_cache, meta, scale),
+                {
+                    "sparse_block_size": blocksparse.block_size,
+                    "block_layout": blocksparse.tensors(),
+                },
+                test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+            )
+
+        run_rank(case, make(case, DEVICE), 0, backend, attend)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_heads_before_tokens(backend):
+    """A cache in HND order."""
+
+    def attend(q, kv_cache, *arguments, **options):
+        turned = kv_cache.transpose(2, 3).contiguous().transpose(2, 3)
+        return attention_with_lse(q, turned, *arguments, **options)
+
+    check(case_of(*MIXED), backend, DEVICE, attend)
+
+
+@pytest.mark.parametrize("scheme", get_backend("BLOCKSPARSE").support.output_quant)
+@pytest.mark.parametrize("lengths", [DECODE, *slow((MIXED,))])
+def test_quantized_output(scheme, lengths):
+    """What the kernels write is their own output, quantized."""
+    from attn_ops.testing.calls import Case
+    from attn_ops.testing.quantized import check_quantized, forms_of
+
+    head_size = 128 if "128" in scheme else 64
+    case = case_of(*lengths, head_size=head_size, num_padding_rows=2, dtype=torch.float16)
+
+    def attend(q, kv_cache, meta, scale, blocksparse):
+        plain = attention(q, kv_cache, meta, scale, blocksparse=blocksparse)
+        for how in forms_of(scheme):
+            check_quantized(Case(q, kv_cache, meta, {"blocksparse": blocksparse}), plain, how)
+
+    run_rank(case, make(case, DEVICE), 0, "BLOCKSPARSE", attend)
+
+
+def test_a_layout_of_ones_own():
+    """Blocks drawn by chance, rows without any among them: zero, and -inf."""
+    generator = torch.Generator().manual_seed(0)
+    masks = torch.rand(4, 8, 8, generator=generator) < 0.5
+    masks[:, 3] = False
+    layout = BlockLayout.from_masks(list(masks), 16, 2)
+    case = case_of((50, 1), (101, 60), num_heads=4)
+
+    def attend(q, kv_cache, meta, scale, blocksparse):
+        tables = BlockTables(layout).to(q.device)
+        finite = kv_cache.nan_to_num(0.0)
+        spec = AttentionSpec(4, 2, 16, torch.float32, blocksparse=16)
+        torch_backend = get_backend("TORCH")
+        oracle = torch_backend.builder(torch_backend, [spec], 16, DEVICE).build(0, meta.common)
+        got = attention_with_lse(q, finite, meta, scale, blocksparse=tables)
+        want = attention_with_lse(q, finite, oracle, scale, blocksparse=tables)
+        torch.testing.assert_close(got[0], want[0])
+        torch.testing.assert_close(got[1], want[1])
+        assert (want[0][50] == 0).all()  # position 59, in block 3
+        assert (want[1][50] == float("-inf")).all()
+
+    run_rank(case, make(case, DEVICE), 0, "BLOCKSPARSE", attend)
+
+
+def test_dense_layers_run_on_the_kernels_of_triton():
+    """A model whose layers alternate needs one backend and one step's metadata."""
+    specs = [AttentionSpec(4, 2, 16, torch.float32), None]
+    specs[1] = dataclasses.replace(specs[0], blocksparse=16)
+    backend = get_backend("BLOCKSPARSE")
+    lengths = ([1, 5], [40, 33])
+    table = torch.arange(1, 7, dtype=torch.int32).view(2, 3)
+    common = CommonAttentionMetadata.from_lengths(*lengths, table, 16, DEVICE)
+    meta = backend.builder(backend, specs, 16, DEVICE).build(0, common)
+    q, cache = torch.randn(6, 4, 16, device=DEVICE), torch.randn(7, 2, 16, 2, 16, device=DEVICE)
+    tables = BlockTables(local_strided(BlocksparseParams(48, 4, 2, 16, 48, 1))).to(DEVICE)
+    dense = attention(q, cache, meta, 0.25)
+    torch.testing.assert_close(attention(q, cache, meta, 0.25, blocksparse=tables), dense)
+
+
+def test_the_layer():
+    """`Attention(blocksparse=...)`: parameters, a layout, or tables that layers share."""
+    params = BlocksparseParams(256, 4, 2, 16, 1, 2)
+    tables = BlockTables(local_strided(params))
+    layers = [Attention(4, 2, 8, blocksparse=b) for b in (params, tables.layout, tables)]
+    assert layers[2].blocksparse is tables
+    spec = AttentionSpec(4, 2, 8, torch.float32, blocksparse=16)
+    assert all(layer.spec(torch.float32) == spec for layer in layers)
+    backend = get_backend("TORCH")
+    table = torch.arange(1, 5, dtype=torch.int32)[None]
+    common = CommonAttentionMetadata.from_lengths([40], [60], table, 16)
+    meta = backend.builder(backend, [spec], 16, "cpu").build(0, common)
+    q, k, v = torch.randn(40, 4, 8), torch.randn(40, 2, 8), torch.randn(40, 2, 8)
+    cache = torch.randn(5, 2, 16, 2, 8)
+    outs = [layer(q, k, v, cache.clone(), meta) for layer in layers]
+    assert all(torch.equal(outs[0], out) for out in outs)
+    dense = Attention(4, 2, 8)(q, k, v, cache.clone(), meta)
+    assert not torch.allclose(outs[0], dense)
+    assert not layers[0].state_dict()
+
+
+def test_selection_says_why():
+    spec = AttentionSpec(4, 2, 64, torch.bfloat16, blocksparse=64)
+    selection = select_backend(spec, block_size=16, device="cuda")
+    assert selection.backend.name == "BLOCKSPARSE"
+    assert "sparse_block_size must be None, got 64; supported: None" in str(
+        selection.reasons_against["TRITON"]
+    )
+    odd = dataclasses.replace(spec, blocksparse=24)
+    with pytest.raises(ValueError, match="sparse_block_size must be a multiple of 16, got 24"):
+        select_backend(odd, block_size=16, device="cuda", backend="BLOCKSPARSE")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 5}, "sliding_window must be None with blocksparse 16, got 5"),
+        ({"attention_chunk_size": 32}, "attention_chunk_size must be None with blocksparse 16"),
+        ({"causal": False}, "causal must be True with blocksparse 16, got False"),
+        ({"blocksparse": 0}, "blocksparse must be None or at least 1, got 0"),
+    ],
+)
+def test_geometry_that_does_not_go_with_it(changes, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionSpec(4, 2, 8, torch.float32, **{"blocksparse": 16} | changes)
+
+
+def test_layouts_that_do_not_fit_a_call():
+    case = case_of((1, 9), (40, 70))
+
+    def attend(q, kv_cache, meta, scale, blocksparse):
+        other = {
+            "heads": local_strided(BlocksparseParams(256, 2, 2, 32, 1, 3)),
+            "length": local_strided(BlocksparseParams(64, 4, 2, 32, 1, 3)),
+        }
+        with pytest.raises(ValueError, match="block_layout must have shapes"):
+            attention(q, kv_cache, meta, scale, blocksparse=BlockTables(other["heads"]).to(DEVICE))
+        with pytest.raises(ValueError, match=r"max_seq_len must be at most 64, .* got 70"):
+            attention(q, kv_cache, meta, scale, blocksparse=BlockTables(other["length"]).to(DEVICE))
+        with pytest.raises(ValueError, match="block_layout must be contiguous int32 tensors"):
+            attention(q, kv_cache, meta, scale, blocksparse=blocksparse.to("meta"))
+        with pytest.raises(ValueError, match="must be given together, got 32 and None"):
+            torch.ops.attn_ops.attention(q, kv_cache, meta, scale, sparse_block_size=32)
+
+    run_rank(case, make(case, DEVICE), 0, "BLOCKSPARSE", attend)
+
+
+def test_without_a_cache_it_is_refused():
+    spec = AttentionSpec(4, 2, 8, torch.float32, blocksparse=16)
+    with pytest.raises(ValueError, match="blocksparse must be None without a KV cache, got 16"):
+        varlen_metadata([3], spec)
+    meta = varlen_metadata([3], dataclasses.replace(spec, blocksparse=None))
+    q, k = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
+    tables = BlockTables(local_strided(BlocksparseParams(16, 4, 2, 16, 1, 1)))
+    with pytest.raises(ValueError, match="blocksparse must be None without a KV cache"):
+        varlen_attention(q, k, k, meta, 1.0, blocksparse=tables)
+    layout = {"sparse_block_size": 16, "block_layout": tables.tensors()}
+    with pytest.raises(ValueError, match="sparse_block_size must be None without a KV cache"):
+        torch.ops.attn_ops.varlen_attention(q, k, k, meta, 1.0, **layout)

@@ -11,7 +11,6 @@ output go with a layout; windows and chunks do not. On a CPU the kernels run int
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -95,10 +94,7 @@ class BlocksparseSupport(Support):
 
 BACKEND = Backend(
     name="BLOCKSPARSE",
-    support=BlocksparseSupport(
-        **{f.name: getattr(TRITON.support, f.name) for f in dataclasses.fields(Support)}
-        | {"blocksparse": True}
-    ),
+    support=BlocksparseSupport(**{**vars(TRITON.support), "blocksparse": True}),
     builder=BlocksparseMetadataBuilder,
     forward=forward,
     unavailable=TRITON.unavailable,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.integrations.transformers import has_latent
 from benchmarks.model_type_reference import (
     NEW_TOKENS,
     Generated,
@@ -42,7 +43,7 @@ _OURS = ("attn_ops", "fx_passes", "graphs")
 class Options:
     """How our side runs."""
 
-    backend: str = "TORCH"
+    backend: str = "TORCH"  # with latent attention, the one of its name and _MLA
     compile: bool = False
     merge: bool = False
     window: int = 8  # tokens of sliding windows; many: the windows change nothing
@@ -111,8 +112,10 @@ def _session(model: Any, options: Options) -> Any:
     """Room for all prompts at once; the longest is computed in two chunks."""
     from graphs import DecodeSession
 
+    latent = any(map(has_latent, getattr(model, "_orig_mod", model).modules()))
+    backend = f"{options.backend}_MLA" if latent else options.backend
     return DecodeSession(
-        model, max_batch_size=3, max_tokens=64, max_tokens_per_step=24, backend=options.backend
+        model, max_batch_size=3, max_tokens=64, max_tokens_per_step=24, backend=backend
     )
 
 

@@ -34,7 +34,7 @@ LISTS = (("causal", ""), ("images and text", "Images and text: "))
 REASONS = (
     ("layer_types must be supported", "layers of recurrence, convolution or selected keys"),
     ("model must have layers that attend", "attention code of their own, or none"),
-    ("attention layers must have head_dim", "latent attention (MLA)"),
+    ("attention layers must have head_dim", "layers without a head_dim"),
     ("attention_mask must be left to the batch's", "they make a padding mask themselves"),
     ("attention_mask must reach attention", "they compute with the mask"),
     ("logits must have shape", "they compute logits of all rows"),

@@ -7,9 +7,9 @@ from typing import cast
 
 from torch.fx import Graph, GraphModule
 
-from fx_passes.analysis.graph_ops import operator_name
+from fx_passes.analysis.graph_ops import ATTENTION, QUANTIZED, operator_name
 
-_ATTENTION = ("attention", "attention_with_lse", "attention_quant")
+_ATTENTION = tuple(op.overloadpacket.__name__ for op in (*ATTENTION, QUANTIZED))
 _PRODUCTS = ("linear", "matmul", "mm", "addmm", "_scaled_mm")
 
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from fx_passes.analysis.graph_ops import ATTENTION
+from fx_passes.analysis.graph_ops import ATTENTION, WITH_LSE
 from fx_passes.analysis.memory import mutated_names
 from fx_passes.analysis.values import tensors_of, value_of
 
@@ -98,9 +98,10 @@ def run_node(node: Node, values: dict[Node, Any]) -> Any:
         lambda a: values[a] if isinstance(a, Node) else a, (node.args, dict(node.kwargs))
     )
     if node.target in ATTENTION:  # metadata is no tensor, and its fake is none of torch's
-        out = args[0].new_empty(args[0].shape)
+        width = kwargs.get("v_head_dim", args[0].shape[2])  # of latent attention
+        out = args[0].new_empty((*args[0].shape[:2], width))
         lse = args[0].new_empty(args[0].shape[:2], dtype=torch.float32)
-        return out if node.target is ATTENTION[0] else (out, lse)
+        return (out, lse) if node.target in WITH_LSE else out
     if namespace(node) == "attn_ops":
         return value_of(node)
     if node.op == "call_method":

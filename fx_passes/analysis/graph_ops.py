@@ -28,8 +28,16 @@ VIEWS = frozenset(
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 """Matrix products: their results are contiguous and written by a kernel of their own."""
 
-ATTENTION = (torch.ops.attn_ops.attention.default, torch.ops.attn_ops.attention_with_lse.default)
+ATTENTION = (
+    torch.ops.attn_ops.attention.default,
+    torch.ops.attn_ops.attention_with_lse.default,
+    torch.ops.attn_ops.mla_attention.default,
+    torch.ops.attn_ops.mla_attention_with_lse.default,
+)
 """Rows of q attend by themselves; a reduced batch tells where they stand."""
+
+WITH_LSE = frozenset(op for op in ATTENTION if len(op._schema.returns) == 2)
+"""Attention that returns the log-sum-exp too."""
 
 QUANTIZED = torch.ops.attn_ops.attention_quant.default
 """Attention whose output is quantized: values and scales."""

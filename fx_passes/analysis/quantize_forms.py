@@ -149,8 +149,9 @@ def way_to_attention(node: Node, *, absolute: bool = False) -> tuple[Node, list[
 def _why_between(node: Node) -> str:
     if node.target in (aten.slice.Tensor, aten.as_strided.default):
         return "a part of its columns is quantized, as with v_head_size"
-    if any(source.target is ATTENTION[1] for source in node.all_input_nodes):
-        return "attention_with_lse has no quantized form"
+    others = [one for one in (node, *node.all_input_nodes) if one.target in ATTENTION[1:]]
+    if others:
+        return f"{operator_name(others[0])} has no quantized form"
     if (source := converted(node)) is not None:
         return f"it is converted from {dtype_of(source)} to {dtype_of(node)} before"
     return f"{operator_name(node)} stands between attention and its quantization"

@@ -6,13 +6,13 @@ from typing import cast
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, QUANTIZED, VIEWS, aten
+from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, QUANTIZED, VIEWS, WITH_LSE, aten
 from fx_passes.analysis.row_count import RowCount
 from fx_passes.analysis.sizes import equal, expression
 from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 
-_WRITTEN_WHOLE = PRODUCTS | {ATTENTION[0], aten.cat.default}
+_WRITTEN_WHOLE = PRODUCTS | (set(ATTENTION) - WITH_LSE) | {aten.cat.default}
 """Producers of contiguous tensors in their own memory; chains that start elsewhere stay."""
 
 _RESHAPES = {

@@ -17,6 +17,32 @@ _SHARING = {
     "vocab_size_per_layer_input": 64,
     "hidden_size_per_layer_input": 8,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "original_max_position_embeddings": 32,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_EXPERTS = _LATENT | {
+    "head_dim": 8,  # of RoPE
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
 CONFIGS = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
@@ -43,6 +69,13 @@ CONFIGS = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    # Latent attention: one layer with a dense MLP, further ones with experts.
+    "deepseek_v2": ("DeepseekV2Config", _EXPERTS),
+    "deepseek_v3": ("DeepseekV3Config", _EXPERTS | {"rope_parameters": _YARN}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", _EXPERTS),
+    "axk1": ("AXK1Config", _EXPERTS),
+    "youtu": ("YoutuConfig", _LATENT),
+    "minicpm3": ("MiniCPM3Config", _LATENT),
     # Layer 3 shares the cache of layer 1, layer 4 that of layer 2.
     "gemma3n": (
         "Gemma3nTextConfig",

@@ -127,10 +127,12 @@ def test_a_model_that_makes_a_padding_mask_is_told_so():
     refuses(model, "^attention_mask must be left .*, got BartForCausalLM, which makes a padding")
 
 
-def test_latent_attention_is_named():
+def test_indexers_are_named():
+    """They choose the keys of a row of latent attention."""
     sizes = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
     sizes |= {"v_head_dim": 8, "first_k_dense_replace": 1, "intermediate_size": 32}
-    refuses(tiny("DeepseekV3Config", "DeepseekV3ForCausalLM", **sizes), r"latent attention \(MLA\)")
+    model = tiny("DeepseekV32Config", "DeepseekV32ForCausalLM", **sizes)
+    refuses(model, "^layer_types must be supported, got indexed_attention; .*index-selecting layer")
 
 
 def test_rope_that_depends_on_the_batch_is_refused():

@@ -3,8 +3,9 @@
 The model takes more forward keywords. Transformers passes them to every layer unchanged:
 
     attn_metadata        AttentionMetadata, the batch
-    kv_caches            per layer [num_blocks, 2, block_size, num_kv_heads, head_size]; none for
-                         layers that share another's (Gemma 3n, Gemma 4), see `cache_index`
+    kv_caches            per layer [num_blocks, 2, block_size, num_kv_heads, head_size], with latent
+                         attention [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]; none
+                         for layers that share another's (Gemma 3n, Gemma 4), see `cache_index`
     slot_mapping         [T] int64, optional: read from attn_metadata when it is not given
     kv_cache_dtype       auto, fp8_e4m3 or fp8_e5m2: what the caches hold
     cross_attn_metadata, cross_kv_caches, cross_slot_mapping
@@ -23,13 +24,10 @@ from attn_ops.integrations.transformers.batch import (
 )
 from attn_ops.integrations.transformers.contract import Contract, check_contract
 from attn_ops.integrations.transformers.cross import cross_metadata
-from attn_ops.integrations.transformers.forward import (
-    NAME,
-    attention_forward,
-    no_mask,
-)
+from attn_ops.integrations.transformers.forward import attention_forward, no_mask
 from attn_ops.integrations.transformers.keywords import carry_keywords
-from attn_ops.integrations.transformers.layers import cache_index
+from attn_ops.integrations.transformers.latent import has_latent
+from attn_ops.integrations.transformers.layers import NAME, cache_index
 from attn_ops.integrations.transformers.models import check_model
 from attn_ops.integrations.transformers.probe import AttentionProbe
 from attn_ops.integrations.transformers.registration import register
@@ -54,6 +52,7 @@ __all__ = [
     "cross_attention_specs",
     "cross_metadata",
     "dynamic_batch",
+    "has_latent",
     "no_mask",
     "register",
 ]

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from attn_ops.integrations.transformers.batch import PATCHING
 from attn_ops.integrations.transformers.forward import KeywordsMissing
 from attn_ops.integrations.transformers.keywords import carry_keywords
+from attn_ops.integrations.transformers.latent import check_expansion
 from attn_ops.integrations.transformers.layers import shares_cache
 from attn_ops.integrations.transformers.masks import check_masks
 from attn_ops.integrations.transformers.probe import ProbedCall
@@ -105,6 +106,8 @@ class Contract:
         names = module_names(self.model)
         _check_calls(first.calls, layers, self.specs, names)
         check_masks(first.calls, self.longest)
+        for call in first.calls:
+            check_expansion(call)
         check_positions(first, self._probes.placed())
         for run in (self._probes.some(), *self._probes.parts()):
             _check_calls(run.calls, layers, self.specs, names)
@@ -213,7 +216,7 @@ def _check_spec(call: ProbedCall, spec: AttentionSpec, name: str) -> None:
                 f"{field.name} of {name}'s attention must be {wanted}, as the layer's attributes "
                 f"and config say, got {got}"
             )
-    if call.v.shape != call.k.shape and not shares_cache(call.layer):
+    if call.latent is None and call.v.shape != call.k.shape and not shares_cache(call.layer):
         raise ValueError(
             f"values of {name} must have the shape of its keys {list(call.k.shape)}, "
             f"got {list(call.v.shape)}"

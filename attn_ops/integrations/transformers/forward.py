@@ -1,6 +1,7 @@
 """The attention function that Transformers' layers call.
 
-T rows of the batch, E rows of an encoder, N query heads, K kv heads, H head size.
+T rows of the batch, E rows of an encoder, N query heads, K kv heads, H head size; V that of values
+and L the latent where they are expanded from one.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,13 @@ from typing import Any
 
 import torch
 
+from attn_ops.integrations.transformers.latent import (
+    check_keeps_latent,
+    expanded,
+    has_latent,
+    latent_attention,
+    latent_shape,
+)
 from attn_ops.integrations.transformers.layers import (
     cache_index,
     chunk_size,
@@ -20,8 +28,6 @@ from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
 from attn_ops.metadata.features import spec_fields
 from attn_ops.ops import attention, varlen_attention, write_kv
-
-NAME = "attn_ops"
 
 _FROM_LAYER = object()
 """A layer that passes no window: Qwen2-MoE and PhiMoE leave it to the mask."""
@@ -106,10 +112,13 @@ def attention_forward(
       encoder's, [1, K, E, H].
     - Without any caches they attend over key and value.
 
+    Layers with latent attention are causal layers. Key and value are then the rotated part of the
+    key, [1, 1, T, R], and the latent, [1, 1, T, Lkv] (`keep_latent`).
+
     An `AttentionProbe` as metadata gets the call in place of the operators.
 
     Returns:
-        [1, T, N, H] and None (no attention weights).
+        [1, T, N, H], or [1, T, N, V], and None (no attention weights).
     """
     causal = is_causal(module) and kwargs.get("is_causal") is not False
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -135,6 +144,13 @@ def attention_forward(
     if caches is None:
         out_TNH = varlen_attention(q_TNH, _rows(key), _rows(value), meta, scale, **options)
         return out_TNH.unsqueeze(0), None
+    if has_latent(module):
+        check_keeps_latent(module)
+        _refuse_features(module, options)
+        latents = (_rows(value)[:, 0], _rows(key)[:, 0])
+        batch, asked = (meta, _cache_of(module, caches), slots_T), options.get("causal")
+        out = latent_attention(module, q_TNH, latents, batch, scale, kv_cache_dtype, asked)
+        return out.unsqueeze(0), None
     stored = _storage(module, kv_cache_dtype)
     options |= {"attention_chunk_size": chunk_size(module) if causal else None, **stored}
     kv_cache = _written_cache(module, key, value, (meta, caches, slots_T), stored)
@@ -144,9 +160,16 @@ def attention_forward(
 def _probed_call(
     probe: AttentionProbe, module: Any, qkv: tuple[torch.Tensor, ...], *asked: Any
 ) -> ProbedCall:
-    """The call as a probe gets it; `asked` are the last fields, from `spec` on."""
-    q, k, v = (_rows(x) for x in qkv)
-    return ProbedCall(probe.name(module), module, cache_index(module), q, k, v, *asked)
+    """The call as a probe gets it; `asked` are the fields from `spec` to `extras`."""
+    query, key, value = qkv
+    latent = None
+    if has_latent(module):
+        check_keeps_latent(module)
+        latent = _rows(value)[:, 0]
+        key, value = expanded(module, value, key)
+    q, k, v = (_rows(x) for x in (query, key, value))
+    name, cache = probe.name(module), cache_index(module)
+    return ProbedCall(name, module, cache, q, k, v, *asked, latent=latent)
 
 
 def _batch_of(
@@ -176,6 +199,10 @@ def _spec_of_call(
     module: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, options: dict[str, Any]
 ) -> AttentionSpec:
     """The geometry that a call asks for."""
+    if has_latent(module):
+        _refuse_features(module, options)
+        sizes = (query.shape[1], latent_shape(module), query.dtype)
+        return AttentionSpec.of_latent(*sizes, causal=causal)
     return AttentionSpec(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -185,6 +212,16 @@ def _spec_of_call(
         attention_chunk_size=chunk_size(module) if causal else None,
         **spec_fields(options),
     )
+
+
+def _refuse_features(module: Any, options: dict[str, Any]) -> None:
+    """Raise a ValueError for features of a layer with latent attention."""
+    asked = [name for name, value in options.items() if name != "causal" and value is not None]
+    if asked:
+        raise ValueError(
+            f"{type(module).__name__} must ask for no features besides latent attention, got "
+            f"{', '.join(asked)}"
+        )
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,9 @@ import torch
 
 from attn_ops.metadata.features import FeatureArguments
 
+NAME = "attn_ops"
+"""`attn_implementation` of models whose attention is ours."""
+
 
 def is_causal(layer: Any) -> bool:
     """Whether a row sees no later one; decoders that do not say are causal."""

@@ -6,7 +6,7 @@ from torch import nn
 
 from attn_ops.integrations.merged import check_merged
 from attn_ops.integrations.transformers.batch import check_lengths
-from attn_ops.integrations.transformers.forward import NAME
+from attn_ops.integrations.transformers.layers import NAME
 
 
 def check_model(model: Any, max_tokens: int) -> None:

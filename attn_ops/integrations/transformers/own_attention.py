@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from attn_ops.integrations.transformers.forward import NAME, attention_forward
+from attn_ops.integrations.transformers.forward import attention_forward
 from attn_ops.integrations.transformers.keywords import carried
+from attn_ops.integrations.transformers.layers import NAME
 
 
 def register_classes() -> None:

@@ -28,6 +28,7 @@ class ProbedCall:
     scale: float
     mask: Any  # LayerMask, a tensor or None: what the layer was given
     extras: dict[str, Any]  # further keywords, which the operators do not compute
+    latent: torch.Tensor | None = None  # [T, Lkv] where the layer expands k and v from it
 
     def asked(self) -> tuple:
         """What the call asks for, of which cache: equal in every forward."""

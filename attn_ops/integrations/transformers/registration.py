@@ -1,6 +1,7 @@
 """Makes attn_ops known to Transformers."""
 
-from attn_ops.integrations.transformers.forward import NAME, attention_forward, no_mask
+from attn_ops.integrations.transformers.forward import attention_forward, no_mask
+from attn_ops.integrations.transformers.layers import NAME
 from attn_ops.integrations.transformers.own_attention import register_classes
 
 

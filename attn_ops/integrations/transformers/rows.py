@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from attn_ops.integrations.transformers.forward import NAME, MaskGiven
+from attn_ops.integrations.transformers.forward import MaskGiven
+from attn_ops.integrations.transformers.layers import NAME
 from attn_ops.integrations.transformers.masks import tagged_masks
 from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
 

@@ -6,14 +6,16 @@ from typing import Any
 import torch
 
 from attn_ops.integrations.transformers.batch import compute_all_rows
-from attn_ops.integrations.transformers.forward import NAME
+from attn_ops.integrations.transformers.latent import has_latent, keep_latent, latent_shape
 from attn_ops.integrations.transformers.layers import (
+    NAME,
     cache_owner,
     chunk_size,
     features,
     is_causal,
     shares_cache,
 )
+from attn_ops.integrations.transformers.rotary import trace_real_rotary
 from attn_ops.metadata import AttentionSpec
 from attn_ops.metadata.features import spec_fields
 
@@ -25,7 +27,8 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
 
     A layer that shares another's KV cache is left out: there is one spec, and one cache, for each
     layer that writes. Models with such layers may drop rows by themselves, which is right for one
-    sequence only; that is switched off (`compute_all_rows`).
+    sequence only; that is switched off (`compute_all_rows`). Layers with latent attention are
+    prepared by `keep_latent`.
 
     Args:
         model: a decoder or an encoder; one of the two if a model has both.
@@ -37,6 +40,9 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
     """
     compute_all_rows(model)
     layers = attention_layers(model)
+    for layer in filter(has_latent, layers):
+        keep_latent(layer)
+        trace_real_rotary(layer)
     for sharer in filter(shares_cache, layers):
         _check_sharing(sharer, layers, model, kv_cache_dtype)
     owners = [layer for layer in layers if not shares_cache(layer)]
@@ -104,12 +110,15 @@ def _attends(module: Any) -> bool:
 
 
 def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
+    if has_latent(layer):
+        sizes = (layer.num_heads, latent_shape(layer), model.dtype)
+        return AttentionSpec.of_latent(*sizes, kv_cache_dtype=kv_cache_dtype)
     config = model.config.get_text_config()
     head_size = _first(layer, "head_dim", "attention_head_size", "head_size")
     if head_size is None:
         raise ValueError(
             f"attention layers must have head_dim, got {type(layer).__name__}; "
-            "supported: families built like Llama, BERT or BART, without latent attention (MLA)"
+            "supported: families built like Llama, BERT, BART or DeepSeek-V2"
         )
     num_heads = _first(layer, "num_heads", "num_attention_heads") or config.num_attention_heads
     return AttentionSpec(

@@ -1,0 +1,62 @@
+"""The weight of `kv_b_proj` in a model's dtype, also where it is quantized or adapted.
+
+Computed anew in every call, so that it follows weights written in place. A quantized weight has no
+second copy: only the layer that attends has its weight in full precision.
+
+M outputs, Lkv latent.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+_PLAIN = (nn.Parameter, torch.Tensor)
+"""Types of weights that are no tensor subclass."""
+
+
+def expansion(linear: Any, like: torch.Tensor) -> torch.Tensor:
+    """[M, Lkv] with which `linear` multiplies, contiguous and in the dtype of `like`.
+
+    Known are plain weights, tensors with `dequantize` (torchao), layers with `dequantized` and FP8
+    with scales of blocks (Transformers' FP8Linear). Any other layer is applied to the unit vectors:
+    a weight with adapters.
+
+    Args:
+        linear: the layer, without a bias.
+        like: a tensor of the model's dtype and device.
+    """
+    weight: Any = linear.weight
+    scale: Any = getattr(linear, "weight_scale_inv", None)
+    if is_plain(linear):
+        return weight.to(like.dtype)
+    if hasattr(linear, "dequantized"):
+        return linear.dequantized(like.dtype)
+    if isinstance(linear, nn.Linear) and type(weight) not in _PLAIN:
+        return weight.dequantize().to(like.dtype)
+    if scale is not None:
+        return _of_blocks(weight, scale, cast(Any, linear).block_size).to(like.dtype)
+    units = torch.eye(weight.shape[1], dtype=like.dtype, device=like.device)
+    return linear(units).t().contiguous()
+
+
+def is_plain(linear: Any) -> bool:
+    """Whether the layer multiplies with its weight, which is a tensor in full precision."""
+    weight, is_linear = linear.weight, type(linear) is nn.Linear
+    known = is_linear or hasattr(linear, "weight_scale_inv")  # which may hold no FP8
+    wide = weight.is_floating_point() and weight.dtype.itemsize > 1
+    return known and wide and type(weight) in _PLAIN
+
+
+def _of_blocks(
+    weight: torch.Tensor, scale: torch.Tensor, block_size: tuple[int, int] | None
+) -> torch.Tensor:
+    """FP8 [M, Lkv] as float32; scales are one, or one a block of rows and columns."""
+    wide = weight.float()
+    if block_size is None:
+        return wide * scale.float()
+    rows, columns = (
+        torch.arange(size, device=weight.device) // block
+        for size, block in zip(weight.shape, block_size, strict=True)
+    )
+    return wide * scale.float()[rows[:, None], columns]

@@ -109,7 +109,7 @@ def recognise(values: Node, behind: Node) -> Quantized:
     inner = {*division.nodes, *way}
     options: dict[str, Any] = {"round_values": division.rounds(attention)}
     if not _depends(operand, attention):
-        given, scale, share = given_scale(operand), None, "given"
+        given, scale, share = given_scale(operand, value_of(division.node).device), None, "given"
         options |= {"multiply": division.multiplies}
     else:
         own = dtype_of(attention)

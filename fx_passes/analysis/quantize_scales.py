@@ -62,11 +62,12 @@ class ComputedScale:
     dtype: torch.dtype
 
 
-def given_scale(operand: Node) -> Node:
-    """The scale of one element that is spread over all values.
+def given_scale(operand: Node, device: torch.device) -> Node:
+    """The scale of one element that is spread over all values, which are on `device`.
 
     Raises:
-        NotAFormError: it has several elements, or numbers that float32 does not have.
+        NotAFormError: it has several elements, numbers that float32 does not have, or is elsewhere,
+            as a tensor of no dimension may be.
     """
     node = operand
     while num_elements(node) != 1:
@@ -76,6 +77,8 @@ def given_scale(operand: Node) -> Node:
         node = source
     if dtype_of(node) not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotAFormError(f"its scale is {dtype_of(node)}, which float32 does not hold")
+    if value_of(node).device != device:
+        raise NotAFormError(f"its scale is on {value_of(node).device}, and x on {device}")
     return node
 
 

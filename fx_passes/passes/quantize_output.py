@@ -76,6 +76,7 @@ class QuantizeOutput(Pass):
         - the scale is computed otherwise than amax / 448, or rounds otherwise;
         - the scale is another attention's, or a tensor that is not computed from the output and has
           several elements;
+        - the scale is on another device, as a number on the host may be;
         - the values that share a scale are no row, batch or group of 64 or 128 in a row;
         - attention writes float64;
         - a shape is neither a number nor a multiple of the row count;

@@ -88,6 +88,15 @@ def fake_quantized(x, scale):
     return values, values.to(scale.dtype) * scale
 
 
+def quantized(x, scale):
+    return (x.float() / scale).clamp(-MAX, MAX).to(FP8), scale
+
+
+def times_inverse(x, dims=-1):
+    scale = x.abs().amax(dims, keepdim=True).float() / MAX
+    return (x.float() * scale.reciprocal()).clamp(-MAX, MAX).to(FP8), scale
+
+
 def by_inverses(x, size=None):
     """No division of x, and none by 448."""
     x_TGE = x if size is None else x.unflatten(-1, (-1, size))

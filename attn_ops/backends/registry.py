@@ -25,6 +25,7 @@ _BUILT_IN = {
     "VARLEN": "attn_ops.backends.varlen",
     "FLEX": "attn_ops.backends.flex",
     "TORCH": "attn_ops.backends.torch_backend",
+    "TRITON_MLA": "attn_ops.backends.mla.triton_mla",
     "TORCH_MLA": "attn_ops.backends.mla.torch_mla",
 }
 """Name to the module that holds `BACKEND`, in order of preference; imported on first use.

@@ -28,10 +28,11 @@ from attn_ops.metadata import (
     make_kv_sharing_fast_prefill_common_attn_metadata,
     make_local_attention_virtual_batches,
 )
-from attn_ops.output_quant.schemes import SCHEMES
+from attn_ops.output_quant.schemes import SCHEMES, QuantizedOutput
 from attn_ops.testing import make_case
 from attn_ops.testing.features import FEATURES
 from attn_ops.testing.quantized import forms_of
+from tests.attn_ops.backends.mla.triton.reference import make_case as make_latent_case
 
 DECODE = ([1, 1, 0, 1, 1], [1, 17, 9, 70, 300])
 PREFILL = ([1, 18, 0, 35, 4], [1, 18, 7, 61, 130])
@@ -181,6 +182,38 @@ def advance() -> None:
     finite(tokens, positions, common.seq_lens, slots, *lists.values())
 
 
+def mla() -> None:
+    """Latent attention: both ways, FP8 caches, split keys, quantized outputs, gathered latents."""
+    from attn_ops.backends.mla.triton.decode import mla_decode
+    from attn_ops.backends.mla.triton.gather import gather_latents
+    from attn_ops.backends.mla.triton.prefill import mla_prefill
+    from attn_ops.backends.mla.triton.project import mla_decode_project
+
+    size = {"latent": 64, "rope": 32, "value": 64, "dtype": torch.bfloat16}
+    for batch in (([1, 1, 0, 1], [1, 70, 9, 300]), ([3, 3], [3, 200])):
+        for heads, kv_cache_dtype, splits in ((4, "auto", 1), (40, "auto", 3), (16, "fp8_e4m3", 2)):
+            case = make_latent_case(*batch, heads, **size, kv_cache_dtype=kv_cache_dtype)
+            lse = torch.empty(case.q_pe.shape[:2], device="cuda")
+            more = case.options | {"lse": lse, "num_splits": splits}
+            finite(mla_decode(*case.inputs, **more))
+            finite(mla_decode_project(*case.inputs, case.w_uv, **more))
+            plain = mla_decode_project(*case.inputs, case.w_uv, **case.options)
+            for scheme in ("fp8_row", "fp8_group64"):
+                how = forms_of(scheme)[0]
+                quant = QuantizedOutput(how, None, *how.empty(plain))
+                mla_decode_project(*case.inputs, case.w_uv, **more, quant=quant)
+    starts = torch.tensor([0, 5, 5, 40], dtype=torch.int32, device="cuda")
+    q, k = torch.randn(2, 40, 4, 48, dtype=torch.bfloat16, device="cuda")
+    for causal in (True, False):
+        finite(*mla_prefill(q, k, k[..., :32], starts, starts, 35, 35, scale=0.2, causal=causal,
+                            with_lse=True))  # fmt: skip
+    case = make_latent_case([1, 1], [40, 70], 2, **size)
+    out = torch.zeros(60, 96, dtype=torch.bfloat16, device="cuda")
+    rows = torch.tensor([[0, 30, 55], [7, 15, 0]], dtype=torch.int32, device="cuda")
+    gather_latents(case.kv_cache, case.block_table, rows[0], rows[1, :2], out)
+    finite(out)
+
+
 def finite(*tensors: torch.Tensor) -> None:
     """Read every element on the device: initcheck then knows whether it was written."""
     for x in tensors:
@@ -194,6 +227,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "output": output,
     "merge": merge,
     "metadata": metadata,
+    "mla": mla,
 }
 
 

@@ -131,7 +131,7 @@ def check(q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions) ->
         raise ValueError(f"sliding_window must be None or at least 1, got {options.sliding_window}")
     if options.soft_cap is not None and options.soft_cap <= 0:
         raise ValueError(f"soft_cap must be None or positive, got {options.soft_cap}")
-    if options.kv_cache_dtype == "fp8_e4m3" and not _converts_e4m3(q.device):
+    if options.kv_cache_dtype == "fp8_e4m3" and not converts_e4m3(q.device):
         raise ValueError(
             "kv_cache_dtype must be supported by the GPU, got fp8_e4m3 below compute capability "
             "8.9; supported: auto, fp8_e5m2"
@@ -140,7 +140,7 @@ def check(q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions) ->
 
 # Cached: a property of the device, asked by each launch.
 @functools.cache
-def _converts_e4m3(device: torch.device) -> bool:
+def converts_e4m3(device: torch.device) -> bool:
     """Whether Triton compiles conversions from E4M3 for `device`."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 

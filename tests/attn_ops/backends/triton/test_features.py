@@ -251,6 +251,6 @@ def test_declared():
 def test_e4m3_is_refused_where_it_cannot_be_converted(monkeypatch):
     from attn_ops.backends import triton as backend
 
-    monkeypatch.setattr(backend, "_converts_e4m3", lambda device: False)
+    monkeypatch.setattr(backend, "converts_e4m3", lambda device: False)
     with pytest.raises(ValueError, match="kv_cache_dtype must be supported by the GPU"):
         check(make_case(DECODE, "fp8_e4m3"), kv_cache_dtype="fp8_e4m3")

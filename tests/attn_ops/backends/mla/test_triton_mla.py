@@ -1,0 +1,79 @@
+"""TRITON_MLA through the operators against the float64 reference; interpreted without a GPU."""
+
+import pytest
+import torch
+
+from attn_ops import get_backend, mla_attention, mla_attention_with_lse
+from attn_ops.backends.mla import plan as planning
+from attn_ops.backends.mla.torch_mla import reference_mla_attention
+from attn_ops.backends.mla.workspace import MLAWorkspace
+from attn_ops.metadata import AttentionSpec
+from tests.kit.latent import SMALL, LatentBatch, build_latent_batch
+
+pytestmark = pytest.mark.skipif(
+    get_backend("TRITON_MLA").missing() is not None, reason="needs TRITON_INTERPRET"
+)
+
+BATCHES = {
+    "decodes": ([1, 1, 1, 1], [1, 2, 17, 70]),
+    "drafts": ([4, 4, 4], [4, 50, 35]),
+    "prompts": ([10, 1, 35, 20], [10, 1, 35, 20]),
+    "unsorted": ([30, 1, 0, 12, 1, 20], [61, 33, 0, 12, 9, 90]),
+    "long beside empty": ([20, 10, 15], [200, 10, 15]),
+    "nothing": ([0, 0], [0, 0]),
+    "padding requests": ([20, 0, 0], [40, 0, 0]),
+}
+
+
+@pytest.fixture(autouse=True)
+def way_by_query_length(monkeypatch):
+    """Queries of more than 8 tokens take the prefill way, whatever is measured."""
+    monkeypatch.setattr(planning, "SHORT_QUERY_LEN", 8)
+    monkeypatch.setattr(planning, "LONG_CONTEXT_QUERY_LEN", 0)
+
+
+def batch(name: str, num_tokens: int = 1024, dtype: torch.dtype = torch.float16, **changes):
+    spec = AttentionSpec.of_latent(3, SMALL, dtype)
+    changes = {"num_padding_rows": 2, "block_size": 16, "backend": "TRITON_MLA"} | changes
+    workspace = MLAWorkspace([spec], num_tokens)
+    return build_latent_batch(*BATCHES[name], dtype=dtype, workspace=workspace, **changes)
+
+
+def check(b: LatentBatch, tolerance: float = 4e-3) -> None:
+    want_lse = torch.empty(b.q.shape[:2])
+    want = reference_mla_attention(b.q, b.kv_cache, b.common, b.options(lse=want_lse))
+    out, lse = mla_attention_with_lse(*b.arguments, **b.keywords)
+    assert torch.equal(mla_attention(*b.arguments, **b.keywords), out)
+    assert out.is_contiguous()
+    assert (out.double() - want).norm() <= tolerance * want.norm()
+    torch.testing.assert_close(lse, want_lse, rtol=tolerance, atol=tolerance)
+    assert (out[b.common.num_actual_tokens :] == 0).all()
+
+
+@pytest.mark.parametrize("num_tokens", [1024, 48])
+@pytest.mark.parametrize("name", BATCHES)
+def test_any_batch(name, num_tokens):
+    check(batch(name, num_tokens))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_caches(kv_cache_dtype):
+    check(batch("unsorted", 48, kv_cache_dtype=kv_cache_dtype), 1e-2)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_dtypes(dtype, tolerance):
+    check(batch("unsorted", 48, dtype=dtype), tolerance)
+
+
+def test_every_way_of_a_short_query(monkeypatch):
+    """40 rows of a request over the latents themselves."""
+    monkeypatch.setattr(planning, "SHORT_QUERY_LEN", 100)
+    check(batch("unsorted"))
+
+
+def test_columns_that_are_not_contiguous_are_refused():
+    b = batch("decodes")
+    wide = torch.zeros(*b.q.shape, 2, dtype=b.q.dtype)[..., 0]
+    with pytest.raises(ValueError, match="stride of q"):
+        mla_attention(wide, *b.arguments[1:], **b.keywords)

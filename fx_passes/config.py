@@ -11,7 +11,7 @@ class PassConfig:
 
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
     `attn_quant`, of the pass `quantize_output`, is "never", "auto", where a backend gains by it, or
-    "always".
+    "always". `skinny_products` takes the same words: "auto" is where our kernel was measured.
 
     Raises:
         ValueError: a switch has no such value.
@@ -24,6 +24,7 @@ class PassConfig:
     short_products: bool = True
     attn_quant: Literal["auto", "always", "never"] = "auto"
     collapse_views: bool = True
+    skinny_products: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

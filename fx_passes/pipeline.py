@@ -7,6 +7,7 @@ share_products   aten     equal matrix products are computed once
 short_products   aten     products of few terms are written as sums
 quantize_output  aten     attention that is quantized writes FP8 itself
 collapse_views   aten     q, k, v reach attention as one view of their product
+skinny_products  aten     products go to an operator that is faster for few rows
 """
 
 import copy
@@ -28,12 +29,13 @@ from fx_passes.passes.layers import OutlineLayers
 from fx_passes.passes.products import ShareProducts
 from fx_passes.passes.quantize_output import QuantizeOutput
 from fx_passes.passes.short_products import ShortProducts
+from fx_passes.passes.skinny_products import SkinnyProducts
 from fx_passes.passes.views import CollapseViews
 from fx_passes.promises import Promises
 
 _PIPELINE: list[type[Pass]] = [
     DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, ShortProducts,
-    QuantizeOutput, CollapseViews,
+    QuantizeOutput, CollapseViews, SkinnyProducts,
 ]  # fmt: skip
 """Global: it is the registry of passes."""
 

@@ -1,0 +1,39 @@
+"""How the kernel of `skinny_mm` is launched, and up to how many rows.
+
+K inputs, M outputs.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+MANY_OUTPUTS = 16384
+"""Outputs from which the kernel is fast with more rows, too."""
+
+
+class SkinnyConstants(NamedTuple):
+    """Constants of a launch."""
+
+    block_m: int  # rows of the weight a program
+    block_k: int
+    num_warps: int
+    num_stages: int
+    prefetch: int = 0  # tiles of the weight that are asked for before x is there
+
+
+def skinny_constants(m: int, fp8: bool) -> SkinnyConstants:
+    """The best of 27 and 31 forms for the products of Llama-3-8B, at 1 and 8 rows.
+
+    They depend on the weight alone, so that results do not depend on the number of rows. One H200,
+    Triton 3.6, 2026-11-22 (docs/performance.md).
+    """
+    if fp8:
+        return SkinnyConstants(64, 256, 4, 4 if m >= MANY_OUTPUTS else 6, prefetch=1)
+    if m >= MANY_OUTPUTS:
+        return SkinnyConstants(128, 128, 8, 4, prefetch=1)
+    return SkinnyConstants(64, 256, 4, 3) if m > 4096 else SkinnyConstants(32, 256, 4, 6, 1)
+
+
+def most_rows(w: torch.Tensor) -> int:
+    """Rows of x up to which our kernel is the faster one of 1, 8 and 64 rows, as measured."""
+    return 64 if w.dtype == torch.float8_e4m3fn or w.shape[1] >= MANY_OUTPUTS else 16

@@ -13,6 +13,7 @@ from attn_ops.backends.registry import backend_names, load_backend
 from attn_ops.output_quant.schemes import OutputQuant
 from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, QUANTIZED, VIEWS, aten
 from fx_passes.analysis.quantize_forms import ODD_SHAPE, Quantized, recognise
+from fx_passes.analysis.quantize_gains import GAINS, in_words
 from fx_passes.analysis.row_count import RowCount
 from fx_passes.analysis.sizes import equal, expression, multiple
 from fx_passes.analysis.steps import NotAFormError, converted, dtype_of
@@ -38,6 +39,10 @@ _REDUCTIONS = {
 
 class QuantizeOutput(Pass):
     """Replace attention, and the quantization of its output to FP8, by `attention_quant`.
+
+    The operator chooses by the batch: the kernel that attends quantizes where that was faster, else
+    one behind it, so a captured step has the choice of its size. `facts` and the report have what
+    was measured (`quantize_gains`).
 
     A quantized model quantizes what attention wrote before the output projection. An attention
     kernel that writes FP8 saves that pass over the output.
@@ -112,7 +117,9 @@ class QuantizeOutput(Pass):
                 continue
             _rewrite(graph, site)
             sites[site.attention.name] = site.form.scheme
-        self.facts = {"sites": sites} if sites else {}
+        schemes = sorted(set(sites.values()))
+        times = {name: [gain._asdict() for gain in GAINS.get(name, ())] for name in schemes}
+        self.facts = {"sites": sites, "measured": times} if sites else {}
         return len(sites)
 
     def _check(self, site: Quantized) -> None:
@@ -126,8 +133,8 @@ class QuantizeOutput(Pass):
             raise NotAFormError(reason)
 
     def summary(self) -> str | None:
-        schemes = sorted(set(self.facts.get("sites", {}).values()))
-        return f"attention writes {' and '.join(schemes)}" if schemes else None
+        schemes = self.facts.get("measured")
+        return f"attention writes {' and '.join(map(in_words, schemes))}" if schemes else None
 
 
 def pays(how: OutputQuant, head_size: int, device: torch.device) -> str | None:

@@ -112,7 +112,7 @@ def test_recognised(batch, name):
         behind = Behind(batch(), function, *more, rank=rank)
         one = rewritten(behind)
         assert options_of(behind.graph) == options
-        assert one.facts == {"sites": {"attention": options["scheme"]}}
+        assert one.facts["sites"] == {"attention": options["scheme"]}
         assert one.summary().startswith(f"attention writes {options['scheme']}")
         measured = one.facts["measured"][options["scheme"]]
         assert all(f"{gain['fused']:.1f} for" in one.summary() for gain in measured)

@@ -26,7 +26,7 @@ def visible_blocks(starts: torch.Tensor, columns: torch.Tensor, num_blocks: int)
         place_RC = place_RC.clamp(max=max(len(columns) - 1, 0))
         found_RC = columns[place_RC].long() if len(columns) else torch.zeros_like(place_RC)
         seen_RR.scatter_(1, torch.where(listed_RC, found_RC, num_blocks), True)
-    return seen_NRR[:, :, :num_blocks]
+    return seen_NRR[:, :, :num_blocks].contiguous()
 
 
 def token_mask(

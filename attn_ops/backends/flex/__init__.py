@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attn_ops.backends.base import AttentionOptions, Backend, Support
+from attn_ops.backends.flex.layout import LayoutMask, layout_mask
 from attn_ops.backends.flex.plan import (
     CustomMaskMetadataBuilder,
     FlexMetadataBuilder,
@@ -49,7 +50,8 @@ def forward(
     if plan is None:
         return _nothing(q, q.shape[2], options)
     slots_C = key_slots_of(meta, plan.num_keys, kv_cache.shape[2])
-    return _attend(q, (kv_cache, slots_C), plan, options, mods, options.kv_cache_dtype)
+    layout = layout_mask(meta, plan, options, kv_cache.shape[3])
+    return _attend(q, (kv_cache, slots_C), plan, options, mods, options.kv_cache_dtype, layout)
 
 
 def varlen(
@@ -76,12 +78,13 @@ def _attend(
     options: AttentionOptions,
     mods: "Mods | None",
     kv_cache_dtype: str | None,
+    layout: LayoutMask | None = None,
 ) -> torch.Tensor:
     from attn_ops.backends.flex.attend import Mods, attend
 
     num_rows = q.shape[0]
     q_TNH = _resized(q, plan.rows_6T.shape[1], None)
-    out_TNV, lse_TN = attend(q_TNH, keys, plan, options, mods or Mods(), kv_cache_dtype)
+    out_TNV, lse_TN = attend(q_TNH, keys, plan, options, mods or Mods(), kv_cache_dtype, layout)
     if options.lse is not None:
         options.lse[: lse_TN.shape[0]] = lse_TN[:num_rows]
         options.lse[lse_TN.shape[0] :].fill_(float("-inf"))
@@ -134,6 +137,7 @@ _SUPPORT = Support(
     non_causal=True,
     lse=True,
     varlen_v_head_size=True,
+    blocksparse=True,
 )
 
 BACKEND = Backend(

@@ -20,6 +20,7 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from attn_ops.backends.base import AttentionOptions
+from attn_ops.backends.flex.layout import LayoutMask
 from attn_ops.backends.flex.plan import KEY_TILE, FlexPlan
 from attn_ops.metadata import KV_CACHE_DTYPES
 
@@ -63,6 +64,7 @@ def attend(
     options: AttentionOptions,
     mods: Mods,
     kv_cache_dtype: str | None,
+    layout: LayoutMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, N, H], T that of the plan -> [T, N, V] in q's dtype, log-sum-exp [T, N] float32.
 
@@ -78,10 +80,15 @@ def attend(
         _scalar(options.scale, q.device), cap, options.alibi_slopes, options.sinks,
         options.k_scale, options.v_scale,
     )  # fmt: skip
-    tensors = (q, k, v, plan.rows_6T, plan.num_tiles_11I, plan.tiles_11IJ, *layer)
+    tiles = plan.num_tiles_11I, plan.tiles_11IJ
+    blocks = None, None
+    if layout is not None:
+        tiles, blocks = (layout.num_tiles_1NI, layout.tiles_1NIJ), (layout.seen_NRR, layout.keys_CK)
+    tensors = (q, k, v, plan.rows_6T, *tiles, *layer, *blocks)
     variant = _Variant(
         q.shape[1], q.shape[2], (v if kv_cache_dtype is None else k).shape[-1], q.dtype, k.stride(),
         plan.row_tile, kv_cache_dtype, tuple([x is not None for x in layer]), mods,
+        None if layout is None else layout.block_size,
     )  # fmt: skip
     grad = torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
     with grad, _as_outside_operators():
@@ -125,6 +132,7 @@ class _Variant(NamedTuple):
     kv_cache_dtype: str | None  # None: keys are given, not gathered
     has: tuple[bool, ...]  # which tensors the layer has, in the order of the call
     mods: Mods
+    sparse_size: int | None = None  # tokens of a block of the layer's layout
 
     def kernel_options(self) -> "FlexKernelOptions":
         """Tiles whose rows, and two stages of keys and values, fit into 99 KiB of shared memory.
@@ -157,14 +165,21 @@ class _Variant(NamedTuple):
 def _computation(variant: _Variant, flex: Callable[..., Any]) -> Callable[..., Any]:
     """The computation by a form of FlexAttention: (out, log-sum-exp) of `attend`'s tensors."""
     own_mask, own_score = variant.mods.mask, variant.mods.score
+    size = variant.sparse_size or 1
 
     def attention(
-        q_TNH, k, v, rows_6T, num_tiles, tiles, scale, cap, slopes_N, sinks_N, k_scale, v_scale
-    ):
+        q_TNH, k, v, rows_6T, num_tiles, tiles, scale, cap, slopes_N, sinks_N, k_scale, v_scale,
+        seen_NRR, keys_CK,
+    ):  # fmt: skip
         first_T, end_T, alive_T, start_T, position_T, request_T = rows_6T.unbind(0)
 
         def mask_mod(batch, head, row, key):
             seen = (key >= first_T[row]) & (key < end_T[row])
+            if seen_NRR is not None:
+                most = seen_NRR.shape[1] - 1
+                row_block = (position_T[row] // size).clamp(0, most)
+                block = ((key - start_T[row]) // size).clamp(0, most)
+                seen = seen & seen_NRR[head, row_block, block]
             if own_mask is not None:
                 seen = seen & own_mask(request_T[row], position_T[row], key - start_T[row])
             return seen
@@ -181,7 +196,7 @@ def _computation(variant: _Variant, flex: Callable[..., Any]) -> Callable[..., A
 
         dtype = torch.float32 if q_TNH.device.type == "cpu" else q_TNH.dtype
         if variant.kv_cache_dtype is not None:
-            k, v = _gathered(k, v, variant.kv_cache_dtype, k_scale, v_scale, dtype)
+            k, v = _gathered(k, v, variant.kv_cache_dtype, k_scale, v_scale, keys_CK, dtype)
         q, k, v = (_dense(x, dtype, flex is not _eager) for x in (q_TNH, k, v))
         block_mask = BlockMask.from_kv_blocks(
             num_tiles,
@@ -204,11 +219,14 @@ def _gathered(
     kv_cache_dtype: str,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    keys_CK: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Keys and values, each [C, K, H]; zeros where the slot is PAD_SLOT_ID."""
+    """Keys and values, each [C, K, H]; zeros where the slot is PAD_SLOT_ID or no row sees them."""
     fp8, found = KV_CACHE_DTYPES[kv_cache_dtype], []
-    owned_C11 = (slots_C >= 0)[:, None, None]
+    owned_CK1 = (slots_C >= 0)[:, None, None]
+    if keys_CK is not None:
+        owned_CK1 = owned_CK1 & keys_CK[:, :, None]
     slots_C = slots_C.clamp(min=0)
     block_C, offset_C = slots_C // kv_cache.shape[2], slots_C % kv_cache.shape[2]
     for half, scale in enumerate((k_scale, v_scale)):
@@ -216,7 +234,7 @@ def _gathered(
         if fp8 is not None:
             x_CKH = x_CKH.view(fp8).float()
             x_CKH = x_CKH if scale is None else x_CKH * scale
-        found.append(torch.where(owned_C11, x_CKH, 0).to(dtype))
+        found.append(torch.where(owned_CK1, x_CKH, 0).to(dtype))
     return found
 
 
@@ -296,6 +314,10 @@ class _Fused:
         if self._compiled:
             return self._run(*tensors)
         q, k, v, rows_6T, num_tiles_11I, tiles_11IJ, *_ = cast(list[torch.Tensor], tensors)
+        seen_NRR, keys_CK = tensors[-2:]
+        if seen_NRR is not None and keys_CK is not None:
+            torch._dynamo.maybe_mark_dynamic(seen_NRR, (1, 2))
+            torch._dynamo.maybe_mark_dynamic(keys_CK, 0)
         for tensor, sizes in (
             (q, 0), (k, 0), (v, 0), (rows_6T, 1), (num_tiles_11I, 2), (tiles_11IJ, (2, 3)),
         ):  # fmt: skip

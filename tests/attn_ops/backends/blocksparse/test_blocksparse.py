@@ -29,7 +29,7 @@ from benchmarks.fuzz_blocksparse import BlocksparseCase, check, draw, make, run_
 from tests.kit.marks import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = ("BLOCKSPARSE", "TORCH")
+NAMES = ("BLOCKSPARSE", "TORCH", "FLEX")
 
 
 @pytest.mark.parametrize("backend", NAMES)

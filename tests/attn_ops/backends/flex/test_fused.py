@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from attn_ops import AttentionSpec, attention, attention_with_lse, varlen_attention, varlen_metadata
 from attn_ops.backends.flex import BACKEND, attend, flex_backend, plan
 from attn_ops.backends.torch_backend import reference_attention
+from attn_ops.block_layout import BlocksparseParams, BlockTables, local_strided
 from tests.attn_ops.backends.flex.masks import RAGGED, check, every_third, ragged
 
 MAKE = attend.compiled.__wrapped__
@@ -69,6 +70,18 @@ def test_fused_options(make_batch, fused):
     want = varlen_attention(q, k, v, meta, 0.3)
     meta = meta.replace(backend=BACKEND, plans={})
     torch.testing.assert_close(varlen_attention(q, k, v, meta, 0.3), want)
+
+
+def test_fused_block_sparse_layers(make_batch, fused, num_graphs):
+    """Tiles and masks by head; one graph for short queries and one for long ones."""
+    tables = BlockTables(local_strided(BlocksparseParams(400, 4, 2, 16, 1, 5)))
+    before = num_graphs()
+    for lengths in (([1, 1], [300, 2]), ([200, 3], [210, 70]), ([1], [40]), ([40, 0], [90, 5])):
+        batch = make_batch(*lengths, backend=BACKEND)
+        out = attention(batch.q, batch.kv_cache, batch.meta, 0.3, blocksparse=tables)
+        want = reference_attention(batch.q, batch.kv_cache, batch.common, 0.3, blocksparse=tables)
+        assert (out - want).norm() <= 1e-5 * want.norm()
+    assert num_graphs() - before == 2
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

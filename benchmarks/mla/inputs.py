@@ -152,8 +152,8 @@ def num_layers(shape: Shape, device: torch.device) -> int:
     return max(1, min(MAX_LAYERS, max(2, -(-wanted // shape.kv_bytes)), most))
 
 
-def make_layers(shape: Shape, device: torch.device) -> Layers:
-    """Random layers."""
+def make_layers(shape: Shape, device: torch.device, most: int = MAX_LAYERS) -> Layers:
+    """Random layers, at most `most`."""
     one, generator = shape.latent, torch.Generator(device).manual_seed(0)
     width = -(-shape.context // shape.block_size)
     num_blocks = shape.num_reqs * width + 1
@@ -172,7 +172,7 @@ def make_layers(shape: Shape, device: torch.device) -> Layers:
         values = randn(num_blocks, shape.block_size, one.cache_width)
         return values if shape.fp8 is None else values.to(shape.fp8).view(torch.uint8)
 
-    count = range(num_layers(shape, device))
+    count = range(min(num_layers(shape, device), most))
     width_b = shape.heads * (one.qk_nope_head_dim + one.v_head_dim)
     layers = Layers(
         shape, common,

@@ -42,16 +42,23 @@ def over_layers(layers: Layers, attend: Attend, captured: bool = True) -> Run:
 
 
 def prepared(
-    layers: Layers, candidates: Mapping[str, Callable[[Layers], Attend]], wanted: torch.Tensor
+    layers: Layers,
+    candidates: Mapping[str, Callable[[Layers], Attend]],
+    wanted: torch.Tensor | None,
 ) -> tuple[dict[str, Run], dict[str, float], dict[str, str]]:
-    """Runs by name, relative errors on the first request, and why others do not run."""
+    """Runs by name, relative errors on the first request, and why others do not run.
+
+    Without `wanted` the first candidate's result is that of all.
+    """
     runs: dict[str, Run] = {}
     errors: dict[str, float] = {}
     failed: dict[str, str] = {}
     for name, make in candidates.items():
         try:
             attend = make(layers)
-            out = attend(0)[: wanted.shape[0]].float()
+            out = attend(0).float()
+            wanted = out if wanted is None else wanted
+            out = out[: wanted.shape[0]]
             errors[name] = ((out - wanted).norm() / wanted.norm()).item()
             runs[name] = over_layers(layers, attend)
         except Exception as error:  # a library's own; the others can still be timed

@@ -8,6 +8,7 @@ import torch
 from attn_ops.backends.triton import BACKEND
 from benchmarks.mla import __main__ as program
 from benchmarks.mla.inputs import Shape, make_layers
+from tests.kit.marks import slow
 
 pytestmark = pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs TRITON_INTERPRET")
 
@@ -15,11 +16,15 @@ SMALL = ["--device", "cpu", "--heads", "4", "--rounds", "1", "--block-size", "16
          "--sizes", "32", "16", "16", "16", "--seconds", "1000"]  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["decode", "tune", "project"])
-def test_runs(what, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("what", "shape"),
+    [("decode", "2x40"), ("tune", "2x40"), ("ways", "10x40"), ("prompts", "10x40"),
+     *slow(("project", "2x40"), ("chunks", "10x200"))],
+)  # fmt: skip
+def test_runs(what, shape, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "matmul_rate", lambda device: 1e12)
     path = tmp_path / "mla.json"
-    program.main([what, *SMALL, "--shapes", "2x40", "--json", str(path)])
+    program.main([what, *SMALL, "--shapes", shape, "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
     timed = [row for row in rows if row["us"] == row["us"]]
     assert timed

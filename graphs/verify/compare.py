@@ -123,8 +123,13 @@ def excused_rows(
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def in_halves(cache: torch.Tensor) -> torch.Tensor:
+    """[P, n, B, K, H], n = 2 for keys and values; of a cache of latents [P, B, W] n and K are 1."""
+    return cache if cache.dim() == 5 else cache[:, None, :, None]
+
+
 def row_sums(cache: torch.Tensor) -> torch.Tensor:
-    """A sum of the bits of every row [P, 2, B] that also changes when elements trade places."""
+    """A sum of the bits of every row [P, n, B] that also changes when elements trade places."""
     bits = cache.view(_BITS[cache.element_size()])  # of the same size, so any strides will do
     num_blocks, heads, size = cache.shape[0], *cache.shape[3:]
     weights_KH = torch.arange(heads * size, device=cache.device).view(heads, size) * 2 + 1

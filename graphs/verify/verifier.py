@@ -23,6 +23,7 @@ from graphs.verify.compare import (
     checked_tolerances,
     compare,
     excused_rows,
+    in_halves,
     row_sums,
     stray_writes,
 )
@@ -64,7 +65,7 @@ class _Touched:
     """All that a step may change."""
 
     state: torch.Tensor  # bytes
-    caches: Sequence[torch.Tensor]  # [P, 2, B, K, H]
+    caches: Sequence[torch.Tensor]  # as `in_halves` gives them
     slots: torch.Tensor  # [W] int64, none of them padding or in the null block
     more: Mapping[str, torch.Tensor]
 
@@ -80,6 +81,7 @@ class _Touched:
         assert slots.dtype == torch.int64, f"slots must be int64, got {slots.dtype}"
         if not caches:
             return cls(state, caches, slots[:0], more)
+        caches = [in_halves(cache) for cache in caches]
         num_blocks, _, block_size = caches[0].shape[:3]
         # A copy, as `slots` may be a view of the state, which a step changes.
         slots_W = slots[slots >= block_size]
@@ -106,8 +108,8 @@ class _Touched:
     def _rows_of(self, cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Indices of the base tensor, so that no view of other strides is materialised."""
         slots_W1 = self.slots.unsqueeze(1)
-        both_2 = torch.arange(2, device=cache.device)
-        return slots_W1 // cache.shape[2], both_2, slots_W1 % cache.shape[2]
+        half_n = torch.arange(cache.shape[1], device=cache.device)
+        return slots_W1 // cache.shape[2], half_n, slots_W1 % cache.shape[2]
 
 
 class Verifier:
@@ -193,7 +195,7 @@ class Verifier:
         Args:
             key: of the graph.
             state: bytes on the device; all that the step reads and changes, except the rest below.
-            caches: [P, 2, B, K, H], any strides.
+            caches: [P, 2, B, K, H], or [P, B, Lkv + R] of latents; any strides.
             slots: [T] int64, rows of the caches that the step writes; negative ones and those of
                 the null block are padding and are not compared.
             replay: launches the graph.
@@ -253,7 +255,8 @@ class Verifier:
                 step = torch.finfo(self._fp8)
                 mine, theirs = (x.view(self._fp8).float() for x in (mine, theirs))
             dtype = torch.bfloat16 if step else mine.dtype
-            for i, name in enumerate(("keys", "values")):
+            names = ("keys", "values") if mine.shape[1] == 2 else ("latents",)
+            for i, name in enumerate(names):
                 name = f"kv_caches[{layer}].{name}"
                 bound = self._tolerances.get(dtype, 0.0)
                 findings.append(compare(name, mine[:, i], theirs[:, i], bound, step))

@@ -36,7 +36,7 @@ class FakeStep:
         self.views["input_ids"].copy_(torch.tensor([3, 1, 0, 7]))
         self.views["slot_mapping"].copy_(torch.tensor(SLOTS))
         order = (K, B) if layout == "HND" else (B, K)
-        shape = (P, 2, *order, H)
+        shape = (P, B, K * H) if layout == "latent" else (P, 2, *order, H)
         self.caches = []
         for _ in range(LAYERS):
             cache = torch.randn(shape, generator=generator).to(dtype)
@@ -59,6 +59,9 @@ class FakeStep:
             k = x * (i + 1) * (1 + noise)
             if self.kv_cache_dtype != "auto":
                 k = stored(k.float(), self.kv_cache_dtype, None)
+            if cache.dim() == 3:
+                cache[block, offset] = k.flatten(1)
+                continue
             cache[block, 0, offset] = k
             cache[block, 1, offset] = k
         self.logits = x.flatten(1) @ self.head * (1 + noise)

@@ -6,7 +6,8 @@ from attn_ops.ops.attention_quant import attention_quant
 from attn_ops.ops.cache_blocks import copy_blocks, gather_kv, swap_blocks
 from attn_ops.ops.merge import merge_attn_states, merge_attn_states_quant
 from attn_ops.ops.mla import mla_attention, mla_attention_with_lse
-from attn_ops.ops.mla_cache import write_mla_kv
+from attn_ops.ops.mla_cache import copy_blocks_mla, gather_mla_kv, write_mla_kv
+from attn_ops.ops.mla_quant import mla_attention_quant
 from attn_ops.ops.skinny_mm import skinny_mm
 from attn_ops.ops.varlen import varlen_attention, varlen_metadata
 from attn_ops.ops.write_kv import write_kv
@@ -17,10 +18,13 @@ __all__ = [
     "attention_quant",
     "attention_with_lse",
     "copy_blocks",
+    "copy_blocks_mla",
     "gather_kv",
+    "gather_mla_kv",
     "merge_attn_states",
     "merge_attn_states_quant",
     "mla_attention",
+    "mla_attention_quant",
     "mla_attention_with_lse",
     "skinny_mm",
     "swap_blocks",

@@ -33,7 +33,7 @@ def _copy_blocks(kv_caches: list[torch.Tensor], block_pairs: torch.Tensor) -> No
     _check_pairs(block_pairs)
     for index, kv_cache in enumerate(kv_caches):
         name = f"kv_caches[{index}]"
-        _check_cache_shape(name, kv_cache)
+        _check_paged(name, kv_cache)
         if kv_cache.device != block_pairs.device:
             raise ValueError(
                 f"block_pairs must be on the device of {name}, {kv_cache.device}, "
@@ -67,7 +67,8 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], block_pairs: torch.Tensor) ->
     other pair writes.
 
     Args:
-        kv_caches: each [P, 2, B, K, H], of any dtype, all on one device; mutated.
+        kv_caches: each [P, 2, B, K, H], or [P, B, Lkv + R] of latents, of any dtype, all on one
+            device; mutated.
         block_pairs: [n, 2] int64 on the caches' device: block to read, block to write.
 
     What a block named twice as destination holds afterwards is undefined on CUDA.
@@ -86,8 +87,8 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], block_pairs: torch.Tensor) ->
 @torch.library.impl(LIBRARY, "swap_blocks", "CompositeExplicitAutograd")
 def _swap_blocks(source: torch.Tensor, target: torch.Tensor, block_pairs: torch.Tensor) -> None:
     _check_pairs(block_pairs)
-    _check_cache_shape("source", source)
-    _check_cache_shape("target", target)
+    _check_paged("source", source)
+    _check_paged("target", target)
     if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
         raise ValueError(
             f"target must have blocks as the source's, {list(source.shape[1:])} {source.dtype}, "
@@ -141,8 +142,8 @@ def swap_blocks(source: torch.Tensor, target: torch.Tensor, block_pairs: torch.T
     a graph would keep these very blocks. Caches that overlap are read before they are written.
 
     Args:
-        source: [P, 2, B, K, H], any dtype and device; read.
-        target: [any, 2, B, K, H], the source's dtype, any device; mutated.
+        source: [P, 2, B, K, H], or [P, B, Lkv + R] of latents, any dtype and device; read.
+        target: the same with any number of blocks, the source's dtype, any device; mutated.
         block_pairs: [n, 2] int64 on the CPU: block of the source, block of the target. Block 0 is
             a block like any other: a pool on the host need not have a null block.
 
@@ -284,6 +285,12 @@ def _check_cache_shape(name: str, kv_cache: torch.Tensor) -> None:
             f"{name} must have shape [num_blocks, 2, block_size, num_kv_heads, head_size], "
             f"got {list(kv_cache.shape)}"
         )
+
+
+def _check_paged(name: str, kv_cache: torch.Tensor) -> None:
+    """Raise a ValueError unless it is a cache of keys and values, or one of latents."""
+    if kv_cache.dim() != 3:
+        _check_cache_shape(name, kv_cache)
 
 
 def _check_pairs(block_pairs: torch.Tensor) -> None:

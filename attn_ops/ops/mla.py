@@ -47,7 +47,7 @@ class LatentCall(AttentionCall):
         )  # fmt: skip
 
     def empty_results(self) -> tuple[torch.Tensor, ...]:
-        return self.empty(_empty_out(self.q, self.options["v_head_dim"]))
+        return self.empty(empty_out(self.q, self.options["v_head_dim"]))
 
 
 @torch.library.impl(LIBRARY, "mla_attention", "CompositeExplicitAutograd")
@@ -65,14 +65,14 @@ def _mla_attention(
     logits_rows: bool = False,
 ) -> torch.Tensor:
     if logits_rows and meta.wants_no_logits(q.shape[0]):
-        return _empty_out(q, v_head_dim)
+        return empty_out(q, v_head_dim)
     if breaks.hooks:
         more = _keywords(kv_b, v_head_dim, kv_cache_dtype, kv_scale, causal, logits_rows)
         call = LatentCall(_run, q, kv_cache, meta, scale, more, lambda out: (out,))
         if (results := breaks.asked(call)) is not None:
             return results[0]
     asked = LatentOptions(scale, kv_b, v_head_dim, kv_cache_dtype, kv_scale)
-    meta, layer = _found(q, kv_cache, meta, asked, causal, logits_rows)
+    meta, layer = latent_layer_of(q, kv_cache, meta, asked, causal, logits_rows)
     return layer.attend(q, kv_cache, meta, asked)
 
 
@@ -87,7 +87,7 @@ def _mla_attention_fake(
     v_head_dim: int,
     **options: object,
 ) -> torch.Tensor:
-    return _empty_out(q, v_head_dim)
+    return empty_out(q, v_head_dim)
 
 
 @torch.library.impl(LIBRARY, "mla_attention_with_lse", "CompositeExplicitAutograd")
@@ -105,7 +105,7 @@ def _mla_attention_with_lse(
     logits_rows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if logits_rows and meta.wants_no_logits(q.shape[0]):
-        return _with_lse(_empty_out(q, v_head_dim))
+        return _with_lse(empty_out(q, v_head_dim))
     if breaks.hooks:
         more = _keywords(kv_b, v_head_dim, kv_cache_dtype, kv_scale, causal, logits_rows)
         call = LatentCall(_run_with_lse, q, kv_cache, meta, scale, more, _with_lse)
@@ -113,7 +113,7 @@ def _mla_attention_with_lse(
             return results[0], results[1]
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     asked = LatentOptions(scale, kv_b, v_head_dim, kv_cache_dtype, kv_scale, lse)
-    meta, layer = _found(q, kv_cache, meta, asked, causal, logits_rows)
+    meta, layer = latent_layer_of(q, kv_cache, meta, asked, causal, logits_rows)
     return layer.attend(q, kv_cache, meta, asked), lse
 
 
@@ -128,7 +128,7 @@ def _mla_attention_with_lse_fake(
     v_head_dim: int,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _with_lse(_empty_out(q, v_head_dim))
+    return _with_lse(empty_out(q, v_head_dim))
 
 
 def _keywords(*values: Any) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _run_with_lse(
     return _mla_attention_with_lse(q, kv_cache, meta, kv_b, scale, **keywords)
 
 
-def _empty_out(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
+def empty_out(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
     """Memory for [T, N, V] in q's dtype."""
     return q.new_empty(q.shape[0], q.shape[1], v_head_dim)
 
@@ -159,7 +159,7 @@ def _with_lse(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, out.new_empty(out.shape[:2], dtype=torch.float32)
 
 
-def _found(
+def latent_layer_of(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,

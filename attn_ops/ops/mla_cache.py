@@ -1,16 +1,22 @@
-"""`attn_ops::write_mla_kv`: this step's latents into the paged cache of latent attention.
+"""`attn_ops::write_mla_kv` and `gather_mla_kv`: the paged cache of latent attention.
 
-T tokens, R head size with RoPE, Lkv latent, P physical blocks, B block size.
+T tokens, S requests, M blocks a request may own, R head size with RoPE, Lkv latent, P physical
+blocks, B block size.
 
 Two forms of one write, as in `write_kv.py`: one operator in eager; traced, `aten.index_put_` on the
 cache itself, which Inductor fuses with the latent's norm and the key's RoPE.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from attn_ops.backends.checks import check_latent_cache, check_latent_cache_shape
+from attn_ops.backends.mla.gather import gather_latents
 from attn_ops.compat.clones_until_2_15 import unshared
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, LatentShape
+from attn_ops.metadata import KV_CACHE_DTYPES, METADATA_TYPE, AttentionMetadata, LatentShape
+from attn_ops.metadata.checks import check_tensor
+from attn_ops.ops.cache_blocks import copy_blocks
 from attn_ops.ops.checks import check_metadata, check_vector
 from attn_ops.ops.library import LIBRARY
 from attn_ops.ops.write_kv import stored
@@ -19,6 +25,13 @@ LIBRARY.define(
     f"write_mla_kv(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, {METADATA_TYPE} meta, *, "
     "Tensor? slot_mapping=None, str kv_cache_dtype='auto', Tensor? scale=None) -> ()"
 )
+LIBRARY.define(
+    "gather_mla_kv(Tensor kv_cache, Tensor block_table, Tensor cu_seq_lens, Tensor seq_starts, "
+    "Tensor(a!) out, *, str kv_cache_dtype='auto', Tensor? scale=None) -> ()"
+)
+
+
+# -- write_mla_kv ----------------------------------------------------------------------------------
 
 
 @torch.library.impl(LIBRARY, "write_mla_kv", "CompositeExplicitAutograd")
@@ -156,3 +169,109 @@ def write_mla_kv(
     for x in (kv_c, k_pe):
         _index_put_columns(stored(x, kv_cache_dtype, scale), first, kv_cache, slots_T)
         first += x.shape[1]
+
+
+# -- gather_mla_kv ---------------------------------------------------------------------------------
+
+
+@torch.library.impl(LIBRARY, "gather_mla_kv", "CompositeExplicitAutograd")
+def _gather_mla_kv(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    seq_starts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    kv_cache_dtype: str = "auto",
+    scale: torch.Tensor | None = None,
+) -> None:
+    _check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, out, kv_cache_dtype)
+    check_vector("scale", scale, 1, kv_cache.device)
+    gather_latents(
+        unshared(kv_cache, out), block_table, cu_seq_lens, seq_starts, out,
+        kv_scale=scale, fp8=KV_CACHE_DTYPES[kv_cache_dtype],
+    )  # fmt: skip
+
+
+@torch.library.register_fake("attn_ops::gather_mla_kv", lib=LIBRARY)
+def _gather_mla_kv_fake(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    seq_starts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    kv_cache_dtype: str = "auto",
+    scale: torch.Tensor | None = None,
+) -> None:
+    return None
+
+
+def _check_gather(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    seq_starts: torch.Tensor,
+    out: torch.Tensor,
+    kv_cache_dtype: str,
+) -> None:
+    check_latent_cache_shape(kv_cache)
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        names = ", ".join(KV_CACHE_DTYPES)
+        raise ValueError(
+            f"kv_cache_dtype must be known, got {kv_cache_dtype!r}; supported: {names}"
+        )
+    device, wanted = kv_cache.device, out.dtype if kv_cache_dtype == "auto" else torch.uint8
+    check_tensor("seq_starts", seq_starts, (torch.int32,), (None,), device)
+    num_reqs = seq_starts.shape[0]
+    check_tensor("cu_seq_lens", cu_seq_lens, (torch.int32,), (num_reqs + 1,), device)
+    check_tensor("block_table", block_table, (torch.int32,), (num_reqs, None), device)
+    check_tensor("out", out, (out.dtype,), (None, kv_cache.shape[2]), device)
+    if kv_cache.dtype != wanted or not out.dtype.is_floating_point:
+        raise ValueError(
+            f"out must have the cache's dtype, with an FP8 cache a floating point type, got "
+            f"{out.dtype} for {kv_cache.dtype} and kv_cache_dtype {kv_cache_dtype}"
+        )
+
+
+def gather_mla_kv(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    seq_starts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    kv_cache_dtype: str = "auto",
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Latents of a part of each request, one after the other, into memory of the caller.
+
+    Computed on the device without reading it: capturable.
+
+    Args:
+        kv_cache: [P, B, Lkv + R], out's dtype, or uint8 with an FP8 `kv_cache_dtype`.
+        block_table: [S, M] int32; only entries that hold the tokens are used.
+        cu_seq_lens: [S + 1] int32: row of `out` where each request begins, and where all end.
+        seq_starts: [S] int32: position of each request's first token, anywhere in a page.
+        out: [any, Lkv + R]; mutated. Rows from `cu_seq_lens[-1]` on stay as they are.
+        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
+        scale: [1] float32: an FP8 cache means stored * scale. None is 1.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    torch.ops.attn_ops.gather_mla_kv.default(
+        kv_cache, block_table, cu_seq_lens, seq_starts, out,
+        kv_cache_dtype=kv_cache_dtype, scale=scale,
+    )  # fmt: skip
+
+
+def copy_blocks_mla(kv_caches: Sequence[torch.Tensor], block_pairs: torch.Tensor) -> None:
+    """`copy_blocks` of caches of latents alone, each [P, B, Lkv + R].
+
+    Raises:
+        ValueError: as `copy_blocks`, or a cache has another shape.
+    """
+    for kv_cache in kv_caches:
+        check_latent_cache_shape(kv_cache)
+    copy_blocks(kv_caches, block_pairs)

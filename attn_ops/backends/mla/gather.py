@@ -28,9 +28,14 @@ def gather_latents(
         kv_scale: [1] float32: an FP8 cache means stored * kv_scale; None is 1.
         fp8: dtype of an FP8 cache.
     """
-    reference_gather_latents(
-        kv_cache, block_table, cu_seq_lens, seq_starts, out, kv_scale=kv_scale, fp8=fp8
-    )
+    gather = reference_gather_latents
+    if (
+        kv_cache.is_cuda
+        and kv_cache.dtype != torch.float64
+        and 1 == kv_cache.stride(2) == out.stride(1)
+    ):
+        from attn_ops.backends.mla.triton.gather import gather_latents as gather
+    gather(kv_cache, block_table, cu_seq_lens, seq_starts, out, kv_scale=kv_scale, fp8=fp8)
 
 
 def reference_gather_latents(

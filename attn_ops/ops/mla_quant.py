@@ -1,0 +1,146 @@
+"""`attn_ops::mla_attention_quant`: latent attention whose output is quantized, in FP8 or NVFP4.
+
+T tokens, N query heads, P head size without RoPE, R with RoPE, V head size of values, Lkv latent.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from attn_ops.metadata import AttentionMetadata, LatentOptions
+from attn_ops.ops import breaks
+from attn_ops.ops.attention import TAGS
+from attn_ops.ops.checks import check_query
+from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.mla import ARGUMENTS, OPTIONS, LatentCall, empty_out, latent_layer_of
+from attn_ops.output_quant.quantize import quantize_output
+from attn_ops.output_quant.schemes import (
+    HOW_FIELDS,
+    HOW_SCHEMA,
+    OutputQuant,
+    QuantizedOutput,
+    known_output_quant,
+)
+
+LIBRARY.define(
+    f"mla_attention_quant({ARGUMENTS}, {HOW_SCHEMA}, bool fuse=True, {OPTIONS}) "
+    "-> (Tensor, Tensor)",
+    tags=TAGS,
+)
+
+
+@torch.library.impl(LIBRARY, "mla_attention_quant", "CompositeExplicitAutograd")
+def _mla_attention_quant(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    kv_b: torch.Tensor,
+    scale: float,
+    *,
+    v_head_dim: int,
+    out_scale: torch.Tensor | None = None,
+    fuse: bool = True,
+    **keywords: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    fields = {name: keywords.pop(name) for name in HOW_FIELDS if name in keywords}
+    how = known_output_quant(**fields)
+    check_query(q)
+    how.check(_like_out(q, v_head_dim), out_scale)
+    asked = {"kv_b": kv_b, "v_head_dim": v_head_dim} | _DEFAULTS | keywords
+    if asked["logits_rows"] and meta.wants_no_logits(q.shape[0]):
+        return quantize_output(empty_out(q, v_head_dim), how, out_scale)
+    run = functools.partial(_attend_quant, how=how, out_scale=out_scale, fuse=fuse)
+    if breaks.hooks:
+        call = LatentCall(run, q, kv_cache, meta, scale, asked, how.empty)
+        if (results := breaks.asked(call)) is not None:
+            return results[0], results[1]
+    return run(q, kv_cache, meta, scale, **asked)
+
+
+_DEFAULTS = {"kv_cache_dtype": "auto", "kv_scale": None, "causal": None, "logits_rows": False}
+"""Of the schema: the dispatcher leaves out what has its default."""
+
+
+def _like_out(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
+    """Of the shape of an output [T, N, V], without its memory."""
+    return q.new_empty(()).expand(*q.shape[:2], v_head_dim)
+
+
+def _attend_quant(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    *,
+    how: OutputQuant,
+    out_scale: torch.Tensor | None,
+    fuse: bool,
+    kv_b: torch.Tensor,
+    v_head_dim: int,
+    kv_cache_dtype: str,
+    kv_scale: torch.Tensor | None,
+    causal: bool | None,
+    logits_rows: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    asked = LatentOptions(scale, kv_b, v_head_dim, kv_cache_dtype, kv_scale)
+    meta, layer = latent_layer_of(q, kv_cache, meta, asked, causal, logits_rows)
+    computed_by = meta.backend if layer.part is None else layer.part.backend
+    fused = fuse and how.scheme in computed_by.support.output_quant
+    if not fused or (how.group and not how.within_heads(v_head_dim)):
+        return quantize_output(layer.attend(q, kv_cache, meta, asked), how, out_scale)
+    quant = QuantizedOutput(how, out_scale, *how.empty(_like_out(q, v_head_dim)))
+    asked = dataclasses.replace(asked, quant=quant)
+    return layer.attend(q, kv_cache, meta, asked), quant.scales
+
+
+@torch.library.register_fake("attn_ops::mla_attention_quant", lib=LIBRARY)
+def _mla_attention_quant_fake(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    kv_b: torch.Tensor,
+    scale: float,
+    *,
+    v_head_dim: int,
+    scheme: str,
+    column_major: bool = False,
+    **keywords: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return OutputQuant(scheme, column_major=column_major).empty(_like_out(q, v_head_dim))
+
+
+def mla_attention_quant(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    kv_b: torch.Tensor,
+    scale: float,
+    *,
+    v_head_dim: int,
+    scheme: str,
+    out_scale: torch.Tensor | None = None,
+    fuse: bool = True,
+    **keywords: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mla_attention`, its output quantized: behind W_UV in the backend's kernel, or by a kernel.
+
+    `attention_quant` documents the schemes, what may be given with them, and the results for an
+    output [T, N, H], which is [T, N, V] here.
+
+    Args:
+        q, kv_cache, meta, kv_b, scale, v_head_dim: see `mla_attention`.
+        scheme: `fp8_static`, `fp8_group64`, `fp8_group128`, `fp8_row`, `fp8_tensor` or `nvfp4`.
+        out_scale: one float32 on q's device, of `fp8_static` and `nvfp4`.
+        fuse: False: always by a kernel of its own.
+        keywords: the scheme's further fields (`min_amax` to `column_major`), and the further
+            keywords of `mla_attention`.
+
+    Raises:
+        ValueError: as both.
+    """
+    return torch.ops.attn_ops.mla_attention_quant.default(
+        q, kv_cache, meta, kv_b, scale, v_head_dim=v_head_dim, scheme=scheme, out_scale=out_scale,
+        fuse=fuse, **keywords,
+    )  # fmt: skip

@@ -52,7 +52,7 @@ def _resident(
     buffers = stages if rows >= 64 or swap else stages - 1
     tile = keys * width * (1 if fp8 else 2)
     shared = buffers * tile + rows * width * 2 + (keys * width * 2 if fp8 else 0) + 1024
-    registers = 255 if fp8 or rows > 16 or warps == 2 or swap else 152
+    registers = 255 if fp8 or rows > 16 or warps == 2 or swap else 176
     return min(SHARED_MEMORY // shared, 65536 // (registers * warps * 32), 4)
 
 
@@ -94,7 +94,7 @@ def tune_decode(
     """All forms at all shapes, which share heads, query length and cache dtype."""
     one = shapes[0]
     rows = min(max(1 << (one.heads * one.query_len - 1).bit_length(), 16), 64)
-    sizes = [rows] if rows <= 16 else [rows, 16]
+    sizes = [rows] if rows <= 16 else [rows, 16, 32]
     width, fp8 = one.latent.cache_width, one.fp8 is not None
     forms = [form for size in sizes for form in decode_forms(size, width, fp8)]
     if device.type == "cuda":

@@ -6,7 +6,8 @@ request has several. A request's keys are cut into ranges, one program each, who
 where they lie the kernel computes from seq_lens, so a captured launch is right for other lengths.
 
 D rows of q, S requests, N query heads, M rows of a program (pairs of token and head), R ranges of
-keys, L latent (Lkv) padded to a power of two, E rotated columns padded likewise, B block size.
+keys, H half of the latent (Lkv) padded to a power of two, E rotated columns padded likewise, B
+block size.
 """
 
 import math
@@ -55,7 +56,7 @@ def decode_kernel(
     kv_scale_ptr,  # [1] float32, if HAS_KV_SCALE
     NUM_HEADS: tl.constexpr,
     LATENT: tl.constexpr,
-    PADDED_LATENT: tl.constexpr,
+    HALF_LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     PADDED_ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -71,6 +72,7 @@ def decode_kernel(
     HALF: tl.constexpr,  # q in float16, which FP8 converts to in one instruction
     STAGED: tl.constexpr,  # FP8 values pass through registers
     SWAP: tl.constexpr,
+    CHAINS: tl.constexpr,
     PDL: tl.constexpr,  # the next kernel may start early
 ):
     """Grid (max(S * row_tiles, ceil(D * N / M)), R)."""
@@ -80,7 +82,7 @@ def decode_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     m_M = tl.arange(0, BLOCK_M)
-    l_L = tl.arange(0, PADDED_LATENT)
+    h_H = tl.arange(0, HALF_LATENT)
     e_E = tl.arange(0, PADDED_ROPE)
     # All four at once: they are the first of a chain of loads that wait for each other.
     known = request < num_reqs
@@ -95,8 +97,8 @@ def decode_kernel(
         padding_M = pad_M < num_rows.to(tl.int64) * NUM_HEADS
         place_M = pad_M * num_splits + split
         store_nothing(
-            part_ptr, part_lse_ptr, place_M, padding_M, l_L,
-            LATENT, PADDED_LATENT, BLOCK_M, num_splits, HAS_LSE,
+            part_ptr, part_lse_ptr, place_M, padding_M, h_H,
+            LATENT, HALF_LATENT, BLOCK_M, num_splits, HAS_LSE,
         )  # fmt: skip
         if HAS_COUNTERS:
             clear(counters_ptr, pad_M // NUM_HEADS, padding_M & (pad_M % NUM_HEADS == 0))
@@ -123,49 +125,47 @@ def decode_kernel(
         end = tl.minimum(end, seq_len - query_len + last_query // NUM_HEADS + 1)
     if begin >= end:
         store_nothing(
-            part_ptr, part_lse_ptr, place_M, owned_M, l_L,
-            LATENT, PADDED_LATENT, BLOCK_M, num_splits, HAS_LSE,
+            part_ptr, part_lse_ptr, place_M, owned_M, h_H,
+            LATENT, HALF_LATENT, BLOCK_M, num_splits, HAS_LSE,
         )  # fmt: skip
         return
 
-    q_ML = tl.load(
-        q_latent_ptr
-        + (row_M * stride_latent_row + head_M * stride_latent_head)[:, None]
-        + l_L[None, :],
-        mask=owned_M[:, None] & (l_L < LATENT)[None, :],
-        other=0.0,
-    )
+    q_row_M = row_M * stride_latent_row + head_M * stride_latent_head
+    q_ptr_MH = q_latent_ptr + q_row_M[:, None] + h_H[None, :]
+    mask_M0 = owned_M[:, None] & (h_H < LATENT)[None, :]
+    mask_M1 = owned_M[:, None] & (HALF_LATENT + h_H < LATENT)[None, :]
+    q_M0 = tl.load(q_ptr_MH, mask=mask_M0, other=0.0)
+    q_M1 = tl.load(q_ptr_MH + HALF_LATENT, mask=mask_M1, other=0.0)
     q_ME = tl.load(
         q_rope_ptr + (row_M * stride_rope_row + head_M * stride_rope_head)[:, None] + e_E[None, :],
         mask=owned_M[:, None] & (e_E < ROPE)[None, :],
         other=0.0,
     )
     if WIDEN:
-        q_ML = q_ML.to(tl.float32)
-        q_ME = q_ME.to(tl.float32)
+        q_M0, q_M1, q_ME = q_M0.to(tl.float32), q_M1.to(tl.float32), q_ME.to(tl.float32)
     kv_scale = 1.0
     if HAS_KV_SCALE:
         kv_scale = tl.load(kv_scale_ptr)
     scale_M = score_scale * kv_scale + tl.zeros([BLOCK_M], tl.float32)
     if HALF:  # rows are brought to at most 1, as bfloat16 reaches further than float16
-        largest_M = tl.maximum(
-            tl.max(tl.abs(q_ML.to(tl.float32)), 1), tl.max(tl.abs(q_ME.to(tl.float32)), 1)
-        )
+        largest_M = tl.maximum(largest_of(q_M0), tl.maximum(largest_of(q_M1), largest_of(q_ME)))
         largest_M = tl.where(largest_M == 0.0, 1.0, largest_M)
-        q_ML = (q_ML.to(tl.float32) / largest_M[:, None]).to(tl.float16)
+        q_M0 = (q_M0.to(tl.float32) / largest_M[:, None]).to(tl.float16)
+        q_M1 = (q_M1.to(tl.float32) / largest_M[:, None]).to(tl.float16)
         q_ME = (q_ME.to(tl.float32) / largest_M[:, None]).to(tl.float16)
         scale_M *= largest_M
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     if SWAP:
-        acc = tl.zeros([PADDED_LATENT, BLOCK_M], tl.float32)
+        acc0 = tl.zeros([HALF_LATENT, BLOCK_M], tl.float32)
     else:
-        acc = tl.zeros([BLOCK_M, PADDED_LATENT], tl.float32)
+        acc0 = tl.zeros([BLOCK_M, HALF_LATENT], tl.float32)
     table_ptr += request.to(tl.int64) * stride_table
-    acc, max_M, sum_M = attend_latents(
-        acc, max_M, sum_M, q_ML, q_ME, kv_ptr, table_ptr, visible_M, seq_len - 1, begin, end,
-        stride_block, stride_token, scale_M, LATENT, PADDED_LATENT, ROPE, PADDED_ROPE,
-        BLOCK_SIZE, TILE, VECTOR, DRAFTS, STAGED, SWAP,
+    acc0, acc1, max_M, sum_M = attend_latents(
+        acc0, acc0, max_M, sum_M, q_M0, q_M1, q_ME, kv_ptr, table_ptr, visible_M, seq_len - 1,
+        begin, end, stride_block, stride_token, scale_M, LATENT, HALF_LATENT, ROPE, PADDED_ROPE,
+        BLOCK_SIZE, TILE, VECTOR, DRAFTS, STAGED, SWAP, CHAINS,
+        SWAP or BLOCK_M < 64,
     )  # fmt: skip
     total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
     if HAS_LSE:
@@ -175,14 +175,18 @@ def decode_kernel(
         tl.store(part_lse_ptr + place_M, lse_M, mask=owned_M)
     factor_M = kv_scale / total_M
     if SWAP:
-        acc = tl.trans(acc * factor_M[None, :])
+        acc0, acc1 = tl.trans(acc0 * factor_M[None, :]), tl.trans(acc1 * factor_M[None, :])
     else:
-        acc *= factor_M[:, None]
-    tl.store(
-        part_ptr + (place_M * LATENT)[:, None] + l_L[None, :],
-        acc.to(part_ptr.dtype.element_ty),
-        mask=owned_M[:, None] & (l_L < LATENT)[None, :],
-    )
+        acc0, acc1 = acc0 * factor_M[:, None], acc1 * factor_M[:, None]
+    part_ptr_MH = part_ptr + (place_M * LATENT)[:, None] + h_H[None, :]
+    tl.store(part_ptr_MH, acc0.to(part_ptr.dtype.element_ty), mask=mask_M0)
+    tl.store(part_ptr_MH + HALF_LATENT, acc1.to(part_ptr.dtype.element_ty), mask=mask_M1)
+
+
+@triton.jit
+def largest_of(q_MH):
+    """Largest magnitude of each row, float32."""
+    return tl.max(tl.abs(q_MH.to(tl.float32)), 1)
 
 
 @triton.jit
@@ -198,9 +202,9 @@ def store_nothing(
     part_lse_ptr,
     place_M,
     mask_M,
-    l_L,
+    h_H,
     LATENT: tl.constexpr,
-    PADDED_LATENT: tl.constexpr,
+    HALF_LATENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     num_splits,
     HAS_LSE: tl.constexpr,
@@ -210,12 +214,11 @@ def store_nothing(
         none_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
         tl.store(part_lse_ptr + place_M, none_M, mask=mask_M)
     if num_splits == 1:
-        zero_ML = tl.zeros([BLOCK_M, PADDED_LATENT], part_ptr.dtype.element_ty)
-        tl.store(
-            part_ptr + (place_M * LATENT)[:, None] + l_L[None, :],
-            zero_ML,
-            mask=mask_M[:, None] & (l_L < LATENT)[None, :],
-        )
+        zero_MH = tl.zeros([BLOCK_M, HALF_LATENT], part_ptr.dtype.element_ty)
+        part_ptr_MH = part_ptr + (place_M * LATENT)[:, None] + h_H[None, :]
+        for first in tl.static_range(0, 2 * HALF_LATENT, HALF_LATENT):
+            mask_MH = mask_M[:, None] & (first + h_H < LATENT)[None, :]
+            tl.store(part_ptr_MH + first, zero_MH, mask=mask_MH)
 
 
 class Parts(NamedTuple):
@@ -251,7 +254,7 @@ def mla_parts(
         counters: whether to make counters for `store_head_of_row`.
     """
     num_rows, num_heads, latent = ql_nope.shape
-    num_reqs = seq_lens.shape[0]
+    num_reqs, max_query_len = seq_lens.shape[0], max(max_query_len, 1)
     launch = launch or decode_launch(
         max_query_len * num_heads, ql_nope.dtype, fp8 is not None, latent
     )
@@ -310,7 +313,7 @@ def _constants(
     return {
         "NUM_HEADS": ql_nope.shape[1],
         "LATENT": latent,
-        "PADDED_LATENT": max(triton.next_power_of_2(latent), 16),
+        "HALF_LATENT": max(triton.next_power_of_2(latent) // 2, 16),
         "ROPE": rope,
         "PADDED_ROPE": max(triton.next_power_of_2(rope), 16),
         "BLOCK_SIZE": kv_cache.shape[1],
@@ -321,6 +324,7 @@ def _constants(
         "HALF": half,
         "STAGED": fp8 is not None and dtype != torch.float32 and not knobs.runtime.interpret,
         "SWAP": launch.swap,
+        "CHAINS": launch.chains,
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
     }

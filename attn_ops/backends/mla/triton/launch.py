@@ -30,6 +30,7 @@ class DecodeLaunch(NamedTuple):
     num_stages: int
     swap: bool = False  # keys are the rows of the products
     programs_per_sm: int = 2  # that run at a time
+    chains: int = 2  # products of a key that do not wait for each other; 1 takes fewer registers
 
 
 def decode_launch(num_rows: int, dtype: torch.dtype, fp8: bool, latent: int) -> DecodeLaunch:
@@ -42,8 +43,8 @@ def decode_launch(num_rows: int, dtype: torch.dtype, fp8: bool, latent: int) -> 
             return DecodeLaunch(rows, 32, 4, 4)
         return DecodeLaunch(rows, 32, 4, 2 if fp8 else 3)
     if latent <= 256:
-        return DecodeLaunch(rows, 64, 8, 2, programs_per_sm=1)
-    return DecodeLaunch(rows, 32 if fp8 else 64, 8, 2, programs_per_sm=1)
+        return DecodeLaunch(rows, 64, 8, 2, programs_per_sm=1, chains=1)
+    return DecodeLaunch(rows, 32 if fp8 else 64, 8, 2, programs_per_sm=1, chains=1)
 
 
 def choose_num_splits(num_programs: int, max_keys: int, slots: int) -> int:

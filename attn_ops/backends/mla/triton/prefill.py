@@ -33,6 +33,7 @@ def attend_dense(
     stride_k_token,
     stride_v_token,
     score_scale,
+    COLUMNS: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
     PADDED_REST: tl.constexpr,
@@ -53,9 +54,13 @@ def attend_dense(
         else:
             valid_C = tl.full([TILE], 1, tl.int1)
         k_row_C = key_C.to(tl.int64) * stride_k_token
+        if COLUMNS < FIRST:
+            mask_CF = valid_C[:, None] & (f_F < COLUMNS)[None, :]
+        else:
+            mask_CF = tl.broadcast_to(valid_C[:, None], [TILE, FIRST])
         k_CF = tl.load(
             k_ptr + k_row_C[:, None] + f_F[None, :],
-            mask=tl.broadcast_to(valid_C[:, None], [TILE, FIRST]),
+            mask=mask_CF,
             other=0.0,
         )
         k_CF = k_CF.to(q_MF.dtype)
@@ -117,6 +122,7 @@ def prefill_kernel(
     num_rows,  # T
     score_scale,
     NUM_HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
     PADDED_REST: tl.constexpr,
@@ -151,7 +157,8 @@ def prefill_kernel(
     e_E = tl.arange(0, PADDED_REST)
     v_V = tl.arange(0, PADDED_VALUE)
     q_row_M = row_M * stride_q_row
-    q_MF = tl.load(q_ptr + q_row_M[:, None] + f_F[None, :], mask=owned_M[:, None], other=0.0)
+    mask_MF = owned_M[:, None] & (f_F < COLUMNS)[None, :]
+    q_MF = tl.load(q_ptr + q_row_M[:, None] + f_F[None, :], mask=mask_MF, other=0.0)
     q_ME = tl.load(
         q_ptr + FIRST + q_row_M[:, None] + e_E[None, :],
         mask=owned_M[:, None] & (e_E < REST)[None, :],
@@ -175,13 +182,13 @@ def prefill_kernel(
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MV, max_M, sum_M = attend_dense(
         acc_MV, max_M, sum_M, q_MF, q_ME, position_M, k_ptr, v_ptr, num_keys, 0, all_end,
-        stride_k_token, stride_v_token, score_scale, FIRST, REST, PADDED_REST, VALUE, PADDED_VALUE,
-        TILE, CAUSAL, False,
+        stride_k_token, stride_v_token, score_scale, COLUMNS, FIRST, REST, PADDED_REST, VALUE,
+        PADDED_VALUE, TILE, CAUSAL, False,
     )  # fmt: skip
     acc_MV, max_M, sum_M = attend_dense(
         acc_MV, max_M, sum_M, q_MF, q_ME, position_M, k_ptr, v_ptr, num_keys, all_end, end,
-        stride_k_token, stride_v_token, score_scale, FIRST, REST, PADDED_REST, VALUE, PADDED_VALUE,
-        TILE, CAUSAL, True,
+        stride_k_token, stride_v_token, score_scale, COLUMNS, FIRST, REST, PADDED_REST, VALUE,
+        PADDED_VALUE, TILE, CAUSAL, True,
     )  # fmt: skip
     total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
     out_row_M = row_M * NUM_HEADS + head
@@ -252,10 +259,8 @@ def mla_prefill(
     if num_rows == 0:
         return out, lse
     launch = launch or prefill_launch(max_q, q.dtype)
-    first = 1 << (columns.bit_length() - 1)
-    if first < 16:
-        raise ValueError(f"columns of q must be at least 16, got {columns}")
-    rest = columns - first
+    first = max(1 << (columns.bit_length() - 1), 16)
+    rest = max(columns - first, 0)
     prefill_kernel[(num_rows // launch.rows + num_reqs + 1, num_heads)](
         out,
         q,
@@ -271,6 +276,7 @@ def mla_prefill(
         num_rows,
         scale * LOG2_E.value,
         NUM_HEADS=num_heads,
+        COLUMNS=columns,
         FIRST=first,
         REST=rest,
         PADDED_REST=max(triton.next_power_of_2(rest), 16),

@@ -59,7 +59,9 @@ def test_block_sizes(block_size):
     check(make_case(*DECODE, block_size=block_size), num_splits=2)
 
 
-@pytest.mark.parametrize(("latent", "rope"), [(24, 8), (64, 32), *slow((512, 64), (256, 32))])
+@pytest.mark.parametrize(
+    ("latent", "rope"), [(24, 8), (12, 4), (64, 32), *slow((512, 64), (256, 32))]
+)
 def test_sizes(latent, rope):
     check(make_case(*RAGGED, latent=latent, rope=rope), num_splits=2)
 

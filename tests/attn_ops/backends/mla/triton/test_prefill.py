@@ -77,7 +77,7 @@ def test_dtypes(dtype):
     check(CONTEXT, True, dtype)
 
 
-@pytest.mark.parametrize("sizes", [(32, 32), (48, 24), *slow(((192, 128),), ((96, 64),))])
+@pytest.mark.parametrize("sizes", [(12, 8), (32, 32), (48, 24), *slow(((192, 128),), ((96, 64),))])
 def test_sizes(sizes):
     check(CONTEXT, True, sizes=sizes)
 

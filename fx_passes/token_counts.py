@@ -7,6 +7,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fx_passes.analysis.graph_ops import ATTENTION, QUANTIZED
+from fx_passes.analysis.sizes import expression
 from fx_passes.analysis.values import value_of
 
 NO_LIMIT = sys.maxsize - 1
@@ -44,7 +45,7 @@ def _row_counts(graph: Graph) -> Iterator[int | torch.SymInt]:
 def _bounds(size: int | torch.SymInt) -> tuple[int, int]:
     if not isinstance(size, torch.SymInt):
         return size, size
-    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    bounds = size.node.shape_env.bound_sympy(expression(size))
     ends = zip((bounds.lower, bounds.upper), (0, NO_LIMIT), strict=True)
     least, most = (int(end) if end.is_Integer else other for end, other in ends)
     return least, most

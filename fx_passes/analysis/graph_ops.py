@@ -1,5 +1,7 @@
 """Which operators are views, products or attention: the vocabulary that the passes share."""
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch.fx import Node
 
@@ -49,6 +51,18 @@ def operator_name(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target.overloadpacket.__name__
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def computed_from(node: Node, through: Callable[[Node], bool] | None = None) -> Iterator[Node]:
+    """`node` and what it is computed from; `through` says behind which to look."""
+    pending, seen = [node], {node}
+    while pending:
+        one = pending.pop()
+        yield one
+        if through is None or through(one):
+            new = [source for source in one.all_input_nodes if source not in seen]
+            seen.update(new)
+            pending += new
 
 
 def switches_autocast(node: Node) -> bool:

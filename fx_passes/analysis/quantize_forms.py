@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from attn_ops.output_quant.schemes import FP4_BLOCK, FP8_MAX, OutputQuant
-from fx_passes.analysis.graph_ops import ATTENTION, aten, operator_name
+from fx_passes.analysis.graph_ops import ATTENTION, aten, computed_from, operator_name
 from fx_passes.analysis.quantize_scales import ComputedScale, computed_scale, given_scale
 from fx_passes.analysis.sizes import expression
 from fx_passes.analysis.steps import (
@@ -108,7 +108,7 @@ def recognise(values: Node, behind: Node) -> Quantized:
     division.check(attention, operand)
     inner = {*division.nodes, *way}
     options: dict[str, Any] = {"round_values": division.rounds(attention)}
-    if not _depends(operand, attention):
+    if attention not in computed_from(operand):
         given, scale, share = given_scale(operand, value_of(division.node).device), None, "given"
         options |= {"multiply": division.multiplies}
     else:
@@ -197,7 +197,7 @@ class _Division:
         x, scale = self.node.args
         if not (isinstance(x, Node) and isinstance(scale, Node)):
             raise NotAFormError("its scale is a number of the graph, no tensor")
-        swapped = self.multiplies and _size(x) != _size(self.node)
+        swapped = self.multiplies and num_elements(x) != num_elements(self.node)
         return (scale, x) if swapped else (x, scale)
 
     def rounds(self, attention: Node) -> bool:
@@ -217,7 +217,7 @@ class _Division:
             raise NotAFormError(
                 f"its scale, {dtype_of(scale)} of no dimension, is rounded otherwise by each device"
             )
-        if _size(self.node) != _size(attention):
+        if num_elements(self.node) != num_elements(attention):
             raise NotAFormError(f"{ODD_SHAPE}, or elements are repeated")
 
     def check_limits(self, scale: ComputedScale | None) -> None:
@@ -232,23 +232,6 @@ class _Division:
             raise NotAFormError(f"values are not limited to +-{FP8_MAX}, but by other numbers")
         if scale is None or scale.least < torch.finfo(scale.dtype).tiny:
             raise NotAFormError(f"values are not limited to +-{FP8_MAX}")
-
-
-def _size(node: Node) -> Any:
-    return num_elements(node)
-
-
-def _depends(node: Node, attention: Node) -> bool:
-    """Whether `node` is computed from attention's output."""
-    pending, seen = [node], {node}
-    while pending:
-        one = pending.pop()
-        if one is attention:
-            return True
-        new = [source for source in one.all_input_nodes if source not in seen]
-        seen.update(new)
-        pending += new
-    return False
 
 
 def _way_of_amax(scale: ComputedScale, attention: Node) -> list[Node]:

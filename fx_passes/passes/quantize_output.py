@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from attn_ops.backends.registry import backend_names, load_backend
 from attn_ops.output_quant.schemes import OutputQuant
-from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, QUANTIZED, VIEWS, aten
+from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, QUANTIZED, VIEWS, aten, computed_from
 from fx_passes.analysis.quantize_forms import ODD_SHAPE, Quantized, recognise
 from fx_passes.analysis.quantize_gains import GAINS, in_words
 from fx_passes.analysis.row_count import RowCount
@@ -152,23 +152,9 @@ def _candidates(graph: Graph) -> Iterator[tuple[Node, Node]]:
     """Conversions to narrow dtypes behind an attention, without a product between, and which."""
     for node in graph.nodes:
         if node.op == "call_function" and converted(node) is not None and dtype_of(node) in _NARROW:
-            attention = _attention_behind(node)
-            if attention is not None:
+            found = (one for one in computed_from(node, _is_passed) if one.target in ATTENTION)
+            if (attention := next(found, None)) is not None:
                 yield node, attention
-
-
-def _attention_behind(node: Node) -> Node | None:
-    pending, seen = [node], {node}
-    while pending:
-        one = pending.pop()
-        if one.target in ATTENTION:
-            return one
-        if not _is_passed(one):
-            continue
-        new = [source for source in one.all_input_nodes if source not in seen]
-        seen.update(new)
-        pending += new
-    return None
 
 
 def _is_passed(node: Node) -> bool:

@@ -48,6 +48,14 @@ class AutoMetadataBuilder(AttentionMetadataBuilder):
 
     cudagraph_support = AttentionCGSupport.ALWAYS
 
+    def used(self) -> set[str]:
+        """Names of the backends that batches may go to."""
+        return {choose(self.specs, 1), choose(self.specs, 2)}
+
+    def chosen(self, common: CommonAttentionMetadata) -> str:
+        """Name of the backend for a batch, from what a captured graph may freeze."""
+        return choose(self.specs, common.max_query_len)
+
     def __init__(
         self,
         backend: Backend,
@@ -57,14 +65,13 @@ class AutoMetadataBuilder(AttentionMetadataBuilder):
         **keywords: Any,
     ) -> None:
         super().__init__(backend, specs, block_size, device, **keywords)
-        used = {choose(self.specs, 1), choose(self.specs, 2)}
         self._builders = {
             name: _part(name).builder(_part(name), specs, block_size, device, **keywords)
-            for name in sorted(used)
+            for name in sorted(self.used())
         }
 
     def _builder(self, common: CommonAttentionMetadata) -> AttentionMetadataBuilder:
-        return self._builders[choose(self.specs, common.max_query_len)]
+        return self._builders[self.chosen(common)]
 
     def build(
         self,

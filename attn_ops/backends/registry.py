@@ -25,7 +25,10 @@ _BUILT_IN = {
     "VARLEN": "attn_ops.backends.varlen",
     "FLEX": "attn_ops.backends.flex",
     "TORCH": "attn_ops.backends.torch_backend",
+    "AUTO_MLA": "attn_ops.backends.mla.auto_mla",
+    "FLASH_ATTN_MLA": "attn_ops.backends.mla.flash_attn_mla",
     "TRITON_MLA": "attn_ops.backends.mla.triton_mla",
+    "FLASHINFER_MLA": "attn_ops.backends.mla.flashinfer_mla",
     "TORCH_MLA": "attn_ops.backends.mla.torch_mla",
 }
 """Name to the module that holds `BACKEND`, in order of preference; imported on first use.

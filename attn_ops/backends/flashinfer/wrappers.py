@@ -43,6 +43,8 @@ class Kind(enum.Enum):
         "queries of any length over FP8 keys, which FA3 kernels take with FP8 queries only"
     )
 
+    MLA = "queries over latents: FA3 kernels on sm_90, FA2 elsewhere"
+
     @classmethod
     def of_prefills(cls, spec: AttentionSpec) -> "Kind":
         return cls.PREFILL if spec.kv_cache_dtype == "auto" else cls.PREFILL_FA2
@@ -98,7 +100,14 @@ class Wrapper:
         import flashinfer
 
         self.kind = kind
-        if kind is Kind.DECODE:
+        if kind is Kind.MLA:
+            from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+            hopper = torch.cuda.get_device_capability(workspace.device)[0] == 9
+            self._wrapper = BatchMLAPagedAttentionWrapper(
+                workspace, backend="fa3" if hopper else "fa2"
+            )
+        elif kind is Kind.DECODE:
             self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_tensor_cores=True, backend="fa2", **graph
             )
@@ -115,6 +124,11 @@ class Wrapper:
             self._copied.synchronize()
         self._wrapper.plan(**arguments)
         self._copied.record()
+
+    @property
+    def inner(self) -> Any:
+        """FlashInfer's own."""
+        return self._wrapper
 
     def run(self, *arguments: Any, **keywords: Any) -> Any:
         return self._wrapper.run(*arguments, **keywords)

@@ -1,0 +1,32 @@
+"""Which backend AUTO_MLA takes for a batch, and what it supports."""
+
+import pytest
+import torch
+
+from attn_ops import get_backend
+from attn_ops.backends.mla import auto_mla
+from attn_ops.metadata import AttentionSpec, LatentShape
+
+DEEPSEEK = LatentShape(512, 128, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_reqs", "kv_cache_dtype", "name"),
+    [
+        (16, 1, "auto", "FLASH_ATTN_MLA"), (16, 127, "auto", "FLASH_ATTN_MLA"),
+        (16, 128, "auto", "TRITON_MLA"), (128, 256, "auto", "FLASH_ATTN_MLA"),
+        (128, 1, "fp8_e4m3", "TRITON_MLA"),
+    ],
+)  # fmt: skip
+def test_choice(heads, num_reqs, kv_cache_dtype, name):
+    spec = AttentionSpec.of_latent(heads, DEEPSEEK, torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
+    assert auto_mla.choose([spec], num_reqs) == name
+
+
+def test_supports_what_its_parts_do():
+    support = auto_mla.BACKEND.support
+    parts = [get_backend(name).support for name in ("FLASH_ATTN_MLA", "TRITON_MLA")]
+    assert support.dtypes == parts[0].dtypes
+    assert support.kv_cache_dtypes == parts[1].kv_cache_dtypes
+    assert set(support.block_sizes) == set(parts[0].block_sizes) & set(parts[1].block_sizes)
+    assert not support.output_quant

@@ -64,6 +64,8 @@ SKIPPED = {
     "summed": (READ, lambda x: (*row(x), x.sum(-1)), (), "sum_1 reads the unquantized output"),
     "its amax": (READ, lambda x: (*row(x), amax_of(x) * 2), (), "reads the unquantized output"),
     "quantized twice": (READ, lambda x: (*row(x), *tensor(x)), (), "reads the unquantized output"),
+    "two scales": (READ, lambda x, s: (*given(x, s), *given(x, s * 2)), (SCALE,),
+                   "reads the unquantized output"),
     "e5m2": (DTYPE, lambda x: (x.to(torch.float8_e5m2),), (), "torch.float8_e5m2 is no scheme"),
     "int8": (DTYPE, lambda x, s: ((x / s).round().clamp(-128, 127).to(torch.int8),), (SCALE,),
              "torch.int8 is no scheme"),

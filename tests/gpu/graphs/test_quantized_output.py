@@ -77,3 +77,18 @@ def test_tokens_are_those_of_the_separate_kernel(scheme):
         results.append([g.token_ids for g in session.generate(prompts_of(5), max_new_tokens=24)])
     same = sum(a == b for a, b in zip(*results, strict=True))
     assert same >= 10  # of 12: Inductor alone rounds a scale once less
+
+
+def test_a_new_scale_counts_in_the_next_replay():
+    """Graphs read the scale where it lies; each replay is compared with a call of its step."""
+    model, tokens = model_in_fp8("fp8_static"), []
+    session = DecodeSession(compiled(model, "always"), backend="TRITON", verify="always", **OPTIONS)
+    scales = [x for name, x in model.state_dict().items() if name.endswith("input_scale")]
+    assert scales
+    for _ in range(2):
+        generated = session.generate(prompts_of(7), max_new_tokens=24)
+        tokens.append([one.token_ids for one in generated])
+        for scale in scales:
+            scale.mul_(0.02)  # too small for the values
+    assert tokens[0] != tokens[1]
+    assert session.report().num_recompiles == 0

@@ -55,10 +55,11 @@ def skinny_kernel(
     inside_M, inside_T = m_M < M, t_T < num_rows
     row_M = tl.where(inside_M, m_M, 0)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         for tile in tl.static_range(PREFETCH):  # nobody writes the weight in this step
             prefetch_tile(w_ptr, row_M, stride_w, tile * BLOCK_K, BLOCK_K)
         tl.extra.cuda.gdc_wait()
+        # Not before: what starts then may read what the kernel before this one writes.
+        tl.extra.cuda.gdc_launch_dependents()
     w_ptr_MK = w_ptr + row_M.to(tl.int64)[:, None] * stride_w + k_K[None, :]
     x_ptr_TK = x_ptr + t_T[:, None] * stride_x + k_K[None, :]
     acc_MT = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)

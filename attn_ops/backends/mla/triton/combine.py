@@ -91,8 +91,8 @@ def combine_kernel(
 ):
     """Grid (D * N, ceil(LATENT / TILE_L))."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row_M = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     l_L = tl.program_id(1) * TILE_L + tl.arange(0, TILE_L)
     lse_M = merged_lse(part_lse_ptr, row_M * num_splits, row_M >= 0, num_splits, 1, 64)

@@ -23,11 +23,14 @@ _RESHAPES = {
     aten.squeeze.dims,
 }
 
+_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+"""Operators whose results share the storage of their first argument."""
+
 
 class CollapseViews(Pass):
     """Replace a chain of views of a product, an attention or a concatenation by one view.
 
-    Copies that change nothing are dropped.
+    Copies that change nothing are dropped. Parts of a split are views too.
 
     Model code takes a projection through slice, view and transpose before attention. Inductor
     follows such a chain step by step. A step that reshapes a strided tensor makes it guard on more
@@ -135,29 +138,37 @@ def _source(node: Node) -> Node:
 
 
 def _root(node: Node) -> Node:
-    while node.op == "call_function" and node.target in VIEWS:
+    while _is_view(node):
         node = _source(node)
     return node
 
 
+def _is_view(node: Node) -> bool:
+    """Whether it shares the storage of its first argument; a split does, and each part of it."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return _source(node).target in _SPLITS
+    return node.target in VIEWS or node.target in _SPLITS
+
+
 def _steps(node: Node) -> list[Node]:
     steps = []
-    while node.op == "call_function" and node.target in VIEWS:
+    while _is_view(node):
         steps.append(node)
         node = _source(node)
     return steps
 
 
 def _reaches_output(node: Node) -> bool:
-    return any(u.op == "output" or (u.target in VIEWS and _reaches_output(u)) for u in node.users)
+    return any(u.op == "output" or (_is_view(u) and _reaches_output(u)) for u in node.users)
 
 
 def _ends_chain(node: Node) -> bool:
     return (
-        node.op == "call_function"
-        and node.target in VIEWS
+        _is_view(node)
         and isinstance(value_of(node), torch.Tensor)
-        and any(user.op == "output" or user.target not in VIEWS for user in node.users)
+        and not all(map(_is_view, node.users))
     )
 
 

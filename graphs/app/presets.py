@@ -1,4 +1,4 @@
-"""Models to try things on: small random ones of five families, one shape for GPUs, a directory.
+"""Models to try things on: small random ones of six families, two shapes for GPUs, a directory.
 
 The command line reads `PRESETS` before it imports torch.
 """
@@ -37,6 +37,50 @@ _LLAMA_3_8B = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     "tie_word_embeddings": False,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "head_dim": 16,  # of RoPE
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
+_DEEPSEEK_V2_LITE = {
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 4096,
+    },
+}
 
 PRESETS = {
     "llama-tiny": Preset("LlamaConfig", _TINY, "float32"),
@@ -48,7 +92,9 @@ PRESETS = {
         "float32",
     ),
     "phi3-tiny": Preset("Phi3Config", _TINY | {"sliding_window": 48, "pad_token_id": 0}, "float32"),
+    "deepseek-v2-tiny": Preset("DeepseekV2Config", _TINY | _LATENT, "float32"),
     "llama-3-8b": Preset("LlamaConfig", _LLAMA_3_8B, "bfloat16"),
+    "deepseek-v2-lite": Preset("DeepseekV2Config", _DEEPSEEK_V2_LITE, "bfloat16"),
 }
 
 

@@ -142,6 +142,12 @@ class QuantizedLinear(nn.Module):
         scale_TG1 = x_TGE.abs().amax(dim=2, keepdim=True).float().clamp(min=1e-4) / _MAX
         return _rounded(x_TGE.float() / scale_TG1).view(x_TK.shape), scale_TG1.squeeze(2)
 
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """[M, K]: the weight that x is multiplied by."""
+        group = self.group or self.weight.shape[1]
+        scale = self.weight_scale.view(1, 1) if self.scheme == "fp8_static" else self.weight_scale
+        return _wide(self.weight, scale, group).to(dtype)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
         if self.input_scale is None:

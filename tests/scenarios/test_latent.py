@@ -101,19 +101,21 @@ def test_fast_prefill_leaves_rows_out_of_the_last_attention():
 
 
 @pytest.mark.slow
-def test_the_cache_is_written_by_the_kernel_of_norm_and_rope():
-    """No key or value of all heads is computed, and nothing complex stands in a layer."""
-    model = build_model("deepseek_v2", num_layers=1)
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_the_kernel_of_norm_and_rope_writes_the_cache(family):
+    """No key or value of all heads is computed, and no complex number stands in a layer."""
+    model = build_model(family, num_layers=1)
     session = make_session(torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True))
     with graphs_are_compiled_anew():
-        _, codes = run_and_get_code(session.generate, [[5, 9, 3]], 2)
-    kernels = [line for code in codes for line in code.splitlines() if "async_compile" in line]
-    writing = [line for line in kernels if "index_put" in line]
-    assert len(writing) == 1
-    assert all(operator in writing[0] for operator in ("rsqrt", "stack"))
-    calls = [line for code in codes for line in code.splitlines() if "extern_kernels.mm(" in line]
-    assert len(calls) == 4 + 3 + 1, "q and kv, each in two steps but for kv_b, o, MLP, head"
-    assert not any("aten.mul" in line for line in codes[0].splitlines() if "mla" in line)
+        _, codes = run_and_get_code(session.generate, [[5, 9, 3]], 3)
+    assert session.counters.num_recompiles == 0, "a step of one token is no graph of its own"
+    lines = [line for code in codes for line in code.splitlines()]
+    (writing,) = (one for one in lines if "index_put" in one and "= async_compile" in one)
+    assert "rsqrt" in writing
+    assert ("stack" if family == "deepseek_v2" else "cat") in writing
+    products = sum("extern_kernels.mm(" in line for line in lines)
+    assert products == 8, "two of q, one of the latent, one behind attention, MLP, head"
+    assert sum("mla_attention.default(" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"decode_steps": 8, "verify": "always"}])

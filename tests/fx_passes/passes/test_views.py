@@ -39,6 +39,28 @@ def test_one_graph_serves_any_number_of_rows(aten_graph, num_rows):
     torch.testing.assert_close(gm(x, w), project(x, w), atol=0, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("split", "offset"),
+    [
+        (lambda mm: aten.split_with_sizes(mm, [8, 4], 1)[1], 8),
+        (lambda mm: aten.split(mm, 4, 1)[1], 4),
+        (lambda mm: aten.unbind(aten.view(mm, [mm.shape[0], 3, 4]), 1)[2], 8),
+    ],
+)
+def test_parts_of_a_split_are_views(aten_graph, contract, x_w, split, offset):
+    """As latent attention takes the rotated part of its key."""
+
+    def function(x, w):
+        return aten.view(split(aten.mm(x, w)), [1, x.shape[0], 2, 2]).sin()
+
+    _, after = contract(CollapseViews(), aten_graph(function, *x_w), *x_w, matches=1)
+    assert re.search(
+        rf"as_strided.default\(mm, \[1, \w+, 2, 2\], \[1, 12, 2, 1\], {offset}\)", after
+    )
+    assert "split" not in after
+    assert "unbind" not in after
+
+
 def test_a_chain_back_to_the_product_is_the_product(aten_graph, contract, x_w):
     def function(x, w):
         return aten.view(aten.view(aten.mm(x, w), [x.shape[0], 3, 4]), [x.shape[0], 12]).sin()

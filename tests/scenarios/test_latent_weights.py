@@ -1,0 +1,137 @@
+"""Latent attention whose `kv_b_proj` is quantized, adapted or merged around: it follows them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from attn_ops.integrations.merged import merge_projections
+from attn_ops.integrations.transformers.latent_weights import expansion
+from graphs.app.parity import Reference
+from graphs.app.quantized_linear import QuantizedLinear
+from tests.kit.marks import slow
+from tests.kit.models import build_model
+from tests.kit.sessions import make_session, poisoned, refuses, tokens_of
+from tests.scenarios.test_fast_prefill import eager
+
+PROMPTS = [[5, 9, 33, 2, 61], [7], [11, 12], list(range(20, 50))]
+
+
+def expected(model) -> list[list[int]]:
+    reference = Reference(model)
+    return [reference.generate(prompt, 8)[0] for prompt in PROMPTS]
+
+
+def linears(model) -> list:
+    return [layer.self_attn.kv_b_proj for layer in model.model.layers]
+
+
+def check(model, wanted: list[list[int]], compiled: bool, **options) -> None:
+    run = torch.compile(model, backend=eager, fullgraph=True) if compiled else model
+    session = poisoned(make_session(run, **options))
+    assert tokens_of(session.generate(PROMPTS, 8)) == wanted
+    assert (session.counters.num_breaks, session.counters.num_recompiles) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("config_name", "compiled"),
+    [
+        ("Float8WeightOnlyConfig", True),
+        ("Int8WeightOnlyConfig", False),
+        *slow(("Int8WeightOnlyConfig", True)),
+    ],
+)
+def test_weights_quantized_by_torchao(config_name, compiled):
+    torchao = pytest.importorskip("torchao.quantization")
+    model = build_model("deepseek_v3")
+    plain = expected(model)
+    torchao.quantize_(model, getattr(torchao, config_name)())
+    assert type(linears(model)[0].weight) not in (nn.Parameter, torch.Tensor)
+    wanted = expected(model)
+    assert wanted != plain
+    check(model, wanted, compiled)
+
+
+def test_quantized_weights_written_in_place_are_followed():
+    torchao = pytest.importorskip("torchao.quantization")
+    model = build_model("deepseek_v3")
+    torchao.quantize_(model, torchao.Float8WeightOnlyConfig())
+    session = make_session(torch.compile(model, backend=eager, fullgraph=True))
+    before = tokens_of(session.generate(PROMPTS, 8))
+    for linear in linears(model):
+        linear.weight.scale.mul_(3)
+    wanted = expected(model)
+    assert wanted != before
+    assert tokens_of(session.generate(PROMPTS, 8)) == wanted
+    assert session.counters.num_recompiles == 0
+
+
+@pytest.mark.parametrize("scheme", ["fp8_row", "fp8_static", "fp8_group64"])
+def test_our_layers_in_fp8(scheme):
+    """Attention multiplies by the weight; the layer itself would round the latent to FP8 too."""
+    model = build_model("deepseek_v3", kv_lora_rank=64)
+    twin = copy.deepcopy(model)
+    layers = zip(model.model.layers, twin.model.layers, strict=True)
+    for mine, its in ((a.self_attn, b.self_attn) for a, b in layers):
+        wide, amax = mine.kv_b_proj.weight, torch.tensor(4.0)
+        mine.kv_b_proj = QuantizedLinear(
+            mine.kv_b_proj, scheme, amax if "static" in scheme else None
+        )
+        its.kv_b_proj.weight.copy_(expansion(mine.kv_b_proj, wide))
+        error = (its.kv_b_proj.weight - wide).norm() / wide.norm()
+        assert 1e-4 < error < 2**-4
+    check(model, expected(twin), compiled=False)
+
+
+@pytest.mark.parametrize("block_size", [None, (16, 8)])
+def test_transformers_layers_in_fp8(block_size):
+    """The layers of DeepSeek-V3's own checkpoints; their product needs a GPU."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    linear = fp8.FP8Linear(20, 40, block_size)
+    weight = torch.randn(40, 20)
+    linear.weight.data = weight.to(torch.float8_e4m3fn)
+    scale = torch.rand(linear.weight_scale_inv.shape) + 0.5
+    linear.weight_scale_inv.data = scale
+    found, wide = expansion(linear, weight), linear.weight.float()
+    for row, column in ((0, 0), (15, 7), (16, 8), (39, 19)):
+        factor = scale if block_size is None else scale[row // 16, column // 8]
+        torch.testing.assert_close(found[row, column], wide[row, column] * factor)
+    linear.weight.data = weight
+    assert torch.equal(expansion(linear, weight), weight)
+
+
+@pytest.mark.parametrize("compiled", [False, *slow(True)])
+def test_a_lora_adapter_of_kv_b_proj(compiled):
+    peft = pytest.importorskip("peft")
+    model = build_model("deepseek_v3")
+    plain = expected(model)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=["kv_b_proj", "q_b_proj"], init_lora_weights=False
+    )
+    torch.manual_seed(9)
+    model = peft.get_peft_model(model, config).eval().base_model.model
+    wanted = expected(model)
+    assert wanted != plain
+    check(model, wanted, compiled)
+
+
+def test_merged_projections():
+    model = build_model("deepseek_v3")
+    wanted = expected(model)
+    assert merge_projections(model) > 0
+    check(model, wanted, compiled=False)
+
+
+class Clipping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-0.1, 0.1))
+
+
+def test_a_layer_that_is_not_linear_is_refused():
+    model = build_model("deepseek_v3")
+    for linear in linears(model):
+        linear.__class__ = Clipping
+    refuses(
+        model, "(keys|values) of model.layers.0.self_attn must be those that kv_b_proj makes of its"
+    )

@@ -44,6 +44,19 @@ def fused(layers: Layers) -> Attend:
     return whole
 
 
+def fused_early(layers: Layers) -> Attend:
+    """All three products by kernels that are launched before the one before them has ended."""
+    from attn_ops.backends.mla.triton.absorb import absorb
+
+    attend = triton_mla_project(layers, early=True)
+
+    def whole(layer: int) -> torch.Tensor:
+        layers.ql_nope[layer] = absorb(layers.q_nope(layer), layers.w_uk(layer))
+        return attend(layer)
+
+    return whole
+
+
 def operator(name: str) -> Callable[[Layers], Attend]:
     """The operator with a backend that can be captured."""
 
@@ -88,6 +101,7 @@ def measure_decode(
         release()
         candidates = {f"{name} by hand": by_hand(name) for name in DIRECT if name not in failed}
         candidates["TRITON_MLA fused"] = fused
+        candidates["TRITON_MLA fused, absorb"] = fused_early
         candidates |= {f"{name} operator": operator(name) for name in operators()}
         value = layers.projected(0, wanted.to(layers.q[0].dtype)).float()
         runs, errors, failed = prepared(layers, candidates, value)

@@ -8,12 +8,12 @@ compiled by several processes first, as compiling takes longer than the runs.
 import dataclasses
 import itertools
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.mla.direct import triton_mla
+from benchmarks.mla.direct import Attend, triton_mla
 from benchmarks.mla.inputs import Layers, Shape, make_layers
 from benchmarks.mla.runs import layer_us, prepared, record, release
 
@@ -26,7 +26,7 @@ def decode_forms(rows: int, width: int, fp8: bool) -> list[Any]:
     from attn_ops.backends.mla.triton.launch import DecodeLaunch
 
     return [
-        DecodeLaunch(rows, *form, programs_per_sm=programs)
+        DecodeLaunch(rows, *form, programs_per_sm=programs, chains=1 if rows >= 64 else 2)
         for form in _forms(rows, fp8)
         for programs in [_resident(rows, *form, width, fp8)]
         if programs
@@ -170,11 +170,37 @@ def tune_project(
     found = []
     for shape in shapes:
         layers = make_layers(shape, device)
+        found += _time_absorb(layers, rounds)
         for num_splits in sorted({1, 4, 16, _default_splits(layers)}):
             found += _time_project(layers, num_splits, rounds)
         del layers
         release()
     return found
+
+
+def _time_absorb(layers: Layers, rounds: int) -> list[dict[str, Any]]:
+    """q through W_UK by a batched product, and by forms of our kernel."""
+    from attn_ops.backends.mla.triton.absorb import AbsorbLaunch, absorb
+
+    num_rows = layers.shape.num_reqs * layers.shape.query_len
+    rows = min(max(1 << (num_rows - 1).bit_length(), 16), 64)
+    candidates: dict[str, Callable[[Layers], Attend]] = {
+        "bmm": lambda layers: layers.absorbed,
+        "default": lambda layers: lambda i: absorb(layers.q_nope(i), layers.w_uk(i)),
+    }
+    forms = [(rows, 64, 4), (rows, 128, 4), (rows, 128, 8), (rows, 256, 8)]
+    for form in forms if layers.device.type == "cuda" else ():
+        candidates[f"M{form[0]} L{form[1]} w{form[2]}"] = lambda layers, form=form: (
+            lambda i: absorb(layers.q_nope(i), layers.w_uk(i), AbsorbLaunch(*form))
+        )
+    runs, errors, failed = prepared(layers, candidates, None)
+    rows_found = [
+        record(name, layers, us, kind="absorb", error=errors[name])
+        for name, us in layer_us(layers, runs, rounds).items()
+    ]
+    return rows_found + [
+        record(n, layers, float("nan"), kind="absorb", reason=why) for n, why in failed.items()
+    ]
 
 
 def _default_splits(layers: Layers) -> int:

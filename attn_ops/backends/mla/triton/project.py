@@ -280,6 +280,7 @@ def mla_decode_project(
     fp8: torch.dtype | None = None,
     lse: torch.Tensor | None = None,
     quant: QuantizedOutput | None = None,
+    early: bool = False,
     num_splits: int | None = None,
     launch: DecodeLaunch | None = None,
     project: ProjectLaunch | None = None,
@@ -289,6 +290,6 @@ def mla_decode_project(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc,
         scale=scale, max_query_len=max_query_len, max_seq_len=max_seq_len, kv_scale=kv_scale,
         fp8=fp8, lse=lse, counters=quant is not None and quant.how.scheme == "fp8_row",
-        num_splits=num_splits, launch=launch,
+        early=early, num_splits=num_splits, launch=launch,
     )  # fmt: skip
     return combine_project(parts, w_uv, quant, lse, project)

@@ -1,0 +1,117 @@
+"""q through W_UK, head by head, launched early: beside `torch.bmm`, for few rows.
+
+The kernel loads its weights before the kernel that writes q has ended, and lets the decode kernel
+start before it has ended itself.
+
+D rows, N heads, P columns of q without RoPE, L columns of the latent, M rows of a product.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_ops.backends.triton.tiles import widened
+from attn_ops.output_quant.triton.epilogue import launches_early
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def absorb_kernel(
+    out_ptr,  # [D, N, LATENT] contiguous
+    q_ptr,  # [D, N, NOPE]
+    w_ptr,  # [N, NOPE, LATENT]
+    stride_q_row,
+    stride_q_head,
+    stride_w_head,
+    stride_w_row,
+    num_rows,  # D
+    NUM_HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    PADDED_NOPE: tl.constexpr,
+    LATENT: tl.constexpr,
+    TILE_L: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (ceil(LATENT / TILE_L), N, ceil(D / BLOCK_M))."""
+    head = tl.program_id(1).to(tl.int64)
+    p_P = tl.arange(0, PADDED_NOPE)
+    l_L = tl.program_id(0) * TILE_L + tl.arange(0, TILE_L)
+    w_PL = tl.load(
+        w_ptr + head * stride_w_head + (p_P * stride_w_row)[:, None] + l_L[None, :],
+        mask=(p_P < NOPE)[:, None] & (l_L < LATENT)[None, :],
+        other=0.0,
+    )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row_M = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    inside_M = row_M < num_rows
+    q_MP = tl.load(
+        q_ptr + (row_M * stride_q_row + head * stride_q_head)[:, None] + p_P[None, :],
+        mask=inside_M[:, None] & (p_P < NOPE)[None, :],
+        other=0.0,
+    )
+    if WIDEN:
+        q_MP, w_PL = q_MP.to(tl.float32), w_PL.to(tl.float32)
+    out_ML = tl.dot(q_MP, w_PL, input_precision="ieee")
+    tl.store(
+        out_ptr + ((row_M * NUM_HEADS + head) * LATENT)[:, None] + l_L[None, :],
+        out_ML.to(out_ptr.dtype.element_ty),
+        mask=inside_M[:, None] & (l_L < LATENT)[None, :],
+    )
+
+
+class AbsorbLaunch(NamedTuple):
+    """Constants of a launch."""
+
+    rows: int  # M
+    latents: int  # L
+    num_warps: int
+
+
+def absorb_launch(num_rows: int, num_heads: int, dtype: torch.dtype) -> AbsorbLaunch:
+    """Not measured yet: benchmarks.mla has a tuning mode."""
+    if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
+        return AbsorbLaunch(16, 32, 4)
+    rows = min(max(triton.next_power_of_2(num_rows), 16), 64)
+    return AbsorbLaunch(rows, 128 if num_heads >= 64 else 64, 4)
+
+
+def absorb(
+    q_nope: torch.Tensor, w_uk: torch.Tensor, launch: AbsorbLaunch | None = None
+) -> torch.Tensor:
+    """q_nope [D, N, P] and w_uk [N, P, Lkv] -> [D, N, Lkv] contiguous; strides free but the last.
+
+    A kernel that is launched early behind it (`mla_parts`, early=True) must wait before it reads
+    anything that kernels before this one may have written.
+    """
+    (num_rows, num_heads, nope), latent = q_nope.shape, w_uk.shape[2]
+    out = torch.empty(num_rows, num_heads, latent, dtype=q_nope.dtype, device=q_nope.device)
+    if num_rows == 0:
+        return out
+    launch = launch or absorb_launch(num_rows, num_heads, q_nope.dtype)
+    tile = min(launch.latents, max(triton.next_power_of_2(latent), 16))
+    pdl = launches_early(q_nope.device)
+    grid = (triton.cdiv(latent, tile), num_heads, triton.cdiv(num_rows, launch.rows))
+    absorb_kernel[grid](
+        out,
+        q_nope,
+        w_uk,
+        *q_nope.stride()[:2],
+        *w_uk.stride()[:2],
+        num_rows,
+        NUM_HEADS=num_heads,
+        NOPE=nope,
+        PADDED_NOPE=max(triton.next_power_of_2(nope), 16),
+        LATENT=latent,
+        TILE_L=tile,
+        BLOCK_M=launch.rows,
+        WIDEN=widened(q_nope.dtype),
+        PDL=pdl,
+        num_warps=launch.num_warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out

@@ -9,7 +9,7 @@ from attn_ops.block_layout.layout import (
 )
 from attn_ops.block_layout.masks import dense_mask, flex_block_mask
 from attn_ops.block_layout.params import BlocksparseParams, block_mask, sees
-from attn_ops.block_layout.picture import svg, text
+from attn_ops.block_layout.picture import distinct, svg, text
 from attn_ops.block_layout.tables import Blocksparse, BlockTables, tables_of
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "block_mask",
     "dense_mask",
     "dilated",
+    "distinct",
     "flex_block_mask",
     "layout_of",
     "local_strided",

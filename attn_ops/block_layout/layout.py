@@ -62,7 +62,7 @@ class BlockLayout:
             if first < 0 or end > len(self.columns) or (lengths < 0).any():
                 raise ValueError(f"starts must ascend within 0..{len(self.columns)}")
             columns = self.columns[first:end]
-            row = torch.repeat_interleave(torch.arange(self.num_blocks), lengths)
+            row = _numbers(self.num_blocks).repeat_interleave(lengths)
             same = row[1:] == row[:-1]
             wrong = (columns < 0) | (columns > row)
             wrong[1:] |= same & (columns[1:] <= columns[:-1])
@@ -96,8 +96,8 @@ class BlockLayout:
     def mask(self, head: int) -> torch.Tensor:
         """[R, R] bool: row sees column."""
         starts = self.starts[head]
-        row = torch.repeat_interleave(torch.arange(self.num_blocks), starts.diff())
-        mask_RR = torch.zeros(self.num_blocks, self.num_blocks, dtype=torch.bool)
+        row = _numbers(self.num_blocks).repeat_interleave(starts.diff())
+        mask_RR = starts.new_zeros(self.num_blocks, self.num_blocks, dtype=torch.bool)
         mask_RR[row, self.columns[int(starts[0]) : int(starts[-1])].long()] = True
         return mask_RR
 
@@ -154,17 +154,24 @@ class BlockLayout:
         lengths = [[len(row) for row in head] for head in rows]
         if not rows or len({len(head) for head in rows}) != 1:
             raise ValueError(f"rows must be as many for each head, got {list(map(len, rows))}")
-        totals = torch.tensor(lengths).flatten().cumsum(0).view(len(rows), -1)
-        starts = torch.cat([totals[:, :1] - torch.tensor(lengths)[:, :1], totals], 1)
-        columns = torch.tensor([c for head in rows for row in head for c in row], dtype=torch.int32)
-        return cls(block_size, num_kv_heads, starts.int(), columns)
+        lengths_NR = torch.tensor(lengths, device="cpu")
+        totals = lengths_NR.flatten().cumsum(0).view(len(rows), -1)
+        starts = torch.cat([totals[:, :1] - lengths_NR[:, :1], totals], 1)
+        columns = [c for head in rows for row in head for c in row]
+        columns_E = torch.tensor(columns, dtype=torch.int32, device="cpu")
+        return cls(block_size, num_kv_heads, starts.int(), columns_E)
+
+
+def _numbers(count: int) -> torch.Tensor:
+    """0, 1, ..., on the CPU: layouts stay there, whatever device is the default."""
+    return torch.arange(count, device="cpu")
 
 
 def layout_of(
     visible: Visible, num_heads: int, num_kv_heads: int, num_blocks: int, block_size: int
 ) -> BlockLayout:
     """A layout by a function of head, query block and block; causality is added."""
-    row_R1, column_1R = torch.arange(num_blocks)[:, None], torch.arange(num_blocks)[None, :]
+    row_R1, column_1R = _numbers(num_blocks)[:, None], _numbers(num_blocks)[None, :]
     masks = (visible(head, row_R1, column_1R) for head in range(num_heads))
     return BlockLayout.from_masks(masks, block_size, num_kv_heads)
 

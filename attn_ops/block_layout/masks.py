@@ -44,8 +44,8 @@ def dense_mask(layout: BlockLayout, num_queries: int, num_keys: int) -> torch.Te
     num_blocks = -(-num_keys // layout.block_size)
     seen_NRR = visible_blocks(layout.starts, layout.columns, num_blocks)
     mask_NQC = token_mask(seen_NRR, layout.block_size, num_queries, num_keys)
-    position_Q1 = torch.arange(num_keys - num_queries, num_keys)[:, None]
-    return mask_NQC & (torch.arange(num_keys) <= position_Q1)
+    key_C = torch.arange(num_keys, device="cpu")
+    return mask_NQC & (key_C <= key_C[num_keys - num_queries :, None])
 
 
 def flex_block_mask(

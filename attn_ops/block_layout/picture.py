@@ -2,10 +2,24 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from attn_ops.block_layout.layout import BlockLayout
 
 CELL, GAP, MARGIN = 6, 14, 18
 """Pixels: a block, between two heads, around."""
+
+
+def distinct(layout: BlockLayout) -> list[int]:
+    """The first of all heads that see the same blocks."""
+    masks: list[torch.Tensor] = []
+    heads = []
+    for head in range(layout.num_heads):
+        mask = layout.mask(head)
+        if not any(torch.equal(mask, known) for known in masks):
+            masks.append(mask)
+            heads.append(head)
+    return heads
 
 
 def text(layout: BlockLayout, heads: Sequence[int] | None = None, num_blocks: int = 32) -> str:

@@ -19,6 +19,8 @@ UNIT_HEADS = 32
 class BlockTables(nn.Module):
     """What the operators are given of a layout. Layers with one layout may share the module.
 
+    The buffers are made on the default device. They are not saved.
+
     Attributes:
         block_size: tokens of a block.
         starts: [N, R + 1] int32; a head's row r lists columns[starts[n, r] : starts[n, r + 1]].
@@ -36,11 +38,13 @@ class BlockTables(nn.Module):
         super().__init__()
         self.layout, self.block_size = layout, layout.block_size
         unit_starts, unit_entries = unit_tables(layout)
+        device = torch.get_default_device()
+        device = "cpu" if device.type == "meta" else device  # there is nothing to load them from
         for name, tensor in (
             ("starts", layout.starts), ("columns", layout.columns),
             ("unit_starts", unit_starts), ("unit_entries", unit_entries),
         ):  # fmt: skip
-            self.register_buffer(name, tensor.clone(), persistent=False)
+            self.register_buffer(name, tensor.to(device, copy=True), persistent=False)
 
     def tensors(self) -> list[torch.Tensor]:
         """In the order in which the operators take them."""
@@ -104,7 +108,7 @@ def unit_tables(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
             key = tuple(first_row[head] for head in heads)
             if key not in made:
                 made[key] = len(starts)
-                bits_RR = torch.zeros(layout.num_blocks, layout.num_blocks, dtype=torch.int32)
+                bits_RR = layout.starts.new_zeros(layout.num_blocks, layout.num_blocks)
                 for place, head in enumerate(heads):
                     bits_RR |= layout.mask(head).int() << place
                 row, column = bits_RR.nonzero().unbind(1)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from graphs.app.model_file import check_file, is_file
 from graphs.app.presets import PRESETS
 from graphs.dumps.folder import check_room
 
@@ -25,7 +26,7 @@ class RunArguments:
     """What `attn-ops run` was asked for.
 
     Attributes:
-        model: a preset, or a directory that holds a model.
+        model: a preset, a directory that holds a model, or a Python file that defines one.
         backend: an attention backend by name; None lets `select_backend` choose.
         max_new_tokens: tokens to generate for each prompt.
         dump: where to write a dump, if at all.
@@ -101,9 +102,12 @@ def backend_names() -> list[str]:
 def _check_model(model: str) -> None:
     if model in PRESETS:
         return
+    if is_file(model):
+        return check_file(model)
     if not Path(model).is_dir():
         raise ValueError(
-            f"model must be a preset or a directory, got {model!r}; supported: {', '.join(PRESETS)}"
+            "model must be a preset, a directory or a Python file, "
+            f"got {model!r}; supported: {', '.join(PRESETS)}"
         )
     if not any(Path(model, name).is_file() for name in CONFIGS):
         raise ValueError(

@@ -31,7 +31,10 @@ def main() -> None:
 def run(
     model: Annotated[
         str,
-        typer.Option(help=f"A preset ({', '.join(PRESETS)}) or a directory with a saved model."),
+        typer.Option(
+            help=f"A preset ({', '.join(PRESETS)}), a directory with a saved model, "
+            "or a Python file with MODEL and CONFIG (examples/phi3_small.py)."
+        ),
     ] = "llama-tiny",
     backend: Annotated[str | None, typer.Option(help="An attention backend by name.")] = None,
     prompts: Annotated[

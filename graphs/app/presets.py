@@ -1,11 +1,14 @@
-"""Models to try things on: small random ones of six families, two shapes for GPUs, a directory.
+"""Models to try things on: small random ones of six families, two shapes for GPUs, one's own.
 
 The command line reads `PRESETS` before it imports torch.
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from graphs.app.model_file import definition, is_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,24 +102,30 @@ PRESETS = {
 
 
 def load(model: str, device: Any = "cpu", seed: int = 0, dtype: str | None = None) -> Any:
-    """A preset by name, or the model saved in a directory, with `attn_implementation="attn_ops"`.
+    """A preset by name, the model saved in a directory, or the one that a Python file defines.
+
+    Its attention is ours: `attn_implementation="attn_ops"`.
 
     Args:
         device: where the weights go.
         seed: of a preset's weights.
-        dtype: of the weights; None takes the preset's or the saved one.
+        dtype: of the weights; None takes that of the preset, the directory or the file.
 
     Raises:
-        ValueError: neither a preset nor a directory that holds a model.
+        ValueError: neither a preset nor a directory or a file that holds a model.
     """
     from attn_ops.integrations.transformers import register
 
     register()
     if model in PRESETS:
-        return _random(PRESETS[model], device, seed, dtype)
+        return _random_preset(PRESETS[model], device, seed, dtype)
+    if is_file(model):
+        model_class, config = definition(model)
+        return _random(model_class._from_config, config, device, seed, dtype)
     if not Path(model).is_dir():
         raise ValueError(
-            f"model must be a preset or a directory, got {model!r}; supported: {', '.join(PRESETS)}"
+            "model must be a preset, a directory or a Python file, "
+            f"got {model!r}; supported: {', '.join(PRESETS)}"
         )
     return _saved(model, dtype).to(device).eval().requires_grad_(False)
 
@@ -143,6 +152,8 @@ def vocab_size(model: str) -> int:
     """
     if model in PRESETS:
         return PRESETS[model].sizes["vocab_size"]
+    if is_file(model):
+        return definition(model)[1].vocab_size
     from transformers import AutoConfig
 
     try:
@@ -155,16 +166,24 @@ def vocab_size(model: str) -> int:
         ) from error
 
 
-def _random(preset: Preset, device: Any, seed: int, dtype: str | None) -> Any:
-    """Weights so large that greedy outputs vary; at 0.02, small models repeat one token."""
-    import torch
+def _random_preset(preset: Preset, device: Any, seed: int, dtype: str | None) -> Any:
     import transformers
 
     config = getattr(transformers, preset.config)(**preset.sizes)
+    return _random(
+        transformers.AutoModelForCausalLM.from_config, config, device, seed, dtype or preset.dtype
+    )
+
+
+def _random(
+    make: Callable[..., Any], config: Any, device: Any, seed: int, dtype: str | None
+) -> Any:
+    """Weights so large that greedy outputs vary; at 0.02, small models repeat one token."""
+    import torch
+
+    chosen = config.dtype if dtype is None else getattr(torch, dtype)
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="attn_ops", dtype=getattr(torch, dtype or preset.dtype)
-        )
+        model = make(config, attn_implementation="attn_ops", dtype=chosen)
     generator = torch.Generator(device).manual_seed(seed)
     scale = 1.2 * config.hidden_size**-0.5
     for weight in model.parameters():

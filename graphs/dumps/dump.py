@@ -3,7 +3,8 @@
 The directory holds:
     index.md, index.html   everything below in order, with match counts and skip reasons
     passes/                FX text before and after every pass that changed its graph
-    pictures/              flowcharts (Mermaid) before and after, of passes on the Dynamo graph
+    pictures/              flowcharts (Mermaid) before and after, of passes on the Dynamo graph;
+                           which blocks of keys block-sparse layers see (SVG)
     final/                 the ATen graphs as Inductor got them
     inductor/              Inductor's output code, kernels included
     depyf/                 depyf's files: the decompiled frame, and graphs of the stages between
@@ -14,9 +15,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torch._inductor.codecache import PyCodeCache, get_path
 
+from attn_ops.block_layout import BlockTables, distinct, svg
 from fx_passes.naming import safe_name
 from fx_passes.observe import PassRecord, Recorder, recording
 from fx_passes.pipeline import broken_passes
@@ -67,6 +70,7 @@ def _write(
 ) -> None:
     entries = [_pass_entry(directory, i, p) for i, p in enumerate(recorder.passes, 1)]
     entries += _picture_entries(directory, recorder.passes)
+    entries += _layout_entries(directory, [session.original for session in recorder.sessions])
     entries += _final_entries(directory, recorder)
     entries += _inductor_entries(directory, modules)
     entries += _depyf_entries(directory)
@@ -118,6 +122,27 @@ def _picture_entries(directory: Path, passes: list[PassRecord]) -> list[Entry]:
         ]
         text = f"`{record.pass_name}` on graph `{record.graph_name}`, before and after"
         entries.append(Entry("pictures", text, files, []))
+    return entries
+
+
+def _layout_entries(directory: Path, models: list[Any]) -> list[Entry]:
+    """A picture of every layout that layers have, with their names."""
+    layers: dict[int, list[str]] = {}
+    tables: dict[int, BlockTables] = {}
+    for model in models:
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, BlockTables):
+                tables[id(module)] = module
+                layers.setdefault(id(module), []).append(name.rpartition(".")[0])
+    entries = []
+    for number, (key, found) in enumerate(tables.items(), 1):
+        layout, users = found.layout, list(dict.fromkeys(layers[key]))
+        file = put(directory, f"pictures/blocks_{number:02d}.svg", svg(layout, distinct(layout)))
+        text = (
+            f"blocks of {layout.block_size} tokens that {_one_line(', '.join(users))} see, "
+            f"{layout.density():.3f} of all; one of the heads that see the same is drawn"
+        )
+        entries.append(Entry("pictures", text, [file], []))
     return entries
 
 

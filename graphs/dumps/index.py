@@ -9,7 +9,7 @@ MARKER = "<!-- attn-ops dump -->"
 
 _SECTIONS = {
     "passes": "Passes, in the order in which they ran",
-    "pictures": "Pictures: Mermaid, for a block of Markdown or https://mermaid.live",
+    "pictures": "Pictures: Mermaid, for a block of Markdown or https://mermaid.live; SVG",
     "final": "Graphs handed to Inductor",
     "inductor": "Inductor's output code",
     "depyf": "depyf's files",

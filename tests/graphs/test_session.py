@@ -238,7 +238,9 @@ def test_bad_requests_are_refused_and_change_nothing(model, wanted, case):
 def test_unknown_requests_models_and_options(model):
     with pytest.raises(ValueError, match=r"^request_id must come from add\(\), got 5"):
         poisoned(chunked(model)).result(5)
-    with pytest.raises(ValueError, match=r"^model must be a preset or a directory, got 'nope'"):
+    with pytest.raises(
+        ValueError, match=r"^model must be a preset, a directory or a Python file, got 'nope'"
+    ):
         load("nope")
     with pytest.raises(Exception, match="options must name a pass or an option"):
         torch.compile(lambda x: x + 1, backend=fx_passes.attn_ops, options={"nope": 1})(

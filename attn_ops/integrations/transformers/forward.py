@@ -17,6 +17,7 @@ from attn_ops.integrations.transformers.latent import (
     latent_shape,
 )
 from attn_ops.integrations.transformers.layers import (
+    blocksparse,
     cache_index,
     chunk_size,
     features_of_call,
@@ -125,6 +126,8 @@ def attention_forward(
     if sliding_window is _FROM_LAYER:
         sliding_window = window(module) if causal else None
     options: dict[str, Any] = {**features_of_call(sliding_window, softcap, s_aux)}
+    if (tables := blocksparse(module)) is not None:
+        options["blocksparse"] = tables
     probe: Any = attn_metadata
     compiling = torch.compiler.is_compiling()
     if not compiling and isinstance(probe, AttentionProbe):

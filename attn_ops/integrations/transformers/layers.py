@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.block_layout.tables import BlockTables
 from attn_ops.metadata.features import FeatureArguments
 
 NAME = "attn_ops"
@@ -33,7 +34,14 @@ def features(layer: Any) -> FeatureArguments:
         "sliding_window": window(layer),
         "soft_cap": getattr(layer, "attn_logit_softcapping", None),
         "sinks": getattr(layer, "sinks", None),
+        "blocksparse": blocksparse(layer),
     }
+
+
+def blocksparse(layer: Any) -> BlockTables | None:
+    """Which blocks of keys the layer's rows see: the `BlockTables` that it holds; None: all."""
+    found = getattr(layer, "blocksparse", None)
+    return found if isinstance(found, BlockTables) else None
 
 
 def features_of_call(

@@ -13,7 +13,10 @@ from graphs.app import arguments
 from graphs.app.arguments import RunArguments
 
 BAD = [
-    ({"model": "nope"}, "model must be a preset or a directory, got 'nope'; supported: llama-"),
+    (
+        {"model": "nope"},
+        "model must be a preset, a directory or a Python file, got 'nope'; supported: llama-",
+    ),
     ({"model": "."}, "model must be a directory with a saved model, got '.' without config.json"),
     ({"backend": "NOPE"}, "backend must be a known name, got 'NOPE'; supported: AUTO, "),
     ({"max_new_tokens": 0}, "max_new_tokens must be a positive int, got 0"),

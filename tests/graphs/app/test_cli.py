@@ -278,7 +278,7 @@ def test_a_preset_must_vary(make_model):
     [
         (
             ["--model", "nope"],
-            "model must be a preset or a directory, got 'nope'; supported: llama-",
+            "model must be a preset, a directory or a Python file, got 'nope'; supported: llama-",
         ),
         (["--model", "."], "model must be a directory with a saved model, got '.'"),
         (["--backend", "NOPE"], "backend must be a known name, got 'NOPE'; supported: "),

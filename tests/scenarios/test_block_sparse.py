@@ -1,0 +1,103 @@
+"""Sessions of a model in which dense and block-sparse layers alternate, like Phi-3-small."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fx_passes
+import graphs
+from attn_ops.integrations.transformers import attention_specs
+from graphs import DecodeSession
+from graphs.app.model_file import definition
+from graphs.app.parity import Reference, compare, keeping_logits
+from graphs.app.presets import load
+from tests.kit.sessions import poisoned
+
+FILE = "examples/phi3_small.py"
+SIZES = {"max_batch_size": 4, "max_tokens": 160, "max_tokens_per_step": 48, "block_size": 16}
+LENGTHS = [1, 130, 33, 5, 2, 90]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(FILE)
+
+
+def prompts_of(seed: int, vocab_size: int = 512) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def check(session: DecodeSession, model: Any, kept: bool) -> None:
+    """Prompts in chunks, over caches of NaN; tokens and logits are those of Transformers."""
+    prompts = prompts_of(3)
+    with keeping_logits(poisoned(session)) as logits:
+        results = session.generate(prompts, 12)
+    rows = [logits[i] for i in sorted(logits)] if kept else [[] for _ in prompts]
+    parity = compare(Reference(model), prompts, results, rows)
+    assert parity.num_identical == len(prompts)
+    assert parity.max_logits_difference < 1e-4
+    assert parity.num_distinct_tokens > 24
+
+
+def test_layers_alternate(model):
+    specs = attention_specs(model)
+    assert [spec.blocksparse for spec in specs] == [16, None, 16, None]
+    layers = model.model.layers
+    assert layers[0].self_attn.blocksparse is layers[2].self_attn.blocksparse
+
+
+@pytest.mark.parametrize("backend", ["TORCH", "FLEX"])
+def test_called_steps(model, backend):
+    session = DecodeSession(model, cudagraph_mode="NONE", backend=backend, **SIZES)
+    check(session, model, kept=True)
+
+
+def test_the_blocks_matter(model):
+    """Without the layout the model says something else, so that the other tests mean something."""
+    layers = [m for m in model.modules() if getattr(m, "blocksparse", None) is not None]
+    tables = [layer.blocksparse for layer in layers]
+    session = DecodeSession(model, cudagraph_mode="NONE", **SIZES)
+    sparse = session.generate(prompts_of(3), 12)
+    try:
+        for layer in layers:
+            layer.blocksparse = None
+        dense = DecodeSession(model, cudagraph_mode="NONE", **SIZES).generate(prompts_of(3), 12)
+    finally:
+        for layer, table in zip(layers, tables, strict=True):
+            layer.blocksparse = table
+    assert [r.token_ids for r in sparse] != [r.token_ids for r in dense]
+
+
+def test_replayed_steps(model):
+    session = DecodeSession(
+        model, cudagraph_mode="FULL_DECODE_ONLY", debug="eager_replay", verify="always", **SIZES
+    )
+    check(session, model, kept=False)
+
+
+@pytest.mark.slow
+def test_compiled_and_dumped(model, tmp_path):
+    """Layers of both kinds are compiled once each; the dump shows the blocks."""
+    compiled: Any = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    session = DecodeSession(compiled, **SIZES)
+    with graphs.dump(tmp_path / "dump") as directory:
+        session.generate([[1, 2, 3]], 2)
+    check(session, model, kept=True)
+    report = session.report()
+    assert (report.num_graphs, report.num_recompiles) == (1, 0)
+    picture = (directory / "pictures" / "blocks_01.svg").read_text()
+    assert picture.count("<polygon") == 4  # a stride of 4 has 4 phases
+    index = (directory / "index.md").read_text()
+    assert (
+        "blocks of 16 tokens that model.layers.0.self_attn, model.layers.2.self_attn see" in index
+    )
+
+
+def test_published_sizes():
+    """Those of Phi-3-small's config."""
+    _, config = definition(f"{FILE}:PUBLISHED")
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (32, 4096, 100352)
+    pattern = (config.blocksparse_block_size, config.blocksparse_num_local_blocks)
+    assert (*pattern, config.blocksparse_vert_stride) == (64, 16, 8)

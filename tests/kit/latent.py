@@ -62,6 +62,7 @@ def build_latent_batch(
     backend: Backend | str = "TORCH_MLA",
     written: bool = True,
     seed: int = 0,
+    device: torch.device | str = "cpu",
     **of_builder,
 ) -> LatentBatch:
     """A batch over a cache of shuffled blocks; `written`: this step's latents are in the cache."""
@@ -83,23 +84,23 @@ def build_latent_batch(
     cache = cache.to(dtype) if fp8 is None else cache.to(fp8).view(torch.uint8)
     rows = sum(query_lens) + num_padding_rows
     common = CommonAttentionMetadata.from_lengths(
-        query_lens, seq_lens, table_SM, block_size, num_padded_tokens=rows
+        query_lens, seq_lens, table_SM, block_size, device, num_padded_tokens=rows
     )
     q = randn(rows, num_heads, shape.qk_head_dim)
     q[sum(query_lens) :] = float("nan")
     spec = AttentionSpec.of_latent(num_heads, shape, dtype, kv_cache_dtype=kv_cache_dtype)
-    builder = backend.builder(backend, [spec], block_size, "cpu", **of_builder)
+    builder = backend.builder(backend, [spec], block_size, device, **of_builder)
     keywords = {"v_head_dim": shape.v_head_dim, "kv_cache_dtype": kv_cache_dtype}
     if fp8 is not None:
-        keywords["kv_scale"] = torch.tensor([0.5])
+        keywords["kv_scale"] = torch.tensor([0.5], device=device)
     kv_b = randn(num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), shape.kv_lora_rank)
     return LatentBatch(
-        q.to(dtype),
-        randn(rows, shape.kv_lora_rank).to(dtype),
-        randn(rows, shape.qk_rope_head_dim).to(dtype),
-        cache,
+        q.to(device, dtype),
+        randn(rows, shape.kv_lora_rank).to(device, dtype),
+        randn(rows, shape.qk_rope_head_dim).to(device, dtype),
+        cache.to(device),
         builder.build(0, common),
-        (kv_b / shape.kv_lora_rank**0.5).to(dtype),
+        (kv_b / shape.kv_lora_rank**0.5).to(device, dtype),
         shape,
         keywords,
     )

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(
     get_backend("TRITON_MLA").missing() is not None, reason="needs TRITON_INTERPRET"
 )
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES = {
     "decodes": ([1, 1, 1, 1], [1, 2, 17, 70]),
     "drafts": ([4, 4, 4], [4, 50, 35]),
@@ -34,13 +35,18 @@ def way_by_query_length(monkeypatch):
 
 def batch(name: str, num_tokens: int = 1024, dtype: torch.dtype = torch.float16, **changes):
     spec = AttentionSpec.of_latent(3, SMALL, dtype)
-    changes = {"num_padding_rows": 2, "block_size": 16, "backend": "TRITON_MLA"} | changes
-    workspace = MLAWorkspace([spec], num_tokens)
+    changes = {
+        "num_padding_rows": 2,
+        "block_size": 16,
+        "backend": "TRITON_MLA",
+        "device": DEVICE,
+    } | changes
+    workspace = MLAWorkspace([spec], num_tokens, DEVICE)
     return build_latent_batch(*BATCHES[name], dtype=dtype, workspace=workspace, **changes)
 
 
 def check(b: LatentBatch, tolerance: float = 4e-3) -> None:
-    want_lse = torch.empty(b.q.shape[:2])
+    want_lse = torch.empty(b.q.shape[:2], device=DEVICE)
     want = reference_mla_attention(b.q, b.kv_cache, b.common, b.options(lse=want_lse))
     out, lse = mla_attention_with_lse(*b.arguments, **b.keywords)
     assert torch.equal(mla_attention(*b.arguments, **b.keywords), out)
@@ -74,6 +80,6 @@ def test_every_way_of_a_short_query(monkeypatch):
 
 def test_columns_that_are_not_contiguous_are_refused():
     b = batch("decodes")
-    wide = torch.zeros(*b.q.shape, 2, dtype=b.q.dtype)[..., 0]
+    wide = torch.zeros(*b.q.shape, 2, dtype=b.q.dtype, device=DEVICE)[..., 0]
     with pytest.raises(ValueError, match="stride of q"):
         mla_attention(wide, *b.arguments[1:], **b.keywords)

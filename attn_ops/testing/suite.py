@@ -9,7 +9,7 @@ import torch
 
 from attn_ops.backends.base import Backend, Support
 from attn_ops.output_quant.schemes import SCHEMES
-from attn_ops.testing import rules
+from attn_ops.testing import latent, rules
 from attn_ops.testing.features import CROSS, FEATURES, HEADS, LENGTHS, UNIFORM
 
 _RULES: dict[rules.Rule, tuple[Iterable[Any], ...]] = {
@@ -28,9 +28,32 @@ _RULES: dict[rules.Rule, tuple[Iterable[Any], ...]] = {
     rules.narrow_values: (),
     rules.without_a_cache: (FEATURES, (None, 32)),
     rules.operator_contract: (),
+    latent.refuses_latent_layers: (),
     rules.compiled_features: (FEATURES,),
 }
 """Each rule with the values of its parameters. Those that compile are last."""
+
+_LATENT_RULES: dict[rules.Rule, tuple[Iterable[Any], ...]] = {
+    latent.latent_batches: (latent.LENGTHS, latent.LATENT_CACHES),
+    latent.latent_log_sum_exp: (),
+    latent.latent_chunks: (latent.CHUNKS,),
+    latent.latent_ways: (),
+    latent.latent_heads: ((1, 3, 16),),
+    latent.latent_block_sizes: ((16, 32, 64, 128),),
+    latent.latent_no_tokens: (),
+    latent.latent_uniform_queries: (latent.UNIFORM,),
+    latent.latent_strides: (),
+    latent.latent_writes: (latent.LATENT_CACHES,),
+    latent.latent_gather: (latent.LATENT_CACHES,),
+    latent.latent_output_quantization: (("decode", "mixed"), SCHEMES),
+    latent.latent_geometry: (),
+    latent.latent_beyond_64k: (),
+    latent.latent_operators: (),
+    latent.latent_compiled: (latent.LATENT_CACHES,),
+}
+"""The same of backends of latent attention."""
+
+_COMPILED = (rules.compiled_features, latent.latent_compiled)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +111,7 @@ def conformance_cases(
     return [
         ConformanceCase(backend, device, rule, parameters)
         for device in devices
-        for rule, values in _RULES.items()
+        for rule, values in (_LATENT_RULES if backend.support.latent else _RULES).items()
         for parameters in itertools.product(*values)
         if _applies(rule, parameters, backend.support)
     ]
@@ -96,8 +119,6 @@ def conformance_cases(
 
 def _applies(rule: rules.Rule, parameters: tuple[Any, ...], support: Support) -> bool:
     """Whether a rule says something of a backend that declares `support`."""
-    if support.latent:
-        return False
     if rule is rules.compiled_features:
         return FEATURES[parameters[0]].declared(support)
     return rule is not rules.heads_before_tokens or parameters[1] in support.kv_cache_dtypes
@@ -120,7 +141,7 @@ def check_backend(backend: Backend, cases: Iterable[ConformanceCase] | None = No
         raise ValueError(f"cases must hold at least one of backend {backend.name}, got none")
     failures = []
     for case in chosen:
-        if case.rule is rules.compiled_features:
+        if case.rule in _COMPILED:
             torch._dynamo.reset()
         try:
             case.run()

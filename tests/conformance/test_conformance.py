@@ -9,10 +9,23 @@ import pytest
 
 from attn_ops import get_backend
 from attn_ops.backends.registry import built_in_names
-from attn_ops.testing import ConformanceCase, conformance_cases, rules
+from attn_ops.testing import ConformanceCase, conformance_cases, latent, rules
 
 OPTIONAL = ("VARLEN",)
 """Not to be had on the torch of the GPU machine (2.11); the skip says why."""
+
+
+QUANTIZED = (rules.output_quantization, latent.latent_output_quantization)
+
+
+def is_long(case: ConformanceCase) -> bool:
+    """Whether the interpreter takes seconds: others show the same on a smaller batch."""
+    fp8 = any(str(parameter).startswith("fp8") for parameter in case.parameters)
+    if case.rule is latent.latent_batches:
+        return fp8 and "mixed" not in case.parameters
+    if case.rule is latent.latent_chunks:
+        return "two chunks" not in case.parameters
+    return case.rule is latent.latent_beyond_64k
 
 
 def all_cases() -> list:
@@ -21,7 +34,9 @@ def all_cases() -> list:
     for backend in map(get_backend, built_in_names()):
         for case in conformance_cases(backend, backend.support.devices):
             marks = [pytest.mark.gpu] if case.device == "cuda" else []
-            if case.rule is rules.output_quantization and "mixed" in case.parameters:
+            interpreted = case.device == "cpu" and backend.name == "TRITON_MLA"
+            mixed = case.rule in QUANTIZED and "mixed" in case.parameters
+            if mixed or (interpreted and is_long(case)):
                 marks.append(pytest.mark.slow)
             if backend.name == "BLOCKSPARSE" and "blocksparse" not in case.parameters:
                 marks.append(pytest.mark.slow)  # TRITON's kernels, which run under its own name

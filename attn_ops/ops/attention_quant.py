@@ -120,16 +120,6 @@ def attention_quant(
     *,
     scheme: str,
     out_scale: torch.Tensor | None = None,
-    min_amax: float = 0.0,
-    min_scale: float = 0.0,
-    round_scale: bool = False,
-    round_values: bool = False,
-    inverse_max: bool = False,
-    inverse_scale: bool = False,
-    multiply: bool = False,
-    ue8m0: bool = False,
-    column_major: bool = False,
-    fuse: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention`, its output quantized: by the backend's kernel, or by one of its own behind it.
@@ -151,8 +141,9 @@ def attention_quant(
         multiply: with `fp8_static`: x * out_scale instead of x / out_scale.
         ue8m0: with groups: scales are rounded up to powers of two.
         column_major: with groups: scales have strides (1, T).
-        fuse: False: always by a kernel of its own.
-        options: the further keywords of `attention`, but for `v_head_size`.
+        fuse: True by default; False: always by a kernel of its own.
+        options: the keywords from `min_amax` on, 0 and False by default, and the further ones of
+            `attention`, but for `v_head_size`.
 
     Returns:
         The output [T, N, H] float8_e4m3fn, for `nvfp4` [T, N, H / 2] uint8, the even value in the
@@ -166,9 +157,7 @@ def attention_quant(
             not fit, N * H is no multiple of the group; and as `attention`.
     """
     layout = layout_arguments(options.pop("blocksparse", None))
+    # Only what is given: each keyword costs torch some tenths of a microsecond.
     return torch.ops.attn_ops.attention_quant.default(
-        q, kv_cache, meta, scale, scheme=scheme, out_scale=out_scale, min_amax=min_amax,
-        min_scale=min_scale, round_scale=round_scale, round_values=round_values,
-        inverse_max=inverse_max, inverse_scale=inverse_scale, multiply=multiply, ue8m0=ue8m0,
-        column_major=column_major, fuse=fuse, **options, **layout,
-    )  # fmt: skip
+        q, kv_cache, meta, scale, scheme=scheme, out_scale=out_scale, **options, **layout
+    )

@@ -66,7 +66,9 @@ bench: $(TEST)
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.graphs
 	$(BIN)/python -m benchmarks.fast_prefill
+	$(BIN)/python -m benchmarks.blocksparse
 
 docs: $(TEST)
 	$(BIN)/python -m attn_ops.support_table docs/backends.md
 	$(BIN)/python docs/images/layers.py
+	$(BIN)/python docs/images/blocksparse.py

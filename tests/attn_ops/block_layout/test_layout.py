@@ -1,5 +1,8 @@
 """Layouts as lists, as tables, as masks and as pictures: all say the same."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -186,3 +189,9 @@ def test_pictures():
     assert drawn.count("<polygon") == 2
     assert drawn.count("<rect") == 1 + 4 + 3  # the ground, and runs of blocks
     assert text(layout, [1], num_blocks=2) == "head 1\n#\n##\n"
+
+
+def test_the_picture_of_the_page():
+    """docs/blocksparse.md shows the pattern that the code has."""
+    path = Path(__file__).parents[3] / "docs" / "images" / "blocksparse.py"
+    assert runpy.run_path(str(path))["drawn"]() == path.with_suffix(".svg").read_text()

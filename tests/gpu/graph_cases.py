@@ -55,7 +55,7 @@ KINDS: list[dict[str, Any]] = [
 
 def wide(make_model, family="llama", *, device="cuda", **overrides):
     """A model whose layers one kernel of every backend takes; attention far from one-hot."""
-    options = {"dtype": torch.bfloat16} | SIZES | FAMILIES[family] | overrides
+    options = {"dtype": torch.bfloat16} | SIZES | FAMILIES.get(family, {}) | overrides
     model = make_model(family, **options)
     for weight in model.parameters():
         if weight.dim() > 1:

@@ -10,6 +10,7 @@ from attn_ops import AttentionSpec, Backend
 from attn_ops.metadata import AttentionCGSupport
 from attn_ops.output_quant.schemes import SCHEMES, OutputQuant
 from attn_ops.testing.quantized import forms_of
+from benchmarks.fuzz_latent import draw_latent_spec, draw_workspace
 
 HEADS = ((2, 2), (4, 4), (4, 2), (8, 2), (6, 2), (14, 2), (32, 8), (4, 1), (16, 1))
 ANY_HEAD_SIZE = (8, 16, 24, 64, 80, 128)
@@ -51,6 +52,7 @@ class Case:
     writes: bool  # write_kv puts this step's tokens into the cache first
     strided_q: bool  # q is a slice of a fused projection
     unknown_lengths: bool  # no mirrors on the host, and max_seq_len is a bound
+    workspace: int | None = None  # tokens, of latent attention; None: all that a batch has fit
 
     @property
     def spec(self) -> AttentionSpec:
@@ -71,6 +73,8 @@ def geometries_of(
     """At most `count` different geometries that the backend declares; the same for one seed."""
     rng = random.Random(f"{seed} {backend.name} {device.type}")
     draw = _draw_conformance if backend.name == "FLASHINFER" else _draw_geometry
+    if backend.support.latent:
+        draw = _draw_latent
     found: dict[Geometry, None] = {}
     for _ in range(20 * count):
         found[draw(rng, backend)] = None
@@ -110,11 +114,25 @@ def _draw_geometry(rng: random.Random, backend: Backend) -> Geometry:
     )
 
 
+def _draw_latent(rng: random.Random, backend: Backend) -> Geometry:
+    spec = draw_latent_spec(rng, backend)
+    return Geometry(
+        spec=spec,
+        block_size=rng.choice(backend.support.block_sizes or ANY_BLOCK_SIZE),
+        window=False,
+        lse=rng.random() < 0.4 and backend.support.lse,
+        cache_layout="NHD",
+        cross=False,
+        quant=_draw_quant(rng, spec) if rng.random() < 0.5 else None,
+    )
+
+
 def _draw_quant(rng: random.Random, spec: AttentionSpec) -> OutputQuant | None:
     """A scheme that the heads allow; None for float64, which is not quantized."""
     how = rng.choice([how for scheme in SCHEMES for how in forms_of(scheme)])
-    width = spec.num_heads * spec.head_size
-    fits = width % (how.group or 1) == 0 and not (how.scheme == "nvfp4" and spec.head_size % 2)
+    size = spec.head_size if spec.latent is None else spec.latent.v_head_dim
+    width = spec.num_heads * size
+    fits = width % (how.group or 1) == 0 and not (how.scheme == "nvfp4" and size % 2)
     return how if fits and spec.dtype != torch.float64 else None
 
 
@@ -139,7 +157,7 @@ def draw_case(
     backend = rng.choice(backends)
     geometry = rng.choice(geometries[backend.name])
     spec, size = geometry.spec, geometry.block_size
-    whole = spec.causal and not spec.alibi and not geometry.window
+    whole = spec.causal and not spec.alibi and not geometry.window and spec.latent is None
     chunk = size * rng.choice((1, 2, 4)) if whole and rng.random() < 0.15 else None
     cascades = backend.support.non_causal and backend.support.lse and whole and chunk is None
     shared = rng.randint(1, 3) if cascades and rng.random() < 0.2 else 0
@@ -150,7 +168,9 @@ def draw_case(
         uniform = pairs[0][0] if pairs and len({q for q, _ in pairs}) == 1 else 1
         pairs += [(max(uniform, 1), 0)] * rng.randint(1, 3)
     mirrored = backend.support.cudagraph is not AttentionCGSupport.ALWAYS or shared > 0
-    return Case(
+    if spec.latent is not None:  # all requests take the decode way where lengths are not known
+        mirrored = backend.support.cudagraph is AttentionCGSupport.NEVER
+    case = Case(
         seed=seed,
         backend=backend.name,
         geometry=geometry,
@@ -164,6 +184,9 @@ def draw_case(
         strided_q=rng.random() < 0.4,
         unknown_lengths=not mirrored and rng.random() < 0.25,
     )
+    if spec.latent is None:
+        return case
+    return dataclasses.replace(case, workspace=draw_workspace(rng, size))
 
 
 def _lengths(rng: random.Random, geometry: Geometry, longest: int) -> list[tuple[int, int]]:

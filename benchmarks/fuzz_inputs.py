@@ -15,6 +15,14 @@ import torch
 from attn_ops import AttentionMetadata, Backend, CommonAttentionMetadata, write_kv
 from attn_ops.metadata import KV_CACHE_DTYPES, PAD_SLOT_ID
 from benchmarks.fuzz_cases import Case
+from benchmarks.fuzz_latent import (
+    draw_kv_b,
+    keys_and_values,
+    latent_options,
+    of_builder,
+    padded_query,
+    write_latents,
+)
 from benchmarks.fuzz_oracle import Asked
 
 MARGIN = 4096
@@ -57,6 +65,21 @@ class Inputs:
     watched: dict[str, tuple[torch.Tensor, torch.Tensor]]  # name: now, as it must stay
     copies: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, cache and table as they must be
     asked: Asked
+    kv_b: torch.Tensor | None = None  # [N * (P + V), Lkv] of latent attention
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the operators take before their keywords."""
+        weights = () if self.kv_b is None else (self.kv_b,)
+        return (self.q, self.kv_cache, self.meta, *weights, self.asked.scale)
+
+    def for_oracle(self, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The copies; of latent attention with the keys and values that its latents stand for."""
+        if self.kv_b is None:
+            return self.copies
+        q, latents, table = self.copies
+        cache = keys_and_values(case.spec, latents, self.kv_b, self.options)
+        return padded_query(q, cache.shape[-1]), cache, table
 
     def changed(self) -> dict[str, torch.Tensor]:
         """By name, whether any byte changed: bools on the device."""
@@ -74,7 +97,8 @@ def make_inputs(case: Case, backend: Backend, device: torch.device) -> Inputs:
     table_SM, num_blocks = _block_table(case, rng)
     common = _common(case, table_SM, device)
     size = case.geometry.block_size
-    meta = backend.builder(backend, [case.spec], size, device).build(
+    more = of_builder(case.spec, case.workspace, size, device)
+    meta = backend.builder(backend, [case.spec], size, device, **more).build(
         case.prefix_blocks * size, common
     )
     options = _options(case, device)
@@ -101,7 +125,8 @@ def make_inputs(case: Case, backend: Backend, device: torch.device) -> Inputs:
         watched["block_table"][1],
     )
     asked = _asked(case, options)
-    return Inputs(q.tensor[:, heads], kv_cache, meta, options, lse, watched, copies, asked)
+    kv_b = None if case.spec.latent is None else draw_kv_b(case.spec, generator)
+    return Inputs(q.tensor[:, heads], kv_cache, meta, options, lse, watched, copies, asked, kv_b)
 
 
 def _block_table(case: Case, rng: random.Random) -> tuple[torch.Tensor, int]:
@@ -155,6 +180,8 @@ def _common(case: Case, table_SM: torch.Tensor, device: torch.device) -> CommonA
 
 def _options(case: Case, device: torch.device) -> dict[str, Any]:
     spec, options = case.spec, {}
+    if spec.latent is not None:
+        return latent_options(spec, device)
     if spec.sliding_window is not None:
         options["sliding_window"] = spec.sliding_window
     if spec.attention_chunk_size is not None:
@@ -188,14 +215,17 @@ def _cache(
     poisoned[0::2] = poisoned[-1] = True
     valid_PB, poisoned_PB = (torch.from_numpy(x).to(device) for x in (valid, poisoned))
     heads_first = case.geometry.cache_layout == "HND"
-    inner = (spec.num_kv_heads, size) if heads_first else (size, spec.num_kv_heads)
-    cache = Guarded((num_blocks, 2, *inner, spec.head_size), spec.cache_dtype, generator)
+    shape = spec.cache_shape(num_blocks, size)
+    shape = (*shape[:2], shape[3], shape[2], shape[4]) if heads_first else shape
+    cache = Guarded(shape, spec.cache_dtype, generator)
     view = _layout(cache.tensor, case)
     values = torch.randn(view.shape, generator=generator, device=device)
-    values.masked_fill_(~valid_PB[:, None, :, None, None], float("nan"))
+    if spec.latent is None:
+        valid_PB, poisoned_PB = (x[:, None, :, None] for x in (valid_PB, poisoned_PB))
+    values.masked_fill_(~valid_PB[..., None], float("nan"))
     fp8 = KV_CACHE_DTYPES[spec.kv_cache_dtype]
     stored = values.to(spec.dtype) if fp8 is None else values.to(fp8).view(torch.uint8)
-    view.copy_(torch.where(poisoned_PB[:, None, :, None, None], stored, view))
+    view.copy_(torch.where(poisoned_PB[..., None], stored, view))
     return cache
 
 
@@ -208,7 +238,8 @@ def _q(case: Case, generator: torch.Generator) -> Guarded:
     """q's N heads, with those of k and v behind them if the case is strided; padding rows NaN."""
     spec, rows = case.spec, sum(case.query_lens)
     heads = spec.num_heads + (2 * spec.num_kv_heads if case.strided_q else 0)
-    q = Guarded((rows + case.num_padding_rows, heads, spec.head_size), spec.dtype, generator)
+    width = spec.head_size if spec.latent is None else spec.latent.qk_head_dim
+    q = Guarded((rows + case.num_padding_rows, heads, width), spec.dtype, generator)
     values = torch.randn(q.tensor.shape, generator=generator, device=generator.device)
     values[rows:] = float("nan")
     q.tensor.copy_(values)
@@ -225,6 +256,12 @@ def _write(
 ) -> None:
     """Write new tokens, and what must come of it into `expected`; padding goes to block 0."""
     spec, slots_T = case.spec, meta.common.slot_mapping
+    has_padding = case.num_padding_rows or any(map(int.__lt__, case.seq_lens, case.query_lens))
+    if spec.latent is not None:
+        write_latents(spec, kv_cache, expected, meta, options, generator)
+        if has_padding:
+            kv_cache[0, 0] = expected[0, 0]  # any padding row may have come last
+        return
     shape = (len(slots_T), spec.num_kv_heads, spec.head_size)
     k, v = (
         torch.randn(shape, generator=generator, device=generator.device).to(spec.dtype)
@@ -239,13 +276,15 @@ def _write(
             limit = torch.finfo(fp8).max
             x = (x.float() / options[name]).clamp(-limit, limit).to(fp8).view(torch.uint8)
         expected[block_T, index, offset_T] = x
-    if case.num_padding_rows or any(map(int.__lt__, case.seq_lens, case.query_lens)):
+    if has_padding:
         kv_cache[0, :, 0] = expected[0, :, 0]  # any padding row may have come last
 
 
 def _asked(case: Case, options: dict[str, Any]) -> Asked:
     spec = case.spec
     names = ("alibi_slopes", "sinks", "k_scale", "v_scale")
+    if spec.latent is not None:
+        return Asked(case.query_lens, case.seq_lens, spec.latent.qk_head_dim**-0.5)
     return Asked(
         query_lens=case.query_lens,
         seq_lens=case.seq_lens,

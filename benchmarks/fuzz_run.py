@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from attn_ops import AttentionOptions, attention, attention_quant, get_backend
+from attn_ops import (
+    AttentionOptions,
+    attention,
+    attention_quant,
+    get_backend,
+    mla_attention,
+    mla_attention_quant,
+)
+from attn_ops.metadata import LatentOptions
 from attn_ops.ops.attention import attend
 from attn_ops.ops.checks import layer_of
 from attn_ops.output_quant.quantize import reference_quantize
@@ -28,6 +36,9 @@ TOLERANCE = {
     torch.bfloat16: 1.5e-2,
 }
 """Relative error norm by the dtype of q, as in attn_ops/testing/features.py."""
+
+LATENT_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""The same of latent attention: q through W_UK is rounded once more."""
 
 QUANTIZED_QUERY = 6e-2
 """The same where the backend rounds q to FP8."""
@@ -99,15 +110,24 @@ def _call(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None
     """The operator; with the log-sum-exp its parts, so that lse can stand among guards."""
     q, cache, meta, scale = inputs.q, inputs.kv_cache, inputs.meta, inputs.asked.scale
     if not case.geometry.lse:
-        return attention(q, cache, meta, scale, **inputs.options), None
+        return _plain(inputs), None
     options = dict(inputs.options)
-    chunk = options.pop("attention_chunk_size", None)
-    asked = AttentionOptions(scale, **options, lse=inputs.lse.tensor)
-    out = attend(layer_of(q, cache, meta, asked, chunk), q, cache, meta, asked)
+    if inputs.kv_b is not None:
+        asked = LatentOptions(scale, inputs.kv_b, **options, lse=inputs.lse.tensor)
+        out = meta.latent_layer(q, cache, asked).attend(q, cache, meta, asked)
+    else:
+        chunk = options.pop("attention_chunk_size", None)
+        asked = AttentionOptions(scale, **options, lse=inputs.lse.tensor)
+        out = attend(layer_of(q, cache, meta, asked, chunk), q, cache, meta, asked)
     lse = inputs.lse.tensor.clone()
     inputs.lse.tensor.copy_(inputs.lse.remembered())  # what is left to differ is around it
     inputs.watched["around lse"] = (inputs.lse.bytes, inputs.lse.before)
     return out, lse
+
+
+def _plain(inputs: Inputs) -> torch.Tensor:
+    operator = attention if inputs.kv_b is None else mla_attention
+    return operator(*inputs.arguments, **inputs.options)
 
 
 def _wrong_quantized(case: Case, inputs: Inputs, out: torch.Tensor) -> str:
@@ -116,16 +136,17 @@ def _wrong_quantized(case: Case, inputs: Inputs, out: torch.Tensor) -> str:
     Interpreted kernels cut bfloat16 where they store it and round it before they quantize it.
     """
     how = case.geometry.quant
-    cuts = case.spec.dtype == torch.bfloat16 and not out.is_cuda and case.backend == "TRITON"
+    interpreted = case.backend in ("TRITON", "TRITON_MLA") and not out.is_cuda
+    cuts = case.spec.dtype == torch.bfloat16 and interpreted
     if how is None or cuts or out.numel() == 0:
         return ""
-    asked = (inputs.q, inputs.kv_cache, inputs.meta, inputs.asked.scale)
     if case.geometry.lse:  # a backend may compute that in another way
-        out = attention(*asked, **inputs.options)
+        out = _plain(inputs)
     given = how.scheme in ("fp8_static", "nvfp4")
     out_scale = torch.tensor([20.0 if how.multiply else 0.03], device=out.device)
     fields = dataclasses.asdict(how) | {"out_scale": out_scale if given else None}
-    got = attention_quant(*asked, **fields, **inputs.options)
+    operator = attention_quant if inputs.kv_b is None else mla_attention_quant
+    got = operator(*inputs.arguments, **fields, **inputs.options)
     want = reference_quantize(out, how, out_scale if given else None)
     steps = nibble_steps if how.scheme == "nvfp4" else scale_steps
     values, scales = steps(got[0], want[0]), scale_steps(got[1], want[1])
@@ -140,7 +161,9 @@ def _judge(
     quantized: bool,
 ) -> tuple[str, float, str]:
     """(kind, error, reason); the device is read once."""
-    shape = (sum(case.query_lens) + case.num_padding_rows, *inputs.q.shape[1:])
+    latent = case.spec.latent
+    width = inputs.q.shape[2] if latent is None else latent.v_head_dim
+    shape = (sum(case.query_lens) + case.num_padding_rows, inputs.q.shape[1], width)
     if out.shape != shape or out.dtype != case.spec.dtype or not out.is_contiguous():
         return "mismatch", 0.0, f"result is {out.dtype} {list(out.shape)}, {out.stride()}"
     tolerance = TOLERANCE[case.spec.dtype]
@@ -148,7 +171,10 @@ def _judge(
         tolerance = max(tolerance, QUANTIZED_QUERY)
     if case.prefix_blocks:
         tolerance = max(tolerance, 1e-6)  # merged by float32 weights, float64 too
-    want, want_lse = oracle(*inputs.copies, inputs.asked)
+    if latent is not None:
+        tolerance = max(tolerance, LATENT_TOLERANCE.get(case.spec.dtype, 0.0))
+    want, want_lse = oracle(*inputs.for_oracle(case), inputs.asked)
+    want = want[..., :width]
     found = {f"{name} changed": flag for name, flag in inputs.changed().items()}
     num_stray = len(found)
     error, wrong = _wrong(out, want, sum(case.query_lens), tolerance)

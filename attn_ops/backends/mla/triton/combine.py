@@ -10,30 +10,8 @@ import triton.language as tl
 from attn_ops.backends.triton.tiles import LN_2
 from attn_ops.output_quant.triton.epilogue import launches_early
 
-COLUMNS = 128
-"""Of a program: more of them would leave SMs idle at few rows."""
-
-
-@triton.jit
-def merged_lse(
-    part_lse_ptr, place_M, mask_M, num_splits, BLOCK_M: tl.constexpr, PARTS: tl.constexpr
-):
-    """Log-sum-exp over ranges, base 2, of rows whose first range is at place_M."""
-    c_C = tl.arange(0, PARTS)
-    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total_M = tl.zeros([BLOCK_M], tl.float32)
-    for first in range(0, num_splits, PARTS):
-        lse_MC = tl.load(
-            part_lse_ptr + (place_M + first)[:, None] + c_C[None, :],
-            mask=mask_M[:, None] & (first + c_C < num_splits)[None, :],
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        new_top_M = tl.maximum(top_M, tl.max(lse_MC, 1))
-        base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
-        total_M = total_M * tl.exp2(top_M - base_M) + tl.sum(tl.exp2(lse_MC - base_M[:, None]), 1)
-        top_M = new_top_M
-    return top_M + tl.log2(tl.where(total_M == 0.0, 1.0, total_M))
+VALUES = 8192
+"""Loaded at a time: 64 registers of a thread. Each further time is one more wait for memory."""
 
 
 @triton.jit
@@ -42,20 +20,20 @@ def merged_parts(
     part_lse_ptr,
     place_M,  # of a row's first range
     mask_M,
-    lse_M,  # of `merged_lse`
     l_L,  # columns
     num_splits,
     LATENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE_L: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr,  # C
 ):
-    """[M, L] float32. Ranges without keys are not read.
+    """out_ML and lse_M, base 2, float32. Ranges without keys are not read.
 
     Loads bypass the first-level cache, which another multiprocessor's stores do not reach.
     """
     c_C = tl.arange(0, PARTS)
-    base_M = tl.where(lse_M == float("-inf"), 0.0, lse_M)
+    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_ML = tl.zeros([BLOCK_M, TILE_L], tl.float32)
     for first in range(0, num_splits, PARTS):
         place_MC = (place_M + first)[:, None] + c_C[None, :]
@@ -65,15 +43,21 @@ def merged_parts(
             other=float("-inf"),
             cache_modifier=".cg",
         )
-        weight_MC = tl.exp2(lse_MC - base_M[:, None])
         part_MCL = tl.load(
             part_ptr + (place_MC * LATENT)[:, :, None] + l_L[None, None, :],
             mask=(lse_MC > float("-inf"))[:, :, None] & (l_L < LATENT)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        acc_ML += tl.sum(weight_MC[:, :, None] * part_MCL, 1)
-    return acc_ML
+        new_top_M = tl.maximum(top_M, tl.max(lse_MC, 1))
+        base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
+        weight_MC = tl.exp2(lse_MC - base_M[:, None])
+        rescale_M = tl.exp2(top_M - base_M)
+        total_M = total_M * rescale_M + tl.sum(weight_MC, 1)
+        acc_ML = acc_ML * rescale_M[:, None] + tl.sum(weight_MC[:, :, None] * part_MCL, 1)
+        top_M = new_top_M
+    total_M = tl.where(total_M == 0.0, 1.0, total_M)
+    return acc_ML / total_M[:, None], top_M + tl.log2(total_M)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -95,9 +79,8 @@ def combine_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row_M = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     l_L = tl.program_id(1) * TILE_L + tl.arange(0, TILE_L)
-    lse_M = merged_lse(part_lse_ptr, row_M * num_splits, row_M >= 0, num_splits, 1, 64)
-    out_ML = merged_parts(
-        part_ptr, part_lse_ptr, row_M * num_splits, row_M >= 0, lse_M, l_L, num_splits,
+    out_ML, lse_M = merged_parts(
+        part_ptr, part_lse_ptr, row_M * num_splits, row_M >= 0, l_L, num_splits,
         LATENT, 1, TILE_L, PARTS,
     )  # fmt: skip
     tl.store(
@@ -118,7 +101,8 @@ def combine(
     """
     num_rows, num_heads, num_splits, latent = part.shape
     out = torch.empty(num_rows, num_heads, latent, dtype=dtype, device=part.device)
-    tile = min(triton.next_power_of_2(latent), COLUMNS)
+    columns = 64 if num_splits > 64 else 128 if num_splits > 16 else 512
+    tile = min(triton.next_power_of_2(latent), columns)
     pdl = launches_early(part.device)
     combine_kernel[(num_rows * num_heads, triton.cdiv(latent, tile))](
         out,
@@ -128,7 +112,7 @@ def combine(
         out if lse is None else lse,
         LATENT=latent,
         TILE_L=tile,
-        PARTS=min(triton.next_power_of_2(num_splits), 2048 // tile),
+        PARTS=min(triton.next_power_of_2(num_splits), VALUES // tile),
         HAS_LSE=lse is not None,
         PDL=pdl,
         num_warps=4,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.backends.mla.triton.combine import combine, merged_lse, merged_parts
+from attn_ops.backends.mla.triton.combine import combine, merged_parts
 from attn_ops.backends.mla.triton.decode import Parts, mla_parts
 from attn_ops.backends.mla.triton.launch import DecodeLaunch
 from attn_ops.backends.triton.tiles import LN_2, widened
@@ -28,9 +28,9 @@ from attn_ops.output_quant.triton.quantize import launch_quantize
 ROW_TILE = tl.constexpr(4096)
 """Values of a row that are quantized at a time."""
 
-MAX_FUSED_SPLITS = 16
-"""Ranges that `project` merges itself: with more of them, programs of a head that each merge the
-same parts take longer than a kernel that merges them once. Not measured yet."""
+MAX_PASSES = 2
+"""Over the ranges, that `project` makes itself: each waits for memory, in every program of a head.
+With more of them a kernel before it merges them once. Not measured yet."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits", "quant"])
@@ -80,16 +80,12 @@ def project_kernel(
     row_D = d_D.to(tl.int64) * NUM_HEADS + head
     place_D = row_D * num_splits
     lse_D = tl.zeros([BLOCK_D], tl.float32)
-    if SPLIT:
-        lse_D = merged_lse(part_lse_ptr, place_D, inside_D, num_splits, BLOCK_D, PARTS)
-        if HAS_LSE:
-            tl.store(lse_ptr + row_D, lse_D * LN_2, mask=inside_D & (value_tile == 0))
     acc_MV = tl.zeros([BLOCK_M, TILE_V], tl.float32)
     for first in range(0, LATENT, TILE_L):
         column_L = first + l_L
         if SPLIT:
-            x_DL = merged_parts(
-                part_ptr, part_lse_ptr, place_D, inside_D, lse_D, column_L, num_splits,
+            x_DL, lse_D = merged_parts(
+                part_ptr, part_lse_ptr, place_D, inside_D, column_L, num_splits,
                 LATENT, BLOCK_D, TILE_L, PARTS,
             )  # fmt: skip
         else:
@@ -113,6 +109,8 @@ def project_kernel(
         else:
             acc_MV = tl.dot(x_ML, tl.trans(w_VL), acc_MV, input_precision="ieee")
 
+    if HAS_LSE:
+        tl.store(lse_ptr + row_D, lse_D * LN_2, mask=inside_D & (value_tile == 0))
     m_M = tl.arange(0, BLOCK_M)
     row_M = (tl.program_id(2) * BLOCK_D + m_M // REPEATS).to(tl.int64)
     owned_M = (row_M < num_rows) & (m_M % REPEATS == 0)
@@ -184,7 +182,7 @@ def combine_project(
     quant: QuantizedOutput | None = None,
     lse: torch.Tensor | None = None,
     launch: ProjectLaunch | None = None,
-    max_fused_splits: int = MAX_FUSED_SPLITS,
+    max_fused_splits: int | None = None,
 ) -> torch.Tensor:
     """Parts [D, N, R, Lkv] and w_uv [N, V, Lkv] -> [D, N, V] contiguous, or `quant.out`.
 
@@ -196,7 +194,7 @@ def combine_project(
         quant: how the output is quantized; None: it has w_uv's dtype.
         lse: [D, N] float32, written if there are several ranges: else `mla_parts` wrote it.
         launch: overrides the choice.
-        max_fused_splits: with more ranges, a kernel before this one merges them.
+        max_fused_splits: with more ranges, a kernel before this one merges them; None: chosen.
     """
     num_rows, num_heads, num_splits, latent = parts.part.shape
     value, dtype, device = w_uv.shape[1], w_uv.dtype, w_uv.device
@@ -205,6 +203,8 @@ def combine_project(
     if quant is not None and (fitted is None or not_counted(quant, parts)):
         return launch_quantize(combine_project(parts, w_uv, None, lse, launch), quant)
     assert fitted is not None
+    if max_fused_splits is None:
+        max_fused_splits = MAX_PASSES * _most_parts(fitted)
     if parts.lse is not None and num_splits > max_fused_splits:
         whole = combine(parts.part, parts.lse, dtype, lse)
         parts, num_splits, lse = Parts(whole, None, parts.counters), 1, None
@@ -231,7 +231,7 @@ def combine_project(
         TILE_V=fitted.values,
         TILE_L=fitted.latents,
         BLOCK_D=fitted.rows,
-        PARTS=_parts_at_a_time(fitted, num_splits),
+        PARTS=min(triton.next_power_of_2(num_splits), _most_parts(fitted)),
         WHOLE=fitted.latents >= latent,
         SPLIT=split,
         HAS_LSE=split and lse is not None,
@@ -244,10 +244,9 @@ def combine_project(
     return out
 
 
-def _parts_at_a_time(launch: ProjectLaunch, num_splits: int) -> int:
-    values = 64 * 32 * launch.num_warps  # 64 registers of a thread
-    most = max(values // (launch.rows * launch.latents), 1)
-    return min(triton.next_power_of_2(num_splits), most)
+def _most_parts(launch: ProjectLaunch) -> int:
+    """Ranges merged at a time: their values take 64 registers of a thread."""
+    return max(64 * 32 * launch.num_warps // (launch.rows * launch.latents), 1)
 
 
 def not_counted(quant: QuantizedOutput, parts: Parts) -> bool:

@@ -70,3 +70,20 @@ def test_quantized(scheme, num_splits):
         torch.testing.assert_close(quant.scales.float(), scales.float(), rtol=1e-2, atol=1e-6)
         same = quant.out.view(torch.uint8) == out.view(torch.uint8)
         assert same.float().mean() > 0.99
+
+
+def test_many_ranges_are_merged_before_the_product(monkeypatch):
+    from attn_ops.backends.mla.triton import project
+
+    merged, before = [], project.combine
+    monkeypatch.setattr(project, "MAX_PASSES", 0)
+    monkeypatch.setattr(project, "combine", lambda *a: (merged.append(1), before(*a))[1])
+    case = make_case(*DECODE)
+    out, lse = wanted(case)
+    found_lse = torch.empty(lse.shape, device=case.q_pe.device)
+    found = project.mla_decode_project(
+        *case.inputs, case.w_uv, **case.options, lse=found_lse, num_splits=3
+    )
+    assert merged
+    assert_near(found, out, 4e-3)
+    torch.testing.assert_close(found_lse.double().cpu(), lse, rtol=1e-2, atol=1e-2)

@@ -85,7 +85,7 @@ def measure_one(
         return measure_chunks(shape, device, args.rounds)
     if args.what == "prompts":
         return measure_prompts(shape, device, args.rounds, rates, args.flashinfer)
-    return measure_decode(shape, device, args.rounds, rates, not args.kernels)
+    return measure_decode(shape, device, args.rounds, rates, not args.kernels, args.profile)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def show(result: dict[str, Any], console: Console, most: int) -> None:
             table.add_column(column, justify="left" if column in ("name", "note") else "right")
         timed = sorted((r for r in rows if not math.isnan(r["us"])), key=lambda r: r["us"])
         for row in timed[:most] + [r for r in rows if math.isnan(r["us"])][:most]:
-            table.add_row(row["name"], *_figures(row, timed), row.get("reason", ""))
+            table.add_row(row["name"], *_figures(row, timed), _note(row))
         console.print(table)
     if result["what"] == "tune":
         console.print(_overall(result["rows"]))
@@ -143,6 +143,11 @@ def show(result: dict[str, Any], console: Console, most: int) -> None:
     rates = result["bytes_per_second"] / 1e12, result["flops_per_second"] / 1e12
     console.print(f"copy {rates[0]:.3f} TB/s, matmul {rates[1]:.1f} TFLOP/s; "
                   f"{result['seconds']:.0f} s, commit {result['commit']}")  # fmt: skip
+
+
+def _note(row: dict[str, Any]) -> str:
+    kernels = (f"{name}: {us:.1f}" for name, us in row.get("kernels", {}).items())
+    return "\n".join([row["reason"]] if "reason" in row else kernels)
 
 
 def _figures(row: dict[str, Any], timed: list[dict[str, Any]]) -> list[str]:
@@ -219,6 +224,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--processes", type=int, default=12, help="that compile")
     found.add_argument("--flashinfer", action="store_true", help="prompts: FlashInfer too")
     found.add_argument("--kernels", action="store_true", help="no whole operators")
+    found.add_argument("--profile", action="store_true", help="decode: microseconds by kernel")
     found.add_argument("--seconds", type=float, default=480.0, help="no new shape after them")
     found.add_argument("--lines", type=int, default=10, help="of a table")
     found.add_argument("--commit", default=None, help="where the checkout has no .git")

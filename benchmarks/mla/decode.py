@@ -15,7 +15,7 @@ from attn_ops import backend_names, get_backend
 from attn_ops.backends.measure import can_capture, capture_metadata
 from benchmarks.mla.direct import DIRECT, Attend, triton_mla_project
 from benchmarks.mla.inputs import Layers, Shape, make_layers
-from benchmarks.mla.runs import layer_us, prepared, record, release
+from benchmarks.mla.runs import kernel_us, layer_us, prepared, record, release
 
 
 def by_hand(name: str) -> Callable[[Layers], Attend]:
@@ -89,13 +89,18 @@ def operators() -> list[str]:
 
 
 def measure_decode(
-    shape: Shape, device: torch.device, rounds: int, rates: dict[str, float], whole: bool = True
+    shape: Shape,
+    device: torch.device,
+    rounds: int,
+    rates: dict[str, float],
+    whole: bool = True,
+    profile: bool = False,
 ) -> list[dict[str, Any]]:
-    """All kernels, and with `whole` all operators, at one shape."""
+    """All kernels, and with `whole` all operators, at one shape; `profile`: by kernel."""
     layers = make_layers(shape, device)
     wanted = layers.first_request()
     runs, errors, failed = prepared(layers, DIRECT, wanted)
-    rows = _rows("attention", layers, runs, errors, failed, rounds, rates)
+    rows = _rows("attention", layers, runs, errors, failed, rounds, rates, profile)
     if whole:
         runs.clear()
         release()
@@ -105,7 +110,7 @@ def measure_decode(
         candidates |= {f"{name} operator": operator(name) for name in operators()}
         value = layers.projected(0, wanted.to(layers.q[0].dtype)).float()
         runs, errors, failed = prepared(layers, candidates, value)
-        rows += _rows("whole", layers, runs, errors, failed, rounds, rates)
+        rows += _rows("whole", layers, runs, errors, failed, rounds, rates, profile)
     return rows
 
 
@@ -117,12 +122,14 @@ def _rows(
     failed: dict[str, str],
     rounds: int,
     rates: dict[str, float],
+    profile: bool,
 ) -> list[dict[str, Any]]:
     shape = layers.shape
     num_bytes = shape.kv_bytes + (shape.weight_bytes if kind == "whole" else 0)
     rows = [
         record(
             name, layers, us, kind=kind, error=errors[name],
+            kernels=kernel_us(layers, runs[name]) if profile else {},
             percent_of_bandwidth=100 * num_bytes / us * 1e6 / rates["bytes_per_second"],
             percent_of_matmul=100 * shape.decode_flops / us * 1e6 / rates["flops_per_second"],
         )

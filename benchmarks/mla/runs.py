@@ -78,6 +78,20 @@ def layer_us(layers: Layers, runs: Mapping[str, Run], rounds: int) -> dict[str, 
     return {name: total / len(layers.caches) for name, total in times.items()}
 
 
+def kernel_us(layers: Layers, run: Run, most: int = 4) -> dict[str, float]:
+    """Microseconds a layer of each kernel of a run, by its name's first 40 letters; the longest."""
+    if layers.device.type != "cuda":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    times: dict[str, float] = {}
+    for event in profile.key_averages():
+        taken = event.self_device_time_total / len(layers.caches)
+        times[event.key[:40]] = times.get(event.key[:40], 0.0) + taken
+    return dict(sorted(times.items(), key=lambda item: -item[1])[:most])
+
+
 def record(name: str, layers: Layers, us: float, **more: Any) -> dict[str, Any]:
     """A row of the JSON output."""
     shape = layers.shape

@@ -34,7 +34,7 @@ def _skinny_mm(
         return launch_skinny(x, w, bias, x_scale, w_scale, out_dtype or x.dtype)
     if x.shape[0] == 0:
         return torch.empty(0, w.shape[1], dtype=out_dtype or x.dtype, device=x.device)
-    if x_scale is not None:
+    if x_scale is not None and w_scale is not None:
         return torch._scaled_mm(x, w, x_scale, w_scale, bias, None, out_dtype)
     return x @ w if bias is None else torch.addmm(bias, x, w)
 

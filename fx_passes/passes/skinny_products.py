@@ -105,7 +105,7 @@ def _asked_of(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if node.target is aten.addmm.default:
         bias, x, w = node.args
         plain = node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("beta", 1) == 1
-        return ((x, w, bias), {}) if plain and value_of(bias).dim() == 1 else None
+        return ((x, w, bias), {}) if plain and value_of(cast(Node, bias)).dim() == 1 else None
     names = ("bias", "scale_result", "out_dtype", "use_fast_accum")
     more = dict(zip(names, node.args[4:], strict=False)) | dict(node.kwargs)
     x, w, x_scale, w_scale = node.args[:4]
@@ -117,7 +117,7 @@ def _asked_of(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
 
 def _by_row_or_tensor(node: Node) -> bool:
     """Whether a product's scales are float32 of a row or of all."""
-    w, x_scale, w_scale = (value_of(one) for one in node.args[1:4])
+    w, x_scale, w_scale = (value_of(cast(Node, one)) for one in node.args[1:4])
     if x_scale.dtype != torch.float32 or w_scale.dtype != torch.float32:
         return False
     by_row = list(x_scale.shape[1:]) == [1] and list(w_scale.shape) == [1, w.shape[1]]

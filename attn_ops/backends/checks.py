@@ -71,12 +71,22 @@ def check_latent_layer(
     latent = _checked_shape(q, kv_cache, options)
     check_latent_cache(kv_cache, meta, q.dtype, options.kv_cache_dtype, latent)
     _check_lse(options.lse, meta)
-    spec = AttentionSpec.of_latent(
-        q.shape[1], latent, q.dtype, kv_cache_dtype=options.kv_cache_dtype,
-        causal=meta.common.causal,
-    )  # fmt: skip
+    spec = latent_spec(q, kv_cache, options, meta.common.causal)
     check_supported(spec, kv_cache, meta)
     return spec
+
+
+def latent_spec(
+    q: torch.Tensor, kv_cache: torch.Tensor, options: LatentOptions, causal: bool
+) -> AttentionSpec:
+    """Geometry of a layer with latent attention, as the builder was given it."""
+    return AttentionSpec.of_latent(
+        q.shape[1],
+        options.shape_of(q, kv_cache),
+        q.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
+        causal=causal,
+    )
 
 
 def _checked_shape(q: torch.Tensor, kv_cache: torch.Tensor, options: LatentOptions) -> LatentShape:

@@ -80,19 +80,23 @@ class Layers:
     spec: AttentionSpec
     block_size: int
     common: CommonAttentionMetadata
-    queries: list[torch.Tensor]  # each [T, N, H]
-    caches: list[torch.Tensor]  # each [P, 2, B, K, H]
+    queries: list[torch.Tensor]  # each [T, N, H]; of latent attention [T, N, P + R]
+    caches: list[torch.Tensor]  # each [P, 2, B, K, H]; of latent attention [P, B, Lkv + R]
     options: dict[str, Any]  # keywords of the operator
+    weights: list[torch.Tensor] = dataclasses.field(default_factory=list)  # kv_b, of latent ones
 
     @property
     def scale(self) -> float:
-        return self.spec.head_size**-0.5
+        return self.queries[0].shape[2] ** -0.5
 
     def attend(self, meta: AttentionMetadata, layer: int) -> torch.Tensor:
         """The operator on one layer."""
-        return torch.ops.attn_ops.attention(
-            self.queries[layer], self.caches[layer], meta, self.scale, **self.options
-        )
+        arguments = (self.queries[layer], self.caches[layer], meta)
+        if self.spec.latent is not None:
+            return torch.ops.attn_ops.mla_attention(
+                *arguments, self.weights[layer], self.scale, **self.options
+            )
+        return torch.ops.attn_ops.attention(*arguments, self.scale, **self.options)
 
 
 def l2_bytes(device: torch.device) -> int:
@@ -121,20 +125,27 @@ def make_layers(
         return torch.randn(shape, generator=generator, dtype=spec.dtype, device=device)
 
     def cache() -> torch.Tensor:
-        values = randn(num_blocks, 2, block_size, spec.num_kv_heads, spec.head_size)
+        values = randn(*spec.cache_shape(num_blocks, block_size))
         fp8 = KV_CACHE_DTYPES[spec.kv_cache_dtype]
         return values if fp8 is None else values.to(fp8).view(torch.uint8)  # no random NaNs
 
     caches = [cache()]
     caches += [cache() for _ in range(max(1, min_bytes // caches[0].nbytes))]
-    queries = [randn(sum(query_lens), spec.num_heads, spec.head_size) for _ in caches]
-    return Layers(
-        spec, block_size, common, queries, caches, layer_options(spec, device, max(seq_lens))
-    )
+    latent = spec.latent
+    columns = spec.head_size if latent is None else latent.qk_head_dim
+    queries = [randn(sum(query_lens), spec.num_heads, columns) for _ in caches]
+    weights = []
+    if latent is not None:
+        rows = spec.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        weights = [randn(rows, latent.kv_lora_rank) for _ in caches]
+    options = layer_options(spec, device, max(seq_lens))
+    return Layers(spec, block_size, common, queries, caches, options, weights)
 
 
 def layer_options(spec: AttentionSpec, device: torch.device, max_seq_len: int) -> dict[str, Any]:
     """Keywords of the operator that make a layer of geometry `spec`."""
+    if spec.latent is not None:
+        return {"v_head_dim": spec.latent.v_head_dim, "kv_cache_dtype": spec.kv_cache_dtype}
     options: dict[str, Any] = {f.name: getattr(spec, f.declared) for f in FEATURES}
     options["kv_cache_dtype"] = spec.kv_cache_dtype
     if spec.attention_chunk_size is not None:

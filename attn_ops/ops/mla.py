@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.backends.checks import latent_spec
 from attn_ops.metadata import (
     METADATA_TYPE,
     AttentionMetadata,
@@ -39,12 +40,9 @@ class LatentCall(AttentionCall):
     @property
     def spec(self) -> AttentionSpec:
         o = self.options
-        asked = LatentOptions(self.scale, o["kv_b"], o["v_head_dim"])
+        asked = LatentOptions(self.scale, o["kv_b"], o["v_head_dim"], o["kv_cache_dtype"])
         causal = self.meta.common.causal if o["causal"] is None else o["causal"]
-        return AttentionSpec.of_latent(
-            self.q.shape[1], asked.shape_of(self.q, self.kv_cache), self.q.dtype,
-            kv_cache_dtype=o["kv_cache_dtype"], causal=causal,
-        )  # fmt: skip
+        return latent_spec(self.q, self.kv_cache, asked, causal)
 
     def empty_results(self) -> tuple[torch.Tensor, ...]:
         return self.empty(empty_out(self.q, self.options["v_head_dim"]))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from attn_ops.backends.base import Backend, Support
+from attn_ops.backends.checks import latent_spec
 from attn_ops.metadata import (
     AttentionMetadata,
     AttentionOptions,
@@ -126,7 +127,12 @@ def runs_on(meta: AttentionMetadata, spec: AttentionSpec) -> AttentionBackend:
 
 
 def captures(
-    meta: AttentionMetadata, options: AttentionOptions, q: torch.Tensor, kv_cache: torch.Tensor
+    meta: AttentionMetadata,
+    options: AttentionOptions | LatentOptions,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
 ) -> AttentionBackend:
     """`runs_on` for a call of `Backend.forward`: its `support.cudagraph` decides the capture."""
+    if isinstance(options, LatentOptions):
+        return runs_on(meta, latent_spec(q, kv_cache, options, meta.common.causal))
     return runs_on(meta, options.spec(q, kv_cache, meta.common.causal))

@@ -14,6 +14,7 @@ import torch
 from attn_ops import (
     AttentionCGSupport,
     AttentionSpec,
+    LatentShape,
     get_backend,
     register_backend,
     select_backend,
@@ -114,6 +115,17 @@ def test_all_declared_features_can_be_timed():
     ):
         spec = dataclasses.replace(PLAIN, **change)
         assert select([PLAIN, spec], shapes=TINY, **OPTIONS).backend is TORCH
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_latent_layers_are_timed(monkeypatch, kv_cache_dtype):
+    monkeypatch.setitem(registry._BUILT_IN, "TORCH_MLA", "attn_ops.backends.mla.torch_mla")
+    latent = LatentShape(16, 8, 4, 6)
+    spec = AttentionSpec.of_latent(2, latent, torch.float32, kv_cache_dtype=kv_cache_dtype)
+    shapes = [([1, 1], [5, 9]), ([20], [20])]
+    found = select([spec], block_size=16, device="cpu", measure=True, shapes=shapes)
+    assert found.backend.support.latent
+    assert found.backend.name in found.why
 
 
 def test_who_fails_is_out_with_the_reason():

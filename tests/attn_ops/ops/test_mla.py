@@ -8,7 +8,18 @@ from functools import partial
 import pytest
 import torch
 
-from attn_ops import PAD_SLOT_ID, attention, get_backend, mla_attention, write_kv, write_mla_kv
+from attn_ops import (
+    PAD_SLOT_ID,
+    AttentionSpec,
+    attention,
+    get_backend,
+    grouped_backend,
+    mla_attention,
+    mla_attention_with_lse,
+    write_kv,
+    write_mla_kv,
+)
+from attn_ops.backends.grouped import captures
 from attn_ops.ops.breaks import around_attention
 from tests.kit.batches import build_batch
 from tests.kit.latent import build_latent_batch
@@ -155,3 +166,55 @@ def test_hooks_see_a_call_of_latent_attention():
     assert [s.latent for s in seen] == [b.shape, b.shape]
     builder = get_backend("TORCH_MLA").builder
     builder(get_backend("TORCH_MLA"), seen, 4, "cpu")  # it takes what the call says of itself
+
+
+LOGITS = [
+    ([3, 1, 20], [7, 4, 25], [2, 3, 23]),
+    ([3, 1, 20], [7, 4, 25], [1, 2, 3, *range(10, 24)]),
+    ([4], [9], [0, 1, 2, 3]),
+    ([0, 6, 1], [0, 6, 2], [4, 5, 6]),
+]
+
+
+@pytest.mark.parametrize(("query", "seq_lens", "rows"), LOGITS)
+def test_logits_rows_are_those_of_the_whole_batch(query, seq_lens, rows):
+    b = build_latent_batch(query, seq_lens, num_padding_rows=1)
+    known = {"logits_indices_padded": torch.tensor(rows), "num_logits_indices": len(rows)}
+    backend = get_backend("TORCH_MLA")
+    spec = AttentionSpec.of_latent(3, b.shape, torch.float32)
+    meta = backend.builder(backend, [spec], 4, "cpu").build(0, b.common.replace(**known))
+    whole, lse = mla_attention_with_lse(b.q, b.kv_cache, meta, b.kv_b, b.scale, **b.keywords)
+    few = (b.q[rows], b.kv_cache, meta, b.kv_b, b.scale)
+    out, few_lse = mla_attention_with_lse(*few, **b.keywords, logits_rows=True)
+    torch.testing.assert_close(out, whole[rows], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(few_lse, lse[rows], atol=1e-5, rtol=1e-5)
+    got = mla_attention(*few, **b.keywords, logits_rows=True)
+    torch.testing.assert_close(got, whole[rows], atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_without_logits_rows():
+    b = build_latent_batch([3, 12], [7, 12])
+    none = {"logits_indices_padded": torch.zeros(0, dtype=torch.int64), "num_logits_indices": 0}
+    backend = get_backend("TORCH_MLA")
+    spec = AttentionSpec.of_latent(3, b.shape, torch.float32)
+    meta = backend.builder(backend, [spec], 4, "cpu").build(0, b.common.replace(**none))
+    few = (b.q[:0], b.kv_cache, meta, b.kv_b, b.scale)
+    assert mla_attention(*few, **b.keywords, logits_rows=True).shape == (0, 3, 5)
+    out, lse = mla_attention_with_lse(*few, **b.keywords, logits_rows=True)
+    assert (out.shape, lse.shape) == ((0, 3, 5), (0, 3))
+
+
+def test_one_model_of_latent_and_standard_layers():
+    """A grouped backend sends each to its own; both read one batch."""
+    b = build_latent_batch([3, 1, 12], [7, 4, 20])
+    standard = AttentionSpec(4, 2, 8, torch.float32)
+    latent = AttentionSpec.of_latent(3, b.shape, torch.float32)
+    both = grouped_backend({standard: "TORCH"}, default="TORCH_MLA")
+    meta = both.builder(both, [latent, standard], 4, "cpu").build(0, b.common)
+    out = mla_attention(b.q, b.kv_cache, meta, b.kv_b, b.scale, **b.keywords)
+    assert torch.equal(out, mla_attention(*b.arguments, **b.keywords))
+    plain = build_batch([3, 1, 12], [7, 4, 20])
+    options = b.options()
+    assert captures(meta, options, b.q, b.kv_cache).name == "TORCH_MLA"
+    got = attention(plain.q, plain.kv_cache, meta, 0.3)
+    assert torch.equal(got, attention(plain.q, plain.kv_cache, plain.meta, 0.3))

@@ -3,6 +3,7 @@
 S requests, N query heads, M rows of a program, R ranges of a request's keys.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,13 @@ class DecodeLaunch(NamedTuple):
 
 
 def decode_launch(num_rows: int, dtype: torch.dtype, fp8: bool, latent: int) -> DecodeLaunch:
-    """For requests of `num_rows` rows each. Not measured yet: benchmarks.mla has a tuning mode."""
+    """For requests of `num_rows` rows each.
+
+    64 rows need two warp groups, as their result fills the registers of one. Triton gives both the
+    same scores to compute, because a product that feeds another has all warps along its rows. That
+    bounds requests of many heads at about 0.4 of the tensor cores' rate (one H200, 2026-11-22:
+    0.34 at 64 requests x 8,192 tokens, 128 heads, `python -m benchmarks.mla decode`).
+    """
     rows = min(max(triton.next_power_of_2(num_rows), 16), 64)
     if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         return DecodeLaunch(16, 16, 8, 1, programs_per_sm=1)
@@ -47,6 +54,8 @@ def decode_launch(num_rows: int, dtype: torch.dtype, fp8: bool, latent: int) -> 
     return DecodeLaunch(rows, 32 if fp8 else 64, 8, 2, programs_per_sm=1, chains=1)
 
 
+# Cached: every layer of a step asks the same.
+@functools.lru_cache(maxsize=256)
 def choose_num_splits(num_programs: int, max_keys: int, slots: int) -> int:
     """Ranges per request, from host values that a captured graph may freeze.
 

@@ -2,7 +2,8 @@
 
 Microseconds a product, medians of CUDA graphs over as many weights as outgrow the L2 cache twice,
 of the products of a Llama-3-8B-shaped step. `limit` is the weight's bytes over the measured copy
-bandwidth. In FP8 both sides have a scale a row, and cuBLAS is `torch._scaled_mm`.
+bandwidth. In FP8 both sides have a scale a row, and cuBLAS is `torch._scaled_mm`;
+`fp8 fast` is `use_fast_accum=True`.
 """
 
 import argparse
@@ -41,14 +42,18 @@ def make(rows: int, m: int, k: int, fp8: bool) -> tuple[torch.Tensor, list[torch
     return x.to(narrow), [w.to(narrow) for w in weights], *scales
 
 
-def measure(name: str, rows: int, fp8: bool, rounds: int, bandwidth: float) -> dict[str, Any]:
+def measure(
+    name: str, rows: int, fp8: bool, fast: bool, rounds: int, bandwidth: float
+) -> dict[str, Any]:
     m, k = SHAPES[name]
     x, weights, x_scale, w_scale = make(rows, m, k, fp8)
 
     def library() -> None:
         for w in weights:
             if fp8:
-                torch._scaled_mm(x, w.t(), x_scale, w_scale, out_dtype=torch.bfloat16)
+                torch._scaled_mm(
+                    x, w.t(), x_scale, w_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
+                )
             else:
                 torch.mm(x, w.t())
 
@@ -56,7 +61,7 @@ def measure(name: str, rows: int, fp8: bool, rounds: int, bandwidth: float) -> d
         constants = skinny_constants(m, fp8)
         constants = constants if prefetch else constants._replace(prefetch=0)
         for w in weights:
-            launch_skinny(x, w.t(), None, x_scale, w_scale, torch.bfloat16, constants)
+            launch_skinny(x, w.t(), None, x_scale, w_scale, torch.bfloat16, constants, fast)
 
     ways = {"library": library, "ours": ours, "not ahead": lambda: ours(prefetch=False)}
     runs = {way: capture(call).replay for way, call in ways.items()}
@@ -64,7 +69,20 @@ def measure(name: str, rows: int, fp8: bool, rounds: int, bandwidth: float) -> d
     times = interleaved_us(runs, rounds, lambda run: interval_us(run, device))
     row = {way: taken / len(weights) for way, taken in times.items()}
     limit = 1e6 * m * k * weights[0].itemsize / bandwidth
-    return {"product": name, "m": m, "k": k, "rows": rows, "fp8": fp8, "limit": limit} | row
+    return {
+        "product": name,
+        "m": m,
+        "k": k,
+        "rows": rows,
+        "fp8": fp8,
+        "fast": fast,
+        "limit": limit,
+    } | row
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """The dtype, and of FP8 which sums."""
+    return ("fp8 fast" if row["fast"] else "fp8") if row["fp8"] else "bf16"
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -75,7 +93,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(
             row["product"], f"{row['m']} x {row['k']}", str(row["rows"]),
-            "fp8" if row["fp8"] else "bf16", *(f"{row[column]:.2f}" for column in columns),
+            _kind(row), *(f"{row[column]:.2f}" for column in columns),
             f"{row['library'] / row['ours']:.3f}",
         )  # fmt: skip
     Console(width=140).print(table)
@@ -89,12 +107,12 @@ def main() -> None:
     parser.add_argument("--json", default=None, help="write the result here")
     args = parser.parse_args()
     bandwidth, rows = copy_bandwidth(), []
-    for fp8 in (False, True):
+    for fp8, fast in ((False, False), (True, True), (True, False)):
         for name in args.products:
             if fp8 and name == "lm_head":  # models in FP8 keep theirs in bf16
                 continue
             for count in args.rows:
-                rows.append(measure(name, count, fp8, args.rounds, bandwidth))
+                rows.append(measure(name, count, fp8, fast, args.rounds, bandwidth))
                 torch.cuda.empty_cache()
     show(rows)
     if args.json:

@@ -12,7 +12,7 @@ from attn_ops.ops.skinny_constants import most_rows
 
 LIBRARY.define(
     "skinny_mm(Tensor x, Tensor w, Tensor? bias=None, *, Tensor? x_scale=None, "
-    "Tensor? w_scale=None, ScalarType? out_dtype=None) -> Tensor"
+    "Tensor? w_scale=None, ScalarType? out_dtype=None, bool fast_accum=False) -> Tensor"
 )
 
 _FP8 = torch.float8_e4m3fn
@@ -27,15 +27,18 @@ def _skinny_mm(
     x_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
     if is_skinny(x.shape[0], w, x.device) and x.stride(1) == 1:
         from attn_ops.ops.triton.skinny import launch_skinny
 
-        return launch_skinny(x, w, bias, x_scale, w_scale, out_dtype or x.dtype)
+        return launch_skinny(
+            x, w, bias, x_scale, w_scale, out_dtype or x.dtype, fast_accum=fast_accum
+        )
     if x.shape[0] == 0:
         return torch.empty(0, w.shape[1], dtype=out_dtype or x.dtype, device=x.device)
     if x_scale is not None and w_scale is not None:
-        return torch._scaled_mm(x, w, x_scale, w_scale, bias, None, out_dtype)
+        return torch._scaled_mm(x, w, x_scale, w_scale, bias, None, out_dtype, fast_accum)
     return x @ w if bias is None else torch.addmm(bias, x, w)
 
 
@@ -48,6 +51,7 @@ def _skinny_mm_fake(
     x_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
     _check(x, w, bias, x_scale, w_scale, out_dtype)
     return x.new_empty((x.shape[0], w.shape[1]), dtype=out_dtype or x.dtype)
@@ -111,6 +115,7 @@ def skinny_mm(
     x_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
     """x @ w + bias, by a kernel for few rows where that is faster, else by cuBLAS.
 
@@ -124,6 +129,8 @@ def skinny_mm(
         x_scale: [T, 1] or [1] float32, by which rows of FP8 x are multiplied.
         w_scale: [1, M] or [1] float32, the same of w's columns.
         out_dtype: of FP8's result; None is x's dtype.
+        fast_accum: sums of FP8 may keep the 14 bits that Hopper's tensor cores have; False: they
+            are added in float32 after 128 terms.
 
     Returns:
         [T, M] contiguous.
@@ -133,5 +140,5 @@ def skinny_mm(
     """
     _check(x, w, bias, x_scale, w_scale, out_dtype)
     return torch.ops.attn_ops.skinny_mm.default(
-        x, w, bias, x_scale=x_scale, w_scale=w_scale, out_dtype=out_dtype
+        x, w, bias, x_scale=x_scale, w_scale=w_scale, out_dtype=out_dtype, fast_accum=fast_accum
     )

@@ -112,6 +112,8 @@ def _asked_of(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if more.get("scale_result") is not None or not _by_row_or_tensor(node):
         return None
     keywords = {"x_scale": x_scale, "w_scale": w_scale, "out_dtype": more.get("out_dtype")}
+    if more.get("use_fast_accum"):
+        keywords["fast_accum"] = True
     return (x, w, more.get("bias")), keywords
 
 

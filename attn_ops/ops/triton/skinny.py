@@ -11,6 +11,9 @@ import triton.language as tl
 from attn_ops.ops.skinny_constants import SkinnyConstants, skinny_constants
 from attn_ops.output_quant.triton.epilogue import launches_early
 
+PRECISE_TERMS = 128
+"""Products of FP8 that Hopper sums in 14 bits before float32 does, as cuBLAS has it."""
+
 
 @triton.jit
 def prefetch_tile(w_ptr, m_M, stride_w, begin, K: tl.constexpr):
@@ -37,7 +40,7 @@ def skinny_kernel(
     stride_w,
     M,
     K: tl.constexpr,
-    PRECISE: tl.constexpr,  # products in FP8 that Hopper sums in 14 bits, before float32 does
+    PRECISE: tl.constexpr,  # terms of FP8 that are summed in 14 bits; None: any
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -102,6 +105,7 @@ def launch_skinny(
     w_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     constants: SkinnyConstants | None = None,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
     """x [T, K] times w [K, M], whose columns are contiguous -> [T, M]."""
     (num_rows, k), m = x.shape, w.shape[1]
@@ -116,7 +120,7 @@ def launch_skinny(
         out if w_scale is None else w_scale,
         num_rows, x.stride(0), w.stride(1), m,
         K=k,
-        PRECISE=min(128, chosen.block_k),
+        PRECISE=None if fast_accum else min(PRECISE_TERMS, chosen.block_k),
         BLOCK_T=max(16, triton.next_power_of_2(num_rows)),
         BLOCK_M=chosen.block_m,
         BLOCK_K=chosen.block_k,

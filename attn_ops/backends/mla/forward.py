@@ -85,7 +85,10 @@ def _decode_way(
     num_heads = q.shape[1]
     w_uk_NPL, w_uv_NVL = options.w_uk(num_heads), options.w_uv(num_heads)
     q_nope_DNP, q_pe_DNR = q.tensor_split((w_uk_NPL.shape[1],), dim=2)
-    ql_DNL = torch.bmm(q_nope_DNP.transpose(0, 1), w_uk_NPL).transpose(0, 1)
+    if kernels.absorb is None:
+        ql_DNL = torch.bmm(q_nope_DNP.transpose(0, 1), w_uk_NPL).transpose(0, 1)
+    else:
+        ql_DNL = kernels.absorb(q_nope_DNP, w_uk_NPL)
     asked = {
         "scale": options.scale,
         "kv_cache_dtype": options.kv_cache_dtype,

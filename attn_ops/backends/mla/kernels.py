@@ -26,6 +26,12 @@ DecodeProject = Callable[..., torch.Tensor]
 With `quant`, a `QuantizedOutput`, it is written and `quant.out` returned.
 """
 
+Absorb = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""absorb(q_nope [D, N, P], w_uk [N, P, Lkv]) -> [D, N, Lkv]: the product before `decode`.
+
+The decode that is called next, with this result, is the backend's own.
+"""
+
 Prefill = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """prefill(q [T, N, P + R], k [Tk, N, P + R], v [Tk, N, V], cu_q, cu_k, max_q, max_k, *, scale,
 causal, with_lse) -> ([T, N, V], [T, N] float32 or None): requests one after the other.
@@ -42,3 +48,4 @@ class MLAKernels:
     decode: Decode
     prefill: Prefill
     decode_project: DecodeProject | None = None  # in place of `decode` and a product behind it
+    absorb: Absorb | None = None  # in place of a batched product of torch

@@ -31,15 +31,27 @@ from attn_ops.metadata import (
     LatentOptions,
 )
 
+ABSORB_ROWS = 0
+"""Rows up to which q goes through W_UK by our kernel, which lets the decode kernel start early;
+with more of them by a batched product of torch. Not measured yet."""
+
 
 # Cached: imports in a function take microseconds a call.
 @functools.cache
-def _kernels() -> tuple[Any, Any, Any]:
+def _kernels() -> tuple[Any, Any, Any, Any]:
     """The launchers; imports Triton."""
     launchers = importlib.import_module("attn_ops.backends.mla.triton.decode")
     project = importlib.import_module("attn_ops.backends.mla.triton.project")
     prefill = importlib.import_module("attn_ops.backends.mla.triton.prefill")
-    return launchers.mla_decode, project.mla_decode_project, prefill.mla_prefill
+    absorb = importlib.import_module("attn_ops.backends.mla.triton.absorb")
+    return launchers.mla_decode, project.mla_decode_project, prefill.mla_prefill, absorb.absorb
+
+
+def absorb(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+    """See `Absorb` in kernels.py."""
+    if q_nope.shape[0] <= ABSORB_ROWS:
+        return _kernels()[3](q_nope, w_uk)
+    return torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
 
 
 def _batch(part: CommonAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,7 +89,8 @@ def decode_project(
     """See `DecodeProject` in kernels.py."""
     return _kernels()[1](
         ql_nope, q_pe, kv_cache, *_batch(part), w_uv, max_query_len=part.max_query_len,
-        max_seq_len=part.max_seq_len, fp8=KV_CACHE_DTYPES[kv_cache_dtype], **asked,
+        max_seq_len=part.max_seq_len, fp8=KV_CACHE_DTYPES[kv_cache_dtype],
+        early=ql_nope.shape[0] <= ABSORB_ROWS, **asked,
     )  # fmt: skip
 
 
@@ -86,7 +99,7 @@ def prefill(*tensors: Any, **asked: Any) -> tuple[torch.Tensor, torch.Tensor | N
     return _kernels()[2](*tensors, **asked)
 
 
-KERNELS = MLAKernels(decode, prefill, decode_project)
+KERNELS = MLAKernels(decode, prefill, decode_project, absorb)
 
 
 def forward(

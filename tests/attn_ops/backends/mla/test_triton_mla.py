@@ -5,6 +5,7 @@ import torch
 
 from attn_ops import get_backend, mla_attention, mla_attention_with_lse
 from attn_ops.backends.mla import plan as planning
+from attn_ops.backends.mla import triton_mla
 from attn_ops.backends.mla.torch_mla import reference_mla_attention
 from attn_ops.backends.mla.workspace import MLAWorkspace
 from attn_ops.metadata import AttentionSpec
@@ -76,6 +77,12 @@ def test_every_way_of_a_short_query(monkeypatch):
     """40 rows of a request over the latents themselves."""
     monkeypatch.setattr(planning, "SHORT_QUERY_LEN", 100)
     check(batch("unsorted"))
+
+
+@pytest.mark.parametrize("name", ["decodes", "unsorted"])
+def test_absorbed_by_our_kernel(name, monkeypatch):
+    monkeypatch.setattr(triton_mla, "ABSORB_ROWS", 64)
+    check(batch(name))
 
 
 def test_columns_that_are_not_contiguous_are_refused():

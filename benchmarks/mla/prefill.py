@@ -23,7 +23,7 @@ from benchmarks.mla.direct import Attend
 from benchmarks.mla.inputs import Layers, Shape, make_layers
 from benchmarks.mla.runs import brief, layer_us, over_layers, prepared, record, release
 
-MAX_LAYERS = 4
+MAX_LAYERS = 2
 
 
 @contextlib.contextmanager

@@ -48,6 +48,8 @@ def decode_launch(num_rows: int, dtype: torch.dtype, fp8: bool, latent: int) -> 
     if rows <= 32:
         if latent <= 256:
             return DecodeLaunch(rows, 32, 4, 4)
+        if fp8 and rows == 32:  # four warps would spill
+            return DecodeLaunch(rows, 32, 8, 3, programs_per_sm=1)
         return DecodeLaunch(rows, 32, 4, 2 if fp8 else 3)
     if latent <= 256:
         return DecodeLaunch(rows, 64, 8, 2, programs_per_sm=1, chains=1)

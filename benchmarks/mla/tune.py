@@ -228,7 +228,14 @@ def project_forms(num_rows: int, latent: int) -> list[Any]:
     return few + [
         ProjectLaunch(rows, values, latents, warps, 3)
         for rows in sizes
-        for values, latents, warps in ((64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))
+        for values, latents, warps in (
+            (16, 128, 4),
+            (32, 128, 4),
+            (64, 64, 4),
+            (128, 64, 4),
+            (128, 64, 8),
+            (128, 128, 8),
+        )  # fmt: skip
     ]
 
 

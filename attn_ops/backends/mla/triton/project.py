@@ -33,6 +33,10 @@ MAX_PASSES = 2
 With more of them a kernel before it merges them once. Not measured yet."""
 
 
+MIN_PROGRAMS = 128
+"""Wanted, about one for each multiprocessor of an H200; values of a head are cut until then."""
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_splits", "quant"])
 def project_kernel(
     out_ptr,  # [D, N, VALUE] contiguous; quantized, if HOW is given
@@ -159,7 +163,10 @@ def project_launch(
     if rows <= 16:
         values = min(padded_value, 32 if num_heads >= 64 else 16)
         return ProjectLaunch(rows, values, padded_latent, 4, 1)
-    return ProjectLaunch(rows, min(padded_value, 128), min(padded_latent, 64), 4, 3)
+    values, programs = min(padded_value, 128), num_heads * triton.cdiv(num_rows, rows)
+    while values > 16 and programs * triton.cdiv(value, values) < MIN_PROGRAMS:
+        values //= 2
+    return ProjectLaunch(rows, values, min(padded_latent, 64 if values > 32 else 128), 4, 3)
 
 
 def fits(quant: QuantizedOutput | None, launch: ProjectLaunch, value: int) -> ProjectLaunch | None:
@@ -204,10 +211,11 @@ def combine_project(
         return launch_quantize(combine_project(parts, w_uv, None, lse, launch), quant)
     assert fitted is not None
     if max_fused_splits is None:
-        max_fused_splits = MAX_PASSES * _most_parts(fitted)
+        whole = fitted.latents >= latent  # else every tile of columns would wait for its parts
+        max_fused_splits = MAX_PASSES * _most_parts(fitted) if whole else 1
     if parts.lse is not None and num_splits > max_fused_splits:
-        whole = combine(parts.part, parts.lse, dtype, lse)
-        parts, num_splits, lse = Parts(whole, None, parts.counters), 1, None
+        merged = combine(parts.part, parts.lse, dtype, lse)
+        parts, num_splits, lse = Parts(merged, None, parts.counters), 1, None
     split = parts.lse is not None
     out = quant.out if quant is not None else None
     if out is None:

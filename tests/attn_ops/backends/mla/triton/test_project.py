@@ -87,3 +87,13 @@ def test_many_ranges_are_merged_before_the_product(monkeypatch):
     assert merged
     assert_near(found, out, 4e-3)
     torch.testing.assert_close(found_lse.double().cpu(), lse, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "values"), [(1, 16, 16), (1, 128, 32), (32, 16, 16), (256, 16, 32),
+                                  (64, 128, 64), (256, 128, 128)]
+)  # fmt: skip
+def test_few_heads_are_cut_into_more_programs(rows, heads, values):
+    from attn_ops.backends.mla.triton.project import project_launch
+
+    assert project_launch(rows, heads, 512, 128, torch.bfloat16).values == values

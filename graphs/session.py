@@ -17,7 +17,7 @@ from attn_ops.integrations.transformers import Contract, attention_specs, check_
 from fx_passes.backend import start_compile_workers
 from graphs.capture.graphs import StepGraphs
 from graphs.capture.memory import sizes_of
-from graphs.capture.plan import CapturePlan, selected
+from graphs.capture.plan import CapturePlan, builder_of, selected
 from graphs.compilation import Compilation, is_compiled
 from graphs.context import exclusive, in_surroundings, surroundings
 from graphs.loop import StepLoop
@@ -90,7 +90,7 @@ class DecodeSession:
         sizes = sizes_of(self.original, compiled=compiled)
         self.backend_selection = selected(self.specs, block_size, self.device, options.backend)
         chosen = self.backend_selection.backend
-        self.builder = chosen.builder(chosen, self.specs, block_size, self.device)
+        self.builder = builder_of(chosen, self.specs, options, self.device)
         self.plan = CapturePlan.of(options, chosen, self.specs, self.device, sizes)
         self.cache = PagedKVCache(
             self.specs,

@@ -60,6 +60,7 @@ class RunReport:
     steps: StepTimes
     tokens_per_second: float
     cache_bytes: int
+    workspace_bytes: int  # of latent attention, with the most that is up-projected at a time
     graph_bytes: int
     compile_seconds: float
     num_steps: dict[str, int]
@@ -89,6 +90,7 @@ class RunReport:
             parity=parity,
             outputs_vary=parity.varied,
             cache_bytes=session.cache.num_bytes,
+            workspace_bytes=_workspace_bytes(session),
             graph_bytes=report.graph_bytes,
             compile_seconds=report.compile_seconds,
             num_steps=report.num_steps,
@@ -135,7 +137,7 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
             f"{_ms(r.steps.eager_ms)} eager, {_ms(r.steps.compiled_ms)} compiled, {_captured(r)}",
         ),
         ("tokens", f"{r.tokens_per_second:,.0f} a second, prefill included"),
-        ("memory", f"KV cache {_bytes(r.cache_bytes)}, CUDA graphs {_bytes(r.graph_bytes)}"),
+        ("memory", _memory(r)),
         ("compile", f"{r.compile_seconds:.1f} s"),
         ("dump", f"{r.dump}/index.md" if r.dump else "none; --dump DIR writes one"),
         *_output_lines(r),
@@ -193,6 +195,18 @@ def _ms(value: float | None) -> str:
 
 def _count(n: int, one: str, many: str) -> str:
     return f"{n} {one if n == 1 else many}"
+
+
+def _workspace_bytes(session: DecodeSession) -> int:
+    workspace = getattr(session.builder, "workspace", None)
+    return 0 if workspace is None else workspace.num_bytes + workspace.up_projected_bytes
+
+
+def _memory(r: RunReport) -> str:
+    parts = f"KV cache {_bytes(r.cache_bytes)}, CUDA graphs {_bytes(r.graph_bytes)}"
+    if r.workspace_bytes:
+        parts += f", latents of prefills at most {_bytes(r.workspace_bytes)}"
+    return parts
 
 
 def _bytes(n: float) -> str:

@@ -1,12 +1,21 @@
 """What a session captures: asked, possible and why, decided once before anything is captured."""
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from attn_ops import AttentionCGSupport, AttentionSpec, Backend, select_backend
+from attn_ops import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    Backend,
+    select_backend,
+)
 from attn_ops.backends.grouped import GroupedBackend, levels, runs_on
+from attn_ops.backends.mla.workspace import MLAWorkspace
 from attn_ops.backends.registry import Selection
 from graphs.capture.dispatch import CudagraphDispatcher
 from graphs.capture.levels import ModeResolution, resolve
@@ -169,3 +178,22 @@ def selected(
     if reasons:
         raise ValueError(f"backend {backend.name} cannot be used: {'; '.join(reasons)}")
     return Selection(backend, "requested", {})
+
+
+def builder_of(
+    backend: Backend,
+    specs: Sequence[AttentionSpec],
+    options: SessionOptions,
+    device: torch.device,
+) -> AttentionMetadataBuilder:
+    """The builder of a session's metadata; of latent attention with a workspace for its steps."""
+    keywords: dict[str, Any] = {}
+    if "workspace" in inspect.signature(backend.builder).parameters:
+        keywords["workspace"] = MLAWorkspace.for_model(
+            specs,
+            max_model_len=options.max_tokens,
+            max_num_seqs=options.max_batch_size,
+            block_size=options.block_size,
+            device=device,
+        )
+    return backend.builder(backend, specs, options.block_size, device, **keywords)

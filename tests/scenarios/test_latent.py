@@ -14,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 import fx_passes
 from attn_ops import LatentShape
 from attn_ops.integrations.transformers import attention_specs
+from graphs.app import tables
 from graphs.app.parity import Reference, compare, keeping_logits
 from tests.kit.compile import graphs_are_compiled_anew
 from tests.kit.marks import slow
@@ -255,3 +256,14 @@ def test_a_layer_that_was_not_prepared():
     del model.model.layers[0].self_attn.expand_kv
     with pytest.raises(ValueError, match="expand_kv"):
         session.generate(PROMPTS, 2)
+
+
+def test_the_workspace_has_room_by_the_rule():
+    """8 requests of full length; it takes no memory before a prompt needs it."""
+    session = make_session(build_model("deepseek_v2"), max_tokens=64, max_batch_size=4)
+    workspace = session.builder.workspace
+    assert workspace.num_tokens == 8 * 64
+    assert workspace.tensor.shape == (512, SHAPE.cache_width)
+    wanted = workspace.num_bytes + workspace.up_projected_bytes
+    assert tables._workspace_bytes(session) == wanted
+    assert tables._workspace_bytes(make_session(build_model("llama"))) == 0

@@ -13,12 +13,15 @@ heads, where FA3 took 97; at 64 x 8,192 178 and 153, at 128 heads twice as long 
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from attn_ops.backends import auto
 from attn_ops.backends.base import Backend, Support
 from attn_ops.backends.mla import flash_attn_mla, triton_mla
+from attn_ops.backends.mla.builder import MLAMetadataBuilder
+from attn_ops.backends.mla.workspace import MLAWorkspace
 from attn_ops.metadata import AttentionSpec, CommonAttentionMetadata
 
 MANY, OTHER = "TRITON_MLA", "FLASH_ATTN_MLA"
@@ -42,6 +45,22 @@ class AutoMLAMetadataBuilder(auto.AutoMetadataBuilder):
     """A builder of each backend; every batch goes to one of them."""
 
     cudagraph_support = triton_mla.BACKEND.support.cudagraph
+
+    def __init__(
+        self,
+        backend: Backend,
+        specs: Sequence[AttentionSpec],
+        block_size: int,
+        device: torch.device | str,
+        *,
+        workspace: MLAWorkspace | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(backend, specs, block_size, device, **keywords)
+        self.workspace = workspace or MLAWorkspace(specs, device=device)
+        for builder in self._builders.values():
+            assert isinstance(builder, MLAMetadataBuilder), "parts are backends of latent attention"
+            builder.workspace = self.workspace
 
     def used(self) -> set[str]:
         return {choose(self.specs, 1), choose(self.specs, MANY_REQUESTS)}

@@ -122,12 +122,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
         **keywords: Any,
     ) -> None:
         super().__init__(backend, specs, block_size, device, **keywords)
-        self._workspace = workspace
-        if workspace is not None and workspace.num_tokens < block_size:
-            raise ValueError(
-                f"workspace must hold at least a page of {block_size} tokens, "
-                f"got {workspace.num_tokens}"
-            )
+        self._workspace: MLAWorkspace | None = None
+        if workspace is not None:
+            self.workspace = workspace
 
     @property
     def workspace(self) -> MLAWorkspace:
@@ -135,6 +132,15 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
         if self._workspace is None:
             self._workspace = MLAWorkspace(self.specs, device=self.device)
         return self._workspace
+
+    @workspace.setter
+    def workspace(self, workspace: MLAWorkspace) -> None:
+        if workspace.num_tokens < self.block_size:
+            raise ValueError(
+                f"workspace must hold at least a page of {self.block_size} tokens, "
+                f"got {workspace.num_tokens}"
+            )
+        self._workspace = workspace
 
     def profile_run(self, max_num_tokens: int) -> int:
         """Reserve what a step of so many rows takes at most; bytes of it. See `MLAWorkspace`."""

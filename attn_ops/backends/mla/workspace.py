@@ -15,15 +15,12 @@ class MLAWorkspace:
     """Memory for latents of the tokens that are up-projected together.
 
     Its owner is who makes it: a builder that is given none makes one. Layers use it one after the
-    other, so one is enough for a model.
+    other, so one is enough for a model. It takes no memory before a step needs it.
 
     Args:
         specs: geometry of the layers; those without latent attention do not count.
         num_tokens: tokens that it holds.
         device: where it lives.
-
-    Attributes:
-        tensor: [num_tokens, Lkv + R] in the layers' dtype, of the widest layer.
 
     Raises:
         ValueError: `num_tokens` is below 1, or no layer has latent attention.
@@ -40,9 +37,8 @@ class MLAWorkspace:
             raise ValueError("specs must have a layer with latent attention, got none")
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
-        self.num_tokens = num_tokens
-        width = max(spec.head_size for spec in self.specs)
-        self.tensor = torch.empty(num_tokens, width, dtype=self.specs[0].dtype, device=device)
+        self.num_tokens, self.device = num_tokens, torch.device(device)
+        self._tensor: torch.Tensor | None = None
 
     @classmethod
     def for_model(
@@ -58,8 +54,22 @@ class MLAWorkspace:
         return cls(specs, workspace_tokens(max_model_len, max_num_seqs, block_size), device)
 
     @property
+    def width(self) -> int:
+        """Lkv + R of the widest layer."""
+        return max(spec.head_size for spec in self.specs)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """[num_tokens, width] in the layers' dtype; allocated by the first that asks."""
+        if self._tensor is None:
+            size, dtype = (self.num_tokens, self.width), self.specs[0].dtype
+            self._tensor = torch.empty(size, dtype=dtype, device=self.device)
+        return self._tensor
+
+    @property
     def num_bytes(self) -> int:
-        return self.tensor.nbytes
+        """Of the tensor, allocated or not."""
+        return self.num_tokens * self.width * self.specs[0].dtype.itemsize
 
     @property
     def up_projected_bytes(self) -> int:
@@ -88,9 +98,9 @@ class MLAWorkspace:
             sizes = [(self.num_tokens, spec.num_heads, n) for n in _columns(spec)]
             # The result, a chunk's, and both merged.
             sizes += [(max_num_tokens, spec.num_heads, spec.latent.v_head_dim)] * 3
-            like = {"dtype": spec.dtype, "device": self.tensor.device}
+            like = {"dtype": spec.dtype, "device": self.device}
             most = max(most, sum(t.nbytes for t in [torch.empty(size, **like) for size in sizes]))
-        return most + self.num_bytes
+        return most + self.tensor.nbytes
 
 
 def _columns(spec: AttentionSpec) -> tuple[int, int]:

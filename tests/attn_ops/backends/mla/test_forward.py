@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_ops import advance_step, mla_attention, mla_attention_with_lse
+from attn_ops.backends.mla import auto_mla
 from attn_ops.backends.mla import builder as building
 from attn_ops.backends.mla import plan as planning
 from attn_ops.backends.mla.builder import MLAMetadataBuilder, batch_of
@@ -198,6 +199,7 @@ def test_one_workspace_for_all_builders():
 def test_a_workspace_reports_its_size():
     specs = [SPEC, AttentionSpec(4, 2, 64, torch.float64)]
     workspace = MLAWorkspace.for_model(specs, max_model_len=32, max_num_seqs=4, block_size=16)
+    assert workspace._tensor is None, "it takes no memory before a step needs it"
     assert workspace.tensor.shape == (256, 20)
     assert workspace.num_bytes == 256 * 20 * 8
     assert workspace.up_projected_bytes == 256 * 3 * (10 + 5) * 8
@@ -217,3 +219,16 @@ def test_a_part_of_a_batch_is_a_batch():
     part.validate(block_size=4)
     assert part.query_start_loc.tolist() == [0, 30, 42]
     assert part.seq_lens.tolist() == part.seq_lens_cpu.tolist() == [61, 12]
+
+
+def test_parts_of_auto_mla_share_a_workspace():
+    support = dataclasses.replace(auto_mla.BACKEND.support, devices=("cpu",), latent_sizes=())
+    backend = dataclasses.replace(auto_mla.BACKEND, support=support)
+    spec = dataclasses.replace(SPEC, dtype=torch.bfloat16)
+    own = object.__new__(auto_mla.AutoMLAMetadataBuilder)
+    parts = {name: MLAMetadataBuilder(BACKEND, [spec], 16, "cpu") for name in "ab"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_mla.auto.AutoMetadataBuilder, "__init__", lambda self, *_: None)
+        own._builders = parts
+        own.__init__(backend, [spec], 16, "cpu")
+    assert {id(part.workspace) for part in parts.values()} == {id(own.workspace)}

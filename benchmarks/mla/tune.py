@@ -235,7 +235,7 @@ def project_forms(num_rows: int, latent: int) -> list[Any]:
             (128, 64, 4),
             (128, 64, 8),
             (128, 128, 8),
-        )  # fmt: skip
+        )
     ]
 
 

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule
 
 from fx_passes.analysis.graph_ops import ATTENTION, QUANTIZED, operator_name
 
-_ATTENTION = tuple(op.overloadpacket.__name__ for op in (*ATTENTION, QUANTIZED))
+_ATTENTION = tuple(op.overloadpacket.__name__ for op in (*ATTENTION, *QUANTIZED))
 _PRODUCTS = ("linear", "matmul", "mm", "addmm", "_scaled_mm")
 
 

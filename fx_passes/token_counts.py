@@ -34,7 +34,7 @@ def why_outside(graph: Graph, wanted: range) -> str | None:
 def _row_counts(graph: Graph) -> Iterator[int | torch.SymInt]:
     """Rows of q of each attention, of those in called submodules too."""
     for node in graph.nodes:
-        if node.target in (*ATTENTION, QUANTIZED):
+        if node.target in (*ATTENTION, *QUANTIZED):
             yield value_of(node.args[0]).shape[0]
         elif node.op == "call_module" and graph.owning_module is not None:
             module = graph.owning_module.get_submodule(str(node.target))

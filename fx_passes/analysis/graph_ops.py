@@ -41,8 +41,13 @@ ATTENTION = (
 WITH_LSE = frozenset(op for op in ATTENTION if len(op._schema.returns) == 2)
 """Attention that returns the log-sum-exp too."""
 
-QUANTIZED = torch.ops.attn_ops.attention_quant.default
-"""Attention whose output is quantized: values and scales."""
+QUANTIZED_FORM = {
+    torch.ops.attn_ops.attention.default: torch.ops.attn_ops.attention_quant.default,
+    torch.ops.attn_ops.mla_attention.default: torch.ops.attn_ops.mla_attention_quant.default,
+}
+"""By attention, the operator whose output is quantized: values and scales."""
+
+QUANTIZED = frozenset(QUANTIZED_FORM.values())
 
 
 def operator_name(node: Node) -> str:

@@ -16,7 +16,13 @@ import torch
 from torch.fx import Node
 
 from attn_ops.output_quant.schemes import FP4_BLOCK, FP8_MAX, OutputQuant
-from fx_passes.analysis.graph_ops import ATTENTION, aten, computed_from, operator_name
+from fx_passes.analysis.graph_ops import (
+    QUANTIZED_FORM,
+    WITH_LSE,
+    aten,
+    computed_from,
+    operator_name,
+)
 from fx_passes.analysis.quantize_scales import ComputedScale, computed_scale, given_scale
 from fx_passes.analysis.sizes import expression
 from fx_passes.analysis.steps import (
@@ -100,7 +106,9 @@ def recognise(values: Node, behind: Node) -> Quantized:
     Raises:
         NotAFormError: it is none of `FORMS`.
     """
-    if num_elements(values) * FP4_BLOCK == num_elements(cast(Node, behind.args[0])):
+    is_plain = behind.target in QUANTIZED_FORM
+    out = behind if is_plain else cast(Node, behind.args[0])  # with its log-sum-exp: q is as large
+    if num_elements(values) * FP4_BLOCK == num_elements(out):
         raise NotAFormError("scales of 16 values are NVFP4's, whose packed bytes no form has")
     division = _Division.behind(values)
     source, operand = division.operands()
@@ -133,7 +141,7 @@ def way_to_attention(node: Node, *, absolute: bool = False) -> tuple[Node, list[
         NotAFormError: something else is computed between.
     """
     way: list[Node] = []
-    while node.target is not ATTENTION[0]:
+    while node.target not in QUANTIZED_FORM:
         way.append(node)
         source = reshaped(node) or widened(node)
         if source is None and absolute and node.target is aten.abs.default:
@@ -149,7 +157,7 @@ def way_to_attention(node: Node, *, absolute: bool = False) -> tuple[Node, list[
 def _why_between(node: Node) -> str:
     if node.target in (aten.slice.Tensor, aten.as_strided.default):
         return "a part of its columns is quantized, as with v_head_size"
-    others = [one for one in (node, *node.all_input_nodes) if one.target in ATTENTION[1:]]
+    others = [one for one in (node, *node.all_input_nodes) if one.target in WITH_LSE]
     if others:
         return f"{operator_name(others[0])} has no quantized form"
     if (source := converted(node)) is not None:

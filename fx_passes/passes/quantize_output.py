@@ -11,7 +11,14 @@ from torch.fx.node import map_arg
 
 from attn_ops.backends.registry import backend_names, load_backend
 from attn_ops.output_quant.schemes import OutputQuant
-from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, QUANTIZED, VIEWS, aten, computed_from
+from fx_passes.analysis.graph_ops import (
+    ATTENTION,
+    PRODUCTS,
+    QUANTIZED_FORM,
+    VIEWS,
+    aten,
+    computed_from,
+)
 from fx_passes.analysis.quantize_forms import ODD_SHAPE, Quantized, recognise
 from fx_passes.analysis.quantize_gains import GAINS, in_words
 from fx_passes.analysis.row_count import RowCount
@@ -40,9 +47,11 @@ _REDUCTIONS = {
 class QuantizeOutput(Pass):
     """Replace attention, and the quantization of its output to FP8, by `attention_quant`.
 
+    Latent attention becomes `mla_attention_quant`.
+
     The operator chooses by the batch: the kernel that attends quantizes where that was faster, else
     one behind it, so a captured step has the choice of its size. `facts` and the report have what
-    was measured (`quantize_gains`).
+    was measured (`quantize_gains`), which was not of latent attention.
 
     A quantized model quantizes what attention wrote before the output projection. An attention
     kernel that writes FP8 saves that pass over the output.
@@ -108,6 +117,7 @@ class QuantizeOutput(Pass):
 
     def apply(self, graph: Graph) -> int:
         sites: dict[str, str] = {}
+        measured: set[str] = set()
         for values, attention in list(_candidates(graph)):
             try:
                 site = recognise(values, attention)
@@ -117,8 +127,11 @@ class QuantizeOutput(Pass):
                 continue
             _rewrite(graph, site)
             sites[site.attention.name] = site.form.scheme
-        schemes = sorted(set(sites.values()))
-        times = {name: [gain._asdict() for gain in GAINS.get(name, ())] for name in schemes}
+            measured |= set() if _is_latent(site.attention) else {site.form.scheme}
+        times = {
+            name: [gain._asdict() for gain in GAINS.get(name, ()) if name in measured]
+            for name in sorted(set(sites.values()))
+        }
         self.facts = {"sites": sites, "measured": times} if sites else {}
         return len(sites)
 
@@ -129,21 +142,31 @@ class QuantizeOutput(Pass):
             raise NotAFormError(f"{what} the unquantized output, or a value on its way")
         _check_shapes(site)
         out = value_of(site.attention)
-        if self.mode == "auto" and (reason := pays(site.how, out.shape[2], out.device)):
+        where = (out.shape[2], out.device, _is_latent(site.attention))
+        if self.mode == "auto" and (reason := pays(site.how, *where)):
             raise NotAFormError(reason)
 
     def summary(self) -> str | None:
-        schemes = self.facts.get("measured")
-        return f"attention writes {' and '.join(map(in_words, schemes))}" if schemes else None
+        schemes = self.facts.get("measured", {}).items()
+        shown = [in_words(name) if times else name for name, times in schemes]
+        return f"attention writes {' and '.join(shown)}" if shown else None
 
 
-def pays(how: OutputQuant, head_size: int, device: torch.device) -> str | None:
+def _is_latent(attention: Node) -> bool:
+    return "v_head_dim" in attention.kwargs
+
+
+def pays(
+    how: OutputQuant, head_size: int, device: torch.device, latent: bool = False
+) -> str | None:
     """Why attention should not write FP8 itself on `device`; None: it should."""
     if how.group and not how.within_heads(head_size):
         return f"a scale of {how.scheme} is that of values of several heads"
     for name in backend_names():
         backend, _ = load_backend(name)
-        if backend and how.scheme in backend.support.output_quant and backend.unavailable() is None:
+        if backend is None or backend.support.latent != latent:
+            continue
+        if how.scheme in backend.support.output_quant and backend.unavailable() is None:
             return None
     return f"no backend on {device.type} writes {how.scheme} itself"
 
@@ -205,7 +228,7 @@ class _New:
         self.meta = {key: what for key, what in origin.meta.items() if key not in own}
 
     def operator(self, site: Quantized) -> tuple[Node, Node]:
-        """`attention_quant` with what attention was given: its output and its scales."""
+        """The quantized form with what attention was given: its output and its scales."""
         defaults = OutputQuant(site.form.scheme)
         how = {
             field.name: getattr(site.how, field.name)
@@ -215,18 +238,20 @@ class _New:
         given = (
             {} if site.given is None else {"out_scale": self._converted(site.given, torch.float32)}
         )
-        q = cast(Node, self.origin.args[0])
-        with value_of(q).fake_mode:
-            values = site.how.empty(value_of(q))
+        unquantized = value_of(self.origin)
+        with unquantized.fake_mode:
+            values = site.how.empty(unquantized)
         more = {"scheme": site.form.scheme, **given, **how}
         keywords = {**more, **self.origin.kwargs}
-        both = self._call("attention_quant", QUANTIZED, self.origin.args, values, keywords)
+        target = QUANTIZED_FORM[cast(Any, self.origin.target)]
+        name = target.overloadpacket.__name__
+        both = self._call(name, target, self.origin.args, values, keywords)
         if _EAGER in self.origin.meta:
             args, kwargs = self.origin.meta[_EAGER]
             both.meta[_EAGER] = args, {**map_arg(more, value_of), **kwargs}
         out, scales = (
-            self._call(name, operator.getitem, (both, i), value)
-            for i, (name, value) in enumerate(zip(("out", "scales"), values, strict=True))
+            self._call(part, operator.getitem, (both, i), value)
+            for i, (part, value) in enumerate(zip(("out", "scales"), values, strict=True))
         )
         return out, scales
 

@@ -128,7 +128,7 @@ class CollapseViews(Pass):
 def _is_written_whole(node: Node) -> bool:
     """Of an operator's results, those that are; the scales of groups may have other strides."""
     if node.target is operator.getitem:
-        return cast(Node, node.args[0]).target is QUANTIZED
+        return cast(Node, node.args[0]).target in QUANTIZED
     return node.target in _WRITTEN_WHOLE
 
 

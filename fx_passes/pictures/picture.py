@@ -36,7 +36,8 @@ _KINDS = {
     Kind.PRODUCT: ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_scaled_mm"),
     Kind.EMBEDDING: ("embedding",),
     Kind.ATTENTION: ("attention", "attention_with_lse", "attention_quant", "mla_attention",
-                     "mla_attention_with_lse", "varlen_attention", "scaled_dot_product_attention"),
+                     "mla_attention_with_lse", "mla_attention_quant", "varlen_attention",
+                     "scaled_dot_product_attention"),
     Kind.GATHER: ("index_select",),
 }  # fmt: skip
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}

@@ -13,7 +13,16 @@ from benchmarks.programs.draw import drawn
 from benchmarks.programs.drive import run
 
 EQUAL = [
-    *("llama", "qwen2", "gemma3_text", "gpt_oss", "exaone4", "phi", "gemma4_unified_text"),
+    *(
+        "llama",
+        "qwen2",
+        "gemma3_text",
+        "deepseek_v2",
+        "gpt_oss",
+        "exaone4",
+        "phi",
+        "gemma4_unified_text",
+    ),
     *("qwen2_moe", "phimoe"),  # windows that only their masks say
     *("stablelm", "nemotron"),  # drop keywords
     *("gptj", "gpt_neo", "falcon"),  # classes of their own

@@ -4,6 +4,7 @@ T tokens, W = N * H values of a row.
 """
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from fx_passes import Recorder, attn_ops, recording
+from graphs.app.quantized_linear import QuantizedLinear
 from tests.kit.marks import slow
 from tests.kit.models import build_model, build_prompts
 from tests.kit.sessions import chunked, make_session, tokens_of
@@ -86,6 +88,22 @@ def is_projection(module: nn.Module, name: str) -> bool:
 
 def test_torchao(by_torchao, llama):
     check(by_torchao(llama, "PerRow", filter_fn=is_projection), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fp8_row", "fp8_static"])
+def test_latent_attention_of_a_quantized_model(scheme):
+    """Its output is rounded behind W_UV; attention is that of latents."""
+    model = build_model("deepseek_v3", v_head_dim=16).to(torch.bfloat16)
+    for attention in cast(Any, projections(model)):
+        given = (torch.tensor(4.0),) if scheme == "fp8_static" else ()
+        attention.o_proj = QuantizedLinear(attention.o_proj, scheme, *given)
+    wanted = tokens_of(make_session(model).generate(PROMPTS, 6))
+    with recording() as recorder:
+        compiled = torch.compile(model, backend=attn_ops, fullgraph=True, options=OPTIONS)
+        assert tokens_of(make_session(compiled).generate(PROMPTS, 6)) == wanted
+    assert number_of_sites(recorder) == 2
+    assert schemes(recorder) == {scheme}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ Most sessions run the passes without Inductor behind them, which compiles for ma
 """
 
 import copy
+import os
 import random
 
 import pytest
@@ -126,6 +127,16 @@ def test_captured_steps(options):
     assert tokens_of(session.generate(PROMPTS, 12)) == expected(model)
     assert session.num_steps["called"] == 1, "the prompts'"
     assert "TORCH_MLA" in str(session.report())
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton on a CPU")
+@pytest.mark.parametrize("options", [{"verify": "always"}, *slow({"decode_steps": 8})])
+def test_captured_steps_by_triton(options):
+    """Decodes attend over latents, prompts of 16 tokens over expanded keys."""
+    model = build_model("deepseek_v3", num_layers=1)
+    session = poisoned(captured(model, backend="TRITON_MLA", block_size=16, **options))
+    assert tokens_of(session.generate(PROMPTS, 6)) == expected(model, 6)
+    assert session.num_steps["called"] == 1
 
 
 @pytest.mark.parametrize("options", [{"debug": "eager_replay"}, {"cudagraph_mode": "NONE"}])

@@ -13,6 +13,7 @@ from graphs.verify.verifier import Verifier
 
 DEBUGS = (None, "eager_replay")
 ON_FAILURE = ("raise", "continue")
+MERGES = ("auto", True, False)
 MOST_DRAFT_TOKENS = 32
 
 
@@ -44,6 +45,9 @@ class SessionOptions:
             layers have different backends, or the backend needs lengths on the host.
         strict: a mode that cannot be had is a ValueError, and so is on_capture_failure "continue".
         lazy_capture: capture a size when it is first needed, not all before the first step.
+        merge_projections: q, k, v become one product, and gate, up another; parameters stay, as
+            views of the merged weights (`attn_ops.integrations.merged`). "auto": of a compiled
+            model on a GPU whose weights are not quantized.
         on_capture_failure: "raise", or "continue": such steps run uncaptured, and are reported.
 
     Raises:
@@ -69,6 +73,7 @@ class SessionOptions:
     strict: bool = False
     lazy_capture: bool = False
     on_capture_failure: str = "raise"
+    merge_projections: bool | str = "auto"
 
     @classmethod
     def of(cls, options: "SessionOptions | None", changes: dict[str, Any]) -> "SessionOptions":
@@ -103,6 +108,7 @@ class SessionOptions:
         check_bools(strict=self.strict, lazy_capture=self.lazy_capture)
         check_known("debug", self.debug, DEBUGS)
         check_known("on_capture_failure", self.on_capture_failure, ON_FAILURE)
+        check_known("merge_projections", self.merge_projections, MERGES)
         k = self.num_draft_tokens
         if type(k) is not int or not 0 <= k <= MOST_DRAFT_TOKENS:
             raise ValueError(

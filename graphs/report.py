@@ -32,6 +32,7 @@ class Reported(Protocol):
 
     original: Any
     device: torch.device
+    products: str
     backend_selection: Selection
     plan: CapturePlan
     runner: StepRunner
@@ -105,6 +106,7 @@ class SessionReport:
 
     model: str
     device: str
+    products: str  # which projections were merged, or why none
     backend: str
     backend_why: str
     levels: dict[str, str]  # by layer group: which batches may be captured with it
@@ -144,6 +146,7 @@ class SessionReport:
         return cls(
             model=type(session.original).__name__,
             device=str(session.device),
+            products=session.products,
             backend=selection.backend.name,
             backend_why=selection.why,
             levels={name: level.name for name, level in plan.resolution.groups.items()},
@@ -203,6 +206,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
     taken = f"{steps.asked} asked for, {used}: {steps.why}"
     return [
         ("model", f"{r.model} on {r.device}"),
+        ("products", r.products),
         ("backend", f"{r.backend}: {r.backend_why}"),
         ("levels", levels),
         ("CUDA graphs", r.mode_in_words),

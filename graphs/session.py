@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from attn_ops import PagedKVCache
-from attn_ops.integrations.transformers import Contract, attention_specs, check_model
+from attn_ops.integrations.transformers import Contract, attention_specs, prepare_model
 from fx_passes.backend import start_compile_workers
 from graphs.capture.graphs import StepGraphs
 from graphs.capture.memory import sizes_of
@@ -57,6 +57,7 @@ class DecodeSession:
         graph_mode: the mode in use; `graph_mode_why` says why where it is not the one asked for.
         counters: graphs, breaks and recompilations of the model.
         compile_record: what the passes did when the model was compiled.
+        products: which projections were merged, or why none.
         num_steps: steps that were replayed ("captured") and called.
         verifier: compares replays with calls; None: never.
 
@@ -70,7 +71,8 @@ class DecodeSession:
         options = SessionOptions.of(options, changes)
         self.model = model
         self.original: Any = getattr(model, "_orig_mod", model)
-        check_model(self.original, options.max_tokens)
+        compiled, merge = is_compiled(model), options.merge_projections
+        self.products = prepare_model(self.original, options.max_tokens, merge, compiled=compiled)
         self.device = next(self.original.parameters()).device
         with surroundings(self.device):
             self._set_up(options)

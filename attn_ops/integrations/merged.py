@@ -66,7 +66,8 @@ class MergedSlice(nn.Linear):
                 mine.data = merged[rows]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
+        # With gradients it is the layer's own weight that must get them.
+        if not torch.compiler.is_compiling() or torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
         return F.linear(x, self.merged.weight, self.merged.bias)[..., self.begin : self.end]
 
@@ -89,12 +90,13 @@ def merge_projections(model: nn.Module) -> int:
 
     Call it when the model is on its device and in its dtype: moving it later would break the views.
     Layers of a group must be plain `nn.Linear` of one dtype and device, all with a bias or all
-    without. Other groups are left alone. It is for inference: a compiled slice reads the merged
-    buffer, to which no gradient flows.
+    without. Other groups are left alone. Where gradients are on, layers compute their own rows. A
+    merged model that was moved or converted since is merged again; it does not count.
 
     Raises:
         ValueError: a weight of a group is quantized; nothing was merged.
     """
+    mend_merged(model)
     groups, count = list(_groups(model)), 0
     _check_plain(model, groups)
     for parent, names in groups:
@@ -112,6 +114,79 @@ def merge_projections(model: nn.Module) -> int:
             begin = end
         count += 1
     return count
+
+
+def mend_merged(model: nn.Module) -> int:
+    """Make slices views of their merged weights again, after the model was moved or converted.
+
+    Values are those of the slices. Returns the number of groups that were mended.
+    """
+    groups: dict[MergedWeights, list[MergedSlice]] = {}
+    for module in model.modules():
+        if isinstance(module, MergedSlice):
+            groups.setdefault(module.merged, []).append(module)
+    mended = 0
+    for merged, slices in groups.items():
+        plain = all(type(one.weight.data) is torch.Tensor for one in slices)  # else: quantized
+        if plain and any(_is_apart(one, part) for one in slices for part in ("weight", "bias")):
+            _mend(merged, slices)
+            mended += 1
+    return mended
+
+
+def _is_apart(one: MergedSlice, part: str) -> bool:
+    mine, merged = getattr(one, part), getattr(one.merged, part)
+    if mine is None:
+        return False
+    same = (mine.dtype, mine.device) == (merged.dtype, merged.device)
+    return not same or mine.data_ptr() != merged[one.begin : one.end].data_ptr()
+
+
+def _mend(merged: MergedWeights, slices: list[MergedSlice]) -> None:
+    slices.sort(key=lambda one: one.begin)
+    for part in ("weight", "bias"):
+        if getattr(merged, part) is None:
+            continue
+        setattr(merged, part, torch.cat([getattr(one, part).data for one in slices]))
+        for one in slices:
+            getattr(one, part).data = getattr(merged, part)[one.begin : one.end]
+
+
+def merged_in_words(model: nn.Module, wanted: bool | str, *, compiled: bool) -> str:
+    """Merge the model's projections if that is wanted, and say what was done.
+
+    Args:
+        wanted: True, False, or "auto": where it gains (`why_unmerged`).
+    """
+    device = next(model.parameters()).device
+    why = "merge_projections is False" if wanted is False else None
+    if wanted == "auto":
+        why = why_unmerged(model, device, compiled=compiled)
+    if why is None:
+        merge_projections(model)
+    count = sum(isinstance(module, MergedWeights) for module in model.modules())
+    if count:
+        return f"{count} groups of projections share a product"
+    return f"not merged: {why or f'no layers are siblings named {_names()}'}"
+
+
+def why_unmerged(model: nn.Module, device: torch.device, *, compiled: bool) -> str | None:
+    """Why merging would gain nothing, or cannot be had; None: it would gain."""
+    if not compiled:
+        return "the model is not compiled: each layer computes its own product"
+    if device.type != "cuda":
+        return f"no gain was measured on a {device.type}"
+    groups = list(_groups(model))
+    try:
+        _check_plain(model, groups)
+    except ValueError:
+        return "the weights are quantized"
+    merged = any(isinstance(module, MergedSlice) for module in model.modules())
+    return None if groups or merged else f"no layers are siblings named {_names()}"
+
+
+def _names() -> str:
+    return " or ".join(", ".join(names) for names in GROUPS)
 
 
 class MergedViews:

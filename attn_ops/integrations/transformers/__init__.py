@@ -28,7 +28,7 @@ from attn_ops.integrations.transformers.forward import attention_forward, no_mas
 from attn_ops.integrations.transformers.keywords import carry_keywords
 from attn_ops.integrations.transformers.latent import has_latent
 from attn_ops.integrations.transformers.layers import NAME, cache_index
-from attn_ops.integrations.transformers.models import check_model
+from attn_ops.integrations.transformers.models import check_model, prepare_model
 from attn_ops.integrations.transformers.probe import AttentionProbe
 from attn_ops.integrations.transformers.registration import register
 from attn_ops.integrations.transformers.rows import check_logits
@@ -54,5 +54,6 @@ __all__ = [
     "dynamic_batch",
     "has_latent",
     "no_mask",
+    "prepare_model",
     "register",
 ]

@@ -4,9 +4,23 @@ from typing import Any
 
 from torch import nn
 
-from attn_ops.integrations.merged import check_merged
+from attn_ops.integrations.merged import check_merged, mend_merged, merged_in_words
 from attn_ops.integrations.transformers.batch import check_lengths
 from attn_ops.integrations.transformers.layers import NAME
+
+
+def prepare_model(model: Any, max_tokens: int, merge: bool | str, *, compiled: bool) -> str:
+    """Check a model, and merge its projections if that is wanted; what was merged, in words.
+
+    Args:
+        model, max_tokens: see `check_model`.
+        merge: as `merged_in_words` takes it.
+        compiled: whether torch.compile has the model.
+    """
+    if merge is not False and isinstance(model, nn.Module):
+        mend_merged(model)
+    check_model(model, max_tokens)
+    return merged_in_words(model, merge, compiled=compiled)
 
 
 def check_model(model: Any, max_tokens: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from attn_ops.integrations import merged
 from attn_ops.integrations.merged import MergedSlice, check_merged, merge_projections
 from graphs import DecodeSession
 from tests.kit.models import build_model
@@ -28,7 +29,74 @@ def test_weights_taken_apart_are_refused():
     merge_projections(model)
     model.double()
     with pytest.raises(ValueError, match=r"q_proj.weight must be a view of its merged weight"):
-        DecodeSession(model, max_batch_size=1, max_tokens=8)
+        DecodeSession(model, max_batch_size=1, max_tokens=8, merge_projections=False)
+    with pytest.raises(ValueError, match=r"merge_projections must be known, got 'yes'"):
+        DecodeSession(model, max_batch_size=1, max_tokens=8, merge_projections="yes")
+
+
+def test_a_session_mends_what_was_taken_apart():
+    """The numbers are those of the slices."""
+    model = build_model()
+    state = copy.deepcopy(model.state_dict())
+    assert merge_projections(model) == 4
+    model.double()
+    session = DecodeSession(model, max_batch_size=1, max_tokens=8)
+    assert session.report().products == "4 groups of projections share a product"
+    check_merged(model)
+    assert all(
+        torch.equal(value, state[name].double()) for name, value in model.state_dict().items()
+    )
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.weight.data.fill_(2)
+    assert (attention.q_proj.merged.weight[: attention.q_proj.end] == 2).all()
+
+
+def test_sessions_merge_when_they_are_asked(make_model):
+    """The same tokens, names and gradients; on a CPU not unasked."""
+    model = make_model()
+    names = list(model.state_dict())
+    options = {"max_batch_size": 2, "max_tokens": 40}
+    plain = DecodeSession(model, **options)
+    assert plain.report().products == (
+        "not merged: the model is not compiled: each layer computes its own product"
+    )
+    wanted = plain.generate([[1, 2, 3], [4]], max_new_tokens=5)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert "no gain was measured on a cpu" in DecodeSession(compiled, **options).products
+    merged = DecodeSession(compiled, merge_projections=True, **options)
+    assert merged.report().products == "4 groups of projections share a product"
+    assert list(model.state_dict()) == names
+    assert merged.generate([[1, 2, 3], [4]], max_new_tokens=5) == wanted
+    again = DecodeSession(compiled, merge_projections=False, **options)
+    assert again.report().products == "4 groups of projections share a product"
+
+
+def test_gradients_reach_the_layers_own_weights():
+    model = Projections(*(nn.Linear(4, 4) for _ in range(3)))
+    merge_projections(model)
+    compiled = torch.compile(model.k_proj, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        wanted = compiled(torch.ones(2, 4))
+    out = compiled(torch.ones(2, 4))
+    torch.testing.assert_close(out, wanted)
+    out.sum().backward()
+    torch.testing.assert_close(model.k_proj.weight.grad, torch.full((4, 4), 2.0))
+
+
+class Wrapped(torch.Tensor):
+    """As libraries hold quantized weights."""
+
+
+def test_quantized_weights_are_left_alone_unasked():
+    """Asked for, they are refused, as by `merge_projections`."""
+    model = Projections(*(nn.Linear(4, 4) for _ in range(3)))
+    cuda = torch.device("cuda")
+    assert merged.why_unmerged(model, cuda, compiled=True) is None
+    model.q_proj.weight = nn.Parameter(torch.ones(4, 4).as_subclass(Wrapped))
+    assert merged.why_unmerged(model, cuda, compiled=True) == "the weights are quantized"
+    assert "no layers are siblings named q_proj" in str(
+        merged.why_unmerged(nn.Linear(2, 2), cuda, compiled=True)
+    )
 
 
 LENGTHS = [1, 5, 13, 2]  # of prompts; the windows of the tiny models are 6 and 7

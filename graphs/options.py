@@ -73,7 +73,7 @@ class SessionOptions:
     strict: bool = False
     lazy_capture: bool = False
     on_capture_failure: str = "raise"
-    merge_projections: bool | str = "auto"
+    merge_projections: bool | str = False
 
     @classmethod
     def of(cls, options: "SessionOptions | None", changes: dict[str, Any]) -> "SessionOptions":

@@ -69,15 +69,14 @@ class DecodeSession:
         self, model: torch.nn.Module, options: SessionOptions | None = None, **changes: Any
     ) -> None:
         options = SessionOptions.of(options, changes)
-        self.model = model
-        self.original: Any = getattr(model, "_orig_mod", model)
+        self.model, self.original = model, cast(Any, getattr(model, "_orig_mod", model))
         compiled, merge = is_compiled(model), options.merge_projections
         self.products = prepare_model(self.original, options.max_tokens, merge, compiled=compiled)
         self.device = next(self.original.parameters()).device
         with surroundings(self.device):
-            self._set_up(options)
+            self._set_up(options, compiled)
 
-    def _set_up(self, options: SessionOptions) -> None:
+    def _set_up(self, options: SessionOptions, compiled: bool) -> None:
         self.verifier, kv_cache_dtype = options.verifier(), options.kv_cache_dtype
         self.vocab_size = self.original.config.get_text_config().vocab_size
         self.max_batch_size, self.max_tokens = options.max_batch_size, options.max_tokens
@@ -87,7 +86,6 @@ class DecodeSession:
         contract = Contract(
             self.original, self.specs, inputs.probe, self.vocab_size, self.max_tokens
         )
-        compiled = is_compiled(self.model)
         self.state = ModelState(self.original, contract, compiled=compiled)
         sizes = sizes_of(self.original, compiled=compiled)
         self.backend_selection = selected(self.specs, block_size, self.device, options.backend)

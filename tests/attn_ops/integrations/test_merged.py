@@ -29,7 +29,7 @@ def test_weights_taken_apart_are_refused():
     merge_projections(model)
     model.double()
     with pytest.raises(ValueError, match=r"q_proj.weight must be a view of its merged weight"):
-        DecodeSession(model, max_batch_size=1, max_tokens=8, merge_projections=False)
+        DecodeSession(model, max_batch_size=1, max_tokens=8)
     with pytest.raises(ValueError, match=r"merge_projections must be known, got 'yes'"):
         DecodeSession(model, max_batch_size=1, max_tokens=8, merge_projections="yes")
 
@@ -40,7 +40,7 @@ def test_a_session_mends_what_was_taken_apart():
     state = copy.deepcopy(model.state_dict())
     assert merge_projections(model) == 4
     model.double()
-    session = DecodeSession(model, max_batch_size=1, max_tokens=8)
+    session = DecodeSession(model, max_batch_size=1, max_tokens=8, merge_projections=True)
     assert session.report().products == "4 groups of projections share a product"
     check_merged(model)
     assert all(
@@ -57,12 +57,14 @@ def test_sessions_merge_when_they_are_asked(make_model):
     names = list(model.state_dict())
     options = {"max_batch_size": 2, "max_tokens": 40}
     plain = DecodeSession(model, **options)
-    assert plain.report().products == (
+    assert plain.report().products == "not merged: merge_projections is False"
+    assert DecodeSession(model, merge_projections="auto", **options).products == (
         "not merged: the model is not compiled: each layer computes its own product"
     )
     wanted = plain.generate([[1, 2, 3], [4]], max_new_tokens=5)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert "no gain was measured on a cpu" in DecodeSession(compiled, **options).products
+    auto = DecodeSession(compiled, merge_projections="auto", **options)
+    assert "no gain was measured on a cpu" in auto.products
     merged = DecodeSession(compiled, merge_projections=True, **options)
     assert merged.report().products == "4 groups of projections share a product"
     assert list(model.state_dict()) == names

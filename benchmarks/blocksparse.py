@@ -216,16 +216,14 @@ def measure_case(case: Case, setting: Setting, others: bool = True) -> dict[str,
 
 
 def prefill_forms() -> Iterator[dict[str, Any]]:
-    for keys, warps, stages, gather, ahead in itertools.product(
-        (32, 64), (4, 8), (2, 3, 4), (True, False), (True, False)
+    for keys, warps, stages, source, heads_first in itertools.product(
+        (32, 64), (4, 8), (2, 3, 4), ("gather", "by_rows", "ahead", "behind"), (True, False)
     ):
-        if gather and not ahead:
-            continue  # the same kernel
-        for heads_first in (True, False):
-            yield {
-                "rows": BLOCKS, "keys": keys, "num_warps": warps, "num_stages": stages,
-                "gather": gather, "ahead": ahead, "heads_first": heads_first, "heads": 1,
-            }  # fmt: skip
+        yield {
+            "rows": BLOCKS, "keys": keys, "num_warps": warps, "num_stages": stages, "heads": 1,
+            "gather": source == "gather", "by_rows": source == "by_rows",
+            "ahead": source != "behind", "heads_first": heads_first,
+        }  # fmt: skip
 
 
 def decode_forms() -> Iterator[dict[str, Any]]:
@@ -252,9 +250,10 @@ def launch(layers: Layers, form: dict[str, Any]) -> Attend:
     from attn_ops.backends.blocksparse.triton.prefill import prefill_attention
     from attn_ops.backends.triton.prefill_launch import Launch
 
-    chosen = Launch(**form)
+    by_rows = form["by_rows"]
+    chosen = Launch(**{name: value for name, value in form.items() if name != "by_rows"})
     return lambda i: prefill_attention(
-        layers.queries[i], layers.caches[i], layers.common, options, size, layout, chosen
+        layers.queries[i], layers.caches[i], layers.common, options, size, layout, chosen, by_rows
     )
 
 

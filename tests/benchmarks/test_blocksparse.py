@@ -49,4 +49,4 @@ def test_forms_of_the_launch(kind):
         if kind == "decode":
             DecodeConstants(**{n: v for n, v in form.items() if n != "num_splits"})
         else:
-            Launch(**form)
+            Launch(**{n: v for n, v in form.items() if n != "by_rows"})

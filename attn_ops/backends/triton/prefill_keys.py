@@ -16,6 +16,10 @@ TMA = tl.constexpr(2)
 """As DENSE, but read through tensor descriptors, [TILE, H] at a time and without masks: what lies
 behind a request's keys up to the end of a tile must be finite."""
 
+PAGED_TMA = tl.constexpr(3)
+"""As PAGED, but read through tensor descriptors of all rows of the cache, [rows, K * H]. Blocks are
+multiples of TILE; every key of the tiles must be one of the request's."""
+
 
 @triton.jit
 def load_blocks(table_ptr, start, seq_len, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
@@ -49,11 +53,11 @@ def attend_keys(
     k_source,  # this kv head's keys: a pointer; a descriptor if TMA
     v_source,
     table_ptr,  # the request's row of the block table, if PAGED
-    first_row,  # of the request's keys in k_source, if TMA
+    first_row,  # of the request's keys in k_source, if TMA; if PAGED_TMA the head's first column
     seq_len,
     begin,  # keys begin..end are visited; begin is a multiple of TILE
     end,
-    stride_block,
+    stride_block,  # if PAGED_TMA: rows of a block
     stride_k_token,
     stride_v_token,
     score_scale,
@@ -63,7 +67,7 @@ def attend_keys(
     PADDED_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    KEYS: tl.constexpr,  # PAGED, DENSE or TMA
+    KEYS: tl.constexpr,  # PAGED, DENSE, TMA or PAGED_TMA
     AHEAD: tl.constexpr,  # block ids are loaded an iteration ahead of their use
     CAUSAL: tl.constexpr,  # keys behind a row's position are masked
     HAS_WINDOW: tl.constexpr,
@@ -74,6 +78,7 @@ def attend_keys(
     MASKED: tl.constexpr,  # False: the caller knows that every row sees every key of begin..end
     columns_ptr=None,  # blocks that are visited, if LISTED: begin..end are places among their keys
     LISTED: tl.constexpr = 0,  # keys of a listed block, a multiple of TILE; 0: no list
+    STAGES: tl.constexpr = None,  # of the loop; None: of the kernel
 ):
     """Base 2, float32: acc_MH (not normalized), max_M, sum_M."""
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
@@ -87,9 +92,9 @@ def attend_keys(
         first = next_start
     else:
         first = begin
-    if KEYS == PAGED:
+    if KEYS == PAGED or KEYS == PAGED_TMA:
         block_C = load_blocks(table_ptr, first, seq_len, BLOCK_SIZE, TILE)
-    for place in range(begin, end, TILE):
+    for place in tl.range(begin, end, TILE, num_stages=STAGES):
         if LISTED:
             start = next_start
             next_start = listed_key(columns_ptr, place + TILE, end, LISTED)
@@ -106,6 +111,10 @@ def attend_keys(
             valid_C = tl.full([TILE], 1, tl.int1)
         if KEYS == TMA:
             k_CH = k_source.load([first_row + start, 0])
+        elif KEYS == PAGED_TMA:
+            row = (block_C * stride_block + start % BLOCK_SIZE).to(tl.int32)
+            block_C = load_blocks(table_ptr, behind, seq_len, BLOCK_SIZE, TILE)
+            k_CH = k_source.load([row, first_row])
         else:
             if KEYS == PAGED:
                 if not AHEAD:
@@ -151,6 +160,8 @@ def attend_keys(
         sum_M = sum_M * rescale_M + tl.sum(weight_MC, 1)
         if KEYS == TMA:
             v_CH = v_source.load([first_row + start, 0])
+        elif KEYS == PAGED_TMA:
+            v_CH = v_source.load([row, first_row])
         else:
             v_CH = tl.load(v_source + v_offset_C[:, None] + h_H[None, :], mask=mask_CH, other=0.0)
         acc_MH = tl.dot(

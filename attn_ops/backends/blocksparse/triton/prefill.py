@@ -15,15 +15,17 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.triton.prefill import CHANGES_SCORES, find_request
-from attn_ops.backends.triton.prefill_keys import TMA, attend_keys
+from attn_ops.backends.triton.prefill_keys import PAGED, PAGED_TMA, TMA, attend_keys
 from attn_ops.backends.triton.prefill_launch import (
     Launch,
     choose_num_splits,
     gathered_keys,
     gathers,
+    has_tma,
     paged_keys,
     shared_memory,
 )
@@ -46,8 +48,10 @@ def prefill_kernel(
     out_ptr,
     part_lse_ptr,  # [T, N, R] float32 contiguous, base 2, if SPLIT
     q_ptr,  # [T, N, HEAD_SIZE]
-    k_source,  # PAGED [P, B, K, HEAD_SIZE] in q's dtype or FP8; or TMA
+    k_source,  # [P, B, K, HEAD_SIZE] in q's dtype or FP8; if TMA gathered
     v_source,
+    k_rows,  # if PAGED_TMA: the same as descriptors of rows
+    v_rows,
     query_start_loc_ptr,  # [S + 1] int32
     seq_lens_ptr,  # [S] int32
     table_ptr,  # [S, max blocks] int32
@@ -91,7 +95,7 @@ def prefill_kernel(
     HAS_V_SCALE: tl.constexpr,
     HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,  # q in float32
-    KEYS: tl.constexpr,  # PAGED or TMA
+    KEYS: tl.constexpr,  # PAGED, PAGED_TMA or TMA
     AHEAD: tl.constexpr,
     FUSED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,  # order of programs: all heads of some rows before other rows
@@ -120,7 +124,7 @@ def prefill_kernel(
     context = seq_len - query_len
     skipped = tl.maximum(context, 0) % BLOCK_M
     first = (program - row_begin // BLOCK_M - 2 * request) * BLOCK_M - skipped
-    if first >= query_len:
+    if (first >= query_len) | (query_len <= 0):
         return
 
     given = given_scale(quant, HOW)
@@ -167,6 +171,7 @@ def prefill_kernel(
         own_end = tl.where(split == num_splits - 1, own_end, own_begin)
 
     first_row = 0
+    OWN_KEYS: tl.constexpr = TMA if KEYS == TMA else PAGED  # masked: what follows may be NaN
     if KEYS == TMA:
         first_row = kv_head * stride_k_head + request * stride_table
     else:
@@ -176,18 +181,27 @@ def prefill_kernel(
     acc_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
     counted_M = owned_M & (split == 0) & (seq_len > 0)
     max_M, sum_M = first_logits(sinks_ptr, head_M, counted_M, BLOCK_M, HAS_SINKS)
-    acc_MH, max_M, sum_M = attend_keys(
-        acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_source, v_source, table_ptr,
-        first_row, seq_len, place, place_end, stride_block, stride_k_token, stride_v_token,
-        score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
-        AHEAD, True, HAS_WINDOW, False, HAS_SOFT_CAP, HAS_ALIBI, FUSED, False,
-        columns_ptr, SPARSE_SIZE,
-    )  # fmt: skip
+    if KEYS == PAGED_TMA:
+        acc_MH, max_M, sum_M = attend_keys(
+            acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_rows, v_rows, table_ptr,
+            kv_head * HEAD_SIZE, seq_len, place, place_end, 2 * BLOCK_SIZE, 0, 0,
+            score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
+            AHEAD, True, HAS_WINDOW, False, HAS_SOFT_CAP, HAS_ALIBI, FUSED, False,
+            columns_ptr, SPARSE_SIZE,
+        )  # fmt: skip
+    else:
+        acc_MH, max_M, sum_M = attend_keys(
+            acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_source, v_source, table_ptr,
+            first_row, seq_len, place, place_end, stride_block, stride_k_token, stride_v_token,
+            score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
+            AHEAD, True, HAS_WINDOW, False, HAS_SOFT_CAP, HAS_ALIBI, FUSED, False,
+            columns_ptr, SPARSE_SIZE,
+        )  # fmt: skip
     acc_MH, max_M, sum_M = attend_keys(
         acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_source, v_source, table_ptr,
         first_row, seq_len, own_begin, own_end, stride_block, stride_k_token, stride_v_token,
-        score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
-        AHEAD, True, HAS_WINDOW, False, HAS_SOFT_CAP, HAS_ALIBI, FUSED, True,
+        score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, OWN_KEYS,
+        AHEAD, True, HAS_WINDOW, False, HAS_SOFT_CAP, HAS_ALIBI, FUSED, True, STAGES=1,
     )  # fmt: skip
     store_rows(
         out_ptr, part_lse_ptr, lse_ptr, acc_MH, max_M, sum_M, row_M, head_M, owned_M, split,
@@ -199,6 +213,27 @@ def prefill_kernel(
 def divisor(sparse_size: int, most: int) -> int:
     """The largest power of two up to `most` that divides a block of the layout."""
     return min(sparse_size & -sparse_size, most)
+
+
+def readable_by_rows(kv_cache: torch.Tensor, dtype: torch.dtype, tile: int) -> bool:
+    """Whether tiles of keys are boxes of rows of the cache: whole pages, tokens in order."""
+    _, _, block_size, num_kv_heads, head_size = kv_cache.shape
+    row = num_kv_heads * head_size
+    in_order = kv_cache.stride() == (2 * block_size * row, block_size * row, row, head_size, 1)
+    whole = block_size % tile == 0 and head_size == triton.next_power_of_2(head_size)
+    aligned = kv_cache.data_ptr() % 16 == 0 and row * kv_cache.element_size() % 16 == 0
+    return in_order and whole and aligned and kv_cache.dtype == dtype
+
+
+def key_rows(kv_cache: torch.Tensor, tile: int) -> list[TensorDescriptor]:
+    """Keys and values as rows [.., K * H]; those of block p begin at row 2 * B * p."""
+    num_blocks, _, block_size, num_kv_heads, head_size = kv_cache.shape
+    row = num_kv_heads * head_size
+    rows = (2 * num_blocks - 1) * block_size
+    return [
+        TensorDescriptor(half, [rows, row], [row, 1], [tile, head_size])
+        for half in kv_cache.unbind(1)
+    ]
 
 
 def choose_launch(
@@ -215,7 +250,10 @@ def choose_launch(
     elif padded_head_size > 128:
         launch = Launch(64, 32, 4, 3)
     else:
-        launch = Launch(64, 64, 4, 3, gather=gathers(q, kv_cache, common))
+        in_place = has_tma(q.device) and readable_by_rows(
+            kv_cache, q.dtype, divisor(sparse_size, 64)
+        )
+        launch = Launch(64, 64, 4, 3, gather=not in_place and gathers(q, kv_cache, common))
     launch = launch._replace(
         rows=divisor(sparse_size, launch.rows),
         keys=divisor(sparse_size, launch.keys),
@@ -234,25 +272,34 @@ def prefill_attention(
     sparse_size: int,
     layout: Sequence[torch.Tensor],
     launch: Launch | None = None,
+    by_rows: bool | None = None,
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
 
     With `options.quant` the output is quantized as it says. max_query_len and max_seq_len must
     bound the batch's lengths, in a captured launch those of every replay. `layout` are tensors of
-    `BlockTables` for blocks of `sparse_size` tokens. `launch` overrides the choice; its rows and
-    keys are powers of two that divide `sparse_size`.
+    `BlockTables` for blocks of `sparse_size` tokens.
+
+    Args:
+        launch: overrides the choice; its rows and keys are powers of two that divide `sparse_size`.
+        by_rows: overrides whether keys are read in place by TMA, where `readable_by_rows`.
     """
     quant = options.quant
     if quant is not None and not quant.how.within_heads(q.shape[2]):
         plain = dataclasses.replace(options, quant=None)
         return launch_quantize(
-            prefill_attention(q, kv_cache, common, plain, sparse_size, layout, launch), quant
+            prefill_attention(q, kv_cache, common, plain, sparse_size, layout, launch, by_rows),
+            quant,
         )
     launch = launch or choose_launch(q, kv_cache, common, sparse_size)
+    if by_rows is None:
+        by_rows = has_tma(q.device) and not launch.gather
     if launch.gather:
-        keys = gathered_keys(kv_cache, common, options, q.dtype, launch.keys)
+        keys, by_rows = gathered_keys(kv_cache, common, options, q.dtype, launch.keys), False
     else:
         keys = paged_keys(kv_cache, common, options)
+        by_rows = by_rows and readable_by_rows(kv_cache, q.dtype, launch.keys)
+    rows = key_rows(kv_cache, launch.keys) if by_rows else (keys.k, keys.v)
     num_rows, num_heads, head_size = q.shape
     starts, columns, *_ = layout
     block_m, _ = launch.fitted(1, common.max_query_len)
@@ -264,7 +311,8 @@ def prefill_attention(
     arguments, flags = option_arguments(options, unused=out)
     num_row_tiles = num_rows // block_m + 2 * common.num_reqs + 2
     prefill_kernel[(num_row_tiles * num_heads, launch.num_splits)](
-        part, part_lse, q, keys.k, keys.v, common.query_start_loc, common.seq_lens, keys.table,
+        part, part_lse, q, keys.k, keys.v, *rows,
+        common.query_start_loc, common.seq_lens, keys.table,
         starts, columns, *q.stride()[:2], *keys.strides, starts.shape[1] - 1, common.num_reqs,
         num_rows, launch.num_splits, *arguments,
         **(none if split else epilogue),
@@ -277,7 +325,7 @@ def prefill_attention(
         BLOCK_M=block_m,
         TILE=launch.keys,
         WIDEN=widened(q.dtype),
-        KEYS=keys.kind,
+        KEYS=PAGED_TMA.value if by_rows else keys.kind,
         FUSED=options.scale > 0 and not any(flags[name] for name in CHANGES_SCORES),
         SPLIT=split,
         **launch.constants(block_m),

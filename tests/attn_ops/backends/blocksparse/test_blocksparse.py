@@ -105,24 +105,47 @@ def test_any_number_of_ranges(num_splits, homo_head_group):
     check(case, "BLOCKSPARSE", DEVICE, attend)
 
 
-@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("keys", ["in place", "by rows", "gathered"])
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("rows", [32, *slow(16)])
-def test_forms_of_prefill(gather, num_splits, rows):
-    """Keys read in place or gathered, and split over programs."""
-    from attn_ops.backends.blocksparse.triton.prefill import prefill_attention
+def test_forms_of_prefill(keys, num_splits, rows):
+    """Keys read in place, by pointers or descriptors of rows, or gathered; split over programs."""
+    from attn_ops.backends.blocksparse.triton.prefill import prefill_attention, readable_by_rows
     from attn_ops.backends.triton.prefill_launch import Launch
 
+    gather = keys == "gathered"
     launch = Launch(rows, 32, 4, 1, heads=1, gather=gather, num_splits=num_splits)
 
     def attend(q, kv_cache, meta, scale, blocksparse):
         options = asked(scale, q, blocksparse)
         layout = blocksparse.tensors()
         size, common = blocksparse.block_size, meta.common
-        out = prefill_attention(q, kv_cache, common, options, size, layout, launch)
+        by_rows = keys == "by rows"
+        assert readable_by_rows(kv_cache, q.dtype, launch.keys)
+        out = prefill_attention(q, kv_cache, common, options, size, layout, launch, by_rows)
         return out, options.lse
 
-    check(case_of(*MIXED, num_padding_rows=3), "BLOCKSPARSE", DEVICE, attend)
+    case = case_of(*MIXED, num_padding_rows=3, cache_block_size=64)
+    check(case, "BLOCKSPARSE", DEVICE, attend)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_requests_without_queries_are_not_computed():
+    """Between others, with cached tokens that end within a block; the interpreter tells of NaN."""
+    check(case_of((3, 0, 18), (5, 39, 18), head_size=16), "BLOCKSPARSE", DEVICE)
+
+
+def test_caches_that_are_no_rows():
+    """Pages smaller than a tile, heads before tokens, odd head sizes, FP8: read by pointers."""
+    from attn_ops.backends.blocksparse.triton.prefill import readable_by_rows
+
+    cache, half = torch.zeros(3, 2, 64, 2, 32, dtype=torch.float16), torch.float16
+    assert readable_by_rows(cache, half, 64)
+    assert not readable_by_rows(cache, half, 128)
+    assert not readable_by_rows(cache.transpose(2, 3).contiguous().transpose(2, 3), half, 64)
+    assert not readable_by_rows(cache[:, :, :, :1], half, 64)
+    assert not readable_by_rows(torch.zeros(3, 2, 64, 2, 80, dtype=half), half, 64)
+    assert not readable_by_rows(cache.to(torch.float8_e4m3fn).view(torch.uint8), half, 64)
 
 
 def asked(scale, q, blocksparse):

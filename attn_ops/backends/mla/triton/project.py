@@ -180,7 +180,9 @@ def fits(quant: QuantizedOutput | None, launch: ProjectLaunch, value: int) -> Pr
     elif not how.within_heads(value):
         return None
     values = max(launch.values, how.group or 0)
-    return launch._replace(values=padded if value % values else values)
+    values = padded if value % values else values
+    held = values * launch.latents // 8192  # warps whose registers hold a tile of W_UV
+    return launch._replace(values=values, num_warps=min(max(launch.num_warps, held), 8))
 
 
 def combine_project(

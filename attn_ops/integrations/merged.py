@@ -14,7 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),  # latent attention whose queries have no latent
+    ("gate_proj", "up_proj"),
+)
 """Names of sibling linear layers that read the same input in Transformers' models."""
 
 

@@ -10,6 +10,7 @@ N query heads, K kv heads, H head size, S requests.
 """
 
 import enum
+import importlib
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -101,10 +102,9 @@ class Wrapper:
 
         self.kind = kind
         if kind is Kind.MLA:
-            from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
             hopper = torch.cuda.get_device_capability(workspace.device)[0] == 9
-            self._wrapper = BatchMLAPagedAttentionWrapper(
+            mla: Any = importlib.import_module("flashinfer.mla")
+            self._wrapper = mla.BatchMLAPagedAttentionWrapper(
                 workspace, backend="fa3" if hopper else "fa2"
             )
         elif kind is Kind.DECODE:

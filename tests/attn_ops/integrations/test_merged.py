@@ -73,6 +73,18 @@ def test_sessions_merge_when_they_are_asked(make_model):
     assert again.report().products == "4 groups of projections share a product"
 
 
+def test_latents_of_queries_and_keys_are_one_product(make_model):
+    """Both are computed of the hidden states."""
+    model = make_model("deepseek_v2")
+    options = {"max_batch_size": 2, "max_tokens": 40}
+    wanted = DecodeSession(model, **options).generate([[1, 2, 3], [4]], max_new_tokens=5)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    session = DecodeSession(compiled, merge_projections=True, **options)
+    names = [name for name, m in model.named_modules() if isinstance(m, merged.MergedWeights)]
+    assert sum("kv_a_proj_with_mqa" in name for name in names) == len(model.model.layers)
+    assert session.generate([[1, 2, 3], [4]], max_new_tokens=5) == wanted
+
+
 def test_gradients_reach_the_layers_own_weights():
     model = Projections(*(nn.Linear(4, 4) for _ in range(3)))
     merge_projections(model)

@@ -32,6 +32,7 @@ from attn_ops.output_quant.schemes import SCHEMES, QuantizedOutput
 from attn_ops.testing import make_case
 from attn_ops.testing.features import FEATURES
 from attn_ops.testing.quantized import forms_of
+from benchmarks.fuzz_blocksparse import check, draw
 from tests.attn_ops.backends.mla.triton.reference import make_case as make_latent_case
 
 DECODE = ([1, 1, 0, 1, 1], [1, 17, 9, 70, 300])
@@ -214,6 +215,12 @@ def mla() -> None:
     finite(out)
 
 
+def blocksparse() -> None:
+    """Random layers and batches of block-sparse attention, against the dense reference."""
+    for seed in range(12):
+        check(draw(seed, "cuda", 300), "BLOCKSPARSE", "cuda")
+
+
 def finite(*tensors: torch.Tensor) -> None:
     """Read every element on the device: initcheck then knows whether it was written."""
     for x in tensors:
@@ -228,6 +235,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "merge": merge,
     "metadata": metadata,
     "mla": mla,
+    "blocksparse": blocksparse,
 }
 
 

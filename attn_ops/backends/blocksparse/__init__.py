@@ -60,10 +60,14 @@ def forward(
     size, layout = options.sparse_block_size, options.block_layout
     if size is None or layout is None:
         return TRITON.forward(q, kv_cache, meta, options)
-    check(q, kv_cache, options)
+    special = not options.checked or q.is_cpu or options.kv_cache_dtype != "auto"
+    if special or q.stride(2) != 1 or kv_cache.stride(4) != 1:
+        check(q, kv_cache, options)
     if q.shape[0] == 0:
         return empty(q, options)
     attend = _kernels()[meta.common.max_query_len > 1]
+    if q.device.type == "cpu" or q.get_device() == torch.cuda.current_device():
+        return attend(q, kv_cache, meta.common, options, size, layout)
     with torch.cuda.device_of(q):  # Triton launches on the current device, not on its arguments'
         return attend(q, kv_cache, meta.common, options, size, layout)
 

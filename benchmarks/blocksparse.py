@@ -88,6 +88,15 @@ def active_bytes(layout: BlockLayout, case: Case, spec: AttentionSpec) -> int:
     return 2 * case.shape.num_reqs * tokens * spec.head_size * item
 
 
+def room(case: Case, spec: AttentionSpec, device: torch.device) -> int:
+    """Bytes that all caches exceed: the L2 cache twice; of decodes 32 layers, or 4 GiB."""
+    tokens = case.shape.num_reqs * case.shape.seq_len
+    item = torch.empty(0, dtype=spec.cache_dtype).itemsize
+    one = 2 * tokens * spec.num_kv_heads * spec.head_size * item
+    many = min(32 * one, 4 << 30) if case.kind == "decode" and device.type == "cuda" else 0
+    return max(2 * l2_bytes(device), many)
+
+
 def dense(layers: Layers) -> Layers:
     """The same caches and queries, for layers that see every block."""
     spec = dataclasses.replace(layers.spec, blocksparse=None)
@@ -189,9 +198,8 @@ def measure_case(case: Case, setting: Setting, others: bool = True) -> dict[str,
     """Microseconds a layer of everything, at one shape."""
     spec, device = setting.spec, setting.device
     layout = default_layout(spec, case.shape.seq_len)
-    layers = make_layers(
-        spec, case.shape.lengths(), setting.block_size, device, 2 * l2_bytes(device)
-    )
+    lengths, least = case.shape.lengths(), room(case, spec, device)
+    layers = make_layers(spec, lengths, setting.block_size, device, least)
     runs, missing = prepared(layers, layout, case, others)
     for run in runs.values():
         run()
@@ -259,10 +267,9 @@ def launch(layers: Layers, form: dict[str, Any]) -> Attend:
 
 def tune_case(case: Case, setting: Setting) -> dict[str, Any]:
     """Every form at one shape, the fastest first; those that do not fit the GPU are left out."""
-    device = setting.device
-    layers = make_layers(
-        setting.spec, case.shape.lengths(), setting.block_size, device, 2 * l2_bytes(device)
-    )
+    spec, device = setting.spec, setting.device
+    lengths, least = case.shape.lengths(), room(case, spec, device)
+    layers = make_layers(spec, lengths, setting.block_size, device, least)
     found, failed = [], 0
     for form in decode_forms() if case.kind == "decode" else prefill_forms():
         attend = launch(layers, form)
@@ -357,4 +364,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    # Every prompt compiles FlexAttention anew; past Dynamo's limit of 8 it would run uncompiled.
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+        main()

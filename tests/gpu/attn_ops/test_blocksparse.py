@@ -21,7 +21,7 @@ PARAMS = BlocksparseParams(2048, 32, 8, 64, 4, 8)
 @pytest.mark.parametrize("first", range(0, 400, 50))
 def test_random_layers(first):
     for seed in range(first, first + 50):
-        check(draw(seed, "cuda", 2000), "BLOCKSPARSE", "cuda")
+        check(draw(seed, "cuda", 1000), "BLOCKSPARSE", "cuda")
 
 
 def test_random_layers_of_flex():

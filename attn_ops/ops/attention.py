@@ -224,7 +224,8 @@ def attention(
             q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
             v_scale=v_scale, attention_chunk_size=attention_chunk_size, causal=causal,
-            logits_rows=logits_rows, **layout_arguments(blocksparse),
+            logits_rows=logits_rows,
+            **({} if blocksparse is None else layout_arguments(blocksparse)),
         )  # fmt: skip
     return out if v_head_size is None else _narrowed(out, v_head_size)
 
@@ -261,7 +262,8 @@ def attention_with_lse(
         q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap,
         alibi_slopes=alibi_slopes, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
         v_scale=v_scale, attention_chunk_size=attention_chunk_size, causal=causal,
-        logits_rows=logits_rows, **layout_arguments(blocksparse),
+        logits_rows=logits_rows,
+        **({} if blocksparse is None else layout_arguments(blocksparse)),
     )  # fmt: skip
     return out if v_head_size is None else _narrowed(out, v_head_size), lse
 

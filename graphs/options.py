@@ -210,7 +210,7 @@ def check_bools(**arguments: Any) -> None:
             raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def check_known(name: str, value: Any, known: Sequence[str | None]) -> None:
+def check_known(name: str, value: Any, known: Sequence[str | bool | None]) -> None:
     """Raise a ValueError if `value` is not among those that are known."""
     if value not in known:
         supported = ", ".join(map(str, known))

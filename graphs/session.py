@@ -70,8 +70,8 @@ class DecodeSession:
     ) -> None:
         options = SessionOptions.of(options, changes)
         self.model, self.original = model, cast(Any, getattr(model, "_orig_mod", model))
-        compiled, merge = is_compiled(model), options.merge_projections
-        self.products = prepare_model(self.original, options.max_tokens, merge, compiled=compiled)
+        compiled = isinstance(model, torch.nn.Module) and is_compiled(model)
+        self.products = prepare_model(self.original, options, compiled=compiled)
         self.device = next(self.original.parameters()).device
         with surroundings(self.device):
             self._set_up(options, compiled)

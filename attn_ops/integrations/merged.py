@@ -72,7 +72,8 @@ class MergedSlice(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # With gradients it is the layer's own weight that must get them.
-        if not torch.compiler.is_compiling() or torch.is_grad_enabled():
+        trained = torch.is_grad_enabled() and self.weight.requires_grad
+        if trained or not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         return F.linear(x, self.merged.weight, self.merged.bias)[..., self.begin : self.end]
 

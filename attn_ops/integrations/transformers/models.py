@@ -1,6 +1,6 @@
 """What a model must be, before anything of it is called."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -9,18 +9,28 @@ from attn_ops.integrations.transformers.batch import check_lengths
 from attn_ops.integrations.transformers.layers import NAME
 
 
-def prepare_model(model: Any, max_tokens: int, merge: bool | str, *, compiled: bool) -> str:
+class Prepared(Protocol):
+    """What a caller wants of a model."""
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def merge_projections(self) -> bool | str: ...
+
+
+def prepare_model(model: Any, wanted: Prepared, *, compiled: bool) -> str:
     """Check a model, and merge its projections if that is wanted; what was merged, in words.
 
     Args:
-        model, max_tokens: see `check_model`.
-        merge: as `merged_in_words` takes it.
+        model: see `check_model`.
+        wanted: `max_tokens` of a request, and `merge_projections` as `merged_in_words` takes it.
         compiled: whether torch.compile has the model.
     """
-    if merge is not False and isinstance(model, nn.Module):
+    if wanted.merge_projections is not False and isinstance(model, nn.Module):
         mend_merged(model)
-    check_model(model, max_tokens)
-    return merged_in_words(model, merge, compiled=compiled)
+    check_model(model, wanted.max_tokens)
+    return merged_in_words(model, wanted.merge_projections, compiled=compiled)
 
 
 def check_model(model: Any, max_tokens: int) -> None:

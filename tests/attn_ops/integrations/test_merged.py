@@ -51,6 +51,7 @@ def test_a_session_mends_what_was_taken_apart():
     assert (attention.q_proj.merged.weight[: attention.q_proj.end] == 2).all()
 
 
+@pytest.mark.slow
 def test_sessions_merge_when_they_are_asked(make_model):
     """The same tokens, names and gradients; on a CPU not unasked."""
     model = make_model()
@@ -73,6 +74,7 @@ def test_sessions_merge_when_they_are_asked(make_model):
     assert again.report().products == "4 groups of projections share a product"
 
 
+@pytest.mark.slow
 def test_latents_of_queries_and_keys_are_one_product(make_model):
     """Both are computed of the hidden states."""
     model = make_model("deepseek_v2")

@@ -25,6 +25,7 @@ def test_active_bytes_are_those_that_any_head_of_a_kv_head_sees():
     assert blocksparse.active_bytes(layout, case, spec) == 3 * keys * 8 * 2 * 2
 
 
+@pytest.mark.slow
 def test_it_runs_on_a_cpu(tmp_path):
     path = tmp_path / "figures.json"
     arguments = ["--device", "cpu", "--rounds", "1", "--block-size", "16", "--json", str(path)]

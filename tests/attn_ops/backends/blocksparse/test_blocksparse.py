@@ -33,7 +33,7 @@ NAMES = ("BLOCKSPARSE", "TORCH", "FLEX")
 
 
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("first", range(0, 32, 4))
+@pytest.mark.parametrize("first", [0, 4, *slow(*range(8, 32, 4))])
 def test_random_layers(backend, first):
     """Every rank gives its slice of what one rank gives for all heads."""
     for seed in range(first, first + 4):
@@ -87,7 +87,7 @@ def test_groups_of_more_than_32_heads():
         check(case_of(*lengths, num_heads=40, num_kv_heads=1), "BLOCKSPARSE", DEVICE)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 5, *slow(64)])
+@pytest.mark.parametrize("num_splits", [1, 5, *slow(2, 64)])
 @pytest.mark.parametrize("homo_head_group", [False, True])
 def test_any_number_of_ranges(num_splits, homo_head_group):
     """Ranges of the listed keys, with none left for some programs, and their merge."""
@@ -106,7 +106,7 @@ def test_any_number_of_ranges(num_splits, homo_head_group):
 
 
 @pytest.mark.parametrize("keys", ["in place", "by rows", "gathered"])
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("num_splits", [3, *slow(1)])
 @pytest.mark.parametrize("rows", [32, *slow(16)])
 def test_forms_of_prefill(keys, num_splits, rows):
     """Keys read in place, by pointers or descriptors of rows, or gathered; split over programs."""
@@ -169,7 +169,10 @@ def test_compiled(backend):
 
 
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize(
+    "lengths",
+    [pytest.param(MIXED, marks=pytest.mark.slow, id="mixed"), pytest.param(DECODE, id="decode")],
+)
 def test_the_contract_of_the_operators(backend, lengths):
     """PyTorch's own check: schemas, fakes and traces."""
     case = case_of(*lengths)

@@ -4,29 +4,18 @@ P physical blocks (block 0 is the null block), B block size, K kv heads, H head 
 M blocks a request may own.
 """
 
-import dataclasses
 import math
 import os
 from collections.abc import Hashable, Sequence
 
 import torch
 
+from attn_ops.block_pool import NULL_BLOCK, BlockPool, BlockTable, OutOfBlocksError
 from attn_ops.metadata import AttentionSpec, KVCacheLayoutType, get_kv_cache_layout
+from attn_ops.ops.cache_blocks import copy_blocks
+from attn_ops.prefixes import NO_MATCH, ROOT, Content, Key, Match
 
-NULL_BLOCK = 0
-"""Padding rows are written to it; no request owns it."""
-
-
-class OutOfBlocksError(ValueError):
-    """The cache has fewer free blocks than a request needs. Nothing was allocated."""
-
-
-@dataclasses.dataclass
-class BlockTable:
-    """Blocks of one request, in logical order."""
-
-    blocks: list[int]
-    num_tokens: int = 0  # tokens that fit into its blocks, as reserved
+__all__ = ["NULL_BLOCK", "OutOfBlocksError", "PagedKVCache"]
 
 
 class PagedKVCache:
@@ -88,9 +77,7 @@ class PagedKVCache:
             )
         self.num_blocks = num_blocks
         self.tensors = self._allocate_all(torch.device(device), num_tokens)
-        # A stack: block 1 is taken first.
-        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        self._tables: dict[Hashable, BlockTable] = {}
+        self.pool = BlockPool(num_blocks, block_size)
 
     def _allocate_all(self, device: torch.device, num_tokens: int | None) -> list[torch.Tensor]:
         """Tensors of all layers, or a ValueError that says how many bytes they would take."""
@@ -120,7 +107,8 @@ class PagedKVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        """Blocks that no request owns; of some the tokens may be known."""
+        return self.pool.num_available
 
     @property
     def num_usable_tokens(self) -> int:
@@ -131,13 +119,18 @@ class PagedKVCache:
     def num_bytes(self) -> int:
         return self.num_blocks * self.bytes_per_block
 
-    def blocks_needed(self, request: Hashable, num_tokens: int) -> int:
-        """New blocks that `request` needs to hold `num_tokens` in all."""
-        table = self._tables.get(request)
-        return max(0, -(-num_tokens // self.block_size) - (len(table.blocks) if table else 0))
+    def blocks_needed(self, request: Hashable, num_tokens: int, match: Match = NO_MATCH) -> int:
+        """Free blocks that `request` needs to hold `num_tokens` in all."""
+        return self.pool.needed(request, num_tokens, match)
 
-    def reserve(self, request: Hashable, num_tokens: int) -> list[int]:
+    def reserve(self, request: Hashable, num_tokens: int, match: Match = NO_MATCH) -> list[int]:
         """Reserve blocks so that `request` holds `num_tokens` in all; returns all its blocks.
+
+        Args:
+            request: who owns them.
+            num_tokens: what they must hold.
+            match: of a request that owns none: what `match` found, with no change of the cache
+                since. The request shares those blocks; `copy_partial` copies the rest.
 
         Raises:
             ValueError: `num_tokens` is negative.
@@ -145,37 +138,78 @@ class PagedKVCache:
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
-        needed = self.blocks_needed(request, num_tokens)
-        if needed > len(self._free):
-            raise OutOfBlocksError(
-                f"request {request!r} needs {needed} more blocks for {num_tokens} tokens, "
-                f"{len(self._free)} of {self.num_blocks - 1} are free"
-            )
-        table = self._tables.setdefault(request, BlockTable([]))
-        table.blocks.extend(self._free.pop() for _ in range(needed))
-        table.num_tokens = max(table.num_tokens, num_tokens)
-        return list(table.blocks)
+        return self.pool.reserve(request, num_tokens, match)
 
     def free(self, request: Hashable) -> None:
-        """Give all blocks of `request` back.
+        """Give all blocks of `request` back, but for those that others share.
 
         Raises:
             ValueError: the request owns none (never reserved, or freed); the cache is as it was.
         """
         self._known(request)
-        self._free.extend(reversed(self._tables.pop(request).blocks))
+        self.pool.free(request)
 
     def _known(self, request: Hashable) -> BlockTable:
-        table = self._tables.get(request)
+        table = self.pool.tables.get(request)
         if table is None:
             raise ValueError(
                 f"request must own blocks, got {request!r}, which is unknown or already freed"
             )
         return table
 
+    # -- prefixes ----------------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int], keys: Sequence[Key]) -> Match:
+        """What is held of `tokens`, which a request begins with; `keys`: their `block_keys`."""
+        self.pool.settle()
+        return self.pool.index.find(tokens, keys, self.block_size)
+
+    def keep(self, request: Hashable, tokens: Sequence[int], keys: Sequence[Key]) -> None:
+        """The blocks of `request` hold `tokens`, its first ones; from here on others find them.
+
+        They must be written by what was launched before, and are not to be written again.
+        `keys`: their `block_keys`. Of a request whose partial block is not copied yet, nothing is
+        kept.
+        """
+        table, size = self._known(request), self.block_size
+        if table.copied is not None:
+            return
+        parents, known = [ROOT, *keys], self.pool.index.contents
+        contents = {}
+        for i, (block, key) in enumerate(zip(table.blocks, keys, strict=False)):
+            if block not in known or known[block].key != key:
+                contents[block] = Content(key, parents[i], tuple(tokens[i * size : (i + 1) * size]))
+        self.pool.keep(contents)
+
+    def copy_partial(self) -> None:
+        """Launch the copies of partial blocks that `reserve` has promised, without a host wait.
+
+        Call it before anything else is written to the cache.
+        """
+        tables = [t for t in self.pool.tables.values() if t.copied is not None]
+        if not tables:
+            return
+        pairs, device = torch.tensor([t.copied for t in tables]), self.tensors[0].device
+        if device.type == "cuda":
+            pairs = pairs.pin_memory()
+        copy_blocks(self.tensors, pairs.to(device, non_blocking=True))
+        for table in tables:
+            table.copied = None
+
+    def forget_prefixes(self) -> None:
+        """Find no tokens any more that were kept; requests go on as they are."""
+        self.pool.forget()
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks whose tokens a new request may find."""
+        return len(self.pool.index.contents)
+
+    # -- tables ------------------------------------------------------------------------------------
+
     def blocks(self, request: Hashable) -> list[int]:
         """Blocks of `request` in logical order; empty if it owns none."""
-        table = self._tables.get(request)
+        table = self.pool.tables.get(request)
         return list(table.blocks) if table else []
 
     def block_table(self, requests: Sequence[Hashable], width: int | None = None) -> torch.Tensor:

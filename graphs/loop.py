@@ -80,7 +80,7 @@ class StepLoop:
         only once it has taken their place; the launcher goes on from nothing else.
         """
         self._checked = False
-        if not self._checks_late:
+        if not self._checks_late or self.scheduler.may_share:
             self._check_model()
         self.warm_up()
         if self._launched is None:
@@ -152,8 +152,10 @@ class StepLoop:
 
         The device computes meanwhile what was launched before.
         """
-        if self.state.check() and self.graphs is not None:
-            self.drop_graphs()
+        if self.state.check():
+            self.scheduler.prefixes.forget()
+            if self.graphs is not None:
+                self.drop_graphs()
         self.state.stale = False
         self._checked = True
 
@@ -170,6 +172,7 @@ class StepLoop:
                 self.launcher.invalidate()
                 self._launched, self._checks_late = None, False
         if changed:
+            self.scheduler.prefixes.forget()
             self.drop_graphs()
             self.state.stale = False
         return changed

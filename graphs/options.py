@@ -45,6 +45,8 @@ class SessionOptions:
             layers have different backends, or the backend needs lengths on the host.
         strict: a mode that cannot be had is a ValueError, and so is on_capture_failure "continue".
         lazy_capture: capture a size when it is first needed, not all before the first step.
+        share_prefixes: a prompt does not compute again what the cache holds of its first tokens;
+            requests may opt out. Off, until it is measured on a GPU.
         merge_projections: q, k, v become one product, and gate, up another; parameters stay, as
             views of the merged weights (`attn_ops.integrations.merged`). "auto": of a compiled
             model on a GPU whose weights are not quantized.
@@ -73,6 +75,7 @@ class SessionOptions:
     strict: bool = False
     lazy_capture: bool = False
     on_capture_failure: str = "raise"
+    share_prefixes: bool = False
     merge_projections: bool | str = False
 
     @classmethod
@@ -106,6 +109,7 @@ class SessionOptions:
         check_positive(**{name: getattr(self, name) for name in names})
         check_ints(seed=self.seed)
         check_bools(strict=self.strict, lazy_capture=self.lazy_capture)
+        check_bools(share_prefixes=self.share_prefixes)
         check_known("debug", self.debug, DEBUGS)
         check_known("on_capture_failure", self.on_capture_failure, ON_FAILURE)
         check_known("merge_projections", self.merge_projections, MERGES)

@@ -23,6 +23,7 @@ from graphs.capture.plan import CapturePlan
 from graphs.compilation import Compilation
 from graphs.loop import StepLoop
 from graphs.modes import BatchDescriptor
+from graphs.requests.prefixes import PrefixCounts
 from graphs.runner import StepRunner
 from graphs.verify.verifier import Verifier
 
@@ -123,6 +124,7 @@ class SessionReport:
     capture_seconds: float
     decode_steps: DecodeSteps
     num_steps: dict[str, int]  # captured, called
+    prefixes: PrefixCounts | None  # None: requests share no prefixes
     verify: str | None  # "first", "always" or the interval; None: no replay is compared
     num_verified: int  # replays that were compared with a call; a difference was raised
     num_forgiven: int  # tokens of them that differed and were as good as the call's
@@ -163,6 +165,7 @@ class SessionReport:
             capture_seconds=0.0 if graphs is None else graphs.seconds,
             decode_steps=session.loop.launcher.chained(plan),
             num_steps=dict(session.loop.num_steps),
+            prefixes=session.loop.scheduler.prefixes.counts(),
             verify=None if verifier is None else str(verifier.mode),
             num_verified=0 if verifier is None else verifier.num_checked,
             num_forgiven=0 if verifier is None else verifier.num_forgiven,
@@ -215,6 +218,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
         *((f"  not {line.batch}", f"{line}; {line.advice}") for line in r.failures),
         ("decode steps", f"{steps.used}" if steps.asked == steps.used else taken),
         ("steps", f"{r.num_steps['captured']} captured, {r.num_steps['called']} called"),
+        *((("prefixes", str(r.prefixes)),) if r.prefixes else ()),
         ("verified", _verified(r)),
         ("compiled", _compiled(r)),
         *pass_lines(r),

@@ -24,7 +24,7 @@ from graphs.loop import StepLoop
 from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
 from graphs.report import SessionReport
-from graphs.requests.defaults import Defaults
+from graphs.requests.book import RequestBook
 from graphs.requests.requests import (
     Generation,
     Limits,
@@ -32,7 +32,6 @@ from graphs.requests.requests import (
     StepOutput,
     Wanted,
     checked_drafts,
-    checked_requests,
     known_request,
 )
 from graphs.requests.scheduler import Scheduler
@@ -41,6 +40,7 @@ from graphs.runner import LogitsObserver, StepRunner
 from graphs.step.inputs import ModelInputs
 from graphs.verify.model_state import ModelState
 from graphs.verify.replay import verified
+from graphs.verify.weight_versions import checked_versions
 
 
 class DecodeSession:
@@ -123,9 +123,12 @@ class DecodeSession:
             start_compile_workers()
 
     def _make_loop(self, options: SessionOptions) -> None:
-        self._next_id = 0
-        self._requests: dict[int, Request] = {}
-        self.scheduler = Scheduler(self.cache, self.max_batch_size, options.max_tokens_per_step)
+        weights = checked_versions(self.original) if options.share_prefixes else None
+        self.scheduler = Scheduler(
+            self.cache, self.max_batch_size, options.max_tokens_per_step, weights
+        )
+        self.book = RequestBook(self.original, self.limits, self.scheduler.waiting)
+        self._requests = self.book.requests
         self.token_stream = TokenStream(self.scheduler, self._requests)
         warns = options.any_mode or self.plan.asked is not CUDAGraphMode.NONE
         self.compilation = Compilation(self.runner, self, warns_uncompiled=warns)
@@ -141,7 +144,6 @@ class DecodeSession:
         )
         self.num_steps = self.loop.num_steps
         self.lock = threading.RLock()  # of `exclusive`
-        self._adding = threading.Lock()
 
     @property
     def graphs(self) -> StepGraphs | None:
@@ -180,6 +182,7 @@ class DecodeSession:
         eos: int | Iterable[int] | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         stop_token_ids: int | Iterable[int] | None = None,
+        share_prefix: bool = True,
         **sampling: Any,
     ) -> int:
         """Queue a prompt; returns the request's id.
@@ -191,6 +194,7 @@ class DecodeSession:
                 also gives `sampling` its defaults; (): no token ends it.
             eos_token_id: another name of `eos`.
             stop_token_ids: token or tokens that end it too, with the reason "stop".
+            share_prefix: False: its blocks are its own, where the session shares prefixes.
             sampling: fields of `SamplingParams`: temperature, top_k, top_p, min_p,
                 repetition_penalty, presence_penalty, frequency_penalty, seed.
 
@@ -198,9 +202,9 @@ class DecodeSession:
             ValueError: the prompt is empty, too long or holds an unknown token, the request can
                 never fit into the cache, or a parameter is out of range. Nothing is queued.
         """
-        wanted = Wanted(max_new_tokens, eos, eos_token_id, stop_token_ids, sampling)
+        wanted = Wanted(max_new_tokens, eos, eos_token_id, stop_token_ids, sampling, share_prefix)
         requests: list[Request] = []
-        self._queue_all(requests, [prompt], wanted)
+        self.book.queue_all(requests, [prompt], wanted)
         return requests[0].id
 
     def result(self, request_id: int) -> Generation | None:
@@ -222,20 +226,25 @@ class DecodeSession:
         eos: int | Iterable[int] | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         stop_token_ids: int | Iterable[int] | None = None,
+        n: int = 1,
+        share_prefix: bool = True,
         **sampling: Any,
     ) -> list[Generation]:
-        """Generate for all prompts: one result a prompt, in order.
+        """Generate for all prompts: `n` results a prompt, in order.
 
-        Arguments and errors as in `add`. A prompt that is refused refuses the call before
-        anything is queued. Tokens of other requests are kept for the next `step`.
+        Other arguments and errors as in `add`; the seed is that of a prompt's first result, others
+        have those after it. A prompt that is refused refuses the call before anything is queued.
+        Tokens of other requests are kept for the next `step`.
         """
-        wanted = Wanted(max_new_tokens, eos, eos_token_id, stop_token_ids, sampling)
+        wanted = Wanted(
+            max_new_tokens, eos, eos_token_id, stop_token_ids, sampling, share_prefix, n
+        )
         requests: list[Request] = []
         bar = tqdm(desc="generate", unit="request", disable=None, leave=False)
         try:
             try:
                 with bar:
-                    self._queue_all(requests, prompts, wanted)
+                    self.book.queue_all(requests, prompts, wanted)
                     bar.reset(len(requests))
                     self._finish(requests, bar.update)
                 return [cast(Generation, self.result(r.id)) for r in requests]
@@ -243,19 +252,6 @@ class DecodeSession:
                 self._discard_all(requests)
         finally:  # and when interrupted there
             self._discard_all(requests)
-
-    def _queue_all(
-        self, requests: list[Request], prompts: Sequence[Sequence[int]], wanted: Wanted
-    ) -> None:
-        """Queue all prompts, or none; `requests` gets what they have become.
-
-        A step may run meanwhile: it takes requests from the queue's other end.
-        """
-        with self._adding:
-            defaults = Defaults.of(self.original, self.vocab_size)
-            requests += checked_requests(self._next_id, prompts, wanted, defaults, self.limits)
-            for request in requests:
-                self._queue(request)
 
     def _discard_all(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -361,6 +357,14 @@ class DecodeSession:
         return SessionReport.of(self)
 
     @exclusive
+    def forget_prefixes(self) -> None:
+        """Compute every prompt anew from here on, as after weights have changed.
+
+        A session sees changes that torch counts by itself: not those through `weight.data`.
+        """
+        self.scheduler.prefixes.forget()
+
+    @exclusive
     @in_surroundings
     def release(self) -> None:
         """Give captured graphs and their memory back; the session goes on uncaptured.
@@ -379,11 +383,6 @@ class DecodeSession:
             "a DecodeSession cannot be pickled or copied: its graphs, cache and threads belong to "
             "this process; keep the SessionOptions, and make a new one of model and options"
         )
-
-    def _queue(self, request: Request) -> None:
-        self._next_id = request.id + 1
-        self._requests[request.id] = request  # first: `discard` knows what is queued
-        self.scheduler.waiting.append(request)
 
     def _finish(self, requests: Sequence[Request], progress: Callable[[int], object]) -> None:
         """Steps until the requests have ended; `progress` is told how many have in each."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from graphs.options import check_positive
+from graphs.options import check_bools, check_positive
 from graphs.requests.defaults import Defaults
 from graphs.requests.tokens import listed, listed_ids, token_ids
 from graphs.sampling import SamplingParams
@@ -25,6 +25,12 @@ class Request:
     max_tokens: int  # tokens of it that the cache may hold
     token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
     num_computed: int = 0  # tokens whose keys and values are in the cache
+    share_prefix: bool = True  # where the session shares prefixes
+    block_keys: list[bytes] = dataclasses.field(
+        default_factory=list
+    )  # of the prompt; empty: not made
+    num_kept: int = 0  # tokens that others may find in its blocks
+    begun_at: int = 0  # times that the session had forgotten prefixes before it began
 
     @property
     def finish_reason(self) -> str | None:
@@ -108,6 +114,8 @@ class Wanted:
     eos_token_id: int | Iterable[int] | None  # the same by another name
     stop_token_ids: int | Iterable[int] | None
     sampling: Mapping[str, Any]  # fields of `SamplingParams`
+    share_prefix: bool = True
+    n: int = 1  # requests of each prompt
 
     def params(self, defaults: Defaults) -> SamplingParams:
         """The sampling, with defaults where a field is not given."""
@@ -139,6 +147,8 @@ def checked_requests(
 ) -> list[Request]:
     """Requests with ids from `first_id` on, or a ValueError that names argument and value.
 
+    Those of one prompt differ in their seeds.
+
     Args:
         first_id: id of the first request.
         prompts: token ids of each.
@@ -147,23 +157,29 @@ def checked_requests(
         limits: of the session.
     """
     params, ends = wanted.params(defaults), wanted.ends(defaults, limits.vocab_size)
-    requests = []
-    for number, prompt in enumerate(listed("prompts", prompts, "prompts"), first_id):
-        own = params
-        if params.seed is None:
-            own = dataclasses.replace(params, seed=_seed(limits.seed, number))
-        requests.append(_checked_request(number, prompt, wanted.max_new_tokens, own, ends, limits))
+    check_positive(n=wanted.n)
+    check_bools(share_prefix=wanted.share_prefix)
+    requests: list[Request] = []
+    for prompt in listed("prompts", prompts, "prompts"):
+        tokens = _checked_prompt(prompt, wanted.max_new_tokens, limits)
+        for sample in range(wanted.n):
+            number = first_id + len(requests)
+            seed = _seed_of(params, sample, _seed(limits.seed, number))
+            own = dataclasses.replace(params, seed=seed)
+            request = Request(number, tokens, wanted.max_new_tokens, own, *ends, limits.max_tokens)
+            request.share_prefix = wanted.share_prefix
+            requests.append(request)
     return requests
 
 
-def _checked_request(
-    request_id: int,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    ends: tuple[frozenset[int], frozenset[int]],
-    limits: Limits,
-) -> Request:
+def _seed_of(params: SamplingParams, sample: int, default: int) -> int:
+    """That of a sample of a prompt: the first has the given one, others those after it."""
+    if params.seed is None:
+        return default
+    return (params.seed + sample + 2**63) % 2**64 - 2**63
+
+
+def _checked_prompt(prompt: Sequence[int], max_new_tokens: int, limits: Limits) -> list[int]:
     vocab_size, max_tokens = limits.vocab_size, limits.max_tokens
     tokens = token_ids("prompt", prompt, vocab_size)
     if not tokens:
@@ -173,13 +189,13 @@ def _checked_request(
             f"prompt must be at most max_tokens={max_tokens} long, got {len(tokens)} tokens"
         )
     check_positive(max_new_tokens=max_new_tokens)
-    request = Request(request_id, tokens, max_new_tokens, sampling, *ends, max_tokens)
-    if request.longest > limits.cache_tokens:
+    longest = min(len(tokens) + max_new_tokens - 1, max_tokens)
+    if longest > limits.cache_tokens:
         raise ValueError(
             f"prompt and max_new_tokens must fit into the cache of {limits.cache_tokens} tokens, "
             f"got {len(tokens)} and {max_new_tokens}"
         )
-    return request
+    return tokens
 
 
 def checked_drafts(

@@ -1,14 +1,18 @@
 """Which requests run in the next step, with how many tokens each: simple continuous batching.
 
 Requests are admitted in order of arrival, as soon as the cache can hold them at their longest;
-none is ever preempted. A step takes one token of every decoding request first, then prompt
-chunks up to the token budget.
+none is ever preempted. Younger ones pass a request that waits for an older one to compute the
+prefix that they share. A step takes one token of every decoding request first, then prompt chunks
+up to the token budget.
 """
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterator
 
 from attn_ops import PagedKVCache
+from attn_ops.prefixes import Match
+from graphs.requests.prefixes import PrefixSharing, Watched
 from graphs.requests.requests import Request
 
 
@@ -40,10 +44,17 @@ class Scheduler:
         cache: where admitted requests reserve their blocks.
         max_batch_size: requests that run at a time.
         max_tokens_per_step: token budget of a step.
+        weights: of the model, where requests share their prefixes; None: they do not.
     """
 
-    def __init__(self, cache: PagedKVCache, max_batch_size: int, max_tokens_per_step: int) -> None:
-        self.cache = cache
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        max_batch_size: int,
+        max_tokens_per_step: int,
+        weights: Watched | None = None,
+    ) -> None:
+        self.cache, self.prefixes = cache, PrefixSharing(cache, weights)
         self.max_batch_size = max_batch_size
         self.max_tokens_per_step = max_tokens_per_step
         self.waiting: deque[Request] = deque()
@@ -55,7 +66,12 @@ class Scheduler:
         for request in [r for r in self.running if r.finish_reason]:
             self.leave(request)  # interrupted before it could
         self._empty()
+        if self.prefixes.is_on:
+            self.prefixes.refresh()
+            self.prefixes.keep_prompts(self.running)
         self._admit()
+        if self.prefixes.is_on:
+            self.cache.copy_partial()
         decoding = [r for r in self.running if r.num_computed == r.num_tokens - 1]
         step = [Scheduled(r, 1) for r in decoding[: self.max_tokens_per_step]]
         budget = self.max_tokens_per_step - len(step)
@@ -69,11 +85,12 @@ class Scheduler:
     @property
     def can_admit(self) -> bool:
         """Whether a request that waits would run in the next step."""
-        if not self.waiting or len(self.running) >= self.max_batch_size:
-            return False
-        request = self.waiting[0]
-        needed = self.cache.blocks_needed(request.id, request.longest)
-        return needed <= self.cache.num_free_blocks
+        return next(self._admissible(), None) is not None
+
+    @property
+    def may_share(self) -> bool:
+        """Whether the next step may look for prefixes, so that the model must be checked before."""
+        return self.prefixes.is_on and bool(self.waiting)
 
     def leave(self, request: Request) -> None:
         """Take a request out, finished or not, and give its blocks back."""
@@ -84,6 +101,8 @@ class Scheduler:
         """Let those go that are leaving. Where it was interrupted, it is done again."""
         while self._leaving:
             request = self._leaving[-1]
+            if request in self.running:
+                self.prefixes.keep_all(request)
             for queue in (self.running, self.waiting):
                 if request in queue:
                     queue.remove(request)
@@ -93,9 +112,42 @@ class Scheduler:
 
     def _admit(self) -> None:
         """In an order in which nothing is lost by an interrupt, and nothing done twice."""
-        while self.can_admit:
-            request = self.waiting[0]
-            self.cache.reserve(request.id, request.longest)
-            if request not in self.running:
-                self.running.append(request)
-            self.waiting.popleft()
+        for request, match in self._admissible():
+            self.cache.reserve(request.id, request.longest, match)
+            self.prefixes.admit(request, match)
+            self.running.append(request)
+            self.waiting.remove(request)
+
+    def _admissible(self) -> Iterator[tuple[Request, Match]]:
+        """Requests that can run, and what each shares; the caller admits one before the next.
+
+        Meanwhile others may join the queue's end.
+        """
+        passed, promised = 0, None
+        while passed < min(len(self.waiting), self.max_batch_size):
+            request = self.waiting[passed]
+            if self._was_admitted(request):
+                continue
+            if len(self.running) >= self.max_batch_size:
+                return
+            if promised is None:
+                promised = self.prefixes.promised(self.running)
+            match = self.prefixes.find(request)
+            if self.prefixes.awaits(request, match, promised):
+                passed += 1
+                continue
+            needed = self.cache.blocks_needed(request.id, request.longest, match)
+            if needed > self.cache.num_free_blocks:
+                return
+            yield request, match
+            self.prefixes.promise(request, promised)
+
+    def _was_admitted(self, request: Request) -> bool:
+        """Whether a request that waits runs already, as its admission was interrupted."""
+        if not self.cache.blocks(request.id):
+            return False
+        if request not in self.running:
+            self.cache.free(request.id)  # it is admitted from the beginning
+            return False
+        self.waiting.remove(request)
+        return True

@@ -38,7 +38,7 @@ FIELDS: dict[str, tuple[torch.dtype, float | int]] = {
 }
 """Tensors [S] of a step: dtype, and the value of padding rows, with which a field does nothing."""
 
-OF_REQUESTS = ("max_new_tokens", "eos", "eos_token_id", "stop_token_ids")
+OF_REQUESTS = ("max_new_tokens", "eos", "eos_token_id", "stop_token_ids", "share_prefix")
 """What else a request takes by name."""
 
 SEEDS = (-(2**63), 2**63 - 1)

@@ -14,7 +14,8 @@ SPEC = AttentionSpec(4, 2, 8, torch.float32)
 
 
 def snapshot(cache: PagedKVCache) -> tuple:
-    return list(cache._free), {r: (list(t.blocks), t.num_tokens) for r, t in cache._tables.items()}
+    tables = {r: (list(t.blocks), t.num_tokens) for r, t in cache.pool.tables.items()}
+    return list(cache.pool.free_blocks), tables
 
 
 class Allocator(RuleBasedStateMachine):
@@ -86,7 +87,7 @@ class Allocator(RuleBasedStateMachine):
     @invariant()
     def every_block_has_one_owner(self) -> None:
         handed_out = [block for blocks in self.owned.values() for block in blocks]
-        assert sorted(handed_out + self.cache._free) == list(range(1, 10)), (
+        assert sorted(handed_out + self.cache.pool.free_blocks) == list(range(1, 10)), (
             "lost, doubled or null block"
         )
         assert self.cache.num_free_blocks == 9 - len(handed_out)

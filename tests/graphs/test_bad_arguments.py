@@ -56,7 +56,7 @@ def test_bad_calls_change_nothing(model, case):
     call, message = CALLS[case]
     with pytest.raises(ValueError, match=message):
         call(session)
-    assert (session.num_unfinished, session._next_id, session._requests) == (0, 0, {})
+    assert (session.num_unfinished, session.book.next_id, session._requests) == (0, 0, {})
 
 
 FULL = CUDAGraphMode.FULL

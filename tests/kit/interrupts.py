@@ -13,6 +13,7 @@ SESSION = tuple(
         "capture/recorder",
         "compilation",
         "runner",
+        "requests/prefixes",
         "requests/requests",
         "requests/scheduler",
         "requests/stream",
@@ -21,6 +22,14 @@ SESSION = tuple(
     )
 )
 """What a step of a session runs on the host, but for the making of graphs."""
+
+CACHE = ("attn_ops/kv_cache.py", "attn_ops/block_pool.py")
+
+SHARING = (*SESSION, *CACHE, "attn_ops/prefixes.py", "graphs/verify/weight_versions.py")
+"""The same of sessions whose requests share prefixes."""
+
+CALLS = (*SESSION, *CACHE, "graphs/requests/book.py")
+"""The same, and what queues requests."""
 
 
 class Interrupt:
@@ -31,9 +40,7 @@ class Interrupt:
         seen: files of which a function has run.
     """
 
-    def __init__(
-        self, at: int, files: tuple[str, ...] = (*SESSION, "attn_ops/kv_cache.py")
-    ) -> None:
+    def __init__(self, at: int, files: tuple[str, ...] = (*SESSION, *CACHE)) -> None:
         self.at, self.files, self.num_lines = at, files, 0
         self.seen: set[str] = set()
 

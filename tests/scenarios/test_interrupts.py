@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.kit.interrupts import Interrupt
+from tests.kit.interrupts import CALLS, Interrupt
 from tests.kit.sessions import PROMPTS, captured_lazily, drain, is_empty, make_session, uncaptured
 
 PENALIZED = {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}
@@ -78,11 +78,11 @@ def test_interrupted_while_tokens_are_taken(model, number, monkeypatch):
 def test_an_interrupted_generate_leaves_nothing(model):
     want = uncaptured(model).generate(PROMPTS, 6)
     session = captured_lazily(model, decode_steps=4)
-    count = Interrupt(0)
+    count = Interrupt(0, CALLS)
     count.during(lambda: session.generate(PROMPTS, 6))
     for at in random.Random(1).sample(range(1, count.num_lines), 15):
         session = captured_lazily(model, decode_steps=4)
-        Interrupt(at).during(lambda session=session: session.generate(PROMPTS, 6))
+        Interrupt(at, CALLS).during(lambda session=session: session.generate(PROMPTS, 6))
         assert session.num_unfinished == 0, at
         assert is_empty(session), at
         assert session.generate(PROMPTS, 6) == want, at

@@ -1,0 +1,249 @@
+"""Shared blocks as a state machine: every request finds its own tokens, and no block is lost."""
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from attn_ops import AttentionSpec, PagedKVCache
+from attn_ops.kv_cache import NULL_BLOCK, OutOfBlocksError
+from attn_ops.prefixes import Match, block_keys
+from tests.kit.interrupts import Interrupt
+
+SPEC = AttentionSpec(1, 1, 1, torch.float32)
+SIZE = 3
+
+
+def make_cache(num_blocks: int = 9) -> PagedKVCache:
+    return PagedKVCache([SPEC], num_tokens=num_blocks * SIZE, block_size=SIZE)
+
+
+def begin(cache: PagedKVCache, request, tokens: list[int], room: int = 0) -> Match:
+    """The request owns blocks, the found ones first; its partial block is copied."""
+    found = cache.match(tokens[:-1], block_keys(tokens, SIZE))
+    cache.reserve(request, len(tokens) + room, found)
+    cache.copy_partial()
+    return found
+
+
+def write(cache: PagedKVCache, request, tokens: list[int], first: int) -> None:
+    """Tokens from position `first` on, as their own keys."""
+    blocks = cache.blocks(request)
+    for position in range(first, len(tokens)):
+        cache.tensors[0][blocks[position // SIZE], :, position % SIZE] = tokens[position]
+
+
+def run(cache: PagedKVCache, request, tokens: list[int]) -> Match:
+    found = begin(cache, request, tokens)
+    write(cache, request, tokens, found.num_tokens)
+    cache.keep(request, tokens, block_keys(tokens, SIZE))
+    return found
+
+
+def held(cache: PagedKVCache, request, num_tokens: int) -> list[int]:
+    rows = cache.tensors[0][cache.blocks(request), 0, :, 0, 0].flatten()
+    return rows[:num_tokens].int().tolist()
+
+
+class Sharing(RuleBasedStateMachine):
+    """Requests 0 to 5 over 9 usable blocks of 3 tokens; tokens are 1 or 2, so many are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = make_cache()
+        self.tokens: dict[int, list[int]] = {}
+        self.written: dict[int, int] = {}
+        self.kept: list[int] = []  # blocks, the least recently used one first
+
+    @rule(
+        request=st.integers(0, 5),
+        tokens=st.lists(st.integers(1, 2), min_size=1, max_size=14),
+        room=st.integers(0, 5),
+    )
+    def begin(self, request: int, tokens: list[int], room: int) -> None:
+        if request in self.tokens:
+            return
+        cache = self.cache
+        found = cache.match(tokens[:-1], block_keys(tokens, SIZE))
+        needed = cache.blocks_needed(request, len(tokens) + room, found)
+        before = (cache.num_free_blocks, list(cache.pool.free_blocks), list(cache.pool.kept))
+        if needed > cache.num_free_blocks:
+            with pytest.raises(OutOfBlocksError):
+                cache.reserve(request, len(tokens) + room, found)
+            assert before == (
+                cache.num_free_blocks,
+                list(cache.pool.free_blocks),
+                list(cache.pool.kept),
+            )
+            return
+        begin(cache, request, tokens, room)
+        assert cache.num_free_blocks == before[0] - needed
+        assert found.num_tokens < len(tokens), "the last token is computed"
+        assert held(cache, request, found.num_tokens) == tokens[: found.num_tokens]
+        self.tokens[request], self.written[request] = tokens, found.num_tokens
+        kept = [b for b in self.kept if b not in found.blocks]
+        num_fresh = -(-(len(tokens) + room) // SIZE) - len(found.blocks)
+        num_evicted = max(0, num_fresh - len(before[1]))
+        assert cache.blocks(request)[len(found.blocks) :] == [
+            *reversed(before[1][len(before[1]) - min(num_fresh, len(before[1])) :]),
+            *kept[:num_evicted],
+        ], "free blocks first, then the least recently used"
+        self.kept = kept[num_evicted:]
+        if found.source in self.kept:
+            self.kept.remove(found.source)
+            self.kept.append(found.source)
+
+    @rule(request=st.integers(0, 5), number=st.integers(1, 14))
+    def compute(self, request: int, number: int) -> None:
+        if request not in self.tokens:
+            return
+        tokens = self.tokens[request]
+        end = min(len(tokens), self.written[request] + number)
+        write(self.cache, request, tokens[:end], self.written[request])
+        self.written[request] = end
+        self.cache.keep(request, tokens[:end], block_keys(tokens[:end], SIZE))
+
+    @rule(request=st.integers(0, 5))
+    def free(self, request: int) -> None:
+        if request not in self.tokens:
+            return
+        blocks = self.cache.blocks(request)
+        self.cache.free(request)
+        del self.tokens[request]
+        owned = {b for r in self.tokens for b in self.cache.blocks(r)}
+        self.kept += [
+            b for b in reversed(blocks) if b not in owned and b in self.cache.pool.index.contents
+        ]
+
+    @rule()
+    def forget(self) -> None:
+        self.cache.forget_prefixes()
+        self.kept = []
+        assert self.cache.num_kept_blocks == 0
+
+    @rule()
+    def free_all(self) -> None:
+        for request in list(self.tokens):
+            self.free(request)
+        assert self.cache.num_free_blocks == 9
+
+    @invariant()
+    def every_block_is_somewhere_once(self) -> None:
+        pool = self.cache.pool
+        owners = Counter(b for r in self.tokens for b in self.cache.blocks(r))
+        assert owners == pool._owners
+        assert sorted([*owners, *pool.free_blocks, *pool.kept]) == list(range(1, 10))
+        assert NULL_BLOCK not in owners
+        assert list(pool.kept) == self.kept
+        assert self.cache.num_free_blocks == 9 - len(owners)
+
+    @invariant()
+    def requests_hold_their_tokens(self) -> None:
+        for request, tokens in self.tokens.items():
+            number = self.written[request]
+            assert held(self.cache, request, number) == tokens[:number]
+
+    @invariant()
+    def what_is_known_is_there(self) -> None:
+        index = self.cache.pool.index
+        for block, content in index.contents.items():
+            rows = self.cache.tensors[0][block, 0, : len(content.tokens), 0, 0]
+            assert tuple(rows.int().tolist()) == content.tokens
+            assert index._blocks[content.key] == block
+        assert len(index._blocks) == len(index.contents)
+        assert sum(map(len, index._children.values())) == len(index.contents)
+
+
+TestSharing = Sharing.TestCase
+TestSharing.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def test_full_blocks_are_shared_and_a_part_is_copied():
+    cache = make_cache()
+    assert run(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8]) == Match()
+    found = run(cache, "b", [1, 2, 3, 4, 5, 6, 7, 9])
+    assert (found.num_tokens, found.blocks) == (7, tuple(cache.blocks("a")[:2]))
+    assert found.source == cache.blocks("a")[2]
+    assert cache.blocks("b")[:2] == cache.blocks("a")[:2]
+    assert cache.blocks("b")[2] != cache.blocks("a")[2]
+    assert held(cache, "a", 8) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert held(cache, "b", 8) == [1, 2, 3, 4, 5, 6, 7, 9]
+    cache.free("a")
+    assert held(cache, "b", 8) == [1, 2, 3, 4, 5, 6, 7, 9]
+    assert cache.num_free_blocks == 9 - 3
+
+
+def test_the_last_token_is_never_found():
+    cache = make_cache()
+    run(cache, "a", [1, 2, 3, 4, 5, 6])
+    assert run(cache, "b", [1, 2, 3, 4, 5, 6]).num_tokens == 5
+    assert run(cache, "c", [1]).num_tokens == 0
+
+
+def test_equal_blocks_behind_other_tokens_are_not_equal():
+    cache = make_cache()
+    run(cache, "a", [1, 2, 3, 4, 5, 6])
+    assert run(cache, "b", [9, 2, 3, 4, 5, 6]).num_tokens == 0
+
+
+def test_a_source_that_is_taken_for_the_copy_itself():
+    """The only block that is left is the one whose tokens are wanted."""
+    cache = make_cache(2)
+    run(cache, "a", [1, 2])
+    cache.reserve("b", 3)
+    cache.free("a")
+    assert begin(cache, "c", [1, 2, 3]).num_tokens == 2
+    assert held(cache, "c", 2) == [1, 2]
+    assert cache.num_kept_blocks == 0
+
+
+def test_a_block_that_is_not_copied_yet_is_not_kept():
+    cache = make_cache()
+    run(cache, "a", [1, 2])
+    keys = block_keys([1, 2, 3], SIZE)
+    cache.reserve("b", 3, cache.match([1, 2], keys))
+    cache.free("a")
+    cache.keep("b", [1, 2, 3], keys)
+    assert cache.match([1, 2, 3], keys).num_tokens == 2
+    cache.free("b")
+    cache.copy_partial()  # of a request that is gone: nothing
+
+
+def test_interrupted_between_any_two_lines():
+    """Whatever was interrupted, every block is somewhere once, and requests hold their tokens."""
+    tokens = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 9], [1, 2, 8], [7] * 8]
+
+    def life(cache: PagedKVCache) -> None:
+        for request, own in enumerate(tokens):
+            run(cache, request, own)
+        for request in (0, 2, 1, 3):
+            cache.free(request)
+        run(cache, 4, [*tokens[0], 7])
+        cache.forget_prefixes()
+
+    files = ("attn_ops/kv_cache.py", "attn_ops/block_pool.py", "attn_ops/prefixes.py")
+    count = Interrupt(0, files)
+    count.during(lambda: life(make_cache()))
+    assert count.num_lines > 300
+    for at in range(1, count.num_lines, 3):
+        cache = make_cache()
+        Interrupt(at, files).during(functools.partial(life, cache))
+        owned = {block for table in cache.pool.tables.values() for block in table.blocks}
+        assert cache.num_free_blocks == 9 - len(owned), at
+        for request in list(cache.pool.tables):
+            cache.free(request)
+        cache.pool.settle()
+        assert sorted([*cache.pool.free_blocks, *cache.pool.kept]) == list(range(1, 10)), at
+        for own in tokens:
+            found = run(cache, "new", own)
+            assert held(cache, "new", len(own)) == own, (at, found)
+            cache.free("new")

@@ -1,0 +1,52 @@
+"""Shared prefixes on a GPU: captured and verified, without a wait of the host."""
+
+# pyright: reportOptionalMemberAccess=false
+import pytest
+import torch
+
+from attn_ops import AttentionSpec, PagedKVCache
+from attn_ops.prefixes import block_keys
+from graphs import DecodeSession
+from tests.gpu import graph_cases as cases
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_replays_are_right(make_model, mode, decode_steps):
+    """Groups of prompts twice: of the second round all but the last token of each is found."""
+    model = cases.wide(make_model, "llama")
+    session = DecodeSession(
+        model, max_batch_size=8, max_tokens=160, max_tokens_per_step=64, cudagraph_mode=mode,
+        decode_steps=decode_steps, verify="always", share_prefixes=True,
+    )  # fmt: skip
+    prompts = [[first] * 50 + list(range(1, last)) for first in (3, 4) for last in range(2, 12)]
+    for _ in range(2):
+        assert len(session.generate(prompts, 12)) == len(prompts)
+    counts = session.report().prefixes
+    assert counts.num_shared_tokens > 0.8 * counts.num_prompt_tokens
+    assert session.verifier.num_checked > 0
+    assert session.cache.num_free_blocks == session.cache.num_blocks - 1
+
+
+@pytest.mark.parametrize("cache_layout", ["NHD", "HND"])
+def test_a_partial_block_is_copied_without_a_wait(cache_layout):
+    spec = AttentionSpec(4, 2, 64, torch.bfloat16)
+    cache = PagedKVCache([spec] * 3, num_tokens=64, device="cuda", cache_layout=cache_layout)
+    tokens = list(range(20))
+    keys = block_keys(tokens, 16)
+    first = cache.reserve("a", 20)
+    for tensor in cache.tensors:
+        tensor[first[1]].normal_()
+    cache.keep("a", tokens, keys)
+    second = cache.reserve("b", 30, cache.match([*tokens, 7], block_keys([*tokens, 7], 16)))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cache.copy_partial()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (second[0], second[1] == first[1]) == (first[0], False)
+    for tensor in cache.tensors:
+        assert torch.equal(tensor[first[1]], tensor[second[1]])

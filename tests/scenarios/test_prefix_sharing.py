@@ -1,0 +1,335 @@
+"""Sessions whose requests share prefixes: the tokens of sessions without, and fewer computed."""
+
+# pyright: reportOptionalMemberAccess=false
+import functools
+import random
+
+import pytest
+import torch
+
+from tests.kit.interrupts import SHARING, Interrupt
+from tests.kit.models import build_model
+from tests.kit.sessions import captured_lazily, drain, is_empty, make_session, poisoned, tokens_of
+
+SYSTEM = [5, 9, 33, 60, 2, 41, 17, 8, 8, 21, 50]
+PROMPTS = [SYSTEM + rest for rest in ([1], [2, 3], [], [1, 4, 4, 7, 30], [1], [2, 3, 5])]
+DRAWN = {"temperature": 1.0, "seed": 3}
+PENALIZED = DRAWN | {"presence_penalty": 0.5}
+FAMILIES = ("mistral", "gemma2", "gpt_oss", "deepseek_v2", "gemma3n")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sharing(model, make=make_session, **options):
+    return poisoned(make(model, share_prefixes=True, **options))
+
+
+def count_tokens(session, run):
+    """What `run` returns, and how many tokens its called steps compute."""
+    sizes = []
+    with session.observe_logits(lambda step, _: sizes.extend(s.num_tokens for s in step)):
+        return run(), sum(sizes)
+
+
+@pytest.mark.parametrize("max_tokens_per_step", [3, 16, 1000])
+@pytest.mark.parametrize("sampling", [{}, PENALIZED], ids=["greedy", "penalized"])
+def test_tokens_are_those_without_sharing(model, max_tokens_per_step, sampling):
+    options = {"max_tokens_per_step": max_tokens_per_step}
+    want = make_session(model, **options).generate(PROMPTS, 9, **sampling)
+    session = sharing(model, **options)
+    assert session.generate(PROMPTS, 9, **sampling) == want
+    assert session.generate(PROMPTS, 9, **sampling) == want
+    counts = session.report().prefixes
+    assert counts.num_hits >= 10
+    assert counts.num_shared_tokens > counts.num_prompt_tokens * 0.7
+    assert is_empty(session)
+    assert "prompt tokens were found, by" in " ".join(str(session.report()).split())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name):
+    model = build_model(name)
+    want = make_session(model).generate(PROMPTS, 6)
+    session = sharing(model)
+    assert session.generate(PROMPTS, 6) == want
+    assert session.generate(PROMPTS, 6) == want
+    assert session.report().prefixes.num_hits >= 10
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_dtype": "fp8_e4m3"}, {"cache_layout": "HND"}], ids=str
+)
+def test_caches(model, options):
+    want = make_session(model, **options).generate(PROMPTS, 6)
+    session = sharing(model, **options)
+    assert session.generate(PROMPTS, 6) == want
+    assert session.generate(PROMPTS, 6) == want
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_captured(model, decode_steps, mode):
+    options = {"decode_steps": decode_steps, "cudagraph_mode": mode, "max_batch_size": 3}
+    want = captured_lazily(model, **options).generate(PROMPTS, 9, **DRAWN)
+    session = sharing(model, captured_lazily, **options)
+    assert session.generate(PROMPTS, 9, **DRAWN) == want
+    assert session.generate(PROMPTS, 9, **DRAWN) == want
+    assert session.report().prefixes.num_hits >= 8
+    assert is_empty(session)
+
+
+def test_verified(model):
+    session = sharing(model, captured_lazily, verify="always")
+    want = make_session(model).generate(PROMPTS, 5)
+    assert session.generate(PROMPTS, 5) == want
+    assert session.report().num_verified > 0
+
+
+def test_a_computed_prompt_costs_one_token(model):
+    session = sharing(model)
+    (first,), computed = count_tokens(session, lambda: session.generate([SYSTEM], 1))
+    assert computed == len(SYSTEM)
+    (second,), computed = count_tokens(session, lambda: session.generate([SYSTEM], 1))
+    assert (second, computed) == (first, 1)
+
+
+def test_a_request_may_opt_out(model):
+    session = sharing(model)
+    (first,) = session.generate([SYSTEM], 1)
+    run = lambda: session.generate([SYSTEM], 1, share_prefix=False)  # noqa: E731
+    assert count_tokens(session, run) == ([first], len(SYSTEM))
+
+
+def test_samples_of_one_prompt(model):
+    apart = make_session(model, max_batch_size=8)
+    ids = [apart.add(SYSTEM, 6, temperature=1.0, seed=3 + i) for i in range(8)]
+    drain(apart)
+    session = sharing(model, max_batch_size=8)
+    results = session.generate([SYSTEM], 6, n=8, **DRAWN)
+    assert results == [apart.result(i) for i in ids]
+    assert len({tuple(tokens) for tokens in tokens_of(results)}) > 4
+    counts = session.report().prefixes
+    assert counts.num_shared_tokens == 7 * (len(SYSTEM) - 1)
+    two = session.generate([SYSTEM, SYSTEM[:3]], 6, n=2, **DRAWN)
+    assert two[:2] == results[:2]
+    assert two[2] != two[3]
+
+
+def test_samples_without_a_seed_differ(model):
+    results = make_session(model).generate([SYSTEM], 6, n=4, temperature=1.5)
+    assert len({tuple(tokens) for tokens in tokens_of(results)}) == 4
+
+
+def test_seeds_of_samples_go_round(model):
+    session = make_session(model)
+    results = session.generate([[1]], 5, n=2, temperature=1.0, seed=2**63 - 1)
+    assert session.generate([[1]], 5, temperature=1.0, seed=-(2**63)) == results[1:]
+
+
+def test_drafts(model):
+    want = make_session(model).generate(PROMPTS, 8)
+    session = sharing(model, num_draft_tokens=2)
+    session.generate(PROMPTS[:1], 3)
+    ids = [session.add(p, 8) for p in PROMPTS]
+    for _ in range(60):
+        if not session.num_unfinished:
+            break
+        right = {i: w.token_ids for i, w in zip(ids, want, strict=True)}
+        known = {i: len(session._requests[i].token_ids) for i in ids}
+        session.verify_draft({i: [*right[i][known[i] :], 1, 2][:2] for i in ids})
+    assert [session.result(i) for i in ids] == want
+    assert is_empty_after_discards(session, ids)
+
+
+def is_empty_after_discards(session, ids) -> bool:
+    for request in ids:
+        session.discard(request)
+    return is_empty(session)
+
+
+def test_a_small_cache_evicts(model):
+    options = {"cache_tokens": 40, "max_batch_size": 2}
+    prompts = [[first, *SYSTEM] for first in (1, 2, 3, 1, 4, 2)]
+    want = make_session(model, **options).generate(prompts, 6)
+    session = sharing(model, **options)
+    for _ in range(2):
+        assert session.generate(prompts, 6) == want
+    assert session.report().prefixes.num_evicted > 0
+    assert is_empty(session)
+
+
+# -- what changes the content ----------------------------------------------------------------------
+
+
+CHANGES = {
+    "in place": lambda m: m.model.layers[0].self_attn.k_proj.weight.mul_(-1),
+    "loaded": lambda m: m.load_state_dict({k: v * 0.7 for k, v in m.state_dict().items()}),
+    "scale": lambda m: setattr(m.model.layers[0].self_attn, "scaling", 0.9),
+}
+
+
+@pytest.mark.parametrize("make", [make_session, captured_lazily])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_forgets(make, change):
+    model = build_model()
+    session = sharing(model, make)
+    before = session.generate(PROMPTS, 6)
+    running = session.add(PROMPTS[0], 30)
+    session.step()
+    with torch.no_grad():
+        CHANGES[change](model)
+    session.discard(running)
+    want = make_session(model).generate(PROMPTS, 6)
+    assert want != before
+    assert session.generate(PROMPTS, 6) == want
+    assert session.report().prefixes.num_forgotten >= 1
+
+
+def test_the_model_is_checked_before_prefixes_are_looked_up():
+    """Even where the last step's check was left until after its launch."""
+    model = build_model()
+    session = sharing(model, captured_lazily)
+    session.generate(PROMPTS, 6)
+    session.loop._checks_late = True
+    CHANGES["scale"](model)
+    assert session.generate(PROMPTS, 6) == make_session(model).generate(PROMPTS, 6)
+
+
+def test_data_is_not_counted_but_may_be_told():
+    model = build_model()
+    session = sharing(model)
+    session.generate(PROMPTS, 6)
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(-1)
+    session.forget_prefixes()
+    assert session.generate(PROMPTS, 6) == make_session(model).generate(PROMPTS, 6)
+
+
+def test_weights_that_are_not_counted_are_refused():
+    with torch.inference_mode():
+        model = build_model()
+    with pytest.raises(ValueError, match=r"^share_prefixes must be False for a model made in"):
+        make_session(model, share_prefixes=True)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"n": 0}, {"n": True}, {"n": 1.5}, {"share_prefix": 1}], ids=str
+)
+def test_bad_arguments(model, arguments):
+    session = make_session(model)
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        session.generate([[1]], 3, **arguments)
+    with pytest.raises(ValueError, match=r"^share_prefixes must be True or False, got 1$"):
+        make_session(model, share_prefixes=1)
+    assert session.num_unfinished == 0
+
+
+# -- interrupts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [20, pytest.param(300, marks=pytest.mark.slow)])
+def test_interrupted_anywhere(model, number):
+    options = {"max_batch_size": 3, "max_tokens_per_step": 8, "cache_tokens": 72}
+    want = make_session(model, **options).generate(PROMPTS, 7)
+
+    def begun():
+        session = sharing(model, captured_lazily, decode_steps=3, **options)
+        session.generate(PROMPTS[:1], 2)
+        return session, [session.add(p, 7) for p in PROMPTS]
+
+    session, _ = begun()
+    count = Interrupt(0, SHARING)
+    while session.num_unfinished:
+        count.during(session.step)
+    assert count.seen == set(count.files)
+    for at in random.Random(0).sample(range(1, count.num_lines), number):
+        session, ids = begun()
+        interrupt = Interrupt(at, SHARING)
+        for _ in range(100):
+            if session.num_unfinished:
+                interrupt.during(session.step)
+        assert [session.result(i) for i in ids] == want, at
+        assert is_empty_after_discards(session, ids), at
+
+
+class Schedule:
+    """Random calls of a session, some of them interrupted; every result is that of one alone.
+
+    Args:
+        model: small.
+        alone: tokens of each of `PROMPTS`.
+        seed: of the schedule.
+    """
+
+    def __init__(self, model, alone, seed):
+        self.rng, self.alone = random.Random(seed), alone
+        choice = self.rng.choice
+        self.session = sharing(
+            model,
+            choice([make_session, captured_lazily]),
+            max_batch_size=choice([1, 2, 4]),
+            max_tokens_per_step=choice([3, 8, 64]),
+            cache_tokens=choice([40, 80, 200]),
+            decode_steps=choice([1, 3]),
+            num_draft_tokens=2,
+        )
+        self.want: dict[int, list[int]] = {}
+
+    def run(self):
+        for _ in range(self.rng.randrange(10, 40)):
+            action = self.rng.random()
+            if action < 0.35:
+                self.add()
+            elif action < 0.45 and self.want:
+                self.discard(self.rng.choice(list(self.want)))
+            elif action < 0.5:
+                self.session.forget_prefixes()
+            else:
+                self.step()
+        drain(self.session)
+        for request, tokens in self.want.items():
+            assert self.session.result(request).token_ids == tokens
+        assert is_empty_after_discards(self.session, self.want)
+
+    def add(self):
+        number, length = self.rng.randrange(len(PROMPTS)), self.rng.randrange(1, 9)
+        tokens, stop = self.alone[number][:length], []
+        if self.rng.random() < 0.3:
+            stop = [self.rng.choice(tokens)]
+            tokens = tokens[: tokens.index(stop[0]) + 1]
+        shares = self.rng.random() < 0.9
+        more = {"stop_token_ids": stop, "share_prefix": shares}
+        self.want[self.session.add(PROMPTS[number], length, **more)] = tokens
+
+    def discard(self, request):
+        del self.want[request]
+        at = self.rng.randrange(1, 200)
+        Interrupt(at, SHARING).during(lambda: self.session.discard(request))
+        self.session.discard(request)
+
+    def step(self):
+        run = self.session.step
+        if self.rng.random() < 0.3:
+            drafts = {request: self.draft(request) for request in self.want}
+            run = functools.partial(self.session.verify_draft, drafts)
+        at = self.rng.choice([0, self.rng.randrange(1, 1500)])
+        Interrupt(at, SHARING).during(run)
+
+    def draft(self, request):
+        known = len(self.session._requests[request].token_ids)
+        right = [*self.want[request][known:], 1, 2][:2]
+        return self.rng.choice([right, [right[0], 5], [3, 4]])
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(400, marks=pytest.mark.slow)])
+def test_random_schedules(model, rounds):
+    alone = make_session(model, max_batch_size=1)
+    want = [alone.generate([p], 9)[0].token_ids for p in PROMPTS]
+    for seed in range(rounds):
+        Schedule(model, want, seed).run()

@@ -55,9 +55,10 @@ def block_keys(tokens: Sequence[int], block_size: int, known: Sequence[Key] = ()
     """
     keys = list(known)
     parent = keys[-1] if keys else ROOT
-    for begin in range(len(keys) * block_size, len(tokens), block_size):
-        part = array("q", tokens[begin : begin + block_size]).tobytes()
-        parent = hashlib.blake2b(parent + part, digest_size=16).digest()
+    data = array("q", tokens[len(keys) * block_size :]).tobytes()
+    size = 8 * block_size  # bytes
+    for begin in range(0, len(data), size):
+        parent = hashlib.blake2b(parent + data[begin : begin + size], digest_size=16).digest()
         keys.append(parent)
     return keys
 

@@ -8,7 +8,7 @@ that, nothing is kept.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from attn_ops import PagedKVCache
@@ -159,7 +159,7 @@ class PrefixSharing:
             self.cache.keep(request.id, tokens, block_keys(tokens, size, known))
         request.num_kept = max(request.num_kept, num_tokens)
 
-    def _keys(self, request: Request) -> list[Key]:
+    def _keys(self, request: Request) -> Sequence[Key]:
         """Of the prompt's blocks, the last one too where it is not full."""
         if not request.block_keys:
             request.block_keys = block_keys(request.prompt, self.cache.block_size)

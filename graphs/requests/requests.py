@@ -26,9 +26,7 @@ class Request:
     token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
     num_computed: int = 0  # tokens whose keys and values are in the cache
     share_prefix: bool = True  # where the session shares prefixes
-    block_keys: list[bytes] = dataclasses.field(
-        default_factory=list
-    )  # of the prompt; empty: not made
+    block_keys: Sequence[bytes] = ()  # of the prompt; empty: not made yet
     num_kept: int = 0  # tokens that others may find in its blocks
     begun_at: int = 0  # times that the session had forgotten prefixes before it began
 

@@ -10,7 +10,7 @@ from torch.fx import Graph
 from fx_passes.config import PassConfig
 from fx_passes.failures import named_errors
 from fx_passes.naming import GraphName, name_of
-from fx_passes.observe import graph_text, recorders
+from fx_passes.observe import recorders
 from fx_passes.pipeline import passes, run_pass
 
 SLOT = "joint_custom_post_pass"
@@ -53,7 +53,7 @@ class AtenPipeline(CustomGraphPass):
         for one in passes(self.config, "aten"):
             run_pass(one, graph, name)
         for recorder in recorders():
-            recorder.final_graphs.append((name.text, graph_text(graph)))
+            recorder.finish(graph, name)
 
     def uuid(self) -> Any | None:
         """Sources, settings and order of the passes, and the user's pass.

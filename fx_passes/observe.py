@@ -13,11 +13,15 @@ import torch
 from torch._inductor.codecache import PyCodeCache
 from torch.fx import Graph
 
+from fx_passes.analysis.graph_ops import operator_name
 from fx_passes.base import Pass
 from fx_passes.naming import GraphName
 
 Draw = Callable[[Graph], Callable[[Graph], tuple[str, str]]]
 """Looks at a Dynamo graph. What it returns draws that graph beside what became of it."""
+
+Describe = Callable[[Graph, dict[str, str]], list[dict[str, Any]]]
+"""The nodes of a graph as data, given which pass made which node."""
 
 
 @dataclasses.dataclass
@@ -38,6 +42,7 @@ class PassRecord:
     pictures: tuple[str, str] | None = None  # Mermaid, before and after, of a changed Dynamo graph
     summary: str | None = None  # what it did to a step, in a line, if that is worth a line
     error: str | None = None  # with which it ended; `after` is the graph as it left it
+    operators: tuple[dict[str, int], dict[str, int]] | None = None  # before, after; with texts
 
     def matches_in_words(self) -> str:
         """`1 x 32 layers` for a layer that is compiled once; `0: no equal products`."""
@@ -52,27 +57,33 @@ class Recorder:
         texts: whether graphs are printed before and after each pass.
         draw: draws Dynamo graphs before and after each pass, as `fx_passes.pictures` does; None:
             nothing is drawn.
+        describe: makes data of the nodes of final graphs, as `fx_passes.pictures.nodes` does.
         directory: where a dump is written of what is collected, for errors; None: there is none.
         passes: runs, in order.
         num_graphs: graphs that Dynamo handed to the backend.
         final_graphs: the ATen graphs as Inductor gets them, by name.
+        final_nodes: their nodes as data, if the recorder describes them.
         output_code: sources that Inductor wrote, or took from its cache, in order of compilation.
         sessions: the decode sessions that compiled their model while this was active.
     """
 
     texts: bool = False
     draw: Draw | None = None
+    describe: Describe | None = None
     directory: Path | None = None
     passes: list[PassRecord] = dataclasses.field(default_factory=list)
     num_graphs: int = 0
     final_graphs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    final_nodes: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
+    _made: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     output_code: list[str] = dataclasses.field(default_factory=list)
     sessions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
 
     def forget(self) -> None:
         """Drop what was collected until now."""
-        for collected in (self.passes, self.final_graphs, self.output_code):
+        for collected in (self.passes, self.final_graphs, self.final_nodes, self.output_code):
             collected.clear()
+        self._made.clear()
         self.num_graphs = 0
 
     def matches(self) -> dict[str, int]:
@@ -100,6 +111,13 @@ class Recorder:
                 found.setdefault(record.pass_name, {})[record.summary] = None
         return {name: "; ".join(lines) for name, lines in found.items()}
 
+    def finish(self, graph: Graph, name: GraphName) -> None:
+        """Note an ATen graph that all passes have seen."""
+        self.final_graphs.append((name.text, graph_text(graph)))
+        if self.describe is not None:
+            made = {**self._made.get("", {}), **self._made.get(name.text, {})}
+            self.final_nodes.append(self.describe(graph, made))
+
     def watch(self, one: Pass, graph: Graph, name: GraphName) -> Callable[..., None]:
         """Look at a graph before a pass.
 
@@ -107,6 +125,8 @@ class Recorder:
         to the graph.
         """
         before = graph_text(graph) if self.texts else None
+        names = {node.name for node in graph.nodes} if self.describe else None
+        operators = _operators(graph) if self.texts else None
         picture = self.draw(graph) if self.draw and one.stage == "dynamo" else None
 
         def note(matches: int, error: Exception | None = None) -> None:
@@ -120,9 +140,26 @@ class Recorder:
             else:
                 record.error = f"{type(error).__name__}: {error}"
                 record.after = _text_of_broken(graph) if self.texts else None
+            if operators is not None:
+                record.operators = operators, _operators(graph)
+            if names is not None:
+                made = self._made.setdefault("" if one.stage == "dynamo" else name.text, {})
+                made.update({n.name: one.name for n in graph.nodes if n.name not in names})
             self.passes.append(record)
 
         return note
+
+
+def _operators(graph: Graph) -> dict[str, int]:
+    """How often each operator is called."""
+    called = ("call_function", "call_method", "call_module")
+    return dict(
+        collections.Counter(
+            str(n.target) if n.op == "call_module" else operator_name(n)
+            for n in graph.nodes
+            if n.op in called
+        )
+    )
 
 
 def _in_words(records: list[PassRecord]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -103,6 +104,21 @@ def backends(as_json: Json = False) -> None:
         typer.echo(json.dumps(backends_as_dicts(rows), indent=2))
     else:
         print_backends(rows, _console())
+
+
+@app.command()
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="What `run --dump` or `graphs.dump` wrote.")],
+    opens: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Make the page of a dump once more from its raw files, and print its path."""
+    with _one_line_errors():
+        from graphs.dumps.page import write_page
+
+        page = write_page(directory.absolute())
+    typer.echo(page)
+    if opens:
+        webbrowser.open(page.as_uri())
 
 
 def _console() -> Console:

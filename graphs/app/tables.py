@@ -139,7 +139,7 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
         ("tokens", f"{r.tokens_per_second:,.0f} a second, prefill included"),
         ("memory", _memory(r)),
         ("compile", f"{r.compile_seconds:.1f} s"),
-        ("dump", f"{r.dump}/index.md" if r.dump else "none; --dump DIR writes one"),
+        ("dump", f"{r.dump}/index.html" if r.dump else "none; --dump DIR writes one"),
         *_output_lines(r),
     ]
     return lines

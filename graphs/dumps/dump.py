@@ -1,7 +1,9 @@
 """`dump(directory)`: what became of the model, from Dynamo's graph to Inductor's code, in files.
 
 The directory holds:
-    index.md, index.html   everything below in order, with match counts and skip reasons
+    index.html             a page to open first; needs no network
+    index.md               everything below in order, with match counts and skip reasons
+    dump.json              what the page is made of, beside the files below
     passes/                FX text before and after every pass that changed its graph
     pictures/              flowcharts (Mermaid) before and after, of passes on the Dynamo graph;
                            which blocks of keys block-sparse layers see (SVG)
@@ -23,9 +25,11 @@ from attn_ops.block_layout import BlockTables, distinct, svg
 from fx_passes.naming import safe_name
 from fx_passes.observe import PassRecord, Recorder, recording
 from fx_passes.pipeline import broken_passes
+from graphs.dumps.data import FILE, data_of
 from graphs.dumps.depyf import writing_depyf_files
 from graphs.dumps.folder import make_room, put
 from graphs.dumps.index import Entry, Index
+from graphs.dumps.page import write_page
 from graphs.report import SessionReport
 
 
@@ -47,10 +51,12 @@ def dump(directory: str | os.PathLike[str]) -> Iterator[Path]:
         ValueError: `directory` is a file, holds something that is not a dump, or holds symbolic
             links where a dump writes.
     """
-    from fx_passes.pictures.picture import draw  # here: without a dump nothing is drawn
+    # Here: without a dump nothing is drawn.
+    from fx_passes.pictures.nodes import nodes_of
+    from fx_passes.pictures.picture import draw
 
     directory = make_room(directory)
-    recorder, notes = Recorder(texts=True, draw=draw, directory=directory), []
+    recorder, notes = Recorder(True, draw, nodes_of, directory), []
     loaded = {id(module) for module in PyCodeCache.modules}
     try:
         with recording(recorder), writing_depyf_files(directory / "depyf", notes):
@@ -69,11 +75,17 @@ def _write(
     directory: Path, recorder: Recorder, modules: list[ModuleType], notes: list[str]
 ) -> None:
     entries = [_pass_entry(directory, i, p) for i, p in enumerate(recorder.passes, 1)]
+    files = {"passes": [entry.files for entry in entries]}
     entries += _picture_entries(directory, recorder.passes)
     entries += _layout_entries(directory, [session.original for session in recorder.sessions])
-    entries += _final_entries(directory, recorder)
-    entries += _inductor_entries(directory, modules)
+    for section, found in (
+        ("final", _final_entries(directory, recorder)),
+        ("inductor", _inductor_entries(directory, modules)),
+    ):
+        files[section] = [entry.files for entry in found]
+        entries += found
     entries += _depyf_entries(directory)
+    entries.append(Entry("data", "what the page `index.html` is made of, beside these", [FILE], []))
     if not recorder.passes and not modules:
         notes.append(
             "Nothing was compiled inside. A DecodeSession compiles its model once more in "
@@ -85,7 +97,8 @@ def _write(
     matches, summaries = recorder.matches_in_words(), recorder.summaries()
     index = Index(recorder.num_graphs, matches, summaries, sessions, notes, entries)
     put(directory, "index.md", index.markdown())
-    put(directory, "index.html", index.html())
+    put(directory, FILE, data_of(recorder, index, files))
+    write_page(directory)
 
 
 def _pass_entry(directory: Path, number: int, record: PassRecord) -> Entry:

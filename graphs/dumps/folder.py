@@ -7,7 +7,7 @@ from pathlib import Path
 from graphs.dumps.index import MARKER
 
 FOLDERS = ("passes", "pictures", "final", "inductor", "depyf")
-FILES = ("index.md", "index.html")
+FILES = ("index.md", "index.html", "dump.json")
 
 
 def check_room(directory: str | os.PathLike[str]) -> Path:
@@ -69,7 +69,7 @@ def _check_earlier(path: Path) -> None:
         return
     for name in (*FOLDERS, *FILES):
         _check_link(path / name)
-    if not _is_index(path / "index.md"):
+    if not is_dump(path):
         other = "index.md" if "index.md" in others else others[0]
         raise ValueError(
             f"directory must be new, empty or an earlier dump, got {path} with other files: {other}"
@@ -80,8 +80,9 @@ def _check_earlier(path: Path) -> None:
                 raise ValueError(f"{name} of an earlier dump must be a {kind}, got {path / name}")
 
 
-def _is_index(path: Path) -> bool:
-    """Whether a file begins as a dump's index does, whatever its bytes are."""
+def is_dump(directory: Path) -> bool:
+    """Whether its index begins as a dump's does, whatever the bytes are."""
+    path = directory / "index.md"
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -13,6 +13,7 @@ _SECTIONS = {
     "final": "Graphs handed to Inductor",
     "inductor": "Inductor's output code",
     "depyf": "depyf's files",
+    "data": "Data",
 }
 
 
@@ -41,6 +42,7 @@ class Index:
         return _render(_MARKDOWN, self, autoescape=False)
 
     def html(self) -> str:
+        """The list alone, for the page."""
         return _render(_HTML, self, autoescape=True)
 
 
@@ -98,10 +100,6 @@ Session: {{ session }}.
 """
 
 _HTML = """\
-<!doctype html>
-<meta charset="utf-8">
-<title>attn-ops dump</title>
-<style>body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; }</style>
 <h1>From Dynamo's graph to Inductor's code</h1>
 <p>Graphs that Dynamo handed to the backend: {{ index.num_graphs }}.</p>
 <p>Matches:{{ "" if index.matches else " no pass ran." }}</p>

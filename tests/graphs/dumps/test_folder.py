@@ -17,7 +17,7 @@ def test_an_earlier_dump_is_replaced(tmp_path):
     (directory / "mine.txt").write_text("kept")
     with graphs.dump(str(directory)):
         pass
-    assert files(directory) == {"index.md", "index.html", "mine.txt"}
+    assert files(directory) == {"index.md", "index.html", "dump.json", "mine.txt"}
 
 
 def test_other_directories_are_refused(tmp_path):

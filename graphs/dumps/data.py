@@ -1,0 +1,119 @@
+"""`dump.json`: everything the page of a dump is made of, but what the raw files say themselves."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fx_passes.observe import PassRecord, Recorder
+from graphs.dumps.folder import is_dump
+from graphs.dumps.index import Index
+
+FILE = "dump.json"
+VERSION = 1
+_FORMAT = "attn-ops dump"
+_PARTS: dict[str, type] = {
+    "index": dict, "sessions": list, "passes": list, "graphs": list, "inductor": list,
+}  # fmt: skip
+
+
+def data_of(recorder: Recorder, index: Index, files: dict[str, list[list[str]]]) -> str:
+    """The text of `dump.json`.
+
+    Args:
+        files: names of the raw files: by "passes" before and after of each run, by "final" of each
+            graph, by "inductor" of each compiled graph.
+    """
+    pairs = zip(recorder.passes, files["passes"], strict=True)
+    graphs = zip(recorder.final_graphs, recorder.final_nodes, files["final"], strict=True)
+    calls = {record.graph_name: record.num_calls for record in recorder.passes}
+    data = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "torch": torch.__version__,
+        "index": dataclasses.asdict(index),
+        "sessions": [_session(session) for session in recorder.sessions],
+        "passes": [_pass(record, names) for record, names in pairs],
+        "graphs": [
+            {"name": name, "num_calls": calls.get(name, 1), "file": names[0], "nodes": nodes}
+            for (name, _), nodes, names in graphs
+        ],
+        "inductor": [names[0] for names in files["inductor"]],
+    }
+    return json.dumps(data, default=str)
+
+
+def _session(session: Any) -> dict[str, Any]:
+    report = session.report()
+    weights = {p.untyped_storage().data_ptr(): p for p in session.original.parameters()}
+    return {
+        **report.as_dict(),
+        "verdict": str(report),
+        "memory": {
+            "weights": sum(p.untyped_storage().nbytes() for p in weights.values()),
+            "cache": session.cache.num_bytes,
+            "graph pools": report.graph_bytes,
+        },
+    }
+
+
+def _pass(record: PassRecord, files: list[str]) -> dict[str, Any]:
+    before, after = record.operators or ({}, {})
+    return {
+        "name": record.pass_name,
+        "stage": record.stage,
+        "graph": record.graph_name,
+        "num_calls": record.num_calls,
+        "matches": record.matches,
+        "in_words": record.matches_in_words(),
+        "skipped": record.skipped,
+        "summary": record.summary,
+        "error": record.error,
+        "before": before,
+        "after": after,
+        "files": files,
+    }
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """What `dump.json` holds.
+
+    Raises:
+        ValueError: the directory is no dump, the dump is not complete, or of another version.
+    """
+    if not is_dump(directory):
+        raise ValueError(f"directory must be a dump, got {directory}; `graphs.dump` writes one")
+    path = directory / FILE
+    if not path.is_file() or path.is_symlink():
+        raise ValueError(f"dump must be complete, got {directory} without {FILE}")
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"dump must be complete, got a truncated {path}: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise ValueError(f"{FILE} must be of a dump, got {path} of another format")
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"version of a dump must be known, got {data.get('version')!r}; supported: {VERSION}"
+        )
+    for part, kind in _PARTS.items():
+        if not isinstance(data.get(part), kind):
+            raise ValueError(f"dump must be complete, got {path} without {part}")
+    return data
+
+
+def raw(directory: Path, name: Any) -> str:
+    """The text of a raw file of a dump.
+
+    Raises:
+        ValueError: the name leads out of the directory, or the file is missing.
+    """
+    root = directory.resolve()
+    path = (root / str(name)).resolve()
+    if not isinstance(name, str) or not path.is_relative_to(root):
+        raise ValueError(f"file of a dump must be inside it, got {name!r}")
+    if not path.is_file():
+        raise ValueError(f"dump must be complete, got {directory} without {name}")
+    return path.read_text("utf-8")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.compile_fx import compile_fx
@@ -17,6 +16,7 @@ from attn_ops.compat.inductor_until_2_13 import inductor_mended
 from attn_ops.compat.stride_order_until_2_16 import strides_ordered_without_guards
 from fx_passes.config import PassConfig
 from fx_passes.inductor_slot import SLOT, with_user_pass
+from fx_passes.kept import active_keeper, autograd_cache
 from fx_passes.naming import GraphName
 from fx_passes.observe import recorders
 from fx_passes.pipeline import run_dynamo_stage
@@ -49,18 +49,22 @@ def attn_ops(
         recorder.num_graphs += 1
     undo = run_dynamo_stage(gm, config)
 
+    keeper = active_keeper()
+    pieces: list[Callable[..., Any]] = []
+
     def compile_piece(
         piece: GraphModule, inputs: Sequence[Any], name: GraphName | None
     ) -> Callable[..., Any]:
-        own = {**patches, SLOT: pipeline.named(name)}
-        return cast(Callable[..., Any], compile_fx(piece, inputs, config_patches=own))
+        own = {**patches, SLOT: pipeline.named(name, "" if keeper is None else keeper.nonce)}
+        pieces.append(cast(Callable[..., Any], compile_fx(piece, inputs, config_patches=own)))
+        return pieces[-1]
 
-    # A hit in AOTAutograd's cache would skip our passes, and their counts with them. Inductor's
-    # cache stays on.
-    cache = functorch_config.patch(enable_autograd_cache=False)
-    with cache, inductor_mended(), strides_ordered_without_guards():
+    with autograd_cache(keeper), inductor_mended(), strides_ordered_without_guards():
         try:
-            return compile_regions(gm, example_inputs, compile_piece)
+            compiled = compile_regions(gm, example_inputs, compile_piece)
+            if keeper is not None:
+                keeper.keep(gm, pieces, whole=compiled in pieces)
+            return compiled
         except BaseException:
             undo()  # whose graph it is may compile it by other means
             raise

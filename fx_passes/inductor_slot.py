@@ -30,6 +30,7 @@ class AtenPipeline(CustomGraphPass):
         config: which passes run.
         user_pass: what the slot held.
         name: of the graph, if it is a piece of the model; None: by what it computes.
+        nonce: further part of the key; see `fx_passes.kept.Keeper`.
     """
 
     def __init__(
@@ -37,14 +38,16 @@ class AtenPipeline(CustomGraphPass):
         config: PassConfig,
         user_pass: Callable[[Graph], None] | None = None,
         name: GraphName | None = None,
+        nonce: str = "",
     ) -> None:
         self.config = config
         self.user_pass = user_pass
         self.name = name
+        self.nonce = nonce
 
-    def named(self, name: GraphName | None) -> "AtenPipeline":
+    def named(self, name: GraphName | None, nonce: str = "") -> "AtenPipeline":
         """The same for a piece of the model."""
-        return AtenPipeline(self.config, self.user_pass, name)
+        return AtenPipeline(self.config, self.user_pass, name, nonce)
 
     def __call__(self, graph: Graph) -> None:
         if self.user_pass is not None:
@@ -60,7 +63,7 @@ class AtenPipeline(CustomGraphPass):
 
         None (no caching) if the user's pass has no key.
         """
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(self.nonce.encode())
         for one in passes(self.config, "aten"):
             with named_errors(one.name):
                 settings = sorted(one.settings().items())

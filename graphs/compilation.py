@@ -6,7 +6,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo.utils import counters
@@ -18,7 +18,10 @@ from fx_passes.backend import attn_ops
 from fx_passes.inductor_slot import SLOT, AtenPipeline
 from fx_passes.observe import Recorder, recorders, recording
 from graphs.capture.pool import paused_collector
+from graphs.options import SessionOptions
 from graphs.runner import StepRunner, break_reason
+from graphs.saved.cache import CompileCache, FirstCall, batch_text
+from graphs.saved.loaded import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ class Compilation:
     Args:
         runner: calls the model.
         session: its owner, which dumps name. The reference is weak: nothing here keeps it alive.
+        options: of the session; they say where compiled models are kept.
         warns_uncompiled: say so where the model is not compiled.
 
     Attributes:
@@ -68,14 +72,27 @@ class Compilation:
         counters: graphs, breaks and recompilations.
         record: what the passes did.
         seconds: that the last compilation took.
+        cache: files of compiled models; None: nobody asked for them.
     """
 
-    def __init__(self, runner: StepRunner, session: object, *, warns_uncompiled: bool) -> None:
-        self.runner = runner
+    def __init__(
+        self,
+        runner: StepRunner,
+        session: object,
+        options: SessionOptions,
+        *,
+        warns_uncompiled: bool,
+    ) -> None:
+        self.runner, self._model = runner, runner.model
         self.compilers = compilers(runner.model)
         self._warns = warns_uncompiled or bool(self.compilers)
         self.counters = CompileCounters()
         self.record = Recorder()
+        self.cache: CompileCache | None = None
+        if options.compile_cache is not None:
+            self.cache = CompileCache(
+                options.compile_cache, self._model, self.record, batch_text(runner, options)
+            )
         self.seconds = 0.0
         self._session = weakref.ref(session)
 
@@ -95,6 +112,24 @@ class Compilation:
             return None
         return f"compiled by {', '.join(self.compilers)}: the passes of attn_ops did not run"
 
+    @property
+    def cache_outcome(self) -> str | None:
+        """What came of the files of compiled models, in a line; None: nobody asked for them."""
+        if self.cache is None:
+            return None
+        refused = self._loaded.refused if self._loaded is not None else None
+        return self.cache.outcome + (f"; compiled since then: {refused}" if refused else "")
+
+    def model_changed(self) -> None:
+        """Its attributes are others: what was loaded may not hold, so Dynamo looks at them."""
+        if self._loaded is not None and self._loaded.refused is None:
+            self._loaded.refuse("the model has changed")
+
+    @property
+    def _loaded(self) -> LoadedModel | None:
+        model: Any = self.runner.model
+        return model if isinstance(model, LoadedModel) else None
+
     def run(self) -> None:
         """Compile for the first time; what is compiled later counts as a recompilation.
 
@@ -107,7 +142,7 @@ class Compilation:
         self.counters.num_graphs = self.counters.num_breaks = 0
         bar = tqdm(total=1, desc="compile", unit="model", disable=None, leave=False)
         with bar, recording(self.record), self.counters.watching():
-            self._call_model()
+            self._load_or_compile()
             bar.update()
         self.counters.warm()
         if self._warns and self.no_passes_why:
@@ -117,7 +152,23 @@ class Compilation:
     def run_again(self) -> None:
         """Forget what was compiled, also of other models, and compile anew."""
         torch._dynamo.reset()
+        self.runner.model = self._model
         self._call_model()
+
+    def _load_or_compile(self) -> None:
+        if self.cache is None:
+            return self._call_model()
+        if any(recorder.texts for recorder in recorders()):
+            self.cache.outcome = "compiled: a dump shows how"
+            return self._call_model()
+        first = FirstCall(self.cache, self._model)
+        self.runner.model = cast(Any, first)
+        try:
+            self._call_model()
+        except BaseException:
+            self.runner.model = self._model
+            raise
+        self.runner.model = cast(Any, first.model)
 
     def _call_model(self) -> None:
         before = dict(counters["graph_break"])
@@ -135,7 +186,7 @@ class Compilation:
 
     @property
     def _model_name(self) -> str:
-        model = self.runner.model
+        model = self._model
         return type(getattr(model, "_orig_mod", model)).__name__
 
 

@@ -154,6 +154,7 @@ class StepLoop:
         """
         if self.state.check():
             self.scheduler.prefixes.forget()
+            self.compilation.model_changed()
             if self.graphs is not None:
                 self.drop_graphs()
         self.state.stale = False
@@ -173,6 +174,7 @@ class StepLoop:
                 self._launched, self._checks_late = None, False
         if changed:
             self.scheduler.prefixes.forget()
+            self.compilation.model_changed()
             self.drop_graphs()
             self.state.stale = False
         return changed

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,8 @@ class SessionOptions:
             views of the merged weights (`attn_ops.integrations.merged`). "auto": of a compiled
             model on a GPU whose weights are not quantized.
         on_capture_failure: "raise", or "continue": such steps run uncaptured, and are reported.
+        compile_cache: a folder for compiled models, which the next process loads instead of
+            compiling; None: none. Only its owner may be able to write it: what is in it is run.
 
     Raises:
         ValueError: an argument is out of range, or two contradict each other.
@@ -77,6 +80,7 @@ class SessionOptions:
     on_capture_failure: str = "raise"
     share_prefixes: bool = False
     merge_projections: bool | str = False
+    compile_cache: str | os.PathLike[str] | None = None
 
     @classmethod
     def of(cls, options: "SessionOptions | None", changes: dict[str, Any]) -> "SessionOptions":
@@ -113,6 +117,9 @@ class SessionOptions:
         check_known("debug", self.debug, DEBUGS)
         check_known("on_capture_failure", self.on_capture_failure, ON_FAILURE)
         check_known("merge_projections", self.merge_projections, MERGES)
+        folder = self.compile_cache
+        if folder is not None and not isinstance(folder, str | os.PathLike):
+            raise ValueError(f"compile_cache must be a path or None, got {folder!r}")
         k = self.num_draft_tokens
         if type(k) is not int or not 0 <= k <= MOST_DRAFT_TOKENS:
             raise ValueError(

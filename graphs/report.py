@@ -129,6 +129,7 @@ class SessionReport:
     num_verified: int  # replays that were compared with a call; a difference was raised
     num_forgiven: int  # tokens of them that differed and were as good as the call's
     compile_seconds: float
+    compile_cache: str | None  # what came of the files of compiled models; None: not asked for
     compiler: str | None  # backend of torch.compile; None: not compiled
     no_passes_why: str | None  # why no pass of attn_ops runs; None: they have run, or will
     matches: dict[str, int]  # of each pass that ran for this session
@@ -170,6 +171,7 @@ class SessionReport:
             num_verified=0 if verifier is None else verifier.num_checked,
             num_forgiven=0 if verifier is None else verifier.num_forgiven,
             compile_seconds=compilation.seconds,
+            compile_cache=compilation.cache_outcome,
             compiler=", ".join(compilation.compilers) or None,
             no_passes_why=compilation.no_passes_why,
             matches=compilation.record.matches(),
@@ -221,6 +223,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
         *((("prefixes", str(r.prefixes)),) if r.prefixes else ()),
         ("verified", _verified(r)),
         ("compiled", _compiled(r)),
+        *((("compile cache", r.compile_cache),) if r.compile_cache else ()),
         *pass_lines(r),
     ]
 

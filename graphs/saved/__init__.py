@@ -1,0 +1,1 @@
+"""What was compiled, in a file for the next process."""

@@ -1,0 +1,146 @@
+"""The Python code that a compilation has read: files, and what stands in their modules."""
+
+import functools
+import hashlib
+import inspect
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.saved.fingerprint import Describer, digest_of
+from graphs.saved.plan import NotSavedError
+
+_PACKAGES = ("attn_ops", "fx_passes", "graphs")
+_OF_DYNAMO = re.compile(
+    r"__.*__$|__compiled_fn_|__import_|__builtins_dict__|__resume_at|_\w*\d_c\d+$"
+)
+"""Globals that Python or Dynamo adds to a module."""
+_NO_MEMBERS = ("__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl", "__annotations__",
+               "__static_attributes__", "__firstlineno__")  # fmt: skip
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_STDLIB = sysconfig.get_paths()["stdlib"] + "/"
+
+
+@functools.cache
+def own_source() -> str:
+    """Digest of our packages: what is saved by one version is not read by another."""
+    digest = hashlib.sha256()
+    for name in _PACKAGES:
+        folder = Path(sys.modules[name].__file__ or "").parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def classes_of(model: nn.Module) -> str:
+    """Digest of the classes of the model's modules, their bases included."""
+    seen: dict[type, None] = {}
+    for module in model.modules():
+        seen |= dict.fromkeys(type(module).__mro__[:-1])
+    describer = Describer(strict=False)
+    return digest_of("\n".join(_class_text(cls, describer) for cls in seen))
+
+
+def _class_text(cls: type, describer: Describer, *, code_only: bool = False) -> str:
+    members = sorted(
+        (k, v) for k, v in vars(cls).items()
+        if k not in _NO_MEMBERS and (not code_only or _is_code(v))
+    )  # fmt: skip
+    text = "".join(f" {k}={describer.text(v)}" for k, v in members)
+    return f"{cls.__module__}.{cls.__qualname__}{text}"
+
+
+def traced_modules(code: Iterable[types.CodeType]) -> dict[str, str]:
+    """By module that Dynamo has traced, the digest of its file and of what stands in it.
+
+    Modules of torch are left out, as its version is in the key. Modules that a module of the user's
+    names are followed, as it may read numbers of them.
+
+    Raises:
+        NotSavedError: some code has no file.
+    """
+    by_file = _modules_by_file()
+    pending = []
+    for one in code:
+        file = one.co_filename
+        if file in by_file:
+            pending.append(by_file[file])
+        elif not _is_generated(one):
+            raise NotSavedError(f"no module was made from {file}")
+    pending = [m for m in dict.fromkeys(pending) if not _has_version(m)]
+    found: dict[str, str] = {}
+    while pending:
+        module = pending.pop()
+        if module.__name__ not in found:
+            found[module.__name__], met = _module_digest(module)
+            pending += [m for m in met if _is_of_user(m)]
+    return found
+
+
+def changed_module(known: dict[str, str]) -> str | None:
+    """The first module that is not as it was; None: all are."""
+    for name, digest in known.items():
+        module = sys.modules.get(name)
+        if module is None or _module_digest(module)[0] != digest:
+            return name
+    return None
+
+
+def _modules_by_file() -> dict[str, types.ModuleType]:
+    modules = [(m, getattr(m, "__file__", None)) for m in list(sys.modules.values())]
+    return {file: m for m, file in modules if isinstance(m, types.ModuleType) and file}
+
+
+def _is_generated(code: types.CodeType) -> bool:
+    """Whether it is of Python itself, or a method that `dataclasses` has written."""
+    written = code.co_filename == "<string>" and code.co_name.startswith("__")
+    return written or code.co_filename.startswith("<frozen ")
+
+
+def _has_version(module: types.ModuleType) -> bool:
+    """Whether it is of torch or Python."""
+    file = str(module.__file__)
+    if file.startswith(_TORCH):
+        return True
+    return file.startswith(_STDLIB) and "site-packages" not in file
+
+
+def _is_of_user(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if not file or module.__name__.split(".")[0] in _PACKAGES:
+        return False
+    return not file.startswith(tuple(sysconfig.get_paths().values()))
+
+
+def _module_digest(module: types.ModuleType) -> tuple[str, list[types.ModuleType]]:
+    """The digest, and the modules that it names."""
+    describer, lines = Describer(strict=False), []
+    file = inspect.getsourcefile(module)
+    lines.append(hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "no file")
+    is_of_user = _is_of_user(module)
+    for name, value in sorted(vars(module).items()):
+        if _OF_DYNAMO.match(name) or not (is_of_user or _is_code(value)) or _is_register(value):
+            continue
+        lines.append(f"{name}={describer.text(value)}")
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            lines.append(_class_text(value, describer, code_only=not is_of_user))
+    return digest_of("\n".join(lines)), describer.modules
+
+
+def _is_code(value: Any) -> bool:
+    """Whether it is code, or a table of functions; other globals of a library may fill later."""
+    if isinstance(value, Mapping):
+        return not isinstance(value, dict)
+    return isinstance(value, type | staticmethod | classmethod | property) or callable(value)
+
+
+def _is_register(value: Any) -> bool:
+    """Whether it fills while the process runs: loggers and caches."""
+    return type(value).__module__ in ("logging", "_thread", "threading", "weakref", "contextvars")

@@ -1,0 +1,298 @@
+"""What one session compiled is loaded by the next, or compiled again with the reason."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from graphs.saved.folder import FORMAT, Entry, Folder
+from graphs.saved.plan import NotSavedError, Place
+from tests.kit.models import tiny_model
+from tests.kit.sessions import PROMPTS, make_session, tokens_of
+
+PROCESS = """
+    import sys, torch
+    from torch._dynamo.utils import counters
+    from tests.kit.models import tiny_model
+    from tests.kit.sessions import PROMPTS, make_session, tokens_of
+    model = torch.compile(tiny_model("llama"), backend="attn_ops", fullgraph=True)
+    session = make_session(model, compile_cache=sys.argv[1])
+    print("tokens", tokens_of(session.generate(PROMPTS, 8)))
+    print("traces", len(counters["frames"]), counters["stats"]["unique_graphs"])
+    print("recompiles", session.counters.num_recompiles)
+    print("outcome", session.report().compile_cache)
+"""
+
+
+def compiled(**changes):
+    torch._dynamo.reset()
+    counters.clear()
+    options = changes.pop("options", None)
+    model = torch.compile(tiny_model("llama"), backend="attn_ops", fullgraph=True, options=options)
+    return model, make_session(model, **changes)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder and the tokens of a session that compiled."""
+    folder = tmp_path_factory.mktemp("saved")
+    folder.chmod(0o700)
+    _, session = compiled(compile_cache=folder)
+    tokens = tokens_of(session.generate(PROMPTS, 8))
+    assert "; saved in" in session.report().compile_cache
+    return folder, tokens
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy that a test may change."""
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    copy.chmod(0o700)
+    return copy
+
+
+def outcome(session) -> str:
+    """Of its first call, without compiling where nothing is loaded."""
+    with pytest.raises(InterruptedError):
+        session.warm_up()
+    return session.report().compile_cache
+
+
+@pytest.fixture
+def never_compiles(monkeypatch):
+    """A model that must be compiled raises instead."""
+
+    def compile_fx(*args, **kwargs):
+        raise InterruptedError
+
+    monkeypatch.setattr("graphs.saved.cache.keeping", compile_fx)
+
+
+def test_loaded_without_a_trace(saved, never_compiles) -> None:
+    folder, tokens = saved
+    _, session = compiled(compile_cache=folder)
+    assert tokens_of(session.generate(PROMPTS, 8)) == tokens
+    assert counters["stats"]["unique_graphs"] == 0
+    assert session.counters.num_recompiles == 0
+    report = session.report()
+    assert report.compile_cache == f"loaded from {folder}"
+    assert report.matches["outline_layers"] > 0  # of the session that compiled
+
+
+def test_weights_change_in_place(saved, never_compiles) -> None:
+    """Values are no part of the key, and are read at every call."""
+    model, session = compiled(compile_cache=saved[0])
+    plain_model = tiny_model("llama")
+    plain = make_session(plain_model, cudagraph_mode="NONE")
+    for changed in (model._orig_mod, plain_model):
+        with torch.no_grad():
+            changed.lm_head.weight.copy_(changed.lm_head.weight.flip(0))
+    assert tokens_of(session.generate(PROMPTS, 8)) == tokens_of(plain.generate(PROMPTS, 8))
+    with torch.no_grad():
+        for changed in (model._orig_mod, plain_model):
+            changed.lm_head.weight.copy_(changed.lm_head.weight.roll(3, 0))
+    assert tokens_of(session.generate(PROMPTS, 8)) == tokens_of(plain.generate(PROMPTS, 8))
+    assert session.report().compile_cache.startswith("loaded")
+
+
+@pytest.mark.parametrize(
+    ("changes", "section"),
+    [
+        ({"options": {"collapse_views": False}}, "options of torch.compile"),
+        ({"max_tokens": 32}, "batch"),
+    ],
+)
+def test_reason_for_another_key(folder, never_compiles, changes, section) -> None:
+    _, session = compiled(compile_cache=folder, **changes)
+    assert section in outcome(session)
+
+
+def test_reason_for_another_source(folder, never_compiles, monkeypatch) -> None:
+    monkeypatch.setattr("graphs.saved.key.own_source", lambda: "another version")
+    _, session = compiled(compile_cache=folder)
+    assert outcome(session).endswith("other than what is: code of attn_ops")
+
+
+def test_reason_for_another_pass_source(folder, never_compiles, monkeypatch) -> None:
+    monkeypatch.setattr("fx_passes.passes.views.CollapseViews.source", lambda self: "changed")
+    _, session = compiled(compile_cache=folder)
+    assert "options of torch.compile" in outcome(session)
+
+
+def test_reason_for_another_function(folder, never_compiles, monkeypatch) -> None:
+    """A function that a module of Transformers names was replaced before the session began."""
+    from transformers.models.llama import modeling_llama
+
+    old = modeling_llama.rotate_half
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: old(x) * 2)
+    _, session = compiled(compile_cache=folder)
+    assert outcome(session) == (
+        "compiled: the code of transformers.models.llama.modeling_llama has changed"
+    )
+
+
+@pytest.mark.parametrize("attribute", ["config.rms_norm_eps", "model.norm.variance_epsilon"])
+def test_reason_for_another_attribute(folder, never_compiles, attribute) -> None:
+    torch._dynamo.reset()
+    model = tiny_model("llama")
+    holder, _, name = attribute.rpartition(".")
+    setattr(model.get_submodule(holder) if holder != "config" else model.config, name, 0.5)
+    session = make_session(torch.compile(model, backend="attn_ops"), compile_cache=folder)
+    assert outcome(session).endswith("other than what is: model")
+
+
+def test_another_backend(folder, never_compiles) -> None:
+    session = make_session(torch.compile(tiny_model("llama"), backend="eager"),
+                           compile_cache=folder)  # fmt: skip
+    assert "not compiled by torch.compile(model, backend='attn_ops')" in outcome(session)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def only_file(folder):
+    (file,) = folder.glob("*.compiled")
+    return file
+
+
+@pytest.fixture
+def nothing_unpickled(monkeypatch, never_compiles):
+    def loads(*args):
+        raise AssertionError("a file that must be refused was unpickled")
+
+    monkeypatch.setattr("graphs.saved.cache.pickle.loads", loads)
+
+
+def _truncate(folder) -> None:
+    content = only_file(folder).read_bytes()
+    only_file(folder).write_bytes(content[:-10])
+
+
+def _foreign(folder) -> None:
+    only_file(folder).write_bytes(b"something else\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_truncate, "the file is damaged"),
+        (_foreign, "the file has another format"),
+        (lambda folder: folder.chmod(0o777), "other users can write"),
+        (lambda folder: only_file(folder).chmod(0o666), "other users can write"),
+    ],
+)
+def test_refused(folder, nothing_unpickled, change, reason) -> None:
+    change(folder)
+    _, session = compiled(compile_cache=folder)
+    assert reason in outcome(session)
+
+
+def test_link_refused(folder, nothing_unpickled, tmp_path) -> None:
+    file = only_file(folder)
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    _, session = compiled(compile_cache=folder)
+    assert "cannot be read" in outcome(session)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owners here")
+def test_owner_refused(folder, nothing_unpickled, monkeypatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    _, session = compiled(compile_cache=folder)
+    assert "belongs to another user" in outcome(session)
+
+
+def test_file_under_another_name_refused(folder, nothing_unpickled) -> None:
+    """The key stands in the file too."""
+    file = only_file(folder)
+    found = Folder(folder).read(file.stem)
+    Folder(folder).write(file.stem, Entry(found.header | {"key": {"model": "x"}}, found.pieces))
+    _, session = compiled(compile_cache=folder)
+    assert "the file is of another compilation" in outcome(session)
+
+
+def test_concurrent_writers(tmp_path) -> None:
+    """Every reader sees a whole entry, and no temporary file stays."""
+    folder = Folder(tmp_path / "made")
+    entries = [Entry({"key": {"n": str(i)}}, [bytes([i]) * 50_000]) for i in range(8)]
+
+    def write_and_read(entry: Entry) -> Entry:
+        folder.write("name", entry)
+        found = folder.read("name")
+        assert found is not None
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(write_and_read, entries * 4):
+            assert found.pieces[0] == bytes([int(found.header["key"]["n"])]) * 50_000
+    assert [p.name for p in (tmp_path / "made").iterdir()] == ["name.compiled"]
+    assert only_file(tmp_path / "made").read_bytes().startswith(FORMAT)
+
+
+def test_no_folder_to_write(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotSavedError, match="cannot be written"):
+        Folder(tmp_path / "file" / "below").write("name", Entry({}, []))
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("L['input_ids']", Place("input_ids", ())),
+        ("L['kwargs']['kv_caches'][1]", Place("kv_caches", (("item", 1),))),
+        ("L['kwargs']['input_ids'].size()[1]", Place("input_ids", (), 1)),
+        ("L['self']._parameters['w']", Place("", (("attr", "_parameters"), ("item", "w")))),
+    ],
+)
+def test_place(source, place) -> None:
+    assert Place.parse(source) == place
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["G['scale']", "L['self'].__class__.x", "L['self'].f()", "L['x'][y]", "", "L['args'][0]"],
+)
+def test_no_place(source) -> None:
+    with pytest.raises(NotSavedError, match="an input of the graph is"):
+        Place.parse(source)
+
+
+# -- with compilations -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path) -> None:
+    def run() -> dict[str, str]:
+        command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(tmp_path / "cache")]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return dict(line.split(" ", 1) for line in output.splitlines() if " " in line)
+
+    first, second = run(), run()
+    assert first["outcome"].startswith("compiled: nothing is saved")
+    assert first["traces"].endswith(" 1")
+    assert second["outcome"].startswith("loaded from")
+    assert second["traces"] == "0 0"
+    assert second["tokens"] == first["tokens"]
+    assert first["recompiles"] == second["recompiles"] == "0"
+
+
+@pytest.mark.slow
+def test_changed_after_it_was_loaded(saved) -> None:
+    """Dynamo guards on attributes; a loaded model is compiled as soon as one changes."""
+    model, session = compiled(compile_cache=saved[0])
+    session.warm_up()
+    assert session.report().compile_cache.startswith("loaded")
+    plain_model = tiny_model("llama")
+    for changed in (model._orig_mod, plain_model):
+        changed.model.norm.variance_epsilon = 0.5
+    plain = make_session(plain_model, cudagraph_mode="NONE")
+    assert tokens_of(session.generate(PROMPTS, 8)) == tokens_of(plain.generate(PROMPTS, 8))
+    assert "compiled since then: the model has changed" in session.report().compile_cache
+    assert counters["stats"]["unique_graphs"] == 1

@@ -94,7 +94,7 @@ def autograd_cache(keeper: Keeper | None) -> Any:
 def _source(node: Node) -> str:
     source = getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")  # a method until torch 2.11
-    return name() if callable(name) else str(name)
+    return str(name() if callable(name) else name)
 
 
 def _modified() -> list[str]:

@@ -17,7 +17,7 @@ from fx_passes.kept import CompiledGraph, Keeper, keeping
 from fx_passes.observe import PassRecord, Recorder
 from graphs.options import SessionOptions
 from graphs.runner import StepRunner
-from graphs.saved.code import changed_module, traced_modules
+from graphs.saved.code import changed_module, class_text, traced_modules
 from graphs.saved.fingerprint import Describer, digest_of
 from graphs.saved.folder import Entry, Folder
 from graphs.saved.key import key_of
@@ -138,8 +138,7 @@ class CompileCache:
 def batch_text(runner: StepRunner, options: SessionOptions) -> str:
     """What passes may read of the batch's metadata: backend, geometries and sizes."""
     kinds = Describer(strict=False)
-    builder = type(runner.builder)
-    backend = [c.__qualname__ + kinds.text(dict(vars(c))) for c in builder.__mro__[:-1]]
+    backend = [class_text(c, kinds, code_only=True) for c in type(runner.builder).__mro__[:-1]]
     names = ("backend", "block_size", "kv_cache_dtype", "cache_layout", "max_batch_size",
              "max_tokens", "max_tokens_per_step", "decode_steps", "num_draft_tokens")  # fmt: skip
     sizes = [f"{name}={kinds.text(getattr(options, name))}" for name in names]

@@ -33,7 +33,7 @@ def own_source() -> str:
     """Digest of our packages: what is saved by one version is not read by another."""
     digest = hashlib.sha256()
     for name in _PACKAGES:
-        folder = Path(sys.modules[name].__file__ or "").parent
+        folder = Path(str(sys.modules[name].__file__)).parent
         for path in sorted(folder.rglob("*.py")):
             digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest.hexdigest()
@@ -45,14 +45,17 @@ def classes_of(model: nn.Module) -> str:
     for module in model.modules():
         seen |= dict.fromkeys(type(module).__mro__[:-1])
     describer = Describer(strict=False)
-    return digest_of("\n".join(_class_text(cls, describer) for cls in seen))
+    return digest_of("\n".join(class_text(cls, describer) for cls in seen))
 
 
-def _class_text(cls: type, describer: Describer, *, code_only: bool = False) -> str:
-    members = sorted(
-        (k, v) for k, v in vars(cls).items()
+def class_text(cls: type, describer: Describer, *, code_only: bool = False) -> str:
+    members = sorted(vars(cls).items())
+    if cls.__module__.startswith("torch."):  # its version is in the key, and Dynamo patches it
+        members = [(k, v) for k, v in members if k == "forward"]
+    members = [
+        (k, v) for k, v in members
         if k not in _NO_MEMBERS and (not code_only or _is_code(v))
-    )  # fmt: skip
+    ]  # fmt: skip
     text = "".join(f" {k}={describer.text(v)}" for k, v in members)
     return f"{cls.__module__}.{cls.__qualname__}{text}"
 
@@ -130,7 +133,7 @@ def _module_digest(module: types.ModuleType) -> tuple[str, list[types.ModuleType
             continue
         lines.append(f"{name}={describer.text(value)}")
         if isinstance(value, type) and value.__module__ == module.__name__:
-            lines.append(_class_text(value, describer, code_only=not is_of_user))
+            lines.append(class_text(value, describer, code_only=not is_of_user))
     return digest_of("\n".join(lines)), describer.modules
 
 

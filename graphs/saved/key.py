@@ -163,7 +163,7 @@ def _tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     lines = []
     for name, t in tensors.items():
         number = storages.setdefault(t.untyped_storage()._cdata, len(storages))
-        place = (number, t.storage_offset(), t.data_ptr() % 64)
+        place = (number, t.storage_offset(), t.data_ptr() % 16)
         lines.append(
             f"{name} {type(t).__name__} {tuple(t.shape)} {t.stride()} {t.dtype} {t.device} "
             f"{t.requires_grad} {place}"

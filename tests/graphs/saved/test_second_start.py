@@ -13,15 +13,15 @@ from torch._dynamo.utils import counters
 
 from graphs.saved.folder import FORMAT, Entry, Folder
 from graphs.saved.plan import NotSavedError, Place
-from tests.kit.models import tiny_model
+from tests.kit.models import build_model
 from tests.kit.sessions import PROMPTS, make_session, tokens_of
 
 PROCESS = """
     import sys, torch
     from torch._dynamo.utils import counters
-    from tests.kit.models import tiny_model
+    from tests.kit.models import build_model
     from tests.kit.sessions import PROMPTS, make_session, tokens_of
-    model = torch.compile(tiny_model("llama"), backend="attn_ops", fullgraph=True)
+    model = torch.compile(build_model("llama"), backend="attn_ops", fullgraph=True)
     session = make_session(model, compile_cache=sys.argv[1])
     print("tokens", tokens_of(session.generate(PROMPTS, 8)))
     print("traces", len(counters["frames"]), counters["stats"]["unique_graphs"])
@@ -34,7 +34,7 @@ def compiled(**changes):
     torch._dynamo.reset()
     counters.clear()
     options = changes.pop("options", None)
-    model = torch.compile(tiny_model("llama"), backend="attn_ops", fullgraph=True, options=options)
+    model = torch.compile(build_model("llama"), backend="attn_ops", fullgraph=True, options=options)
     return model, make_session(model, **changes)
 
 
@@ -89,7 +89,7 @@ def test_loaded_without_a_trace(saved, never_compiles) -> None:
 def test_weights_change_in_place(saved, never_compiles) -> None:
     """Values are no part of the key, and are read at every call."""
     model, session = compiled(compile_cache=saved[0])
-    plain_model = tiny_model("llama")
+    plain_model = build_model("llama")
     plain = make_session(plain_model, cudagraph_mode="NONE")
     for changed in (model._orig_mod, plain_model):
         with torch.no_grad():
@@ -141,7 +141,7 @@ def test_reason_for_another_function(folder, never_compiles, monkeypatch) -> Non
 @pytest.mark.parametrize("attribute", ["config.rms_norm_eps", "model.norm.variance_epsilon"])
 def test_reason_for_another_attribute(folder, never_compiles, attribute) -> None:
     torch._dynamo.reset()
-    model = tiny_model("llama")
+    model = build_model("llama")
     holder, _, name = attribute.rpartition(".")
     setattr(model.get_submodule(holder) if holder != "config" else model.config, name, 0.5)
     session = make_session(torch.compile(model, backend="attn_ops"), compile_cache=folder)
@@ -149,7 +149,7 @@ def test_reason_for_another_attribute(folder, never_compiles, attribute) -> None
 
 
 def test_another_backend(folder, never_compiles) -> None:
-    session = make_session(torch.compile(tiny_model("llama"), backend="eager"),
+    session = make_session(torch.compile(build_model("llama"), backend="eager"),
                            compile_cache=folder)  # fmt: skip
     assert "not compiled by torch.compile(model, backend='attn_ops')" in outcome(session)
 
@@ -289,7 +289,7 @@ def test_changed_after_it_was_loaded(saved) -> None:
     model, session = compiled(compile_cache=saved[0])
     session.warm_up()
     assert session.report().compile_cache.startswith("loaded")
-    plain_model = tiny_model("llama")
+    plain_model = build_model("llama")
     for changed in (model._orig_mod, plain_model):
         changed.model.norm.variance_epsilon = 0.5
     plain = make_session(plain_model, cudagraph_mode="NONE")

@@ -114,3 +114,4 @@ def _modified() -> list[str]:
 
 
 _active: contextvars.ContextVar[Keeper | None] = contextvars.ContextVar("keeper", default=None)
+"""The active one. Global: torch calls a backend with nothing of its caller's."""

@@ -37,6 +37,7 @@ class RunArguments:
         temperature: 0 takes the most likely token.
         top_p: as in `SamplingParams`.
         seed: of the random draws.
+        compile_cache: of `SessionOptions`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -53,6 +54,7 @@ class RunArguments:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    compile_cache: Path | None = None
 
     def __post_init__(self) -> None:
         _check_model(self.model)

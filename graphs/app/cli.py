@@ -69,6 +69,9 @@ def run(
         str,
         typer.Option(help=f"Linear layers in FP8, and attention's output: {', '.join(QUANTIZE)}."),
     ] = "off",
+    compile_cache: Annotated[
+        Path | None, typer.Option(help="Keep compiled models in this directory, for later runs.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Generate with a model, compare with Transformers, report what was compiled and how fast."""
@@ -76,7 +79,7 @@ def run(
         arguments = RunArguments(
             model=model, backend=backend, max_new_tokens=max_new_tokens, dump=dump,
             fast_prefill=fast_prefill, quantize=quantize, dtype=dtype, device=device,
-            temperature=temperature, top_p=top_p, seed=seed,
+            temperature=temperature, top_p=top_p, seed=seed, compile_cache=compile_cache,
         )  # fmt: skip
         lines = None if prompts is None else read_lines(prompts)
         check_lines(lines or [], model)

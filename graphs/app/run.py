@@ -44,7 +44,8 @@ def run(arguments: RunArguments, lines: Sequence[Line] | None = None) -> RunRepo
         _quantize(subject, arguments.quantize, prompts, options)
     eager = DecodeSession(subject, cudagraph_mode=CUDAGraphMode.NONE, **options)
     compiled = _compiled(subject, arguments)
-    session = called = DecodeSession(compiled, **options)
+    folder = {"compile_cache": arguments.compile_cache}
+    session = called = DecodeSession(compiled, **options, **folder)
     with dump(arguments.dump) if arguments.dump is not None else contextlib.nullcontext():
         session.warm_up()
         begin = time.perf_counter()
@@ -52,7 +53,7 @@ def run(arguments: RunArguments, lines: Sequence[Line] | None = None) -> RunRepo
         seconds = time.perf_counter() - begin
     greedy, logits = _greedy(session, prompts, max_new_tokens)
     if session.graphs is not None:  # replayed steps hand out no logits
-        called = DecodeSession(compiled, cudagraph_mode=CUDAGraphMode.NONE, **options)
+        called = DecodeSession(compiled, cudagraph_mode=CUDAGraphMode.NONE, **options, **folder)
         again, logits = _greedy(called, prompts, max_new_tokens)
         if again != greedy:
             raise AssertionError("captured steps generated other tokens than called ones")

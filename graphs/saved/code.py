@@ -28,6 +28,7 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 
 
+# Cached: the files of a running process do not count, but those that it has imported.
 @functools.cache
 def own_source() -> str:
     """Digest of our packages: what is saved by one version is not read by another."""

@@ -54,9 +54,9 @@ class LoadedModel:
         self._getters = [_getter(*plan.inputs[i].steps[-1]) for i in self._held]
         self._sizes = _sizes(plan)
         tensors = self._tensors(self._values(inputs))
-        dims = [[s if isinstance(s, int) else None for s in plan.shapes[i] or ()]
+        dims: Any = [[s if isinstance(s, int) else None for s in plan.shapes[i] or ()]
                 for i in self._checked]  # fmt: skip
-        strides = [_strides(d, t) for d, t in zip(dims, tensors, strict=True)]
+        strides: Any = [_strides(d, t) for d, t in zip(dims, tensors, strict=True)]
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=dims, dynamic_dims_strides=strides)
 
     def __call__(self, **inputs: Any) -> Any:

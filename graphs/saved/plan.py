@@ -7,7 +7,7 @@ import ast
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -153,7 +153,8 @@ def _calls(
     nodes: Sequence[Node], numbers: dict[Node, int], pieces: dict[Any, int]
 ) -> list[tuple[int, list[int], int]]:
     """The calls in order; `numbers` gets their results."""
-    calls, first, results = [], len(numbers), {}
+    calls, first = [], len(numbers)
+    results: dict[Any, int] = {}
     for node in nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -168,7 +169,7 @@ def _calls(
             raise NotSavedError(f"{node.name} takes what is no tensor")
         piece = pieces.setdefault(node.target, len(pieces))
         count = len(node.meta["example_value"])
-        calls.append((piece, [numbers[a] for a in node.args], count))
+        calls.append((piece, [numbers[cast(Node, a)] for a in node.args], count))
         results[node] = first
         first += count
     return calls

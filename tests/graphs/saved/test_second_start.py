@@ -296,3 +296,4 @@ def test_changed_after_it_was_loaded(saved) -> None:
     assert tokens_of(session.generate(PROMPTS, 8)) == tokens_of(plain.generate(PROMPTS, 8))
     assert "compiled since then: the model has changed" in session.report().compile_cache
     assert counters["stats"]["unique_graphs"] == 1
+    assert session.counters.num_recompiles == 1

@@ -16,7 +16,7 @@ from attn_ops.compat.inductor_until_2_13 import inductor_mended
 from attn_ops.compat.stride_order_until_2_16 import strides_ordered_without_guards
 from fx_passes.config import PassConfig
 from fx_passes.inductor_slot import SLOT, with_user_pass
-from fx_passes.kept import active_keeper, autograd_cache
+from fx_passes.kept import autograd_cache
 from fx_passes.naming import GraphName
 from fx_passes.observe import recorders
 from fx_passes.pipeline import run_dynamo_stage
@@ -49,7 +49,7 @@ def attn_ops(
         recorder.num_graphs += 1
     undo = run_dynamo_stage(gm, config)
 
-    keeper = active_keeper()
+    keeper = next((r.keeper for r in recorders() if r.keeper is not None), None)
     pieces: list[Callable[..., Any]] = []
 
     def compile_piece(

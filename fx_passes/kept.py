@@ -1,10 +1,9 @@
 """What the backend compiled, kept for whoever writes it to a file: the calls and their pieces."""
 
-import contextlib
 import contextvars
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch._functorch.config as functorch_config
@@ -39,7 +38,7 @@ class CompiledGraph:
 
 @dataclasses.dataclass
 class Keeper:
-    """Collects graphs that are compiled while it is active.
+    """Collects graphs that are compiled while its recorder is active.
 
     Attributes:
         graphs: in order of compilation.
@@ -58,21 +57,6 @@ class Keeper:
         env = None if fake_mode is None else fake_mode.shape_env
         sources = [_source(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.graphs.append(CompiledGraph(gm, whole, sources, pieces, env, code, _modified()))
-
-
-@contextlib.contextmanager
-def keeping(keeper: Keeper) -> Iterator[None]:
-    """Hand what is compiled inside to `keeper`."""
-    token = _active.set(keeper)
-    try:
-        yield
-    finally:
-        _active.reset(token)
-
-
-def active_keeper() -> Keeper | None:
-    """The one that collects; None: nobody asks."""
-    return _active.get()
 
 
 def autograd_cache(keeper: Keeper | None) -> Any:
@@ -111,7 +95,3 @@ def _modified() -> list[str]:
             continue  # set and set back
         found.append(f"{name} {getattr(variable, 'source', None)}")
     return found
-
-
-_active: contextvars.ContextVar[Keeper | None] = contextvars.ContextVar("keeper", default=None)
-"""The active one. Global: torch calls a backend with nothing of its caller's."""

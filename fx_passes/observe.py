@@ -15,6 +15,7 @@ from torch.fx import Graph
 
 from fx_passes.analysis.graph_ops import operator_name
 from fx_passes.base import Pass
+from fx_passes.kept import Keeper
 from fx_passes.naming import GraphName
 
 Draw = Callable[[Graph], Callable[[Graph], tuple[str, str]]]
@@ -59,6 +60,7 @@ class Recorder:
             nothing is drawn.
         describe: makes data of the nodes of final graphs, as `fx_passes.pictures.nodes` does.
         directory: where a dump is written of what is collected, for errors; None: there is none.
+        keeper: takes what is compiled, for a file; None: nobody asks.
         passes: runs, in order.
         num_graphs: graphs that Dynamo handed to the backend.
         final_graphs: the ATen graphs as Inductor gets them, by name.
@@ -71,6 +73,7 @@ class Recorder:
     draw: Draw | None = None
     describe: Describe | None = None
     directory: Path | None = None
+    keeper: Keeper | None = None
     passes: list[PassRecord] = dataclasses.field(default_factory=list)
     num_graphs: int = 0
     final_graphs: list[tuple[str, str]] = dataclasses.field(default_factory=list)

@@ -4,16 +4,17 @@ first process:  the model is called, Dynamo traces it -> Keeper -> Plan, pieces 
 second process: file -> Plan, pieces -> LoadedModel, called in the compiled model's place
 """
 
+import contextlib
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 
-from fx_passes.kept import CompiledGraph, Keeper, keeping
+from fx_passes.kept import CompiledGraph, Keeper
 from fx_passes.observe import PassRecord, Recorder
 from graphs.options import SessionOptions
 from graphs.runner import StepRunner
@@ -68,6 +69,15 @@ class CompileCache:
         self._record.passes += records
         self.outcome = f"loaded from {self._folder.path}"
         return loaded
+
+    @contextlib.contextmanager
+    def collecting(self, keeper: Keeper) -> Iterator[None]:
+        """Hand what is compiled inside to `keeper`."""
+        self._record.keeper = keeper
+        try:
+            yield
+        finally:
+            self._record.keeper = None
 
     def save(self, keeper: Keeper, inputs: Mapping[str, Any], logits: torch.Tensor) -> None:
         """Write what was compiled, if what is read back gives the same `logits` of `inputs`."""
@@ -169,7 +179,7 @@ class FirstCall:
                 self.model = loaded
                 return output
         keeper = Keeper()
-        with keeping(keeper):
+        with self._cache.collecting(keeper):
             output = self._compiled(**inputs)
         self._cache.save(keeper, inputs, output.logits)
         self.model = self._compiled

@@ -161,7 +161,7 @@ def _calls(
         if node.op != "call_function":
             raise NotSavedError(f"the graph holds a constant, {node.target}")
         if node.target is operator.getitem and node.args[0] in results:
-            numbers[node] = results[node.args[0]] + node.args[1]
+            numbers[node] = results[node.args[0]] + cast(int, node.args[1])
             continue
         if node.kwargs or not all(isinstance(a, Node) for a in node.args):
             raise NotSavedError(f"{node.name} is called with a constant")

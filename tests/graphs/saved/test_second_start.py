@@ -72,7 +72,7 @@ def never_compiles(monkeypatch):
     def compile_fx(*args, **kwargs):
         raise InterruptedError
 
-    monkeypatch.setattr("graphs.saved.cache.keeping", compile_fx)
+    monkeypatch.setattr("graphs.saved.cache.Keeper", compile_fx)
 
 
 def test_loaded_without_a_trace(saved, never_compiles) -> None:

@@ -64,7 +64,7 @@ class Compilation:
     Args:
         runner: calls the model.
         session: its owner, which dumps name. The reference is weak: nothing here keeps it alive.
-        options: of the session; they say where compiled models are kept.
+        options: of the session, which may name a folder for compiled models; None: no folder.
         warns_uncompiled: say so where the model is not compiled.
 
     Attributes:
@@ -79,7 +79,7 @@ class Compilation:
         self,
         runner: StepRunner,
         session: object,
-        options: SessionOptions,
+        options: SessionOptions | None = None,
         *,
         warns_uncompiled: bool,
     ) -> None:
@@ -90,7 +90,7 @@ class Compilation:
         self.record = Recorder()
         self._changed: str | None = None  # why what was loaded is used no more
         self.cache: CompileCache | None = None
-        if options.compile_cache is not None:
+        if options is not None and options.compile_cache is not None:
             self.cache = CompileCache(
                 options.compile_cache, self._model, self.record, batch_text(runner, options)
             )

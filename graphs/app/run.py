@@ -44,7 +44,7 @@ def run(arguments: RunArguments, lines: Sequence[Line] | None = None) -> RunRepo
         _quantize(subject, arguments.quantize, prompts, options)
     eager = DecodeSession(subject, cudagraph_mode=CUDAGraphMode.NONE, **options)
     compiled = _compiled(subject, arguments)
-    folder = {"compile_cache": arguments.compile_cache}
+    folder: dict[str, Any] = {"compile_cache": arguments.compile_cache}
     session = called = DecodeSession(compiled, **options, **folder)
     with dump(arguments.dump) if arguments.dump is not None else contextlib.nullcontext():
         session.warm_up()

@@ -11,6 +11,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 
+from fx_passes.analysis.values import noted
+
 
 @dataclasses.dataclass
 class CompiledGraph:
@@ -76,7 +78,7 @@ def autograd_cache(keeper: Keeper | None) -> Any:
 
 
 def _source(node: Node) -> str:
-    source = getattr(node.meta.get("grapharg"), "source", None)
+    source = getattr(noted(node, "grapharg"), "source", None)
     name = getattr(source, "name", "")  # a method until torch 2.11
     return str(name() if callable(name) else name)
 

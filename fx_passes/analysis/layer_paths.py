@@ -1,8 +1,11 @@
 """Which module a node was traced in, and which layer that is: "model.layers.3" of its path."""
 
 import re
+from typing import Any
 
 from torch.fx import Node
+
+from fx_passes.analysis.values import noted
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.(.*))?$")
 """A module path up to its first number, as in Transformers and torchvision, and the rest."""
@@ -12,6 +15,11 @@ _STACK = "nn_module_stack"
 
 _MODEL = re.compile(r"^L\.self\.?")
 """Dynamo's name of the model itself."""
+
+
+def module_stack(node: Node) -> Any:
+    """The modules whose code made a node, the innermost last, as Dynamo notes them; or None."""
+    return noted(node, _STACK)
 
 
 def module_path(node: Node) -> str | None:

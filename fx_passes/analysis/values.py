@@ -16,6 +16,11 @@ def value_of(node: Node) -> Any:
     return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
 
 
+def noted(node: Node, what: str) -> Any:
+    """What Dynamo or AOTAutograd noted of a node under a name; None if nothing."""
+    return node.meta.get(what)
+
+
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in a value."""
     return (x for x in tree_leaves(value) if isinstance(x, torch.Tensor))

@@ -5,6 +5,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fx_passes.analysis.graph_ops import operator_name
+from fx_passes.analysis.layer_paths import module_stack
+from fx_passes.analysis.values import noted
 
 _LONGEST = 300
 """Characters of an argument list or of a line that are kept."""
@@ -20,7 +22,7 @@ def nodes_of(graph: Graph, made: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _node(node: Node, made: dict[str, str]) -> dict[str, Any]:
-    origins = [source.name for source in node.meta.get("from_node") or ()]
+    origins = [source.name for source in noted(node, "from_node") or ()]
     by = next((made[name] for name in (node.name, *origins) if name in made), None)
     return {
         "name": node.name,
@@ -28,9 +30,9 @@ def _node(node: Node, made: dict[str, str]) -> dict[str, Any]:
         "target": str(node.target),
         "inputs": [source.name for source in node.all_input_nodes],
         "args": str((*node.args, *node.kwargs.items()))[:_LONGEST],
-        "type": _type(node.meta.get("val")),
-        "module": _module(node.meta.get("nn_module_stack")),
-        "line": _line(node.meta.get("stack_trace")),
+        "type": _type(noted(node, "val")),
+        "module": _module(module_stack(node)),
+        "line": _line(noted(node, "stack_trace")),
         "by": by,
     }
 

@@ -130,7 +130,8 @@ class PrefixSharing:
         """The request begins with what was found."""
         request.begun_at = self.num_forgotten
         request.num_kept = 0
-        request.num_computed = match.num_tokens
+        if self.is_on:
+            request.num_computed = match.num_tokens
         if self.is_on and request.share_prefix:
             self._num_requests += 1
             self._num_hits += match.num_tokens > 0

@@ -22,7 +22,7 @@ def is_long(case: ConformanceCase) -> bool:
     """Whether the interpreter takes seconds: others show the same on a smaller batch."""
     fp8 = any(str(parameter).startswith("fp8") for parameter in case.parameters)
     if case.rule is latent.latent_batches:
-        return fp8 and "mixed" not in case.parameters
+        return fp8 or "mixed" not in case.parameters
     if case.rule is latent.latent_chunks:
         return "two chunks" not in case.parameters
     return case.rule is latent.latent_beyond_64k
@@ -38,8 +38,8 @@ def all_cases() -> list:
             mixed = case.rule in QUANTIZED and "mixed" in case.parameters
             if mixed or (interpreted and is_long(case)):
                 marks.append(pytest.mark.slow)
-            if backend.name == "BLOCKSPARSE" and "blocksparse" not in case.parameters:
-                marks.append(pytest.mark.slow)  # TRITON's kernels, which run under its own name
+            if backend.name == "BLOCKSPARSE" and case.parameters[-2:] != ("mixed", "blocksparse"):
+                marks.append(pytest.mark.slow)  # others: TRITON's kernels, which run by its name
             found.append(pytest.param(case, marks=marks, id=case.id))
     return found
 

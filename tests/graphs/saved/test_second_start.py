@@ -75,6 +75,7 @@ def never_compiles(monkeypatch):
     monkeypatch.setattr("graphs.saved.cache.Keeper", compile_fx)
 
 
+@pytest.mark.slow
 def test_loaded_without_a_trace(saved, never_compiles) -> None:
     folder, tokens = saved
     _, session = compiled(compile_cache=folder)

@@ -311,8 +311,9 @@ def measure_overhead(
         builder = backend.builder(backend, [spec], setting.block_size, setting.device)
         meta = builder.build(0, layers.common)
         q, cache, scale = layers.queries[0], layers.caches[0], layers.scale
+        options = {name: value for name, value in layers.options.items() if value is not None}
         calls: dict[str, Callable[[], object]] = {
-            "ours_us": lambda: attn_ops.attention(q, cache, meta, scale, **layers.options)
+            "ours_us": lambda: attn_ops.attention(q, cache, meta, scale, **options)
         }
         calls["ours_us"]()
     except Exception as error:

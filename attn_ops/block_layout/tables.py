@@ -99,13 +99,13 @@ def num_units(num_heads: int, num_kv_heads: int) -> int:
 def unit_tables(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """unit_starts [U, R + 1] and unit_entries [F, 2], on the CPU; equal units share entries."""
     group = layout.num_heads // layout.num_kv_heads
-    first_row = layout.starts[:, 0].tolist()  # heads with equal rows share their columns
-    made: dict[tuple[int, ...], int] = {}
+    starts_of_head = [row.numpy().tobytes() for row in layout.starts]  # equal: the same columns
+    made: dict[tuple[bytes, ...], int] = {}
     starts, entries, of_unit, num_entries = [], [], [], 0
     for kv_head in range(layout.num_kv_heads):
         for first in range(kv_head * group, (kv_head + 1) * group, UNIT_HEADS):
             heads = range(first, min(first + UNIT_HEADS, (kv_head + 1) * group))
-            key = tuple(first_row[head] for head in heads)
+            key = tuple(starts_of_head[head] for head in heads)
             if key not in made:
                 made[key] = len(starts)
                 bits_RR = layout.starts.new_zeros(layout.num_blocks, layout.num_blocks)

@@ -38,6 +38,7 @@ LAYOUTS = {
     "dilated": dilated(6, 2, 9, 16, dilation=3, num_seen=2),
     "learned": learned(),
     "many heads": learned(80),
+    "an empty head": BlockLayout.from_masks([torch.zeros(9, 9), torch.ones(9, 9)], 16, 2),
 }
 every = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 

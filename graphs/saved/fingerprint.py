@@ -18,7 +18,9 @@ from graphs.saved.plan import NotSavedError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo)
-_DEEPEST = 12
+_DEEPEST = {False: 12, True: 60}
+"""Levels that are described, of what may be vague and of what may not (modules in modules)."""
+
 _IGNORED = frozenset(("generation_config", "_name_or_path", "_commit_hash"))
 """Attributes that no forward reads; the first holds a hash of the process."""
 
@@ -51,7 +53,7 @@ class Describer:
             return f"#{self._numbers[id(value)]}"
         self._numbers[id(value)] = len(self._numbers)
         self._alive.append(value)
-        if depth > _DEEPEST:
+        if depth > _DEEPEST[self._strict]:
             return self._unknown(value)
         return self._composed(value, depth + 1)
 

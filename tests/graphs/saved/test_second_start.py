@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from graphs.saved.fingerprint import Describer
 from graphs.saved.folder import FORMAT, Entry, Folder
 from graphs.saved.plan import NotSavedError, Place
-from tests.kit.models import build_model
+from tests.kit.models import CONFIGS, build_model
 from tests.kit.sessions import PROMPTS, make_session, tokens_of
 
 PROCESS = """
@@ -73,6 +74,13 @@ def never_compiles(monkeypatch):
         raise InterruptedError
 
     monkeypatch.setattr("graphs.saved.cache.Keeper", compile_fx)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_has_a_key(family) -> None:
+    said = {Describer(strict=True).text(build_model(family)) for _ in range(2)}
+    assert len(said) == 1
+    assert " at 0x" not in said.pop()
 
 
 @pytest.mark.slow

@@ -48,7 +48,11 @@ CONFIG = LlamaConfig(
 
 
 class BlocksparseAttention(LlamaAttention):
-    """Llama's attention over the blocks of a layout; attn_ops reads it from `blocksparse`."""
+    """Llama's attention over the blocks of a layout; attn_ops reads it from `blocksparse`.
+
+    Raises:
+        ValueError: attn_implementation is another than attn_ops or, as a reference, eager.
+    """
 
     def __init__(self, config: LlamaConfig, layer_idx: int, tables: BlockTables) -> None:
         super().__init__(config, layer_idx)
@@ -61,7 +65,12 @@ class BlocksparseAttention(LlamaAttention):
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if attention_mask is not None and self.config._attn_implementation == "eager":
+        implementation = self.config._attn_implementation
+        if implementation not in ("attn_ops", "eager"):  # others would see all blocks
+            raise ValueError(f"attn_implementation must be attn_ops or eager, got {implementation}")
+        if implementation == "eager":
+            if attention_mask is None:
+                raise ValueError("attention_mask must be a tensor with eager attention, got None")
             seen = dense_mask(
                 self.blocksparse.layout, hidden_states.shape[1], attention_mask.shape[-1]
             )

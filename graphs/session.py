@@ -83,9 +83,8 @@ class DecodeSession:
         self.decode_steps, block_size = options.decode_steps, options.block_size
         self.specs = attention_specs(self.original, kv_cache_dtype)
         inputs = ModelInputs(self.original, kv_cache_dtype)
-        contract = Contract(
-            self.original, self.specs, inputs.probe, self.vocab_size, self.max_tokens
-        )
+        longest = self.max_tokens + options.num_draft_tokens
+        contract = Contract(self.original, self.specs, inputs.probe, self.vocab_size, longest)
         self.state = ModelState(self.original, contract, compiled=compiled)
         sizes = sizes_of(self.original, compiled=compiled)
         self.backend_selection = selected(self.specs, block_size, self.device, options.backend)
@@ -108,7 +107,7 @@ class DecodeSession:
             self.cache,
             self.builder,
             max_batch_size=self.max_batch_size,
-            max_tokens=self.max_tokens + options.num_draft_tokens,
+            max_tokens=longest,
             vocab_size=self.vocab_size,
             num_steps=self.decode_steps,
         )

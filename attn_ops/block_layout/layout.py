@@ -12,7 +12,7 @@ import torch
 from attn_ops.block_layout.params import BlocksparseParams, sees
 
 Visible = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""visible(head, query_block [R, 1], block [1, R]) -> bool [R, R]."""
+"""visible(head, query_block [R, 1], block [1, R]) -> bool [R, R], or what broadcasts to it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,8 +38,8 @@ class BlockLayout:
     columns: torch.Tensor
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        if not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"block_size must be an int of at least 1, got {self.block_size}")
         for name, dims in (("starts", 2), ("columns", 1)):
             x = getattr(self, name)
             if x.dtype != torch.int32 or x.dim() != dims or x.device.type != "cpu":
@@ -89,12 +89,23 @@ class BlockLayout:
         return self.num_blocks * self.block_size
 
     def row(self, head: int, query_block: int) -> list[int]:
-        """The blocks that a query block sees."""
+        """The blocks that a query block sees.
+
+        Raises:
+            ValueError: there is no such head or block.
+        """
+        _check_index("head", head, self.num_heads)
+        _check_index("query_block", query_block, self.num_blocks)
         begin, end = self.starts[head, query_block : query_block + 2].tolist()
         return self.columns[begin:end].tolist()
 
     def mask(self, head: int) -> torch.Tensor:
-        """[R, R] bool: row sees column."""
+        """[R, R] bool: row sees column.
+
+        Raises:
+            ValueError: there is no such head.
+        """
+        _check_index("head", head, self.num_heads)
         starts = self.starts[head]
         row = _numbers(self.num_blocks).repeat_interleave(starts.diff())
         mask_RR = starts.new_zeros(self.num_blocks, self.num_blocks, dtype=torch.bool)
@@ -104,6 +115,8 @@ class BlockLayout:
     def density(self, num_blocks: int | None = None) -> float:
         """Listed blocks of the first `num_blocks` rows by those of causal attention, all heads."""
         rows = self.num_blocks if num_blocks is None else num_blocks
+        if not 1 <= rows <= self.num_blocks:
+            raise ValueError(f"num_blocks must be from 1 to {self.num_blocks}, got {rows}")
         listed = int((self.starts[:, rows] - self.starts[:, 0]).sum())
         return listed / (self.num_heads * rows * (rows + 1) / 2)
 
@@ -122,8 +135,8 @@ class BlockLayout:
         of_head: list[int] = []
         for mask in masks:
             mask = torch.as_tensor(mask, device="cpu").bool()
-            wanted = distinct[0].shape if distinct else (mask.shape[0],) * 2
-            if mask.shape != wanted:
+            wanted = distinct[0].shape if distinct else mask.shape[:1] * 2
+            if mask.dim() != 2 or mask.shape != wanted:
                 raise ValueError(f"masks must be of one shape [R, R], got {list(mask.shape)}")
             mask = mask.tril()
             known = next((i for i, m in enumerate(distinct) if torch.equal(m, mask)), len(distinct))
@@ -162,6 +175,14 @@ class BlockLayout:
         return cls(block_size, num_kv_heads, starts.int(), columns_E)
 
 
+def check_length(num_tokens: int, longest: int, name: str = "max_seq_len") -> None:
+    """Raise a ValueError unless a layout for `longest` tokens takes sequences of `num_tokens`."""
+    if num_tokens > longest:
+        raise ValueError(
+            f"{name} must be at most {longest}, that of the block layout, got {num_tokens}"
+        )
+
+
 def _numbers(count: int) -> torch.Tensor:
     """0, 1, ..., on the CPU: layouts stay there, whatever device is the default."""
     return torch.arange(count, device="cpu")
@@ -170,10 +191,31 @@ def _numbers(count: int) -> torch.Tensor:
 def layout_of(
     visible: Visible, num_heads: int, num_kv_heads: int, num_blocks: int, block_size: int
 ) -> BlockLayout:
-    """A layout by a function of head, query block and block; causality is added."""
+    """A layout by a function of head, query block and block; causality is added.
+
+    Raises:
+        ValueError: a number is below 1, or num_heads no multiple of num_kv_heads.
+    """
+    _check(1, num_heads=num_heads, num_blocks=num_blocks)
     row_R1, column_1R = _numbers(num_blocks)[:, None], _numbers(num_blocks)[None, :]
-    masks = (visible(head, row_R1, column_1R) for head in range(num_heads))
+    shape = num_blocks, num_blocks
+    masks = (
+        torch.as_tensor(visible(head, row_R1, column_1R), device="cpu").broadcast_to(shape)
+        for head in range(num_heads)
+    )
     return BlockLayout.from_masks(masks, block_size, num_kv_heads)
+
+
+def _check_index(name: str, value: int, count: int) -> None:
+    if not 0 <= value < count:
+        raise ValueError(f"{name} must be from 0 to {count - 1}, got {value}")
+
+
+def _check(least: int, **numbers: int) -> None:
+    """Raise a ValueError unless all numbers are at least `least`."""
+    for name, value in numbers.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def local_strided(params: BlocksparseParams) -> BlockLayout:
@@ -194,6 +236,7 @@ def sliding_global(
     global_blocks: int,
 ) -> BlockLayout:
     """Every head sees the last `window_blocks`, its own counted, and the first `global_blocks`."""
+    _check(0, window_blocks=window_blocks, global_blocks=global_blocks)
 
     def visible(head: int, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         return (row - column < window_blocks) | (column < global_blocks)
@@ -214,6 +257,7 @@ def dilated(
 
     LongNet's form (arXiv:2307.02486), with one dilation for all heads.
     """
+    _check(1, dilation=dilation, num_seen=num_seen)
 
     def visible(head: int, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         distance = row - column

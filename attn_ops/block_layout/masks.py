@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attn_ops.block_layout.layout import BlockLayout
+from attn_ops.block_layout.layout import BlockLayout, check_length
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -40,7 +40,14 @@ def token_mask(
 
 
 def dense_mask(layout: BlockLayout, num_queries: int, num_keys: int) -> torch.Tensor:
-    """[N, Q, C] bool on the CPU: what each head's queries see, the last of `num_keys` tokens."""
+    """[N, Q, C] bool on the CPU: what each head's queries see, the last of `num_keys` tokens.
+
+    Raises:
+        ValueError: there are more queries than keys, or the layout is for shorter sequences.
+    """
+    if not 0 <= num_queries <= num_keys:
+        raise ValueError(f"num_queries must be from 0 to {num_keys}, got {num_queries}")
+    check_length(num_keys, layout.max_seqlen, "num_keys")
     num_blocks = -(-num_keys // layout.block_size)
     seen_NRR = visible_blocks(layout.starts, layout.columns, num_blocks)
     mask_NQC = token_mask(seen_NRR, layout.block_size, num_queries, num_keys)
@@ -54,8 +61,13 @@ def flex_block_mask(
     """FlexAttention's mask of one sequence of `num_tokens` that sees itself.
 
     Blocks before a row's own are whole; only those on the diagonal are masked token by token.
+
+    Raises:
+        ValueError: the layout is for shorter sequences.
     """
     from torch.nn.attention.flex_attention import BlockMask
+
+    check_length(num_tokens, layout.max_seqlen, "num_tokens")
 
     size, num_blocks = layout.block_size, -(-num_tokens // layout.block_size)
     seen_NRR = visible_blocks(layout.starts, layout.columns, num_blocks).to(device)

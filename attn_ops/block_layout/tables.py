@@ -4,22 +4,27 @@ N query heads, K kv heads, G = N // K, R blocks of the longest sequence, E liste
 U units of at most 32 query heads of one kv head, F blocks that units list.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from attn_ops.block_layout.layout import BlockLayout, local_strided
+from attn_ops.block_layout.layout import BlockLayout, check_length, local_strided
 from attn_ops.block_layout.params import BlocksparseParams
 
 UNIT_HEADS = 32
 """Query heads of a unit: their bits fit int32."""
 
+TABLES = ("starts", "columns", "unit_starts", "unit_entries")
+"""Buffers of `BlockTables`, in the order in which the operators take them."""
+
 
 class BlockTables(nn.Module):
     """What the operators are given of a layout. Layers with one layout may share the module.
 
-    The buffers are made on the default device. They are not saved.
+    The buffers are made on the default device. They are not saved. Loaders of weights put empty
+    tensors in their place (`from_pretrained`, `to_empty`); those get the layout's values.
 
     Attributes:
         block_size: tokens of a block.
@@ -37,18 +42,43 @@ class BlockTables(nn.Module):
     def __init__(self, layout: BlockLayout) -> None:
         super().__init__()
         self.layout, self.block_size = layout, layout.block_size
-        unit_starts, unit_entries = unit_tables(layout)
         device = torch.get_default_device()
         device = "cpu" if device.type == "meta" else device  # there is nothing to load them from
-        for name, tensor in (
-            ("starts", layout.starts), ("columns", layout.columns),
-            ("unit_starts", unit_starts), ("unit_entries", unit_entries),
-        ):  # fmt: skip
+        self._made = (layout.starts, layout.columns, *unit_tables(layout))
+        for name, tensor in zip(TABLES, self._made, strict=True):
             self.register_buffer(name, tensor.to(device, copy=True), persistent=False)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in TABLES and isinstance(value, torch.Tensor):
+            self._fill(name, value)
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, tensor in self._buffers.items():
+            if tensor is not None and tensor is not before[name]:
+                self._fill(name, tensor)
+        return self
+
+    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the layout's values into a table that takes the place of another."""
+        made = self._made[TABLES.index(name)]
+        if (tensor.shape, tensor.dtype) != (made.shape, made.dtype):
+            raise ValueError(
+                f"{name} must have shape {list(made.shape)} and {made.dtype}, those of the layout, "
+                f"got {list(tensor.shape)} and {tensor.dtype}; another layout takes new BlockTables"
+            )
+        if not tensor.is_meta:
+            tensor.copy_(made)
+
     def tensors(self) -> list[torch.Tensor]:
-        """In the order in which the operators take them."""
+        """What `TABLES` names."""
         return [self.starts, self.columns, self.unit_starts, self.unit_entries]
+
+    def check_length(self, num_tokens: int, name: str = "max_seq_len") -> None:
+        """Raise a ValueError unless sequences of so many tokens fit; `name`: the argument."""
+        check_length(num_tokens, self.layout.max_seqlen, name)
 
     def extra_repr(self) -> str:
         heads, blocks = self.starts.shape

@@ -6,7 +6,8 @@ import torch
 
 from attn_ops.backends import checks
 from attn_ops.backends.checks import check_cache_shape, check_query
-from attn_ops.block_layout.tables import num_units
+from attn_ops.block_layout.layout import check_length
+from attn_ops.block_layout.tables import BlockTables, num_units
 from attn_ops.metadata import AttentionMetadata, AttentionOptions, Layer
 from attn_ops.metadata.features import Feature
 
@@ -71,6 +72,16 @@ def check_cache(
     meta.once(key, lambda: checks.check_cache(kv_cache, meta, dtype, kv_cache_dtype))
 
 
+def check_layout_length(blocksparse: BlockTables | None, meta: AttentionMetadata) -> None:
+    """Raise a ValueError if sequences are longer than a layer's layout: asked before it writes.
+
+    A traced graph cannot read the batch; there the operator refuses it.
+    """
+    if blocksparse is not None and not torch.compiler.is_compiling():
+        check_metadata(meta)
+        blocksparse.check_length(meta.common.max_seq_len)
+
+
 def check_per_head(features: Iterable[Feature], options: AttentionOptions, q: torch.Tensor) -> None:
     """Raise a ValueError unless the layer's tensors of one value a head fit q [T, N, H]."""
     for feature in features:
@@ -102,12 +113,7 @@ def check_block_layout(
         raise ValueError(
             f"block_layout must have shapes {wanted}, got {[list(t.shape) for t in layout]}"
         )
-    longest = meta.common.max_seq_len
-    if longest > (num_rows - 1) * size:
-        raise ValueError(
-            f"max_seq_len must be at most {(num_rows - 1) * size}, that of the block layout, "
-            f"got {longest}"
-        )
+    check_length(meta.common.max_seq_len, (num_rows - 1) * size)
 
 
 def check_v_head_size(v_head_size: int, head_size: int, of: str) -> None:

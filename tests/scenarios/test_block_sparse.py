@@ -1,5 +1,6 @@
 """Sessions of a model in which dense and block-sparse layers alternate, like Phi-3-small."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import fx_passes
 import graphs
+from attn_ops.block_layout import BlockTables, sliding_global
 from attn_ops.integrations.transformers import attention_specs
 from graphs import DecodeSession
 from graphs.app.model_file import definition
@@ -93,6 +95,46 @@ def test_compiled_and_dumped(model, tmp_path):
     assert (
         "blocks of 16 tokens that model.layers.0.self_attn, model.layers.2.self_attn see" in index
     )
+
+
+def test_layouts_too_short_for_a_session(model):
+    """Told before anything is computed, drafts counted; a step would tell in its middle."""
+    copied = copy.deepcopy(model)
+    for layer in copied.model.layers[::2]:
+        layer.self_attn.blocksparse = BlockTables(
+            sliding_global(4, 2, 10, 16, window_blocks=2, global_blocks=1)
+        )
+    DecodeSession(copied, cudagraph_mode="NONE", **SIZES)  # 160 tokens each
+    for change in ({"max_tokens": 161}, {"num_draft_tokens": 1}):
+        with pytest.raises(ValueError, match=r"max_tokens .* must be at most 160, .* got 161"):
+            DecodeSession(copied, cudagraph_mode="NONE", **SIZES | change)
+
+
+def test_weights_from_a_folder(model, tmp_path):
+    """Transformers puts empty memory in the place of buffers that are not saved."""
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="attn_ops")
+    sessions = [DecodeSession(m, cudagraph_mode="NONE", **SIZES) for m in (model, loaded)]
+    want, got = ([r.token_ids for r in s.generate(prompts_of(3)[:3], 4)] for s in sessions)
+    assert got == want
+
+
+def test_attention_that_would_see_all_blocks_is_refused(model):
+    copied = copy.deepcopy(model)
+    copied.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attn_implementation must be attn_ops or eager, got sdpa"):
+        copied(torch.tensor([[1, 2, 3]]))
+
+
+def test_layouts_that_are_no_modules_are_refused(model):
+    """They would be ignored, and every block seen."""
+    copied = copy.deepcopy(model)
+    layer = copied.model.layers[0].self_attn
+    layout = layer.blocksparse.layout
+    del layer.blocksparse
+    layer.blocksparse = layout
+    with pytest.raises(ValueError, match=r"blocksparse of .* must be None or BlockTables, got Bl"):
+        DecodeSession(copied, cudagraph_mode="NONE", **SIZES)
 
 
 def test_published_sizes():

@@ -18,6 +18,7 @@ from attn_ops.metadata import AttentionMetadata
 class LayoutMask:
     """One layout over the rows of one step."""
 
+    tables: tuple[torch.Tensor, torch.Tensor]  # held: their addresses name the mask
     block_size: int
     seen_NRR: torch.Tensor  # bool: a block of rows sees a block of keys
     num_tiles_1NI: torch.Tensor  # int32, tiles of keys that a tile of rows visits
@@ -38,9 +39,10 @@ def layout_mask(
         seen_NRR = visible_blocks(starts, columns, max(1, -(-longest // size)))
         tiles = _tiles(seen_NRR, size, plan)
         keys_CK = _keys(seen_NRR, size, plan, meta.common.seq_lens, num_kv_heads)
-        return LayoutMask(size, seen_NRR, *tiles, keys_CK)
+        return LayoutMask((starts, columns), size, seen_NRR, *tiles, keys_CK)
 
-    key = ("layout", size, num_kv_heads, starts.data_ptr(), columns.data_ptr())
+    addresses = starts.data_ptr(), columns.data_ptr()
+    key = ("layout", size, num_kv_heads, starts.shape, columns.shape, *addresses)
     return meta.once(key, make)
 
 

@@ -18,7 +18,7 @@ from attn_ops.integrations.transformers.batch import PATCHING
 from attn_ops.integrations.transformers.forward import KeywordsMissing
 from attn_ops.integrations.transformers.keywords import carry_keywords
 from attn_ops.integrations.transformers.latent import check_expansion
-from attn_ops.integrations.transformers.layers import shares_cache
+from attn_ops.integrations.transformers.layers import blocksparse, shares_cache
 from attn_ops.integrations.transformers.masks import check_masks
 from attn_ops.integrations.transformers.probe import ProbedCall
 from attn_ops.integrations.transformers.rows import (
@@ -102,6 +102,8 @@ class Contract:
         check_eval(self.model)
         _check_embeddings(self.model, self.vocab_size)
         layers = attention_layers(self.model)
+        for tables in filter(None, map(blocksparse, layers)):
+            tables.check_length(self.longest, "max_tokens and num_draft_tokens")
         first = self._probes.in_order()
         names = module_names(self.model)
         _check_calls(first.calls, layers, self.specs, names)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.block_layout.tables import BlockTables
+from attn_ops.block_layout import BlockLayout, BlocksparseParams, BlockTables
 from attn_ops.metadata.features import FeatureArguments
 
 NAME = "attn_ops"
@@ -39,8 +39,18 @@ def features(layer: Any) -> FeatureArguments:
 
 
 def blocksparse(layer: Any) -> BlockTables | None:
-    """Which blocks of keys the layer's rows see: the `BlockTables` that it holds; None: all."""
+    """Which blocks of keys the layer's rows see: the `BlockTables` that it holds; None: all.
+
+    Raises:
+        ValueError: it holds a layout that is no module, whose tables would not move with the model.
+    """
     found = getattr(layer, "blocksparse", None)
+    if isinstance(found, BlocksparseParams | BlockLayout):
+        raise ValueError(
+            f"blocksparse of {type(layer).__name__} must be None or BlockTables, "
+            f"got {type(found).__name__}; supported: BlockTables(layout), "
+            "BlockTables(local_strided(params))"
+        )
     return found if isinstance(found, BlockTables) else None
 
 

@@ -1,5 +1,6 @@
 """Layouts as lists, as tables, as masks and as pictures: all say the same."""
 
+import operator
 import runpy
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from attn_ops.block_layout import (
     dense_mask,
     dilated,
     flex_block_mask,
+    layout_of,
     local_strided,
     sliding_global,
     svg,
@@ -138,6 +140,69 @@ def test_tables_move_with_a_module_and_are_not_saved():
     assert all(t.dtype == torch.int32 for t in BlockTables(LAYOUTS["dilated"]).half().tensors())
 
 
+def emptied(tables: BlockTables) -> None:
+    """What Transformers does to buffers that are not saved, in `from_pretrained`."""
+    for name, table in list(tables.named_buffers()):
+        setattr(tables, name, torch.full_like(table, 2**30))
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        emptied,
+        lambda t: t.to_empty(device="cpu"),
+        lambda t: t.to("meta").to_empty(device="cpu"),
+        lambda t: t.share_memory().half(),
+    ],
+    ids=["from_pretrained", "to_empty", "meta", "half"],
+)
+def test_loaders_of_weights_leave_the_layout(load):
+    """Nothing holds the tables besides the layout: memory in their place gets its values."""
+    layer = torch.nn.Module()
+    with torch.device("meta"):
+        layer.tables = BlockTables(LAYOUTS["learned"])
+    wanted = [t.clone() for t in BlockTables(LAYOUTS["learned"]).tensors()]
+    load(layer.tables)
+    assert all(map(torch.equal, layer.tables.tensors(), wanted))
+    tables = layer.tables.tensors()
+    assert all(map(operator.is_, layer.half().tables.tensors(), tables))  # graphs know addresses
+
+
+def test_a_table_of_another_layout_is_refused():
+    tables = BlockTables(LAYOUTS["learned"])
+    with pytest.raises(ValueError, match=r"starts must have shape \[6, 10\] and torch.int32"):
+        tables.starts = torch.zeros(2, 2, dtype=torch.int32)
+
+
+def test_numbers_out_of_range_are_refused():
+    short = sliding_global(2, 1, 2, 16, window_blocks=1, global_blocks=0)
+    for call, message in (
+        (lambda: dense_mask(short, 1, 33), "num_keys must be at most 32, .* got 33"),
+        (lambda: dense_mask(short, 9, 8), "num_queries must be from 0 to 8, got 9"),
+        (lambda: flex_block_mask(short, 33), "num_tokens must be at most 32, .* got 33"),
+        (lambda: short.density(3), "num_blocks must be from 1 to 2, got 3"),
+        (lambda: short.row(0, 2), "query_block must be from 0 to 1, got 2"),
+        (lambda: text(short, [2]), "head must be from 0 to 1, got 2"),
+        (
+            lambda: dilated(2, 1, 2, 16, dilation=0, num_seen=1),
+            "dilation must be at least 1, got 0",
+        ),
+        (
+            lambda: sliding_global(2, 1, 2, 16, window_blocks=-1, global_blocks=0),
+            "window_blocks must be at least 0, got -1",
+        ),
+        (lambda: layout_of(lambda *_: True, 2, 1, 0, 16), "num_blocks must be at least 1, got 0"),
+        (lambda: BlockLayout.from_masks([torch.tensor(1)], 16, 1), "masks must be of one shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_what_a_function_says_is_broadcast():
+    layout = layout_of(lambda head, row, column: column <= head, 2, 1, 4, 16)
+    assert [layout.row(0, 3), layout.row(1, 3)] == [[0], [0, 1]]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -157,7 +222,7 @@ def test_wrong_rows_are_refused(rows, message):
 def test_other_wrong_layouts_are_refused():
     starts, columns = torch.tensor([[0, 1]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     for changes, message in (
-        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"block_size": 0}, "block_size must be an int of at least 1, got 0"),
         ({"num_kv_heads": 2}, "N a multiple of num_kv_heads 2"),
         ({"starts": starts.long()}, "starts must be int32 with 2 dimensions"),
         ({"starts": starts + 1}, "starts must ascend within 0..1"),

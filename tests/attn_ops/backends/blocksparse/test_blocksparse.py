@@ -4,7 +4,9 @@ Cases are those of benchmarks/fuzz_blocksparse.py: keys that no row sees are NaN
 """
 
 import dataclasses
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -325,6 +327,33 @@ def test_layouts_that_do_not_fit_a_call():
             torch.ops.attn_ops.attention(q, kv_cache, meta, scale, sparse_block_size=32)
 
     run_rank(case, make(case, DEVICE), 0, "BLOCKSPARSE", attend)
+
+
+def test_sequences_too_long_are_refused_before_they_are_written():
+    layer = Attention(4, 2, 8, blocksparse=BlocksparseParams(32, 4, 2, 16, 1, 2))
+    backend, table = get_backend("TORCH"), torch.arange(1, 4, dtype=torch.int32)[None]
+    common = CommonAttentionMetadata.from_lengths([33], [33], table, 16)
+    meta = backend.builder(backend, [layer.spec(torch.float32)], 16, "cpu").build(0, common)
+    q, k, cache = torch.randn(33, 4, 8), torch.randn(33, 2, 8), torch.zeros(4, 2, 16, 2, 8)
+    with pytest.raises(ValueError, match=r"max_seq_len must be at most 32, .* got 33"):
+        layer(q, k, k, cache, meta)
+    assert not cache.any()
+
+
+def test_a_step_of_flex_holds_the_tables_that_name_its_masks():
+    """Else tables of another layout could take their memory, and the mask be found for those."""
+    spec = AttentionSpec(2, 2, 16, torch.float32, blocksparse=16)
+    table = torch.arange(1, 5, dtype=torch.int32)[None]
+    common = CommonAttentionMetadata.from_lengths([60], [60], table, 16)
+    backend = get_backend("FLEX")
+    meta = backend.builder(backend, [spec], 16, "cpu").build(0, common)
+    tables = BlockTables(local_strided(BlocksparseParams(64, 2, 2, 16, 1, 2)))
+    q, cache = torch.randn(60, 2, 16), torch.randn(5, 2, 16, 2, 16)
+    attention(q, cache, meta, 0.25, blocksparse=tables)
+    held = [weakref.ref(tables.starts), weakref.ref(tables.columns)]
+    del tables
+    gc.collect()
+    assert all(tensor() is not None for tensor in held)
 
 
 def test_without_a_cache_it_is_refused():

@@ -48,7 +48,7 @@ def fused_early(layers: Layers) -> Attend:
     """All three products by kernels that are launched before the one before them has ended."""
     from attn_ops.backends.mla.triton.absorb import absorb
 
-    attend = triton_mla_project(layers, early=True)
+    attend = triton_mla_project(layers)
 
     def whole(layer: int) -> torch.Tensor:
         layers.ql_nope[layer] = absorb(layers.q_nope(layer), layers.w_uk(layer))

@@ -32,7 +32,7 @@ from attn_ops.metadata import (
 )
 
 ABSORB_ROWS = 0
-"""Rows up to which q goes through W_UK by our kernel, which lets the decode kernel start early;
+"""Rows up to which q goes through W_UK by our kernel, which loads its weights early;
 with more of them by a batched product of torch. Not measured yet."""
 
 
@@ -89,8 +89,7 @@ def decode_project(
     """See `DecodeProject` in kernels.py."""
     return _kernels()[1](
         ql_nope, q_pe, kv_cache, *_batch(part), w_uv, max_query_len=part.max_query_len,
-        max_seq_len=part.max_seq_len, fp8=KV_CACHE_DTYPES[kv_cache_dtype],
-        early=ql_nope.shape[0] <= ABSORB_ROWS, **asked,
+        max_seq_len=part.max_seq_len, fp8=KV_CACHE_DTYPES[kv_cache_dtype], **asked,
     )  # fmt: skip
 
 

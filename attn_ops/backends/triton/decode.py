@@ -39,12 +39,12 @@ from attn_ops.backends.triton.tiles import (
     readable,
     widened,
 )
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import (
     ROW,
     epilogue_arguments,
     given_scale,
-    launches_early,
 )
 from attn_ops.output_quant.triton.quantize import launch_quantize
 
@@ -110,7 +110,7 @@ def decode_kernel(
     WIDEN: tl.constexpr,  # q in float32
     HALF: tl.constexpr,  # q in float16, which FP8 converts to in one instruction
     SPLIT: tl.constexpr,
-    PDL: tl.constexpr,  # the combining kernel may start early
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (max(S, T) * I, R). Kv heads come first: they lie next to each other in the cache."""
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -119,8 +119,7 @@ def decode_kernel(
     item = tl.program_id(0) % ITEMS
     kv_head = item // HEAD_TILES
     split = tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
     m_M = tl.arange(0, BLOCK_M)
     in_group_M = item % HEAD_TILES * HEADS + m_M
     head_M = kv_head * GROUP + in_group_M
@@ -258,15 +257,15 @@ def decode_attention(
         **geometry(q, kv_cache, heads, fp8),
         TILE=chosen.keys,
         SPLIT=num_splits > 1,
-        PDL=num_splits > 1 and launches_early(q.device),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         **flags,
+        **early_launch(q.device),
     )  # fmt: skip
     if num_splits > 1 and num_reqs:
         combine(
             out, part, part_lse, common, options.sliding_window, options.lse, epilogue,
-            group=group, tile=chosen.keys, pdl=launches_early(q.device),
+            group=group, tile=chosen.keys,
         )  # fmt: skip
     return out
 

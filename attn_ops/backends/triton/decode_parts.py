@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2, MAX_SPLITS
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import (
     ROW,
@@ -270,12 +271,11 @@ def combine_kernel(
     PARTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    PDL: tl.constexpr,  # launched before the decode kernel has ended
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (S, N): merges one row and head, where the decode kernel has left it to be merged."""
     given = given_scale(quant, HOW)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     request = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.load(query_start_loc_ptr + request).to(tl.int64)
@@ -364,7 +364,6 @@ def combine(
     *,
     group: int,
     tile: int,
-    pdl: bool,
 ) -> None:
     """part [S * I, R, E, H] and part_lse [S * I, R, E] into the requests' rows of out and lse.
 
@@ -392,7 +391,6 @@ def combine(
         PARTS=num_parts,
         HAS_WINDOW=window is not None,
         HAS_LSE=lse is not None,
-        PDL=pdl,
         num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        **early_launch(out.device),
     )

@@ -28,6 +28,7 @@ from attn_ops.backends.triton.prefill_launch import (
 )
 from attn_ops.backends.triton.prefill_parts import combine_rows, empty_row_parts, store_rows
 from attn_ops.backends.triton.tiles import LOG2_E, first_logits, option_arguments, widened
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.schemes import OutputQuant
 from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale
@@ -123,12 +124,14 @@ def prefill_kernel(
     FUSED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,  # order of programs: all heads of some rows before other rows
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid ((T // BLOCK_Q + S + 1) * K * ceil(G / HEADS), R)."""
     RIGHT: tl.constexpr = HAS_WINDOW and not CAUSAL
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     NUM_HEAD_TILES: tl.constexpr = NUM_HEADS // GROUP * HEAD_TILES
+    wait_for_inputs(PDL)
     num_row_tiles = tl.num_programs(0) // NUM_HEAD_TILES
     if HEADS_FIRST:
         head_program = tl.program_id(0) % NUM_HEAD_TILES
@@ -350,6 +353,7 @@ def _attend(
         SPLIT=split,
         **launch.constants(block_m),
         **flags,
+        **early_launch(q.device),
     )
     if split:
         combine_rows(out, part, part_lse, options.lse, epilogue)

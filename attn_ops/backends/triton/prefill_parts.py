@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import given_scale, store_quantized
 
@@ -39,8 +40,10 @@ def gather_kernel(
     PADDED_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (L // ROWS, S, 2 * K)."""
+    wait_for_inputs(PDL)
     first = tl.program_id(0) * ROWS
     request = tl.program_id(1).to(tl.int64)
     kv = tl.program_id(2).to(tl.int64) // NUM_KV_HEADS
@@ -98,6 +101,7 @@ def gather_keys(
         BLOCK_SIZE=block_size,
         ROWS=GATHER_ROWS,
         num_warps=8,
+        **early_launch(out.device),
     )
     return out
 
@@ -164,6 +168,7 @@ def combine_rows_kernel(
     PADDED_HEAD_SIZE: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (T * N,): weights the parts of one row and head by their log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
@@ -171,6 +176,7 @@ def combine_rows_kernel(
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     part = row * num_splits
     given = given_scale(quant, HOW)
+    wait_for_inputs(PDL)
     lse_R = tl.load(part_lse_ptr + part + r_R, mask=r_R < num_splits, other=float("-inf"))
     some_R = lse_R != float("-inf")
     top = tl.max(lse_R, 0)
@@ -233,4 +239,5 @@ def combine_rows(
         PADDED_SPLITS=triton.next_power_of_2(num_splits),
         HAS_LSE=lse is not None,
         num_warps=4,
+        **early_launch(out.device),
     )

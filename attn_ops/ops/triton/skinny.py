@@ -4,12 +4,14 @@ T rows of x, at most BLOCK_T; K inputs, M outputs. The weight's tile is the left
 its many rows fill the tensor cores, and x, padded to BLOCK_T rows, the right one.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.ops.skinny_constants import SkinnyConstants, skinny_constants
-from attn_ops.output_quant.triton.epilogue import launches_early
 
 PRECISE_TERMS = 128
 """Products of FP8 that Hopper sums in 14 bits before float32 does, as cuBLAS has it."""
@@ -57,12 +59,9 @@ def skinny_kernel(
     k_K = tl.arange(0, BLOCK_K)
     inside_M, inside_T = m_M < M, t_T < num_rows
     row_M = tl.where(inside_M, m_M, 0)
-    if PDL:
-        for tile in tl.static_range(PREFETCH):  # nobody writes the weight in this step
-            prefetch_tile(w_ptr, row_M, stride_w, tile * BLOCK_K, BLOCK_K)
-        tl.extra.cuda.gdc_wait()
-        # Not before: what starts then may read what the kernel before this one writes.
-        tl.extra.cuda.gdc_launch_dependents()
+    for tile in tl.static_range(PREFETCH):  # nobody writes the weight in this step
+        prefetch_tile(w_ptr, row_M, stride_w, tile * BLOCK_K, BLOCK_K)
+    wait_for_inputs(PDL)
     w_ptr_MK = w_ptr + row_M.to(tl.int64)[:, None] * stride_w + k_K[None, :]
     x_ptr_TK = x_ptr + t_T[:, None] * stride_x + k_K[None, :]
     acc_MT = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
@@ -111,26 +110,28 @@ def launch_skinny(
     (num_rows, k), m = x.shape, w.shape[1]
     chosen = constants or skinny_constants(m, w.itemsize == 1)
     out = torch.empty(num_rows, m, dtype=out_dtype, device=x.device)
-    pdl = launches_early(x.device)
-    launch = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-    skinny_kernel[(triton.cdiv(m, chosen.block_m),)](
-        out, x, w,
-        out if bias is None else bias,
-        out if x_scale is None else x_scale,
-        out if w_scale is None else w_scale,
-        num_rows, x.stride(0), w.stride(1), m,
-        K=k,
-        PRECISE=None if fast_accum else min(PRECISE_TERMS, chosen.block_k),
-        BLOCK_T=max(16, triton.next_power_of_2(num_rows)),
-        BLOCK_M=chosen.block_m,
-        BLOCK_K=chosen.block_k,
-        HAS_BIAS=bias is not None,
-        SCALED=x_scale is not None,
-        X_SCALE_BY_ROW=x_scale is not None and x_scale.numel() == num_rows and num_rows > 1,
-        W_SCALE_BY_ROW=w_scale is not None and w_scale.numel() > 1,
-        PREFETCH=chosen.prefetch if pdl else 0,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        **launch,
-    )  # fmt: skip
+    early = early_launch(x.device)
+    arguments: dict[str, Any] = {
+        "K": k,
+        "PRECISE": None if fast_accum else min(PRECISE_TERMS, chosen.block_k),
+        "BLOCK_T": max(16, triton.next_power_of_2(num_rows)),
+        "BLOCK_M": chosen.block_m,
+        "BLOCK_K": chosen.block_k,
+        "HAS_BIAS": bias is not None,
+        "SCALED": x_scale is not None,
+        "X_SCALE_BY_ROW": x_scale is not None and x_scale.numel() == num_rows and num_rows > 1,
+        "W_SCALE_BY_ROW": w_scale is not None and w_scale.numel() > 1,
+        "PREFETCH": chosen.prefetch if early["PDL"] else 0,
+        "num_warps": chosen.num_warps,
+        "num_stages": chosen.num_stages,
+        **early,
+    }
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        skinny_kernel[(triton.cdiv(m, chosen.block_m),)](
+            out, x, w,
+            out if bias is None else bias,
+            out if x_scale is None else x_scale,
+            out if w_scale is None else w_scale,
+            num_rows, x.stride(0), w.stride(1), m, **arguments,
+        )  # fmt: skip
     return out

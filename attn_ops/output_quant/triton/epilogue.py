@@ -8,7 +8,6 @@ M rows of a program, each one head of a token; H head size padded to a power of 
 head, E values of a group.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -84,14 +83,6 @@ def epilogue_arguments(
         "quant": (quant.scales, scale, quant.out.shape[0], *more),
         "HOW": tuple(constants(quant.how, dtype, quant.out_scale is not None)),
     }
-
-
-# Cached: a property of the device, asked by each launch.
-@functools.cache
-def launches_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one that it waits for has ended."""
-    on_gpu = device.type == "cuda" and not knobs.runtime.interpret
-    return on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
@@ -257,8 +248,7 @@ def swizzled_offset(row, column, NUM_COLUMNS: tl.constexpr):
 def given_scale(quant, HOW: tl.constexpr):
     """`out_scale`, to be loaded before there is anything to quantize; 1 if there is none.
 
-    Kernels that start early load it before they wait: what writes it must have ended before the
-    kernel that they wait for began, as it has unless that one starts early, too.
+    Kernels that start early load it before they wait: no kernel of a step writes it.
     """
     given = 1.0
     if HOW is not None:

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from graphs.sampling.philox import LANES
 from graphs.sampling.race import LEAST_TEMPERATURE
 
@@ -57,8 +58,10 @@ def race_kernel(
     LEAST: tl.constexpr,  # temperature
     LANES: tl.constexpr,
     COUNTERS: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (R, C): the best score of a chunk and its first index."""
+    wait_for_inputs(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n_N = chunk * COUNTERS + tl.arange(0, COUNTERS)
     index_N = n_N // LANES * (4 * LANES) + n_N % LANES
@@ -98,8 +101,10 @@ def finish_kernel(
     index_ptr,  # [R, C] int32
     num_chunks,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (R,): the first index of the row's best score."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk_C = tl.arange(0, BLOCK)
     inside_C = chunk_C < num_chunks
@@ -121,6 +126,7 @@ def launch_race(
     num_chunks = -(-vocab_size // (4 * COUNTERS))
     best_RC = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     index_RC = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
+    early = early_launch(logits.device)
     with torch.cuda.device_of(logits):
         race_kernel[(num_rows, num_chunks)](
             best_RC,
@@ -136,8 +142,14 @@ def launch_race(
             LANES=LANES,
             COUNTERS=COUNTERS,
             enable_fp_fusion=False,  # pyright: ignore[reportCallIssue]
+            **early,
         )
         finish_kernel[(num_rows,)](
-            token_R, best_RC, index_RC, num_chunks, BLOCK=triton.next_power_of_2(num_chunks)
+            token_R,
+            best_RC,
+            index_RC,
+            num_chunks,
+            BLOCK=triton.next_power_of_2(num_chunks),
+            **early,
         )
     return token_R

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+
 ROWS = 256
 """Requests that the program takes at a time."""
 
@@ -34,8 +36,10 @@ def finish_step_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (1,): the counter of steps is read by all and written by one."""
+    wait_for_inputs(PDL)
     step = tl.load(step_ptr)
     ring_row_ptr = ring_ptr + (step % num_steps) * num_reqs
     for first in range(0, num_reqs, ROWS):
@@ -90,4 +94,5 @@ def launch_finish_step(
             BLOCK_SIZE=block_size,
             NUM_STOPS=tensors["stop_tokens"].shape[1],
             ROWS=ROWS,
+            **early_launch(tokens_S.device),
         )

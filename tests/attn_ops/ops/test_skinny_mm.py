@@ -3,7 +3,9 @@
 T rows, K inputs, M outputs.
 """
 
+import contextlib
 import importlib
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +85,18 @@ def test_a_row_does_not_depend_on_the_others():
     assert torn[3].isnan().all()
     assert torch.equal(torn[4:], whole[4:])
     assert torch.equal(torn[:3], whole[:3])
+
+
+def test_the_device_of_the_arguments():
+    """Triton launches on the current device, which need not be x's."""
+    (x, w, *_), _ = arguments(2, 64, 32)
+    seen = []
+    with mock.patch.object(
+        torch.cuda, "device_of", lambda t: seen.append(t) or contextlib.nullcontext()
+    ):
+        launch_skinny(x, w, None, None, None, x.dtype, SMALL)
+    assert len(seen) == 1
+    assert seen[0] is x
 
 
 def test_rows_of_a_larger_tensor():

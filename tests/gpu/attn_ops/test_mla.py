@@ -79,7 +79,6 @@ def test_captured_and_launched_early(heads):
         ql_nope = absorb(scaled, w_uk)
         out = mla_decode_project(
             ql_nope, *case.inputs[1:4], seq_lens, case.inputs[5], case.w_uv, **case.options,
-            early=True,
         )  # fmt: skip
         return ql_nope, out
 

@@ -35,12 +35,12 @@ from attn_ops.backends.triton.tiles import (
     readable,
 )
 from attn_ops.block_layout.tables import UNIT_HEADS
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import (
     ROW,
     epilogue_arguments,
     given_scale,
-    launches_early,
 )
 from attn_ops.output_quant.triton.quantize import launch_quantize
 
@@ -128,7 +128,7 @@ def decode_kernel(
     WIDEN: tl.constexpr,  # q in float32
     HALF: tl.constexpr,  # q in float16, which FP8 converts to in one instruction
     SPLIT: tl.constexpr,
-    PDL: tl.constexpr,  # the combining kernel may start early
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (max(S, T) * U, R)."""
     UNITS_OF_HEAD: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -137,8 +137,7 @@ def decode_kernel(
     unit = tl.program_id(0) % UNITS
     kv_head = unit // UNITS_OF_HEAD
     split = tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
     m_M = tl.arange(0, BLOCK_M)
     in_group_M = unit % UNITS_OF_HEAD * HEADS + m_M
     head_M = kv_head * GROUP + in_group_M
@@ -234,12 +233,11 @@ def combine_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,  # merged at a time
     HAS_LSE: tl.constexpr,
-    PDL: tl.constexpr,  # launched before the decode kernel has ended
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (S, N): merges one row and head, where the decode kernel has left it to be merged."""
     given = given_scale(quant, HOW)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     request = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.load(query_start_loc_ptr + request).to(tl.int64)
@@ -302,7 +300,7 @@ def decode_attention(
     epilogue = epilogue_arguments(quant, q.dtype, by_row=by_row)
     arguments, flags = option_arguments(options, unused=out)
     _, _, unit_starts, unit_entries = layout
-    early = num_splits > 1 and launches_early(q.device)
+    early = early_launch(q.device)
     shape = geometry(q, kv_cache, heads, fp8)
     decode_kernel[(max(num_reqs, q.shape[0]) * num_units, num_splits)](
         out, part, part_lse, q, readable(kv_cache, options),
@@ -314,10 +312,10 @@ def decode_attention(
         SPARSE_SIZE=sparse_size,
         TILE=tile,
         SPLIT=num_splits > 1,
-        PDL=early,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         **flags,
+        **early,
     )  # fmt: skip
     if num_splits > 1 and num_reqs:
         parts = min(triton.next_power_of_2(num_splits), max(8192 // shape["PADDED_HEAD_SIZE"], 1))
@@ -331,8 +329,7 @@ def decode_attention(
             TILE=tile,
             PARTS=parts,
             HAS_LSE=options.lse is not None,
-            PDL=early,
             num_warps=4,
-            **({"launch_pdl": True} if early else {}),
+            **early,
         )  # fmt: skip
     return out

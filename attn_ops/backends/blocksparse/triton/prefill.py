@@ -31,6 +31,7 @@ from attn_ops.backends.triton.prefill_launch import (
 )
 from attn_ops.backends.triton.prefill_parts import combine_rows, empty_row_parts, store_rows
 from attn_ops.backends.triton.tiles import LOG2_E, first_logits, option_arguments, widened
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale
 from attn_ops.output_quant.triton.quantize import launch_quantize
@@ -100,8 +101,10 @@ def prefill_kernel(
     FUSED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,  # order of programs: all heads of some rows before other rows
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid ((T // BLOCK_M + 2 * S + 2) * N, R)."""
+    wait_for_inputs(PDL)
     num_row_tiles = tl.num_programs(0) // NUM_HEADS
     if HEADS_FIRST:
         head = tl.program_id(0) % NUM_HEADS
@@ -330,6 +333,7 @@ def prefill_attention(
         SPLIT=split,
         **launch.constants(block_m),
         **flags,
+        **early_launch(q.device),
     )  # fmt: skip
     if split:
         combine_rows(out, part, part_lse, options.lse, epilogue)

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+
 LARGEST = tl.constexpr(448.0)
 """Of E4M3."""
 
@@ -103,8 +105,10 @@ def largest_kernel(
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
 ):
     """Largest finite |q| among the program's rows."""
+    wait_for_inputs(PDL)
     largest_M = tl.zeros([BLOCK_M], tl.float32)
     first = tl.program_id(0) * BLOCK_M
     for start in range(first, num_rows, tl.num_programs(0) * BLOCK_M):
@@ -132,7 +136,9 @@ def quantize_kernel(
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,
     ROUND: tl.constexpr,  # of `_store_rows`
+    PDL: tl.constexpr,  # launched early
 ):
+    wait_for_inputs(PDL)
     part_P = tl.arange(0, PARTS)
     scale = _scale_for(tl.max(tl.load(part_ptr + part_P, mask=part_P < num_parts, other=0.0), 0))
     if tl.program_id(0) == 0:
@@ -159,8 +165,10 @@ def quantize_tokens_kernel(
     PADDED_HEAD_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,  # G padded to a power of two
     ROUND: tl.constexpr,  # of `_store_rows`
+    PDL: tl.constexpr,  # launched early
 ):
     """A program a request and kv head: the G rows of its query heads, none without a token."""
+    wait_for_inputs(PDL)
     request, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(start_ptr + request)
     num_tokens = tl.load(start_ptr + request + 1) - token  # 0 or 1
@@ -199,6 +207,7 @@ def quantize_query(q: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.
         "PADDED_HEAD_SIZE": width,
         "BLOCK_M": rows,
         "num_warps": 8,
+        **early_launch(q.device),
     }
     with torch.cuda.device_of(q):  # Triton launches on the current device
         largest_kernel[(num_parts,)](part, *arguments, **constants)
@@ -230,6 +239,7 @@ def quantize_tokens(
             BLOCK_M=block_m, ROUND=knobs.runtime.interpret,
             # A warp reduces 4 x 128 without shared memory.
             num_warps=1 if block_m * width <= 1024 else 4,  # pyright: ignore[reportCallIssue]
+            **early_launch(q.device),
         )  # fmt: skip
     return out_TNH, scale_SK
 

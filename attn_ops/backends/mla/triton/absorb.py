@@ -1,7 +1,6 @@
 """q through W_UK, head by head, launched early: beside `torch.bmm`, for few rows.
 
-The kernel loads its weights before the kernel that writes q has ended, and lets the decode kernel
-start before it has ended itself.
+The kernel loads its weights before the kernel that writes q has ended.
 
 D rows, N heads, P columns of q without RoPE, L columns of the latent, M rows of a product.
 """
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.backends.triton.tiles import widened
-from attn_ops.output_quant.triton.epilogue import launches_early
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -44,9 +43,7 @@ def absorb_kernel(
         mask=(p_P < NOPE)[:, None] & (l_L < LATENT)[None, :],
         other=0.0,
     )
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     row_M = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     inside_M = row_M < num_rows
     q_MP = tl.load(
@@ -83,18 +80,13 @@ def absorb_launch(num_rows: int, num_heads: int, dtype: torch.dtype) -> AbsorbLa
 def absorb(
     q_nope: torch.Tensor, w_uk: torch.Tensor, launch: AbsorbLaunch | None = None
 ) -> torch.Tensor:
-    """q_nope [D, N, P] and w_uk [N, P, Lkv] -> [D, N, Lkv] contiguous; strides free but the last.
-
-    A kernel that is launched early behind it (`mla_parts`, early=True) must wait before it reads
-    anything that kernels before this one may have written.
-    """
+    """q_nope [D, N, P] and w_uk [N, P, Lkv] -> [D, N, Lkv] contiguous; w_uk's last stride is 1."""
     (num_rows, num_heads, nope), latent = q_nope.shape, w_uk.shape[2]
     out = torch.empty(num_rows, num_heads, latent, dtype=q_nope.dtype, device=q_nope.device)
     if num_rows == 0:
         return out
     launch = launch or absorb_launch(num_rows, num_heads, q_nope.dtype)
     tile = min(launch.latents, max(triton.next_power_of_2(latent), 16))
-    pdl = launches_early(q_nope.device)
     grid = (triton.cdiv(latent, tile), num_heads, triton.cdiv(num_rows, launch.rows))
     absorb_kernel[grid](
         out,
@@ -110,8 +102,7 @@ def absorb(
         TILE_L=tile,
         BLOCK_M=launch.rows,
         WIDEN=widened(q_nope.dtype),
-        PDL=pdl,
         num_warps=launch.num_warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **early_launch(q_nope.device),
     )
     return out

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2
-from attn_ops.output_quant.triton.epilogue import launches_early
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 
 VALUES = 8192
 """Loaded at a time: 64 registers of a thread. Each further time is one more wait for memory."""
@@ -71,12 +71,10 @@ def combine_kernel(
     TILE_L: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    PDL: tl.constexpr,  # launched before the decode kernel has ended
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (D * N, ceil(LATENT / TILE_L))."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
     row_M = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     l_L = tl.program_id(1) * TILE_L + tl.arange(0, TILE_L)
     out_ML, lse_M = merged_parts(
@@ -95,15 +93,11 @@ def combine_kernel(
 def combine(
     part: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype, lse: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """part [D, N, R, Lkv] and part_lse [D, N, R], base 2 -> [D, N, Lkv] in `dtype`; writes `lse`.
-
-    It is launched early: the launch before it must be the one that writes the parts.
-    """
+    """part [D, N, R, Lkv], part_lse [D, N, R], base 2 -> [D, N, Lkv] in `dtype`; writes `lse`."""
     num_rows, num_heads, num_splits, latent = part.shape
     out = torch.empty(num_rows, num_heads, latent, dtype=dtype, device=part.device)
     columns = 64 if num_splits > 64 else 128 if num_splits > 16 else 512
     tile = min(triton.next_power_of_2(latent), columns)
-    pdl = launches_early(part.device)
     combine_kernel[(num_rows * num_heads, triton.cdiv(latent, tile))](
         out,
         part,
@@ -114,8 +108,7 @@ def combine(
         TILE_L=tile,
         PARTS=min(triton.next_power_of_2(num_splits), VALUES // tile),
         HAS_LSE=lse is not None,
-        PDL=pdl,
         num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        **early_launch(part.device),
     )
     return out

@@ -22,7 +22,7 @@ from attn_ops.backends.mla.triton.combine import combine
 from attn_ops.backends.mla.triton.decode_loop import attend_latents
 from attn_ops.backends.mla.triton.launch import DecodeLaunch, choose_num_splits, decode_launch
 from attn_ops.backends.triton.tiles import LN_2, LOG2_E, num_sms, widened
-from attn_ops.output_quant.triton.epilogue import launches_early
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 
 
 @triton.jit(
@@ -73,17 +73,13 @@ def decode_kernel(
     STAGED: tl.constexpr,  # FP8 values pass through registers
     SWAP: tl.constexpr,
     CHAINS: tl.constexpr,
-    PDL: tl.constexpr,  # the next kernel may start early
-    WAIT: tl.constexpr,  # launched before the kernel that writes q_latent has ended
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (max(S * row_tiles, ceil(D * N / M)), R)."""
     program = tl.program_id(0)
     request = program // row_tiles
     split = tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    if WAIT:
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     m_M = tl.arange(0, BLOCK_M)
     h_H = tl.arange(0, HALF_LATENT)
     e_E = tl.arange(0, PADDED_ROPE)
@@ -247,7 +243,6 @@ def mla_parts(
     fp8: torch.dtype | None = None,
     lse: torch.Tensor | None = None,
     counters: bool = False,
-    early: bool = False,
     num_splits: int | None = None,
     launch: DecodeLaunch | None = None,
 ) -> Parts:
@@ -256,7 +251,6 @@ def mla_parts(
     Args:
         lse: [D, N] float32, written if there is but one range: else the merging kernel knows it.
         counters: whether to make counters for `store_head_of_row`.
-        early: the launch before is `absorb`, which lets this one start before it has ended.
     """
     num_rows, num_heads, latent = ql_nope.shape
     num_reqs, max_query_len = seq_lens.shape[0], max(max_query_len, 1)
@@ -267,7 +261,7 @@ def mla_parts(
     if num_splits is None:
         slots = launch.programs_per_sm * num_sms(ql_nope.device)
         num_splits = choose_num_splits(num_reqs * row_tiles, max_seq_len, slots)
-    split, wait = num_splits > 1, early and launches_early(ql_nope.device)
+    split = num_splits > 1
     dtype = torch.float32 if split else ql_nope.dtype
     shape = (num_rows, num_heads, num_splits)
     part = torch.empty(*shape, latent, dtype=dtype, device=ql_nope.device)
@@ -300,9 +294,7 @@ def mla_parts(
         HAS_LSE=part_lse is not None,
         NATURAL=not split,
         HAS_COUNTERS=counters,
-        PDL=launches_early(ql_nope.device),
-        WAIT=wait,
-        **({"launch_pdl": True} if wait else {}),
+        **early_launch(ql_nope.device),
     )
     return Parts(part, part_lse if split else None, counts)
 

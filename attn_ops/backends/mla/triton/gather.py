@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+
 ROWS = 32
 """Of a program."""
 
@@ -37,8 +39,10 @@ def gather_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (ceil(rows / ROWS),)."""
+    wait_for_inputs(PDL)
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     owned_R = row_R < tl.minimum(tl.load(cu_seq_lens_ptr + num_reqs), num_rows)
     # The last request that begins at or before the row: bisection, all rows at once.
@@ -114,4 +118,5 @@ def gather_latents(
         COLUMNS=min(COLUMNS, triton.next_power_of_2(width)),
         HAS_SCALE=scaled,
         num_warps=4,
+        **early_launch(out.device),
     )

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from attn_ops.backends.triton.prefill import find_request
 from attn_ops.backends.triton.tiles import LN_2, LOG2_E, widened
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 
 
 @triton.jit
@@ -133,8 +134,10 @@ def prefill_kernel(
     CAUSAL: tl.constexpr,
     HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (T // BLOCK_M + S + 1, N). Programs of a head are neighbours: its keys stay in L2."""
+    wait_for_inputs(PDL)
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most keys: they go first
     head = tl.program_id(1)
     # Rows behind the last request are request S, which has no keys: they come out zero.
@@ -289,5 +292,6 @@ def mla_prefill(
         WIDEN=widened(q.dtype),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **early_launch(q.device),
     )
     return out, lse

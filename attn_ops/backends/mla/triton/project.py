@@ -14,12 +14,12 @@ from attn_ops.backends.mla.triton.combine import combine, merged_parts
 from attn_ops.backends.mla.triton.decode import Parts, mla_parts
 from attn_ops.backends.mla.triton.launch import DecodeLaunch
 from attn_ops.backends.triton.tiles import LN_2, widened
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.output_quant.schemes import QuantizedOutput
 from attn_ops.output_quant.triton.epilogue import (
     ROW,
     epilogue_arguments,
     given_scale,
-    launches_early,
     store_head_of_row,
     store_quantized,
 )
@@ -61,7 +61,7 @@ def project_kernel(
     SPLIT: tl.constexpr,
     HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,
-    PDL: tl.constexpr,  # launched before the kernel that writes the parts has ended
+    PDL: tl.constexpr,  # launched early
 ):
     """Grid (ceil(VALUE / TILE_V), N, ceil(D / BLOCK_D))."""
     BLOCK_M: tl.constexpr = BLOCK_D if BLOCK_D > 16 else 16
@@ -77,8 +77,7 @@ def project_kernel(
     stored_V = v_V < VALUE
     if WHOLE:
         w_VL = tl.load(w_ptr_VL, mask=stored_V[:, None] & (l_L < LATENT)[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     d_D = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside_D = d_D < num_rows
     row_D = d_D.to(tl.int64) * NUM_HEADS + head
@@ -195,8 +194,6 @@ def combine_project(
 ) -> torch.Tensor:
     """Parts [D, N, R, Lkv] and w_uv [N, V, Lkv] -> [D, N, V] contiguous, or `quant.out`.
 
-    It is launched early: the launch before it must be the one that writes the parts.
-
     Args:
         parts: of `mla_parts`; with counters, if `quant` is by row.
         w_uv: strides are free but for the last.
@@ -223,7 +220,6 @@ def combine_project(
     if out is None:
         out = torch.empty(num_rows, num_heads, value, dtype=dtype, device=device)
     epilogue = _epilogue(quant, parts, dtype)
-    pdl = launches_early(device)
     grid = (triton.cdiv(value, fitted.values), num_heads, triton.cdiv(num_rows, fitted.rows))
     project_kernel[grid](
         out,
@@ -246,10 +242,9 @@ def combine_project(
         SPLIT=split,
         HAS_LSE=split and lse is not None,
         WIDEN=widened(dtype),
-        PDL=pdl,
         num_warps=fitted.num_warps,
         num_stages=fitted.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **early_launch(device),
     )
     return out
 
@@ -289,7 +284,6 @@ def mla_decode_project(
     fp8: torch.dtype | None = None,
     lse: torch.Tensor | None = None,
     quant: QuantizedOutput | None = None,
-    early: bool = False,
     num_splits: int | None = None,
     launch: DecodeLaunch | None = None,
     project: ProjectLaunch | None = None,
@@ -299,6 +293,6 @@ def mla_decode_project(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc,
         scale=scale, max_query_len=max_query_len, max_seq_len=max_seq_len, kv_scale=kv_scale,
         fp8=fp8, lse=lse, counters=quant is not None and quant.how.scheme == "fp8_row",
-        early=early, num_splits=num_splits, launch=launch,
+        num_splits=num_splits, launch=launch,
     )  # fmt: skip
     return combine_project(parts, w_uv, quant, lse, project)

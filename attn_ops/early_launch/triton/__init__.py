@@ -1,0 +1,1 @@
+"""What Triton kernels need to be launched early; imported with the first kernel."""

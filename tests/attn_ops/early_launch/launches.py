@@ -1,0 +1,182 @@
+"""Every kernel of ours that is launched early, compiled for Hopper: `python -m` it to get JSON.
+
+It runs in a process without TRITON_INTERPRET. Launchers are called with few tensors on the CPU;
+`tests.kit.sm90` compiles instead of launching.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from attn_ops import AttentionSpec, get_backend
+from attn_ops.backends.base import AttentionOptions
+from attn_ops.output_quant.schemes import QuantizedOutput
+from attn_ops.testing import make_case
+from attn_ops.testing.features import FEATURES
+from attn_ops.testing.quantized import forms_of
+from tests.attn_ops.backends.mla.triton.reference import make_case as make_latent_case
+from tests.attn_ops.early_launch import faulty_kernels
+from tests.kit.ptx import faults
+from tests.kit.sm90 import Compiled, compiling
+
+BF16 = torch.bfloat16
+DECODE = ([1, 1, 0, 1], [1, 17, 9, 70])
+PREFILL = ([1, 18, 0, 35], [1, 18, 7, 61])
+
+NEVER_WRITTEN = {
+    "attn_ops.ops.triton.skinny.skinny_kernel": {"w_ptr"},
+    "attn_ops.backends.mla.triton.absorb.absorb_kernel": {"w_ptr"},
+    "attn_ops.backends.mla.triton.project.project_kernel": {"w_ptr", "quant.1"},
+    "attn_ops.backends.triton.decode_parts.combine_kernel": {"quant.1"},
+    "attn_ops.backends.triton.prefill_parts.combine_rows_kernel": {"quant.1"},
+    "attn_ops.backends.blocksparse.triton.decode.combine_kernel": {"quant.1"},
+}
+"""What kernels may read before they wait: weights, and the scale that the caller gives."""
+
+
+def attention_cases() -> Iterator[tuple[Any, ...]]:
+    """q, cache, metadata and options of a decode, and of a prefill."""
+    spec = AttentionSpec(4, 2, 64, BF16)
+    for batch in (DECODE, PREFILL):
+        case = make_case(get_backend("TORCH"), spec, batch, FEATURES["plain"])
+        yield case.q, case.kv_cache, case.meta.common, AttentionOptions(case.scale)
+
+
+def quantized(options: AttentionOptions, q: torch.Tensor, scheme: str) -> AttentionOptions:
+    how = forms_of(scheme)[0]
+    scale = torch.tensor([0.05]) if scheme == "fp8_static" else None
+    return dataclasses.replace(options, quant=QuantizedOutput(how, scale, *how.empty(q)))
+
+
+def triton() -> None:
+    from attn_ops.backends.triton.decode import decode_attention
+    from attn_ops.backends.triton.prefill import prefill_attention
+    from attn_ops.backends.triton.prefill_launch import choose_launch
+
+    decode, prefill = attention_cases()
+    for splits in (1, 3):
+        decode_attention(*decode, splits)
+        for scheme in ("fp8_static", "fp8_row") if splits > 1 else ():
+            options = quantized(decode[3], decode[0], scheme)
+            decode_attention(*decode[:3], options, splits)
+    launch = choose_launch(*prefill[:3])
+    static = quantized(prefill[3], prefill[0], "fp8_static")
+    for splits, options in ((1, static), (3, static)):
+        asked = launch._replace(gather=False, num_splits=splits)
+        prefill_attention(*prefill[:3], options, asked)
+    prefill_attention(*prefill, launch._replace(gather=True, num_splits=1))
+
+
+def blocksparse() -> None:
+    from attn_ops.backends.blocksparse.triton.decode import decode_attention
+    from attn_ops.backends.blocksparse.triton.prefill import choose_launch, prefill_attention
+    from attn_ops.block_layout import BlockLayout, BlockTables
+
+    decode, prefill = attention_cases()
+    masks = torch.ones(4, 8, 8, dtype=torch.bool)
+    layout = BlockTables(BlockLayout.from_masks(masks, 16, 2)).tensors()
+    options = quantized(decode[3], decode[0], "fp8_static")
+    decode_attention(*decode[:3], options, 16, layout, 2)
+    launch = choose_launch(*prefill[:3], 16)._replace(gather=False)
+    prefill_attention(*prefill, 16, layout, launch, by_rows=False)
+
+
+def mla() -> None:
+    from attn_ops.backends.mla.triton.absorb import absorb
+    from attn_ops.backends.mla.triton.decode import mla_decode
+    from attn_ops.backends.mla.triton.gather import gather_latents
+    from attn_ops.backends.mla.triton.prefill import mla_prefill
+    from attn_ops.backends.mla.triton.project import mla_decode_project
+
+    size = {"latent": 64, "rope": 32, "value": 64, "dtype": BF16}
+    case = make_latent_case(*DECODE, 4, **size)
+    rows, heads = case.q_pe.shape[:2]
+    absorb(torch.zeros(rows, heads, 32, dtype=BF16), torch.zeros(heads, 32, 64, dtype=BF16))
+    mla_decode(*case.inputs, **case.options | {"num_splits": 2})
+    for splits, scheme in ((1, None), (2, "fp8_row"), (2, "fp8_static")):
+        quant = None
+        if scheme is not None:
+            how, scale = forms_of(scheme)[0], torch.tensor([0.05])
+            out = torch.zeros(rows, heads, 64, dtype=BF16)
+            given = scale if scheme == "fp8_static" else None
+            quant = QuantizedOutput(how, given, *how.empty(out))
+        asked = case.options | {"num_splits": splits, "quant": quant}
+        mla_decode_project(*case.inputs, case.w_uv, **asked)
+    starts = torch.tensor([0, 5, 5, 40], dtype=torch.int32)
+    q = torch.zeros(40, 4, 48, dtype=BF16)
+    mla_prefill(q, q, q[..., :32], starts, starts, 35, 35, scale=0.2, causal=True, with_lse=True)
+    table, out = torch.ones(2, 8, dtype=torch.int32), torch.zeros(60, 96, dtype=BF16)
+    gather_latents(torch.zeros(9, 16, 96, dtype=BF16), table, starts[:3], starts[:2], out)
+
+
+def products() -> None:
+    from attn_ops.ops.triton.skinny import launch_skinny
+
+    x, w = torch.zeros(2, 512, dtype=BF16), torch.zeros(512, 512, dtype=BF16)
+    launch_skinny(x, w.t(), w[0], None, None, BF16)
+    fp8 = torch.float8_e4m3fn
+    scales = (torch.ones(2, 1), torch.ones(1, 512))
+    launch_skinny(x.to(fp8), w.to(fp8).t(), None, *scales, BF16)
+
+
+def query() -> None:
+    from attn_ops.backends.flash_attn.triton.quantize import quantize_query, quantize_tokens
+
+    q = torch.zeros(5, 4, 64, dtype=BF16)
+    quantize_query(q, 5)
+    quantize_tokens(q, torch.arange(6, dtype=torch.int32), 2)
+
+
+def step() -> None:
+    from graphs.sampling.triton.race import launch_race
+    from graphs.step.triton.finish import launch_finish_step
+
+    logits, rows = torch.zeros(2, 5000), torch.zeros(2, dtype=torch.int64)
+    launch_race(logits, torch.ones(2), rows, rows)
+    count = torch.zeros(2, dtype=torch.int32)
+    tensors = {
+        "tokens": torch.zeros(3, 2, dtype=torch.int64), "step": rows[:1],
+        "stop_tokens": rows[:, None],
+        "remaining": count, "active": torch.ones(2, dtype=torch.bool), "input_ids": rows,
+        "position_ids": rows, "seq_lens": count, "slot_mapping": rows,
+        "block_table": torch.zeros(2, 4, dtype=torch.int32),
+    }  # fmt: skip
+    launch_finish_step(rows, tensors, 16)
+
+
+def planted() -> None:
+    x = torch.zeros(4)
+    for name in faulty_kernels.EXPECTED:
+        getattr(faulty_kernels, name)[(8,)](x, x, x, PDL=True, launch_pdl=True)
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    "triton": triton,
+    "blocksparse": blocksparse,
+    "mla": mla,
+    "products": products,
+    "query": query,
+    "step": step,
+    "planted": planted,
+}
+
+
+def described(kernel: Compiled) -> dict[str, object]:
+    free = NEVER_WRITTEN.get(kernel.name, {"w_ptr"} if "faulty" in kernel.name else set())
+    wrong = faults(kernel.ptx, kernel.pointers, free)
+    return {"name": kernel.name, "early": kernel.launched_early, "faults": wrong}
+
+
+def main() -> None:
+    with compiling() as found:
+        for name in sys.argv[1:] or GROUPS:
+            GROUPS[name]()
+    print(json.dumps([described(one) for one in found]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,10 @@
-"""Launch ahead: the device runs decode steps while the host does something else.
+"""Launch ahead: the device runs steps while the host reads the tokens of the ones before.
+
+The host schedules by lengths, which it knows before the tokens. A row whose last token is not read
+takes it from the steps before on the device (`graphs.step.sources`). A request that ends by its
+length takes no part in the next steps. One that ends by a stop token does, as the host finds that
+later: its token is dropped then, and its blocks are given back. Whatever writes to those blocks is
+launched after that step.
 
 States of launched steps, and who moves them. `StepLoop.step` may be interrupted at any line; the
 next call goes on from what the last column says.
@@ -6,31 +12,37 @@ next call goes on from what the last column says.
 =========  ==========================  ===========================  ============================
 state      meaning                     moved by, to                 an interrupt leaves
 =========  ==========================  ===========================  ============================
-none       no steps are launched       `DecodeLauncher.launch`,     none; replays that run
-                                       to launched                  already are dropped
-launched   the loop holds them, their  `DecodeLauncher.follow`,     launched
-           tokens are not read; the    to followed; `StepLoop`,
-           tensors hold what they      to collected, or to dropped
-           leave                       as the model has changed
-followed   the next steps of the same  `TokenStream.collect`, to    launched; the next steps are
-           requests are launched too;  collected                    dropped, nothing follows
-           the tensors hold what
-           those leave
+none       no steps are launched       `DecodeLauncher.launch`,     none; steps that run
+                                       `call`, to launched          already are dropped
+launched   the loop holds them, their  `follow`, `launch`, `call`,  launched; if a launch after
+           tokens are not read; they   to followed; `StepLoop`, to  them has begun, nothing
+           are the launcher's last     collected, or to dropped as  follows before their tokens
+                                       the model has changed, or    are read
+                                       an observer has come
+followed   the next steps are          `TokenStream.collect`, to    launched; the next steps are
+           launched too and are the    collected                    dropped, nothing follows
+           launcher's last
 collected  the token stream has their  `StepLoop`: to none, or to   launched; no token is taken
            tokens                      launched for the next steps  twice; the next steps are
                                                                     dropped
-dropped    their tokens count for      `DecodeLauncher.launch`,     dropped
-           nothing                     which fills the tensors
-                                       anew and draws the same
-                                       tokens, to launched
+dropped    their tokens count for      `launch`, `call`, which      dropped
+           nothing                     fill anew from what the
+                                       host knows and draw the
+                                       same tokens, to launched
 =========  ==========================  ===========================  ============================
 
-`DecodeLauncher.invalidate` says that the tensors hold nobody's next step. Every other use of the
+Scheduling after launched steps changes what a step may change at any time: who runs, and who owns
+blocks. Of launched steps it only reads lengths (`After`), which are the same before their tokens
+are read, in between and after. `DecodeLauncher.invalidate` says that nothing is the last launch:
+the device may have overwritten tokens that a next step would take. Every other use of a graph's
 tensors calls it first, and so does every launch until it is complete.
+
+These wait for the tokens first: drafts, `verify`, an observer of logits, penalties in a batch that
+changes, plans that are part of a graph (`CapturedStep.plans_in_place`) or share memory
+(`plans_in_turn` of a builder), and everything on a CPU, where a step is over when it is launched.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 
@@ -38,67 +50,114 @@ from graphs.capture.graphs import CapturedStep
 from graphs.capture.plan import CapturePlan
 from graphs.modes import CUDAGraphMode
 from graphs.requests.requests import Request
-from graphs.requests.scheduler import Scheduled
-from graphs.runner import StepRunner
+from graphs.requests.scheduled import After, Scheduled
+from graphs.runner import LogitsObserver, StepRunner
+from graphs.sampling.params import Sampling
 
 
 @dataclasses.dataclass
 class LaunchedSteps:
-    """Replays of one decode graph that were launched together, and where their tokens arrive."""
+    """A step, or replays of one decode graph, and where the tokens arrive."""
 
-    captured: CapturedStep
-    requests: list[Request]  # a row of the batch each
-    num_known: list[int]  # generated tokens of each before the first of these steps
+    captured: CapturedStep | None  # None: it was called
+    rows: list[Scheduled]  # of the batch, as they were scheduled
+    begun: int  # decode steps of these rows before the first of these
     num_steps: int
     first_row: int  # of the ring of tokens: the row of the first step
-    tokens: torch.Tensor  # [N, S] int64, a copy of the ring; pinned where the device is a GPU
+    drawn: torch.Tensor  # [N, R] int64, the ring on the device; the next launch may overwrite it
+    tokens: torch.Tensor  # [N, R] int64, a copy of the ring; pinned where the device is a GPU
     arrived: torch.cuda.Event | None  # None: nothing to wait for
+    is_ahead: bool = False  # launched before the tokens of the step before were read
+    observer: LogitsObserver | None = None  # that has seen the logits
+
+    @property
+    def requests(self) -> list[Request]:
+        return [s.request for s in self.rows]
+
+    @property
+    def after(self) -> After:
+        """Where the steps leave their requests."""
+        return After(self.rows, self.begun + self.num_steps)
+
+    @property
+    def last_R(self) -> torch.Tensor:
+        """Tokens [R] of the last of the steps, on the device."""
+        return self.drawn[(self.first_row + self.num_steps - 1) % self.drawn.shape[0]]
+
+    @property
+    def least(self) -> int:
+        """Fewest tokens that one of the rows may get, from where they were scheduled on."""
+        return min(s.remaining for s in self.rows)
+
+    @property
+    def most(self) -> int:
+        """Most tokens of them."""
+        return max(s.remaining for s in self.rows)
 
     def wait(self) -> list[list[int]]:
-        """Tokens of every step, request by request; waits until they are there."""
+        """Tokens of every step, row by row; waits until they are there.
+
+        Of a step that wants no logits, zeros that nobody takes.
+        """
         if self.arrived is not None:
             self.arrived.synchronize()
-        ring = self.tokens[:, : len(self.requests)].tolist()
+        if not self.tokens.shape[1]:
+            return [[0] * len(self.rows)]
+        ring = self.tokens[:, : len(self.rows)].tolist()
         return [ring[(self.first_row + i) % len(ring)] for i in range(self.num_steps)]
 
 
 class TokenBuffers:
     """Where tokens arrive on the host.
 
-    Every graph has two buffers in turn, as steps are launched before the last tokens are read.
+    Every graph has two buffers in turn, as steps are launched before the last tokens are read; so
+    have all steps together that are called.
+
+    Args:
+        max_rows: tokens of a called step at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
         self._pairs: dict[int, list[torch.Tensor]] = {}
 
     def __len__(self) -> int:
         """Graphs that have buffers."""
-        return len(self._pairs)
+        return len(self._pairs.keys() - {0})
 
-    def copy(self, captured: CapturedStep) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Copy the graph's ring of tokens after what is launched, without waiting.
+    def copy(
+        self, captured: CapturedStep | None, drawn: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Copy drawn tokens [N, R] after what is launched, without waiting.
 
         Returns the copy, and the event after it on a GPU.
         """
-        ring = captured.tensors.device["tokens"]
-        on_gpu = ring.device.type == "cuda"
-        if id(captured) not in self._pairs:
-            self._pairs[id(captured)] = [
-                torch.empty(ring.shape, dtype=ring.dtype, device="cpu", pin_memory=on_gpu)
-                for _ in range(2)
-            ]
-        pair = self._pairs[id(captured)]
-        pair.reverse()
-        pair[0].copy_(ring, non_blocking=True)
+        on_gpu = drawn.device.type == "cuda"
+        copied = self._next(captured, drawn, on_gpu)
+        copied.copy_(drawn, non_blocking=True)
         if not on_gpu:
-            return pair[0], None
+            return copied, None
         arrived = torch.cuda.Event()
         arrived.record()
-        return pair[0], arrived
+        return copied, arrived
 
     def clear(self) -> None:
         """Forget the buffers of graphs that are gone."""
         self._pairs.clear()
+
+    def _next(
+        self, captured: CapturedStep | None, drawn: torch.Tensor, pinned: bool
+    ) -> torch.Tensor:
+        key = 0 if captured is None else id(captured)
+        if key not in self._pairs:
+            shape = (1, self._max_rows) if captured is None else drawn.shape
+            self._pairs[key] = [
+                torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
+                for _ in range(2)
+            ]
+        pair = self._pairs[key]
+        pair.reverse()
+        return pair[0][:, : drawn.shape[1]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,18 +170,18 @@ class DecodeSteps:
 
 
 class DecodeLauncher:
-    """Launches decode steps: fills a graph's tensors, or goes on from what the last steps left.
+    """Launches steps: filled anew, or decodes that go on from what the last ones left.
 
     Args:
-        runner: replays the graphs.
+        runner: calls steps and replays the graphs.
         always_fills: fill the tensors before every step.
     """
 
     def __init__(self, runner: StepRunner, always_fills: bool) -> None:
         self.runner = runner
         self.always_fills = always_fills
-        self.buffers = TokenBuffers()
-        self._resident: LaunchedSteps | None = None  # the tensors hold what these leave
+        self.buffers = TokenBuffers(runner.max_batch_size)
+        self._last: LaunchedSteps | None = None  # nothing was launched since, not in part either
         self._num_launched = 0  # steps since the tensors were filled
 
     def can_chain(self, captured: CapturedStep) -> bool:
@@ -160,40 +219,89 @@ class DecodeLauncher:
         return DecodeSteps(asked, asked, "; ".join(["no decode graph needs the host", *but]))
 
     def launch(
-        self, captured: CapturedStep, scheduled: Sequence[Scheduled], num_steps: int
+        self,
+        captured: CapturedStep,
+        rows: list[Scheduled],
+        num_steps: int,
+        last: LaunchedSteps | None = None,
     ) -> LaunchedSteps:
-        """Launch `num_steps` decode steps of the requests."""
+        """Launch a captured step, or `num_steps` decode steps of the rows.
+
+        Args:
+            captured: the graph.
+            rows: of the batch.
+            num_steps: replays of the graph.
+            last: steps after which the rows were scheduled, and whose tokens they may take.
+        """
+        assert last is None or self.is_last(last), "its tokens are still on the device"
         self.invalidate()
-        self.runner.fill(captured.tensors, scheduled, captured.key.sampling)
+        self.runner.fill(captured.tensors, rows, captured.key.sampling)
+        if last is not None:
+            self.runner.take_tokens(captured.tensors, rows, last.last_R)
         self._num_launched = 0
-        requests = [s.request for s in scheduled]
-        known = [len(request.token_ids) for request in requests]
-        return self._replay(captured, requests, known, num_steps)
+        return self._replay(captured, rows, 0, num_steps, last is not None)
+
+    def call(
+        self,
+        rows: list[Scheduled],
+        kind: Sampling,
+        *,
+        logits: bool,
+        last: LaunchedSteps | None = None,
+    ) -> LaunchedSteps:
+        """Call a step of the rows; arguments as those of `launch`, and of `StepRunner.call`."""
+        assert last is None or self.is_last(last), "its tokens are still on the device"
+        self.invalidate()
+        observer = self.runner.on_logits
+        last_R = None if last is None else last.last_R
+        drawn = self.runner.call(rows, kind, logits=logits, last_R=last_R).unsqueeze(0)
+        tokens, arrived = self.buffers.copy(None, drawn)
+        ahead = last is not None
+        launched = LaunchedSteps(
+            None, rows, 0, 1, 0, drawn, tokens, arrived, is_ahead=ahead, observer=observer
+        )
+        self._last = launched
+        return launched
+
+    def is_last(self, launched: LaunchedSteps) -> bool:
+        """Whether nothing was launched after these: the device still has their tokens."""
+        return self._last is launched
 
     def may_follow(self, launched: LaunchedSteps) -> bool:
         """Whether the tensors hold what these steps leave, and the next can go on from there."""
-        return self.can_chain(launched.captured) and self._resident is launched
+        captured = launched.captured
+        is_decode = captured is not None and captured.key.query_len == 1
+        return is_decode and self.can_chain(captured) and self.is_last(launched)
 
     def follow(self, launched: LaunchedSteps, num_steps: int) -> LaunchedSteps:
-        """Launch the next steps of the same requests before the tokens of these are read."""
+        """Launch the next steps of the same rows before the tokens of these are read."""
         assert self.may_follow(launched), "nothing came in between"
-        known = [number + launched.num_steps for number in launched.num_known]
-        return self._replay(launched.captured, launched.requests, known, num_steps)
+        assert launched.captured is not None, "called steps leave no tensors"
+        begun = launched.begun + launched.num_steps
+        return self._replay(launched.captured, launched.rows, begun, num_steps, True)
 
     def invalidate(self) -> None:
-        """The tensors hold nobody's next step: the next launch fills them."""
-        self._resident = None
+        """The device has nobody's next step, nor tokens for it: the next launch fills anew."""
+        self._last = None
 
     def _replay(
-        self, captured: CapturedStep, requests: list[Request], known: list[int], num_steps: int
+        self,
+        captured: CapturedStep,
+        rows: list[Scheduled],
+        begun: int,
+        num_steps: int,
+        is_ahead: bool,
     ) -> LaunchedSteps:
         """If a replay is refused, those before it are dropped: the next launch fills anew."""
         self.invalidate()
-        first_row = self._num_launched % captured.tensors.device["tokens"].shape[0]
+        drawn = captured.tensors.device["tokens"]
+        first_row = self._num_launched % drawn.shape[0]
         for i in range(num_steps):
             self.runner.launch(captured, weights=i == 0)
         self._num_launched += num_steps
-        tokens, arrived = self.buffers.copy(captured)
-        launched = LaunchedSteps(captured, requests, known, num_steps, first_row, tokens, arrived)
-        self._resident = launched
+        tokens, arrived = self.buffers.copy(captured, drawn)
+        launched = LaunchedSteps(
+            captured, rows, begun, num_steps, first_row, drawn, tokens, arrived, is_ahead=is_ahead
+        )
+        self._last = launched
         return launched

@@ -17,8 +17,8 @@ from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
 from graphs.compilation import Compilation
 from graphs.modes import BatchDescriptor, CUDAGraphMode
-from graphs.requests.requests import Request
-from graphs.requests.scheduler import Scheduled, Scheduler
+from graphs.requests.scheduled import Scheduled
+from graphs.requests.scheduler import Scheduler
 from graphs.requests.stream import TokenStream
 from graphs.runner import StepRunner
 from graphs.sampling.params import Sampling
@@ -43,6 +43,8 @@ class StepLoop:
 
     Attributes:
         num_steps: steps that were replayed ("captured") and called.
+        num_launches: of steps, or of `decode_steps` of them: launched before the tokens of the last
+            ones were read ("ahead"), or after ("waited").
     """
 
     def __init__(
@@ -60,7 +62,11 @@ class StepLoop:
         self.plan, self.state, self.compilation = plan, state, compilation
         self.launcher = DecodeLauncher(runner, always_fills)
         self.num_steps = {"captured": 0, "called": 0}
+        self.num_launches = {"ahead": 0, "waited": 0}
         self._replays_only = plan.debug is None and not always_fills  # no Python of the model
+        on_gpu = runner.device.type == "cuda" or plan.debug is not None  # debugging acts as on one
+        in_turn = always_fills or runner.builder.plans_in_turn
+        self._goes_ahead = on_gpu and not in_turn
         self._launched: LaunchedSteps | None = None
         self._warm = False
         self._checked = False  # the model, in this step
@@ -73,43 +79,43 @@ class StepLoop:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, *, ahead: bool = True) -> None:
         """A step, or `decode_steps` of them; the token stream takes their tokens.
 
         Launched steps stay until all of their tokens are taken. What was launched after them counts
         only once it has taken their place; the launcher goes on from nothing else.
+
+        Args:
+            ahead: launch the next ones too, before these tokens are read.
         """
         self._checked = False
+        self._drop_unobserved()
         if not self._checks_late or self.scheduler.may_share:
             self._check_model()
         self.warm_up()
         if self._launched is None:
-            step = self.scheduler.next_step()
-            if not step:
+            self._launched = self._launch_next()
+            if self._launched is None:
                 return
-            captured = self._captured(step)
-            if captured is None or captured.key.query_len != 1:
-                self._run_alone(step, captured)
-                return
-            num_steps = self._num_steps(captured, [s.request for s in step])
-            self._launched = self.launcher.launch(captured, step, num_steps)
-        followed = self._launch_ahead(self._launched)  # refused: these can still be collected
+        # Refused: these can still be collected.
+        followed = self._launch_ahead(self._launched) if ahead else None
         if not self._checked and self._check_late(self._launched):
             return
-        self._checks_late = self._launched.captured.needs_host and self._replays_only
+        self._checks_late = followed is None and self._plans_replays(self._launched)
         self._collect(self._launched)
         self._launched = followed
 
     def step_drafted(self, drafts: Mapping[int, list[int]]) -> None:
         """A step with drafts, or without where a prompt comes first or the budget is too small."""
         k = self.plan.num_draft_tokens
+        self._drop_unobserved()
         self._check_model()
         self.warm_up()
         self.collect_all()
         step = self.scheduler.next_step()
         room = self.scheduler.max_tokens_per_step // (1 + k)
         if not room or not step or not all(s.num_tokens == 1 and s.wants_token for s in step):
-            self.step()
+            self.step(ahead=False)
             return
         drafted = []
         for s in step[:room]:
@@ -213,7 +219,7 @@ class StepLoop:
         with self.compilation.counters.watching():
             return self.runner.captured(key, mode)
 
-    # -- steps that end with their tokens on the host ----------------------------------------------
+    # -- drafts: their tokens are read at once -----------------------------------------------------
 
     def _run_alone(self, step: list[Scheduled], captured: CapturedStep | None) -> None:
         if not self._checked:
@@ -222,20 +228,20 @@ class StepLoop:
         self._checks_late = False
         self.launcher.invalidate()
         if captured is None:
-            self.token_stream.take(step, self._call(step))
-            return
-        self.runner.fill(captured.tensors, step, captured.key.sampling)
-        self.runner.launch(captured)
-        self.num_steps["captured"] += 1
-        tokens = captured.tensors.device["tokens"][0].tolist()
+            self.num_steps["called"] += 1
+            with self.compilation.counters.watching():
+                tokens = self.runner.call(step, self._kind(step)).tolist()
+        else:
+            self.runner.fill(captured.tensors, step, captured.key.sampling)
+            self.runner.launch(captured)
+            self.num_steps["captured"] += 1
+            tokens = captured.tensors.device["tokens"][0].tolist()
+        self.num_launches["waited"] += 1
         rows = len(step[0].draft) + 1
         drawn = [tokens[i * rows : (i + 1) * rows] for i in range(len(step))]
         self.token_stream.take(step, drawn)
 
-    def _call(self, step: list[Scheduled]) -> list[list[int]]:
-        self.num_steps["called"] += 1
-        with self.compilation.counters.watching():
-            return self.runner.call(step, self._kind(step), logits=self._wants_logits(step))
+    # -- what a step computes ----------------------------------------------------------------------
 
     def _wants_logits(self, step: Sequence[Scheduled]) -> bool:
         """Whether any are computed: not of chunks of prompts, if the model then does less."""
@@ -248,26 +254,84 @@ class StepLoop:
 
     # -- launched steps ----------------------------------------------------------------------------
 
-    def _num_steps(
-        self, captured: CapturedStep, requests: Sequence[Request], begun: int = 0
-    ) -> int:
-        """Steps to launch: no more than the longest of the requests still needs."""
-        if not self.launcher.can_chain(captured):
-            return 1
-        return min(self.runner.num_steps, max(r.remaining - begun for r in requests))
+    def _launch_next(self) -> LaunchedSteps | None:
+        """The next steps, where the host knows all tokens; None: nothing is left to do."""
+        step = self.scheduler.next_step()
+        if not step:
+            return None
+        captured = self._captured(step)
+        if not self._checked and (captured is None or captured.key.query_len != 1):
+            self._check_model()
+            captured = self._captured(step)  # dropped, if the model has changed
+        return self._launch(step, captured)
 
     def _launch_ahead(self, launched: LaunchedSteps) -> LaunchedSteps | None:
-        """The next steps of the same requests, before the tokens of these are read.
+        """The next steps, before the tokens of these are read.
 
-        None where the batch changes: a request ends, or another one can run.
+        None where they cannot be scheduled before, or nothing is left to do.
         """
-        going = all(r.remaining > launched.num_steps for r in launched.requests)
-        same = launched.requests == self.scheduler.running and not self.scheduler.can_admit
-        if not (going and same and self.launcher.may_follow(launched)):
+        if self._batch_stays(launched):
+            num_steps = self._num_steps(launched.captured, launched.most - launched.after.num_steps)
+            return self.launcher.follow(launched, num_steps)
+        if not (self._goes_ahead and self._checked and self.launcher.is_last(launched)):
             return None
-        num_steps = self._num_steps(launched.captured, launched.requests, launched.num_steps)
-        return self.launcher.follow(launched, num_steps)
+        if self.runner.on_logits is not None:
+            return None  # an observer sees no step that may count for nothing
+        step = self.scheduler.next_step(launched.after)
+        if not step:
+            return None
+        if self._kind(step) is Sampling.PENALIZED and any(s.source >= 0 for s in step):
+            return None  # counts come from tokens that the host knows
+        captured = self._captured(step)
+        if captured is not None and captured.plans_in_place:
+            return None
+        return self._launch(step, captured, launched)
+
+    def _batch_stays(self, launched: LaunchedSteps) -> bool:
+        """Whether the next steps are those of the same rows, none of which ends, by replays."""
+        return (
+            self.launcher.may_follow(launched)
+            and launched.least > launched.after.num_steps
+            and self.scheduler.stays(launched.requests, launched.after)
+        )
+
+    def _launch(
+        self,
+        step: list[Scheduled],
+        captured: CapturedStep | None,
+        last: LaunchedSteps | None = None,
+    ) -> LaunchedSteps:
+        if captured is None:
+            with self.compilation.counters.watching():
+                logits = self._wants_logits(step)
+                return self.launcher.call(step, self._kind(step), logits=logits, last=last)
+        num_steps = 1
+        if captured.key.query_len == 1:
+            num_steps = self._num_steps(captured, max(s.remaining for s in step))
+        return self.launcher.launch(captured, step, num_steps, last)
+
+    def _num_steps(self, captured: CapturedStep | None, most: int) -> int:
+        """Steps to launch: no more than the longest of the requests still needs."""
+        if captured is None or not self.launcher.can_chain(captured):
+            return 1
+        return min(self.runner.num_steps, most)
 
     def _collect(self, launched: LaunchedSteps) -> None:
-        self.token_stream.collect(launched.requests, launched.num_known, launched.wait())
-        self.num_steps["captured"] += launched.num_steps
+        self.token_stream.collect(launched.rows, launched.begun, launched.wait())
+        kind = "called" if launched.captured is None else "captured"
+        self.num_steps[kind] += launched.num_steps
+        self.num_launches["ahead" if launched.is_ahead else "waited"] += 1
+
+    def _drop_unobserved(self) -> None:
+        """Drop a called step whose logits an observer is to see, and has not; it is done again."""
+        launched, observer = self._launched, self.runner.on_logits
+        if launched is None or launched.captured is not None or observer is None:
+            return
+        if launched.observer is not observer:
+            self.launcher.invalidate()
+            self._launched = None
+
+    def _plans_replays(self, launched: LaunchedSteps) -> bool:
+        """Whether the host plans such replays and has nothing else to do for them."""
+        captured = launched.captured
+        return captured is not None and captured.needs_host and self._replays_only

@@ -124,6 +124,7 @@ class SessionReport:
     capture_seconds: float
     decode_steps: DecodeSteps
     num_steps: dict[str, int]  # captured, called
+    num_launches: dict[str, int]  # ahead: before the last tokens were read; waited: after
     prefixes: PrefixCounts | None  # None: requests share no prefixes
     verify: str | None  # "first", "always" or the interval; None: no replay is compared
     num_verified: int  # replays that were compared with a call; a difference was raised
@@ -166,6 +167,7 @@ class SessionReport:
             capture_seconds=0.0 if graphs is None else graphs.seconds,
             decode_steps=session.loop.launcher.chained(plan),
             num_steps=dict(session.loop.num_steps),
+            num_launches=dict(session.loop.num_launches),
             prefixes=session.loop.scheduler.prefixes.counts(),
             verify=None if verifier is None else str(verifier.mode),
             num_verified=0 if verifier is None else verifier.num_checked,
@@ -220,6 +222,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
         *((f"  not {line.batch}", f"{line}; {line.advice}") for line in r.failures),
         ("decode steps", f"{steps.used}" if steps.asked == steps.used else taken),
         ("steps", f"{r.num_steps['captured']} captured, {r.num_steps['called']} called"),
+        ("launches", _launches(r.num_launches)),
         *((("prefixes", str(r.prefixes)),) if r.prefixes else ()),
         ("verified", _verified(r)),
         ("compiled", _compiled(r)),
@@ -235,6 +238,11 @@ def _captured(r: SessionReport) -> str:
     for i, line in enumerate(r.graphs):
         memory.add(i, max(0, line.num_bytes))  # less where the allocator gave something back
     return f"{memory}, {r.capture_seconds:.2f} s, of {r.num_keys} keys"
+
+
+def _launches(number: dict[str, int]) -> str:
+    text = f"{number['ahead']} ahead, before the last tokens were read; {number['waited']} after"
+    return text if sum(number.values()) else "none yet"
 
 
 def _compiled(r: SessionReport) -> str:

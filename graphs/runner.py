@@ -23,11 +23,12 @@ from attn_ops.integrations.transformers import check_logits
 from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.modes import BatchDescriptor, CUDAGraphMode
-from graphs.requests.scheduler import Scheduled
+from graphs.requests.scheduled import Scheduled
 from graphs.sampling import PenaltyState, argmax, sample
 from graphs.sampling.params import Sampling
 from graphs.step.finish import finish_step
 from graphs.step.inputs import ModelInputs
+from graphs.step.sources import take_tokens
 from graphs.step.tensors import StepTensors
 
 logger = logging.getLogger(__name__)
@@ -97,12 +98,17 @@ class StepRunner:
     # -- called ------------------------------------------------------------------------------------
 
     def call(
-        self, step: Sequence[Scheduled], kind: Sampling, *, logits: bool = True
-    ) -> list[list[int]]:
-        """Run a step as it is, without padding; returns the drawn tokens of every request.
+        self,
+        step: Sequence[Scheduled],
+        kind: Sampling,
+        *,
+        logits: bool = True,
+        last_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Launch a step as it is, without padding; returns the drawn tokens on the device.
 
-        One each; of requests with a draft one a row, where all have drafts of one length. None
-        where no `logits` are wanted.
+        One a request; of requests with a draft one a row, where all have drafts of one length. None
+        where no `logits` are wanted. `last_R`: tokens of the step before; see `take_tokens`.
         """
         lengths = {s.num_tokens for s in step}
         query_len = lengths.pop() if len(lengths) == 1 and step[0].draft else None
@@ -111,13 +117,14 @@ class StepRunner:
             num_tokens, len(step), self.max_blocks, self.device, query_len=query_len, logits=logits
         )
         self.fill(tensors, step, kind)
+        if last_R is not None:
+            self.take_tokens(tensors, step, last_R)
         logits_RV = self._logits(tensors, metadata_now(self.builder, tensors))
         if not logits:
-            return [[] for _ in step]
+            return tensors.device["tokens"][0]
         if self.on_logits is not None:
             self.on_logits(step, logits_RV)
-        tokens_R = self._sampled(logits_RV, tensors, kind)
-        return tokens_R.view(len(step), -1).tolist()
+        return self._sampled(logits_RV, tensors, kind)
 
     def fill(self, tensors: StepTensors, step: Sequence[Scheduled], kind: Sampling) -> None:
         """Bring a step into tensors, on the host and the device."""
@@ -128,6 +135,13 @@ class StepRunner:
             requests = [s.request for s in step]
             state = self._penalty_state().view(tensors.num_reqs)
             state.rebuild([r.prompt for r in requests], [r.token_ids for r in requests])
+
+    def take_tokens(
+        self, tensors: StepTensors, step: Sequence[Scheduled], last_R: torch.Tensor
+    ) -> None:
+        """Behind `fill`: rows whose tokens the host does not know take them from `last_R`."""
+        if any(s.source >= 0 for s in step):
+            take_tokens(tensors.device, last_R)
 
     # -- captured ----------------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ class AttentionMetadataBuilder(Generic[M]):
             (`reorder_batch`); None: any order will do.
         plans_on_host: plans read the CPU mirrors; else they may be missing, as under capture.
         needs_mirrors: no plan can be made where they are missing.
+        plans_in_turn: a plan may overwrite one that the device has yet to copy: it is made only
+            after the step before has begun.
 
     Raises:
         ValueError: the backend does not support a geometry; the reasons are in the message.
@@ -56,6 +58,7 @@ class AttentionMetadataBuilder(Generic[M]):
     reorder_batch_threshold: int | None = None
     plans_on_host: ClassVar[bool] = False
     needs_mirrors: ClassVar[bool] = False
+    plans_in_turn: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -38,6 +38,11 @@ class CapturedStep:
         """The host plans every replay: none may follow another without it."""
         return self.graph.plan is not None
 
+    @property
+    def plans_in_place(self) -> bool:
+        """The plan is part of the graph: the host may change it only after the last replay."""
+        return self.needs_host and self.mode is CUDAGraphMode.FULL
+
 
 class StepGraphs:
     """Graphs of steps by `BatchDescriptor`.

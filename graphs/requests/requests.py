@@ -1,6 +1,7 @@
 """Requests: what a prompt and its sampling must look like, and what becomes of it."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -50,7 +51,13 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens that may still be generated."""
-        return min(self.max_new_tokens - len(self.token_ids), self.max_tokens + 1 - self.num_tokens)
+        return self.end - self.num_tokens
+
+    # Cached: it never changes, and a step asks hundreds of requests.
+    @functools.cached_property
+    def end(self) -> int:
+        """Tokens of prompt and output at most."""
+        return min(len(self.prompt) + self.max_new_tokens, self.max_tokens + 1)
 
     @property
     def longest(self) -> int:

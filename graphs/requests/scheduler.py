@@ -6,35 +6,14 @@ prefix that they share. A step takes one token of every decoding request first, 
 up to the token budget.
 """
 
-import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import Match
 from graphs.requests.prefixes import PrefixSharing, Watched
 from graphs.requests.requests import Request
-
-
-@dataclasses.dataclass(frozen=True)
-class Scheduled:
-    """One request's part of a step."""
-
-    request: Request
-    num_tokens: int
-    draft: tuple[int, ...] = ()  # after the last known token, and counted in num_tokens
-
-    def tokens(self) -> list[int]:
-        """The step's tokens of the request."""
-        begin = self.request.num_computed
-        end = begin + self.num_tokens - len(self.draft)
-        return [*self.request.tokens(begin, end), *self.draft]
-
-    @property
-    def wants_token(self) -> bool:
-        """Whether this step ends at the request's last known token, whose logits are sampled."""
-        known = self.num_tokens - len(self.draft)
-        return self.request.num_computed + known == self.request.num_tokens
+from graphs.requests.scheduled import NOTHING, After, Scheduled
 
 
 class Scheduler:
@@ -61,31 +40,46 @@ class Scheduler:
         self.running: list[Request] = []
         self._leaving: list[Request] = []  # whose place and blocks are being given back
 
-    def next_step(self) -> list[Scheduled]:
-        """The next step's requests, decodes first; empty when nothing is left to do."""
+    def next_step(self, after: After = NOTHING) -> list[Scheduled]:
+        """The next step's requests, decodes first; empty when nothing is left to do.
+
+        Args:
+            after: the steps that are launched. A request that ends in them by its length takes
+                part no more; one that draws a stop token in them does, and is told later.
+        """
         for request in [r for r in self.running if r.finish_reason]:
             self.leave(request)  # interrupted before it could
         self._empty()
         if self.prefixes.is_on:
             self.prefixes.refresh()
             self.prefixes.keep_prompts(self.running)
-        self._admit()
+        self._admit(after)
         if self.prefixes.is_on:
             self.cache.copy_partial()
-        decoding = [r for r in self.running if r.num_computed == r.num_tokens - 1]
-        step = [Scheduled(r, 1) for r in decoding[: self.max_tokens_per_step]]
-        budget = self.max_tokens_per_step - len(step)
+        return self._filled(after)
+
+    def _filled(self, after: After) -> list[Scheduled]:
+        """Rows of running requests up to the budget: one of every decode, then of prompts."""
+        budget, most = self.max_tokens_per_step, self.max_batch_size
+        step: list[Scheduled] = []
+        prompts: list[tuple[Request, int, int]] = []
         for request in self.running:
-            chunk = min(request.num_tokens - request.num_computed, budget)
-            if chunk > 0 and request.num_computed < request.num_tokens - 1:
-                step.append(Scheduled(request, chunk))
+            num_computed, length, source = after.place(request)
+            if num_computed < length - 1:
+                prompts.append((request, num_computed, length))
+            elif length < request.end and len(step) < min(budget, most):
+                step.append(Scheduled(request, 1, num_computed, length, source, len(step)))
+        budget -= len(step)
+        for request, num_computed, length in prompts[: most - len(step)]:
+            if budget > 0:
+                chunk = min(length - num_computed, budget)
+                step.append(Scheduled(request, chunk, num_computed, length, -1, len(step)))
                 budget -= chunk
         return step
 
-    @property
-    def can_admit(self) -> bool:
-        """Whether a request that waits would run in the next step."""
-        return next(self._admissible(), None) is not None
+    def stays(self, requests: Sequence[Request], after: After) -> bool:
+        """Whether the next step after the launched ones has these requests in this order."""
+        return requests == self.running and next(self._admissible(after), None) is None
 
     @property
     def may_share(self) -> bool:
@@ -110,25 +104,26 @@ class Scheduler:
                 self.cache.free(request.id)
             self._leaving.pop()
 
-    def _admit(self) -> None:
+    def _admit(self, after: After) -> None:
         """In an order in which nothing is lost by an interrupt, and nothing done twice."""
-        for request, match in self._admissible():
+        for request, match in self._admissible(after):
             self.cache.reserve(request.id, request.longest, match)
             self.prefixes.admit(request, match)
             self.running.append(request)
             self.waiting.remove(request)
 
-    def _admissible(self) -> Iterator[tuple[Request, Match]]:
+    def _admissible(self, after: After) -> Iterator[tuple[Request, Match]]:
         """Requests that can run, and what each shares; the caller admits one before the next.
 
         Meanwhile others may join the queue's end.
         """
         passed, promised = 0, None
+        num_ended = sum(map(after.has_ended, self.running)) if self.waiting else 0
         while passed < min(len(self.waiting), self.max_batch_size):
             request = self.waiting[passed]
             if self._was_admitted(request):
                 continue
-            if len(self.running) >= self.max_batch_size:
+            if len(self.running) - num_ended >= self.max_batch_size:
                 return
             if promised is None:
                 promised = self.prefixes.promised(self.running)

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Sequence
 
 from graphs.requests.requests import Request, StepOutput
-from graphs.requests.scheduler import Scheduled, Scheduler
+from graphs.requests.scheduled import Scheduled
+from graphs.requests.scheduler import Scheduler
 
 
 class TokenStream:
@@ -39,7 +40,7 @@ class TokenStream:
         for scheduled, drawn in zip(step, tokens, strict=True):
             request, wanted = scheduled.request, scheduled.wants_token
             if not wanted:
-                request.num_computed += scheduled.num_tokens
+                request.num_computed = scheduled.num_computed + scheduled.num_tokens
                 continue
             for draft, token in zip((*scheduled.draft, None), drawn, strict=True):
                 self._take(request, token)
@@ -47,24 +48,26 @@ class TokenStream:
                     break
 
     def collect(
-        self,
-        requests: Sequence[Request],
-        num_known: Sequence[int],
-        steps: Sequence[Sequence[int]],
+        self, rows: Sequence[Scheduled], begun: int, steps: Sequence[Sequence[int]]
     ) -> None:
-        """Take the tokens of decode steps in a row; what a request drew after its end is dropped.
+        """Take the tokens of launched steps; what a request drew after its end is dropped.
 
         Those that were taken before an interrupt are not taken again.
 
         Args:
-            requests: of all the steps, a row of the batch each.
-            num_known: generated tokens of each before the first step.
-            steps: tokens of every step, request by request.
+            rows: of the batch, as they were scheduled.
+            begun: decode steps of these rows before the first of these.
+            steps: tokens of every step, row by row.
         """
-        for number, tokens in enumerate(steps):
-            for request, first, token in zip(requests, num_known, tokens, strict=True):
-                is_next = len(request.token_ids) == first + number
-                if is_next and request.id in self.known and not request.finish_reason:
+        for number, tokens in enumerate(steps, begun):
+            for scheduled, token in zip(rows, tokens, strict=True):
+                request = scheduled.request
+                if request.id not in self.known or request.finish_reason:
+                    continue
+                if not scheduled.wants_token:
+                    computed = scheduled.num_computed + scheduled.num_tokens
+                    request.num_computed = max(request.num_computed, computed)
+                elif request.num_tokens == scheduled.length + number:
                     self._take(request, token)
 
     def hand_out(self) -> list[StepOutput]:

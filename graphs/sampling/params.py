@@ -1,6 +1,7 @@
 """What a request asks of sampling, checked, and as the tensors of a step."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from enum import IntEnum
 from numbers import Integral, Real
@@ -89,7 +90,8 @@ class SamplingParams:
         if self.seed is not None:
             _check_integer("seed", self.seed, *SEEDS, supported="integers of 64 bits, None for any")
 
-    @property
+    # Cached: a step asks hundreds of requests, 0.3 us each.
+    @functools.cached_property
     def kind(self) -> Sampling:
         """The weakest kind of step that is enough for this request."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)

@@ -16,7 +16,7 @@ import torch
 
 from attn_ops import PAD_SLOT_ID, CommonAttentionMetadata
 from attn_ops.metadata import positions_of_step, slots_of_step
-from graphs.requests.scheduler import Scheduled
+from graphs.requests.scheduled import Scheduled
 from graphs.sampling import FIELDS
 
 MAX_STOP_TOKENS = 8
@@ -38,6 +38,7 @@ class StepTensors:
     device: dict[str, torch.Tensor]
     host_bytes: torch.Tensor
     device_bytes: torch.Tensor
+    num_uploaded: int  # bytes in front of `tokens`, which stay until the next step draws its own
     arrays: dict[str, np.ndarray]  # of `host`
     uploaded: torch.cuda.Event | None  # after the last upload; None where there is no GPU
 
@@ -58,9 +59,10 @@ class StepTensors:
         Fields: input_ids, position_ids [1, T] int64; slot_mapping [T] int64; logits_indices [R]
         int64; query_start_loc [S+1] int32; seq_lens [S] int32; block_table [S, M] int32; those of
         `graphs.sampling.FIELDS` [S]; stop_tokens [S, K] int64; remaining [S] int32, tokens that a
-        request may still get; active [S] bool, requests that go on; step [1] int64; num_logits [1]
-        int32, rows of logits that are a request's; tokens [N, R] int64, what was drawn. R is T in a
-        batch of equal queries of several rows, else S; 0 where no `logits` are wanted.
+        request may still get; active [S] bool, requests that go on; sources [S] int32, rows of the
+        step before whose tokens are the requests' inputs, -1 for none; step [1] int64; num_logits
+        [1] int32, rows of logits that are a request's; tokens [N, R] int64, what was drawn. R is T
+        in a batch of equal queries of several rows, else S; 0 where no `logits` are wanted.
         """
         num_rows = num_tokens if query_len is not None else num_reqs
         num_rows = num_rows if logits else 0
@@ -78,6 +80,7 @@ class StepTensors:
             _views(device_bytes, layout, sizes),
             host_bytes,
             device_bytes,
+            sum(sizes[:-1]),
             {name: tensor.numpy() for name, tensor in host.items()},
             torch.cuda.Event() if on_gpu else None,
         )
@@ -92,6 +95,7 @@ class StepTensors:
         self.host_bytes.numpy().fill(0)  # by this thread: torch would wake all of them
         host["slot_mapping"].fill(PAD_SLOT_ID)
         host["stop_tokens"].fill(-1)
+        host["sources"].fill(-1)
         for name, (_, neutral) in FIELDS.items():
             if neutral:
                 host[name].fill(neutral)
@@ -113,7 +117,7 @@ class StepTensors:
         """
         self.clear()
         query = np.array([s.num_tokens for s in step], dtype=np.int32)
-        computed = np.array([s.request.num_computed for s in step], dtype=np.int32)
+        computed = np.array([s.num_computed for s in step], dtype=np.int32)
         start = np.zeros(len(step) + 1, dtype=np.int32)
         np.cumsum(query, out=start[1:])
         num_tokens, num_reqs = int(start[-1]), len(step)
@@ -139,15 +143,18 @@ class StepTensors:
         host["seq_lens"][:num_reqs] = computed + query
         for name in FIELDS:
             host[name][:num_reqs] = [getattr(s.request.sampling, name) for s in step]
-        host["remaining"][:num_reqs] = [s.request.remaining for s in step]
+        host["remaining"][:num_reqs] = [s.remaining for s in step]
+        host["sources"][:num_reqs] = [s.source for s in step]
         host["active"][:num_reqs] = True
         for row, scheduled in zip(host["stop_tokens"], step, strict=False):
             stops = sorted(scheduled.request.stops)[:MAX_STOP_TOKENS]
             row[: len(stops)] = stops
 
     def upload(self) -> None:
-        """Copy the host side to the device, without waiting for it."""
-        self.device_bytes.copy_(self.host_bytes, non_blocking=True)
+        """Copy the host side but for `tokens` to the device, without waiting for it."""
+        device, host = self.device_bytes, self.host_bytes
+        number = self.num_uploaded
+        device[:number].copy_(host[:number], non_blocking=True)
         if self.uploaded is not None:
             self.uploaded.record()
 
@@ -228,6 +235,7 @@ def _layout(
         "stop_tokens": ((num_reqs, MAX_STOP_TOKENS), torch.int64),
         "remaining": ((num_reqs,), torch.int32),
         "active": ((num_reqs,), torch.bool),
+        "sources": ((num_reqs,), torch.int32),
         "step": ((1,), torch.int64),
         "num_logits": ((1,), torch.int32),
         "tokens": ((num_steps, num_rows), torch.int64),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from graphs import DecodeSession
+from graphs.ahead import TokenBuffers
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 6]
 SIZES = {"max_batch_size": 4, "max_tokens": 64, "block_size": 4}
@@ -63,3 +64,32 @@ def drain(session, outputs=None) -> dict[int, list[int]]:
 
 def is_empty(session) -> bool:
     return session.cache.num_free_blocks == session.cache.num_blocks - 1
+
+
+class _Arrival:
+    """An event of a device that copies tokens when the host waits, and not before."""
+
+    def __init__(self, buffer, drawn, log) -> None:
+        self.buffer, self.drawn, self.log = buffer, drawn.clone(), log
+        self.buffer.fill_(-9)  # no token: a read before the wait fails the test
+
+    def synchronize(self) -> None:
+        self.buffer.copy_(self.drawn)
+        self.log.append("wait")
+
+
+def asynchronous(session: DecodeSession) -> list[str]:
+    """Make the session's tokens arrive as those of a GPU do.
+
+    Returns a log that grows: "launch" and "wait", in order.
+    """
+    log: list[str] = []
+
+    class Late(TokenBuffers):
+        def copy(self, captured, drawn):
+            log.append("launch")
+            buffer, _ = super().copy(captured, drawn)
+            return buffer, _Arrival(buffer, drawn, log)
+
+    session.loop.launcher.buffers = Late(session.max_batch_size)
+    return log

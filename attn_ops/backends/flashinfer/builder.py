@@ -53,7 +53,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
 
     cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold: int | None = 1
-    plans_on_host = True
+    plans_on_host = plans_in_turn = True
 
     def __init__(
         self, *arguments: Any, workspace_bytes: int = WORKSPACE_BYTES, **keywords: Any

@@ -29,6 +29,7 @@ _BUILT_IN = {
     "FLASH_ATTN_MLA": "attn_ops.backends.mla.flash_attn_mla",
     "TRITON_MLA": "attn_ops.backends.mla.triton_mla",
     "FLASHINFER_MLA": "attn_ops.backends.mla.flashinfer_mla",
+    "FLASHMLA": "attn_ops.backends.mla.flashmla",
     "TORCH_MLA": "attn_ops.backends.mla.torch_mla",
 }
 """Name to the module that holds `BACKEND`, in order of preference; imported on first use.

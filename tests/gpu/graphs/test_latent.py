@@ -34,8 +34,12 @@ LATENT: dict[str, Any] = {
 DENSE: dict[str, Any] = LATENT | {"first_k_dense_replace": 3, "dtype": torch.float32}
 """No experts: in float32 those of Transformers read numbers from the GPU."""
 
-WHOLE = ["TRITON_MLA", "FLASH_ATTN_MLA", "AUTO_MLA"]
+WHOLE = ["TRITON_MLA", "FLASH_ATTN_MLA", "AUTO_MLA", "FLASHMLA"]
 """Backends whose decodes are captured whole."""
+
+
+def page(backend: str) -> int:
+    return 64 if backend == "FLASHMLA" else 16
 
 
 def small(model, **options) -> DecodeSession:
@@ -62,7 +66,7 @@ def test_500_random_steps_verified(make_model, backend, family):
     model = cases.compiled(cases.wide(make_model, family, **LATENT))
     session = DecodeSession(
         model, max_batch_size=8, max_tokens=160, max_tokens_per_step=64, cache_tokens=800,
-        backend=backend, capture_sizes=[1, 2, 4, 8], verify="always",
+        backend=backend, capture_sizes=[1, 2, 4, 8], verify="always", block_size=page(backend),
         cudagraph_mode="FULL_DECODE_ONLY" if backend in WHOLE else "PIECEWISE",
     )  # fmt: skip
     session.warm_up()

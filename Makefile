@@ -65,6 +65,7 @@ bench: $(TEST)
 	$(BIN)/python -m benchmarks.decode_step
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.graphs
+	$(BIN)/python -m benchmarks.workload
 	$(BIN)/python -m benchmarks.fast_prefill
 	$(BIN)/python -m benchmarks.blocksparse
 

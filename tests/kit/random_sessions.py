@@ -42,9 +42,9 @@ MODES = ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE", "NONE"]
 Alone = dict[tuple[int, int], list[int]]
 
 
-def results_alone(model: torch.nn.Module) -> Alone:
+def results_alone(model: torch.nn.Module, **changes: Any) -> Alone:
     """Tokens of every prompt and sampling, when nothing else runs."""
-    session = make_session(model, max_batch_size=1)
+    session = make_session(model, max_batch_size=1, cudagraph_mode="NONE", **changes)
     return {
         (p, s): session.generate([prompt], LONGEST, **sampling)[0].token_ids
         for p, prompt in enumerate(PROMPTS)
@@ -72,11 +72,12 @@ def drawn_options(rng: random.Random) -> dict[str, Any]:
 class RandomSession:
     """Calls a session at random. `run` raises an AssertionError where a token is wrong."""
 
-    def __init__(self, model: torch.nn.Module, alone: Alone, seed: int) -> None:
+    def __init__(self, model: torch.nn.Module, alone: Alone, seed: int, **changes: Any) -> None:
         self.rng, self.alone = random.Random(seed), alone
-        self.options = drawn_options(self.rng)
+        self.options = drawn_options(self.rng) | changes
         self.session: DecodeSession = poisoned(make_session(model, **self.options))
-        asynchronous(self.session)
+        if self.session.device.type == "cpu":
+            asynchronous(self.session)
         self.num_samplings = DRAFTED if self.options["num_draft_tokens"] else len(SAMPLINGS)
         self.interrupts = self.rng.random() < 0.6
         self.want: dict[int, tuple[list[int], str]] = {}
@@ -180,9 +181,9 @@ class RandomSession:
                 del unseen[: skipped + 1]
 
 
-def run_session(model: torch.nn.Module, alone: Alone, seed: int) -> None:
-    """One random session."""
-    session = RandomSession(model, alone, seed)
+def run_session(model: torch.nn.Module, alone: Alone, seed: int, **changes: Any) -> None:
+    """One random session; `changes` of its options."""
+    session = RandomSession(model, alone, seed, **changes)
     try:
         session.run()
     except Exception as error:

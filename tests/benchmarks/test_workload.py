@@ -1,0 +1,87 @@
+"""The benchmark of a whole workload: its run on a CPU, what it counts as idle, its bars."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.workload import __main__ as workload
+from benchmarks.workload.bars import all_bars
+from benchmarks.workload.idle import Idle, idle_of, intervals_of
+from benchmarks.workload.launches import by_kind, timed_launches
+from benchmarks.workload.ours import Ours
+from benchmarks.workload.requests import SMALL, Workload, num_output_tokens
+from benchmarks.workload.theirs import Theirs
+from tests.kit.sessions import captured_lazily
+
+
+@pytest.mark.parametrize(
+    "modes", [["FULL_DECODE_ONLY"], pytest.param([], marks=pytest.mark.slow)], ids=["one", "all"]
+)
+def test_smoke_run_prints_and_writes_everything(tmp_path, capsys, modes):
+    path = tmp_path / "figures.json"
+    chosen = ["--modes", *modes] if modes else []
+    arguments = ["--device", "cpu", "--layers", "1", "--rounds", "1", *chosen]
+    workload.main([*arguments, "--json", str(path), "--commit", "none"])
+    printed = capsys.readouterr().out
+    for text in ("FULL_DECODE_ONLY", "decode, captured", "mixed, called", "Transformers"):
+        assert text in printed
+    result = json.loads(path.read_text())
+    assert len(result["rows"]) == (2 if modes else len(workload.RUNS))
+    for row in result["rows"]:
+        assert row["same_tokens"] == 1.0
+        assert row["idle_share"] is None  # no GPU
+        if row["mode"] != "NONE":
+            assert row["num_launches"]["waited"] == 1
+        assert row["gpu_s"] == pytest.approx(sum(kind["ms"] for kind in row["kinds"]) / 1e3)
+    assert result["transformers"]["same_tokens"] > 0.5
+    assert {bar["verdict"] for bar in result["bars"]} == {"not measured"}
+
+
+def test_the_workload_is_the_same_every_time():
+    wishes = Workload().draw(1000)
+    assert wishes == Workload().draw(1000)
+    assert len(wishes) == 512
+    assert {len(w.prompt) for w in wishes} <= set(range(32, 1025))
+    assert {w.num_new for w in wishes} <= set(range(16, 513))
+    assert 120_000 < num_output_tokens(wishes) < 145_000
+    assert max(len(w.prompt) + w.num_new for w in SMALL.draw(9)) <= SMALL.max_tokens
+
+
+def test_idle_is_what_no_interval_covers(tmp_path):
+    found = idle_of([(1000.0, 1500.0), (0.0, 1000.0), (1400.0, 1450.0), (1750.0, 2000.0)])
+    assert (found.span_ms, found.busy_ms) == (2.0, 1.75)
+    assert (found.num_long, found.long_ms) == (1, 0.25)
+    assert found.share == pytest.approx(0.125)
+    trace = tmp_path / "trace.json"
+    kernel = {"ph": "X", "cat": "kernel", "ts": 5.0, "dur": 2.0}
+    events = [kernel, kernel | {"cat": "cuda_runtime"}, kernel | {"cat": "gpu_memcpy", "ts": 9.0}]
+    trace.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "cat": "kernel"}]}))
+    assert intervals_of(trace) == [(5.0, 7.0), (9.0, 11.0)]
+
+
+def test_launches_are_told_apart(model):
+    session = captured_lazily(model, decode_steps=4, max_tokens_per_step=8)
+    with timed_launches(torch.device("cpu")) as found:
+        session.generate([[1, 2], [3] * 20], 9)
+    kinds = {kind.kind: kind for kind in by_kind(found)}
+    assert set(kinds) == {"mixed, called", "decode, captured"}
+    assert kinds["decode, captured"].num_steps == session.num_steps["captured"]
+    assert kinds["mixed, called"].num_tokens >= 22
+    assert all(kind.ms > 0 for kind in kinds.values())
+    assert len(found) == sum(session.loop.num_launches.values())
+
+
+def test_bars():
+    def row(mode, decode_steps, wall_s):
+        return Ours(mode, decode_steps, wall_s, 1.0, 10.0, [], Idle(100.0, 98.0, 0, 0.0), {})
+
+    rows = [row("FULL_DECODE_ONLY", 1, 10.2), row("FULL", 1, 10.5), row("PIECEWISE", 1, 10.0)]
+    verdicts = {bar.what: bar.verdict for bar in all_bars(rows, Theirs(41.0, 1.0, "sdpa"), True)}
+    assert verdicts == {
+        "wall / GPU time: FULL_DECODE_ONLY, 1 steps": "met",
+        "GPU idle: FULL_DECODE_ONLY, 1 steps": "met",
+        "wall / best mode: FULL, 1 steps": "missed",
+        "tokens/s over Transformers' continuous batching": "met",
+    }
+    assert {bar.verdict for bar in all_bars(rows, None, False)} == {"not measured"}

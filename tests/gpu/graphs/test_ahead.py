@@ -1,0 +1,95 @@
+"""Steps launched ahead of their tokens on a GPU: no wait that nobody asked for, the same tokens."""
+
+import pytest
+import torch
+
+from graphs import DecodeSession
+from tests.gpu import graph_cases as cases
+from tests.kit.random_sessions import results_alone, run_session
+from tests.kit.sessions import drain
+
+pytestmark = pytest.mark.gpu
+
+MODES = ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE", "NONE"]
+PROMPTS = [[i + 1] * (1 + 7 * i % 40) for i in range(14)]
+NEW = [3 + 5 * i % 17 for i in range(14)]
+SIZES = {
+    "max_batch_size": 4,
+    "max_tokens": 128,
+    "max_tokens_per_step": 32,
+    "backend": "TRITON",
+    "mixed_capture_sizes": [16, 32],
+}
+
+
+def run(session, **sampling):
+    ids = [session.add(p, n, **sampling) for p, n in zip(PROMPTS, NEW, strict=True)]
+    streamed = drain(session)
+    for request in ids:
+        session.discard(request)
+    return [streamed[request] for request in ids]
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return cases.wide(make_model, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    session = DecodeSession(model, cudagraph_mode="NONE", **(SIZES | {"max_batch_size": 1}))
+    return run(session)
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_waits_but_for_tokens(model, alone, mode, decode_steps):
+    """Torch raises at an implicit wait: a copy from pageable memory, or a value that is read."""
+    session = DecodeSession(model, cudagraph_mode=mode, decode_steps=decode_steps, **SIZES)
+    assert run(session) == alone
+    before = dict(session.loop.num_launches)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert run(session) == alone
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    after = session.loop.num_launches
+    assert after["waited"] - before["waited"] <= 1
+    assert after["ahead"] - before["ahead"] > 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_device_that_is_late_reads_what_was_meant_for_it(model, alone, mode, monkeypatch):
+    """The host runs ahead as far as it may: it overwrites nothing that is not read yet."""
+    session = DecodeSession(model, cudagraph_mode=mode, **SIZES)
+    run(session)
+    fill = session.runner.fill
+
+    def late(*arguments):
+        torch.cuda._sleep(5_000_000)
+        fill(*arguments)
+        torch.cuda._sleep(5_000_000)
+
+    monkeypatch.setattr(session.runner, "fill", late)
+    assert run(session) == alone
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stop_tokens_and_samples(model, mode):
+    sampling = {"temperature": 0.9, "seed": 5}
+    called = DecodeSession(model, cudagraph_mode="NONE", **SIZES)
+    free = run(called, **sampling)
+    stops = sorted({tokens[1] for tokens in free if len(tokens) > 3})[:3]
+    want = run(called, eos=stops, **sampling)
+    assert want != free
+    session = DecodeSession(model, cudagraph_mode=mode, decode_steps=4, **SIZES)
+    assert run(session, eos=stops, **sampling) == want
+
+
+@pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_sessions(model, number):
+    changes = {"block_size": 16, "backend": "TRITON"}
+    alone = results_alone(model, **changes)
+    for seed in range(number):
+        run_session(model, alone, seed, debug=None, cache_tokens=256, **changes)

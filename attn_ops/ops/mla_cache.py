@@ -57,10 +57,29 @@ def _write_mla_kv(
         lambda: check_latent_cache(kv_cache, meta, dtype, kv_cache_dtype, shape),
     )
     check_vector("scale", scale, 1, kv_cache.device)
-    latent_TL = torch.cat([unshared(kv_c, kv_cache), unshared(k_pe, kv_cache)], dim=1)
+    _write(
+        unshared(kv_c, kv_cache), unshared(k_pe, kv_cache), kv_cache, slots_T, kv_cache_dtype, scale
+    )
+
+
+def _write(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots_T: torch.Tensor,
+    kv_cache_dtype: str,
+    scale: torch.Tensor | None,
+) -> None:
+    """One kernel on a GPU; padding goes to slot 0, of the null block."""
+    plain_rows = 1 == kv_c.stride(1) == k_pe.stride(1) == kv_cache.stride(2) == slots_T.stride(0)
+    if kv_cache.is_cuda and kv_c.dtype != torch.float64 and plain_rows:
+        from attn_ops.backends.mla.triton.write import write_latents
+
+        write_latents(kv_c, k_pe, kv_cache, slots_T, KV_CACHE_DTYPES[kv_cache_dtype], scale)
+        return
+    latent_TL = stored(torch.cat([kv_c, k_pe], dim=1), kv_cache_dtype, scale)
     slot_T, block_size = slots_T.clamp(min=0), kv_cache.shape[1]
-    where = (slot_T // block_size, slot_T % block_size)
-    kv_cache.index_put_(where, stored(latent_TL, kv_cache_dtype, scale))
+    kv_cache.index_put_((slot_T // block_size, slot_T % block_size), latent_TL)
 
 
 @torch.library.register_fake("attn_ops::write_mla_kv", lib=LIBRARY)

@@ -91,6 +91,7 @@ def mla() -> None:
     from attn_ops.backends.mla.triton.gather import gather_latents
     from attn_ops.backends.mla.triton.prefill import mla_prefill
     from attn_ops.backends.mla.triton.project import mla_decode_project
+    from attn_ops.backends.mla.triton.write import write_latents
 
     size = {"latent": 64, "rope": 32, "value": 64, "dtype": BF16}
     case = make_latent_case(*DECODE, 4, **size)
@@ -111,6 +112,8 @@ def mla() -> None:
     mla_prefill(q, q, q[..., :32], starts, starts, 35, 35, scale=0.2, causal=True, with_lse=True)
     table, out = torch.ones(2, 8, dtype=torch.int32), torch.zeros(60, 96, dtype=BF16)
     gather_latents(torch.zeros(9, 16, 96, dtype=BF16), table, starts[:3], starts[:2], out)
+    latents, slots = torch.zeros(2, 96, dtype=BF16), torch.zeros(2, dtype=torch.int64)
+    write_latents(latents[:, :64], latents[:, 64:], torch.zeros(9, 16, 96, dtype=BF16), slots)
 
 
 def products() -> None:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from attn_ops.compat.inductor_until_2_13 import inductor_mended
 from attn_ops.compat.stride_order_until_2_16 import strides_ordered_without_guards
 from fx_passes.config import PassConfig
+from fx_passes.early_launch import early_launch_of
 from fx_passes.inductor_slot import SLOT, with_user_pass
 from fx_passes.kept import autograd_cache
 from fx_passes.naming import GraphName
@@ -45,8 +46,11 @@ def attn_ops(
     config, inductor_options = PassConfig.split(options)
     patches = {**_mode_options(mode), **inductor_options}
     pipeline = with_user_pass(config, patches.get(SLOT, getattr(inductor_config, SLOT)))
+    early = early_launch_of(config, patches, example_inputs)
+    patches |= early.patches
     for recorder in recorders():
         recorder.num_graphs += 1
+        recorder.early_launch = early.why
     undo = run_dynamo_stage(gm, config)
 
     keeper = next((r.keeper for r in recorders() if r.keeper is not None), None)
@@ -55,16 +59,22 @@ def attn_ops(
     def compile_piece(
         piece: GraphModule, inputs: Sequence[Any], name: GraphName | None
     ) -> Callable[..., Any]:
-        own = {**patches, SLOT: pipeline.named(name, "" if keeper is None else keeper.nonce)}
+        nonce = f"{'' if keeper is None else keeper.nonce}{early}"
+        own = {**patches, SLOT: pipeline.named(name, nonce)}
         pieces.append(cast(Callable[..., Any], compile_fx(piece, inputs, config_patches=own)))
         return pieces[-1]
 
-    with autograd_cache(keeper), inductor_mended(), strides_ordered_without_guards():
+    with (
+        autograd_cache(keeper),
+        inductor_mended(),
+        strides_ordered_without_guards(),
+        early.compiling(),
+    ):
         try:
             compiled = compile_regions(gm, example_inputs, compile_piece)
             if keeper is not None:
                 keeper.keep(gm, pieces, whole=compiled in pieces)
-            return compiled
+            return early.called(compiled)
         except BaseException:
             undo()  # whose graph it is may compile it by other means
             raise

@@ -12,6 +12,8 @@ class PassConfig:
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
     `attn_quant`, of the pass `quantize_output`, is "never", "auto", where a backend gains by it, or
     "always". `skinny_products` takes the same words: "auto" is where our kernel was measured.
+    `early_launch`, of no pass, is "auto", where the GPU launches kernels before those in front have
+    ended, "on", an error where it cannot, or "off", for our own kernels, too.
 
     Raises:
         ValueError: a switch has no such value.
@@ -25,6 +27,7 @@ class PassConfig:
     attn_quant: Literal["auto", "always", "never"] = "auto"
     collapse_views: bool = True
     skinny_products: Literal["auto", "always", "never"] = "auto"
+    early_launch: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -63,6 +63,7 @@ class Recorder:
         keeper: takes what is compiled, for a file; None: nobody asks.
         passes: runs, in order.
         num_graphs: graphs that Dynamo handed to the backend.
+        early_launch: whether the last one's kernels are launched early, and why; None: no GPU.
         final_graphs: the ATen graphs as Inductor gets them, by name.
         final_nodes: their nodes as data, if the recorder describes them.
         output_code: sources that Inductor wrote, or took from its cache, in order of compilation.
@@ -76,6 +77,7 @@ class Recorder:
     keeper: Keeper | None = None
     passes: list[PassRecord] = dataclasses.field(default_factory=list)
     num_graphs: int = 0
+    early_launch: str | None = None
     final_graphs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     final_nodes: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
     _made: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
@@ -88,6 +90,7 @@ class Recorder:
             collected.clear()
         self._made.clear()
         self.num_graphs = 0
+        self.early_launch = None
 
     def matches(self) -> dict[str, int]:
         """Matches of each pass that ran, over all graphs."""
@@ -107,12 +110,13 @@ class Recorder:
         return {name: _in_words(records) for name, records in runs.items()}
 
     def summaries(self) -> dict[str, str]:
-        """What each pass says that it did to a step; passes without a summary are left out."""
+        """What passes say that they did to a step, and how kernels are launched, if they say."""
         found: dict[str, dict[str, None]] = {}
         for record in self.passes:
             if record.summary is not None:
                 found.setdefault(record.pass_name, {})[record.summary] = None
-        return {name: "; ".join(lines) for name, lines in found.items()}
+        in_words = {name: "; ".join(lines) for name, lines in found.items()}
+        return in_words | ({"early_launch": self.early_launch} if self.early_launch else {})
 
     def finish(self, graph: Graph, name: GraphName) -> None:
         """Note an ATen graph that all passes have seen."""

@@ -84,6 +84,8 @@ def _options(compiled: Any) -> str:
     wrapper = compiler_of(compiled)
     options = dict(wrapper.kwargs.get("options") or {})
     config, rest = PassConfig.split(options)
+    if config.early_launch == "off":
+        raise NotSavedError("early_launch='off' is of the call, not of what is compiled")
     pipeline = with_user_pass(config, rest.pop(SLOT, getattr(inductor_config, SLOT)))
     uuid = pipeline.uuid()
     if uuid is None:

@@ -221,6 +221,35 @@ def blocksparse() -> None:
         check(draw(seed, "cuda", 300), "BLOCKSPARSE", "cuda")
 
 
+def products() -> None:
+    """Few rows, by every form of the kernel."""
+    from attn_ops import skinny_mm
+
+    for rows, k, m in ((1, 512, 256), (5, 1024, 6144), (16, 512, 16384)):
+        x, w = (torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for n in (rows, m))
+        finite(skinny_mm(x, w.t(), w[:, 0].contiguous()))
+        fp8 = torch.float8_e4m3fn
+        scales = {"x_scale": torch.ones(rows, 1), "w_scale": torch.ones(1, m)}
+        scales = {name: scale.cuda() for name, scale in scales.items()}
+        finite(skinny_mm(x.to(fp8), w.to(fp8).t(), **scales, out_dtype=torch.bfloat16))
+
+
+def sampling() -> None:
+    """All kinds of sampling, of a vocabulary that no block divides."""
+    from graphs.sampling import FIELDS, sample
+    from graphs.sampling.params import Sampling
+
+    rows = 5
+    logits = torch.randn(rows, 20003, device="cuda")
+    fields = {n: torch.full((rows,), v, dtype=t).cuda() for n, (t, v) in FIELDS.items()}
+    fields["temperature"][1:] = 0.7
+    fields["top_k"][2:] = 40
+    fields["top_p"][3:] = 0.9
+    position = torch.arange(rows, device="cuda")
+    for kind in (Sampling.GREEDY, Sampling.RANDOM, Sampling.FILTERED):
+        finite(sample(logits, fields, position, kind))
+
+
 def finite(*tensors: torch.Tensor) -> None:
     """Read every element on the device: initcheck then knows whether it was written."""
     for x in tensors:
@@ -236,6 +265,8 @@ GROUPS: dict[str, Callable[[], None]] = {
     "metadata": metadata,
     "mla": mla,
     "blocksparse": blocksparse,
+    "products": products,
+    "sampling": sampling,
 }
 
 

@@ -58,7 +58,11 @@ def build(config: Any, implementation: str, device: str = "cuda") -> torch.nn.Mo
 
 
 def our_session(
-    model: Any, options: dict[str, Any], cases: list[tuple[int, int]], backend: str | None
+    model: Any,
+    options: dict[str, Any],
+    cases: list[tuple[int, int]],
+    backend: str | None,
+    block_size: int = 16,
 ) -> DecodeSession:
     compiled: Any = torch.compile(
         model, backend=fx_passes.attn_ops, fullgraph=True, options=options
@@ -68,7 +72,7 @@ def our_session(
     tokens = max(batch * context for batch, context in cases) + 16 * max(batches)
     session = DecodeSession(
         compiled, max_batch_size=max(batches), max_tokens=longest, cache_tokens=tokens,
-        capture_sizes=batches, backend=backend,
+        capture_sizes=batches, backend=backend, block_size=block_size,
     )  # fmt: skip
     for cache in session.cache.tensors:
         cache[1:].normal_()
@@ -84,14 +88,13 @@ def decode_graph(session: DecodeSession, batch: int) -> CapturedStep:
     return captured
 
 
-def ours_ms(session: DecodeSession, batch: int, context: int) -> float:
-    """A captured step of `batch` requests, each with `context` tokens in the cache after it.
+def filled_graph(session: DecodeSession, batch: int, context: int) -> CapturedStep:
+    """The captured step of `batch` requests, each with `context` tokens in the cache after it.
 
     No request is active, so that none grows from replay to replay; from the second one on, keys
     and values go to the null block.
     """
-    graphs, captured = session.graphs, decode_graph(session, batch)
-    assert graphs is not None, "the session captures"
+    captured = decode_graph(session, batch)
     host, blocks = captured.tensors.host, -(-context // session.cache.block_size)
     host["seq_lens"].fill_(context)
     host["position_ids"].fill_(context - 1)
@@ -102,6 +105,13 @@ def ours_ms(session: DecodeSession, batch: int, context: int) -> float:
     offset = (context - 1) % session.cache.block_size
     host["slot_mapping"].copy_(table[:, -1].long() * session.cache.block_size + offset)
     captured.tensors.upload()
+    return captured
+
+
+def ours_ms(session: DecodeSession, batch: int, context: int) -> float:
+    """A replay of `filled_graph`."""
+    graphs, captured = session.graphs, filled_graph(session, batch, context)
+    assert graphs is not None, "the session captures"
     return median_ms(lambda: graphs.replay(captured))
 
 

@@ -6,6 +6,7 @@
     ways      queries of many rows over a context: the decode way and the prefill way
     chunks    the prefill way of a long context through small workspaces: time, and peak memory
     prompts   attention over up-projected keys: libraries, and constants of TRITON_MLA's kernel
+    step      attention in a captured step of DeepSeek-V2-Lite, beside the operator alone
 
 Microseconds a layer, medians of CUDA graphs whose layers outgrow the L2 cache. Decodes are also
 given in percent of the measured copy bandwidth (latents read once; whole operators: and
@@ -32,6 +33,7 @@ from benchmarks.mla.decode import measure_decode
 from benchmarks.mla.inputs import DEEPSEEK, Shape
 from benchmarks.mla.prefill import measure_chunks, measure_prompts, measure_ways
 from benchmarks.mla.runs import brief, release
+from benchmarks.mla.step import measure_step
 from benchmarks.mla.tune import tune_decode, tune_project
 
 DECODES = ["1x1024", "1x8192", "1x65536", "8x4096", "32x2048", "64x1024", "64x8192", "128x4096",
@@ -44,6 +46,7 @@ PREFILLS: dict[str, list[tuple[int, int]]] = {  # query length and context, of o
     "chunks": [(512, 65536), (4096, 65536)],
     "prompts": [(2048, 2048), (8192, 8192), (512, 16384), (64, 16384)],
 }  # fmt: skip
+STEPS = ["1x1024", "64x4096", "256x1024"]
 PROJECTED = ["1x1024", "4x1024", "16x4096", "64x4096", "256x1024"]
 
 
@@ -68,7 +71,7 @@ def shapes(args: argparse.Namespace, heads: int, default: Sequence[str]) -> list
 def untuned(args: argparse.Namespace, heads: int) -> list[Shape]:
     """What is measured shape by shape; of prefills, QUERYxKEYS of one request."""
     if args.what not in PREFILLS:
-        return shapes(args, heads, DECODES)
+        return shapes(args, heads, STEPS if args.what == "step" else DECODES)
     default = [f"{q}x{c}" for q, c in PREFILLS[args.what]]
     return [
         dataclasses.replace(shape, num_reqs=1, query_len=shape.num_reqs)
@@ -83,6 +86,8 @@ def measure_one(
         return measure_ways(shape, device, args.rounds, rates)
     if args.what == "chunks":
         return measure_chunks(shape, device, args.rounds)
+    if args.what == "step":
+        return measure_step(shape, device, args.rounds, args.layers)
     if args.what == "prompts":
         return measure_prompts(shape, device, args.rounds, rates, args.flashinfer)
     return measure_decode(shape, device, args.rounds, rates, not args.kernels, args.profile)
@@ -93,7 +98,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rates = {"bytes_per_second": copy_rate(device), "flops_per_second": matmul_rate(device)}
     release()
     rows: list[dict[str, Any]] = []
-    for heads in args.heads:
+    for heads in [16] if args.what == "step" else args.heads:  # DeepSeek-V2-Lite has 16
         if args.what == "tune":
             rows += tune_decode(shapes(args, heads, TUNED), device, args.rounds, args.processes)
         elif args.what == "project":
@@ -211,7 +216,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("what", choices=("decode", "tune", "project", *PREFILLS))
+    found.add_argument("what", choices=("decode", "tune", "project", "step", *PREFILLS))
     found.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     found.add_argument("--heads", type=int, nargs="+", default=[16, 128])
     found.add_argument("--shapes", nargs="*", default=[], help="REQUESTSxCONTEXT, or QUERYxKEYS")
@@ -221,6 +226,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--sizes", type=int, nargs=4, default=dataclasses.astuple(DEEPSEEK),
                        metavar=("LKV", "P", "R", "V"))  # fmt: skip
     found.add_argument("--rounds", type=int, default=11)
+    found.add_argument("--layers", type=int, default=4, help="step: of the model")
     found.add_argument("--processes", type=int, default=12, help="that compile")
     found.add_argument("--flashinfer", action="store_true", help="prompts: FlashInfer too")
     found.add_argument("--kernels", action="store_true", help="no whole operators")

@@ -8,6 +8,7 @@ import torch
 from attn_ops.backends.triton import BACKEND
 from benchmarks.mla import __main__ as program
 from benchmarks.mla.inputs import Shape, make_layers
+from benchmarks.mla.step import layer_of, sums_of
 from tests.kit.marks import slow
 
 pytestmark = pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs TRITON_INTERPRET")
@@ -30,6 +31,24 @@ def test_runs(what, shape, tmp_path, monkeypatch):
     timed = [row for row in rows if row["us"] == row["us"]]
     assert timed
     assert all(row.get("error", 0.0) < 0.02 for row in timed)
+
+
+def test_kernels_of_a_layer_are_found_in_a_step():
+    one = [("absorb", 1.0), ("attend", 5.0), ("attend", 2.0)]
+    assert layer_of(one * 3, 3) == ["absorb", "attend", "attend"]
+    with pytest.raises(ValueError, match="each of 2 layers must run the same kernels, got 5"):
+        layer_of([*one, *one[:2]], 2)
+    step = [("norm", 9.0), *one, ("product", 9.0), ("absorb", 9.0), *one, ("attend", 9.0)]
+    assert sums_of(step, layer_of(one, 1)) == [8.0, 8.0]
+    assert sums_of(step, []) == []
+
+
+def test_a_step_says_why_it_is_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "matmul_rate", lambda device: 1e12)
+    path = tmp_path / "mla.json"
+    program.main(["step", *SMALL, "--shapes", "2x40", "--json", str(path)])
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert "device" in rows["FLASHMLA"]["reason"]
 
 
 def test_counts():

@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 
+from attn_ops.block_layout import BlocksparseParams, BlockTables, local_strided
+from attn_ops.block_layout.tables import layout_arguments
 from fx_passes.analysis.quantize_forms import FORMS
 from fx_passes.passes.quantize_output import QuantizeOutput
 from tests.fx_passes.passes.quantize_models import (
@@ -172,6 +174,18 @@ def test_what_attention_was_asked_for_stays(batch):
     behind = Behind(batch(), row, **asked)
     rewritten(behind)
     assert options_of(behind.graph) == {"scheme": "fp8_row", "round_scale": True, **asked}
+
+
+def test_the_layout_of_blocks_stays(batch):
+    """Batches of the fixture have 4 heads and 2 KV heads; blocks of 4 tokens, one of them seen."""
+    tables = BlockTables(local_strided(BlocksparseParams(16, 4, 2, 4, 1, 100)))
+    behind = Behind(batch(), row, **layout_arguments(tables))
+    plain = Behind(batch(), row).run()
+    assert not all(map(torch.equal, behind.run(), plain)), "the layout hides keys"
+    rewritten(behind)
+    kept = options_of(behind.graph)
+    assert kept["sparse_block_size"] == 4
+    assert len(kept["block_layout"]) == 4
 
 
 def test_several_attentions_in_a_graph(batch):

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from attn_ops.latent_weights import expansion
 from attn_ops.metadata import AttentionMetadata, AttentionSpec, LatentShape
 from attn_ops.ops import mla_attention, write_mla_kv
-
-_PLAIN = (nn.Parameter, torch.Tensor)
 
 
 class MLAAttention(nn.Module):
@@ -22,11 +21,12 @@ class MLAAttention(nn.Module):
         num_heads: N.
         latent: the layer's sizes.
         scale: factor on q.k; None is (P + R) ** -0.5. With YaRN, times its factor squared.
-        kv_b_proj: the model's own projection [Lkv] -> [N * (P + V)] without a bias, of which only
-            `weight` is read; its owner is the model. None: the layer has one.
+        kv_b_proj: the model's own projection [Lkv] -> [N * (P + V)] without a bias; its owner is
+            the model. It may be quantized or have adapters (`expansion`). None: the layer has one.
 
     Attributes:
-        kv_b_proj: the projection, that of the layer or of the model.
+        kv_b_proj: the projection, that of the layer or of the model. A model that replaces its own
+            sets it here, too.
         kv_scale: [1] float32 or None: FP8 caches hold value / kv_scale.
 
     Raises:
@@ -48,13 +48,23 @@ class MLAAttention(nn.Module):
         self.spec(torch.float32)  # raises for numbers out of range
         self.scale = latent.qk_head_dim**-0.5 if scale is None else scale
         self.register_buffer("kv_scale", None)
-        rows = num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         if kv_b_proj is None:
+            rows = num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
             self.kv_b_proj = nn.Linear(latent.kv_lora_rank, rows, bias=False)
             return
-        _check_projection(kv_b_proj, rows, latent.kv_lora_rank)
+        self._set_projection(kv_b_proj)
+
+    def _set_projection(self, kv_b_proj: nn.Module) -> None:
+        rows = self.num_heads * (self.latent.qk_nope_head_dim + self.latent.v_head_dim)
+        _check_projection(kv_b_proj, rows, self.latent.kv_lora_rank)
         # Past nn.Module, which would register it: its parameters are the model's own.
         object.__setattr__(self, "kv_b_proj", kv_b_proj)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "kv_b_proj" and name in vars(self):
+            self._set_projection(value)
+        else:
+            super().__setattr__(name, value)
 
     def spec(self, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> AttentionSpec:
         """Geometry of the layer, for builders and for `PagedKVCache`.
@@ -99,6 +109,7 @@ class MLAAttention(nn.Module):
                 f"q must have shape [num_tokens, {self.num_heads}, {self.latent.qk_head_dim}], "
                 f"got {list(q.shape)}"
             )
+        kv_b = self._weight(q)
         stored: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
         scale = None if kv_cache_dtype == "auto" else self.kv_scale
         write_mla_kv(
@@ -108,7 +119,7 @@ class MLAAttention(nn.Module):
             q,
             kv_cache,
             attn_metadata,
-            self._weight(q.dtype),
+            kv_b,
             self.scale,
             v_head_dim=self.latent.v_head_dim,
             kv_scale=scale,
@@ -116,10 +127,20 @@ class MLAAttention(nn.Module):
             **stored,
         )
 
-    def _weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """[N * (P + V), Lkv]: the weight itself; a quantized one dequantized, in each call anew."""
-        weight: Any = self.kv_b_proj.weight
-        return weight if type(weight) in _PLAIN else weight.dequantize().to(dtype)
+    def _weight(self, q: torch.Tensor) -> torch.Tensor:
+        """[N * (P + V), Lkv] in q's dtype; what is no plain weight is computed in each call anew.
+
+        Raises:
+            ValueError: the projection does not fit any more; nothing has been written.
+        """
+        kv_b = expansion(self.kv_b_proj, q)
+        rows = self.num_heads * (self.latent.qk_nope_head_dim + self.latent.v_head_dim)
+        if kv_b.shape != (rows, self.latent.kv_lora_rank) or kv_b.device != q.device:
+            raise ValueError(
+                f"kv_b_proj must have a weight of shape [{rows}, {self.latent.kv_lora_rank}] on "
+                f"{q.device}, got {list(kv_b.shape)} on {kv_b.device}"
+            )
+        return kv_b
 
     def extra_repr(self) -> str:
         """The geometry."""

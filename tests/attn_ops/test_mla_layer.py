@@ -98,7 +98,86 @@ def test_a_quantized_projection_is_dequantized():
     layer = MLAAttention(3, SHAPE)
     plain = layer.kv_b_proj.weight.detach().clone()
     layer.kv_b_proj.weight = nn.Parameter(plain.as_subclass(Quantized), requires_grad=False)
-    torch.testing.assert_close(layer._weight(torch.float64), plain.double() * 2)
+    torch.testing.assert_close(
+        layer._weight(torch.zeros(1, dtype=torch.float64)), plain.double() * 2
+    )
+
+
+class Adapted(nn.Module):
+    """As peft adapts a layer: `weight` is the one without the adapter."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 33, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("projection", [Adapted, lambda base: Doubled(16, 33, bias=False)])
+def test_a_projection_counts_as_what_it_computes(projection):
+    """Not as its attribute `weight` alone."""
+    linear = nn.Linear(16, 33, bias=False)
+    layer = MLAAttention(3, SHAPE, kv_b_proj=projection(linear))
+    columns = layer.kv_b_proj(torch.eye(16)).t()
+    torch.testing.assert_close(layer._weight(torch.zeros(1, 3, 10)), columns)
+    assert not torch.allclose(linear.weight, columns)
+
+
+def test_a_model_may_replace_its_projection():
+    model = Model()
+    model.kv_b_proj = nn.Linear(16, 33, bias=False)
+    model.layers[1].kv_b_proj = model.kv_b_proj
+    assert model.layers[1].kv_b_proj is model.kv_b_proj
+    test_the_state_has_each_projection_once()
+    assert list(model.state_dict()) == list(Model().state_dict())
+    with pytest.raises(ValueError, match=r"weight of shape \[33, 16\] and no bias"):
+        model.layers[1].kv_b_proj = nn.Linear(16, 32, bias=False)
+
+
+@torch.no_grad()
+def test_a_projection_that_does_not_fit_any_more_is_refused_before_the_write():
+    model = Model().double()
+    q, kv_c, k_pe, caches, meta, slots = step(model, ([3], [7]))
+    before = caches[0].clone()
+    model.layers[0].kv_b_proj = nn.Linear(16, 32, bias=False)
+    with pytest.raises(ValueError, match=r"kv_b_proj must have a weight of shape \[33, 16\]"):
+        model.layers[0](q, kv_c, k_pe, caches[0], meta, slots)
+    assert torch.equal(caches[0], before)
+
+
+@pytest.mark.parametrize("lengths", BATCHES)
+def test_gradients_are_not_computed(lengths):
+    """With gradients on, numbers are the same; nothing writes them to given memory."""
+    model = Model().double()
+    arguments = step(model, lengths)
+    caches = [cache.clone() for cache in arguments[3]]
+    with torch.no_grad():
+        want = model(*arguments[:3], caches, *arguments[4:])
+    tensors = [x.requires_grad_() for x in arguments[:3]]
+    assert torch.equal(model(*tensors, *arguments[3:]), want)
+
+
+@torch.no_grad()
+def test_inference_mode_of_one_step_binds_no_other():
+    """The workspace that the first step allocates is written by the next ones."""
+    model = Model().double()
+    q, kv_c, k_pe, caches, meta, slots = step(model, ([20], [20]))
+    with torch.inference_mode():
+        tensors = [x.clone() for x in (q, kv_c, k_pe)]
+        want = model(*tensors, [cache.clone() for cache in caches], meta, slots)
+    assert torch.equal(model(q, kv_c, k_pe, caches, meta, slots), want)
 
 
 @pytest.mark.parametrize(

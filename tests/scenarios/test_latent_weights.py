@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attn_ops.integrations.merged import merge_projections
-from attn_ops.integrations.transformers.latent_weights import expansion
+from attn_ops.latent_weights import expansion
 from graphs.app.parity import Reference
 from graphs.app.quantized_linear import QuantizedLinear
 from tests.kit.marks import slow

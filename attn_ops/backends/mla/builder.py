@@ -136,11 +136,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
 
     @workspace.setter
     def workspace(self, workspace: MLAWorkspace) -> None:
-        if workspace.num_tokens < self.block_size:
-            raise ValueError(
-                f"workspace must hold at least a page of {self.block_size} tokens, "
-                f"got {workspace.num_tokens}"
-            )
+        workspace.check(self.specs, self.block_size, self.device)
         self._workspace = workspace
 
     def profile_run(self, max_num_tokens: int) -> int:

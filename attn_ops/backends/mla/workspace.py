@@ -23,7 +23,8 @@ class MLAWorkspace:
         device: where it lives.
 
     Raises:
-        ValueError: `num_tokens` is below 1, or no layer has latent attention.
+        ValueError: `num_tokens` is below 1, no layer has latent attention, or they have several
+            dtypes.
     """
 
     def __init__(
@@ -35,6 +36,10 @@ class MLAWorkspace:
         self.specs = tuple(dict.fromkeys(spec for spec in specs if spec.latent is not None))
         if not self.specs:
             raise ValueError("specs must have a layer with latent attention, got none")
+        if len(dtypes := {spec.dtype for spec in self.specs}) > 1:
+            raise ValueError(
+                f"specs must have one dtype, got {', '.join(sorted(map(str, dtypes)))}"
+            )
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         self.num_tokens, self.device = num_tokens, torch.device(device)
@@ -63,8 +68,25 @@ class MLAWorkspace:
         """[num_tokens, width] in the layers' dtype; allocated by the first that asks."""
         if self._tensor is None:
             size, dtype = (self.num_tokens, self.width), self.specs[0].dtype
-            self._tensor = torch.empty(size, dtype=dtype, device=self.device)
+            with torch.inference_mode(False):  # else steps outside of that mode could not write it
+                self._tensor = torch.empty(size, dtype=dtype, device=self.device)
         return self._tensor
+
+    def check(self, specs: Sequence[AttentionSpec], block_size: int, device: torch.device) -> None:
+        """Raise a ValueError unless layers of these geometries can use it."""
+        if self.num_tokens < block_size:
+            raise ValueError(
+                f"workspace must hold at least a page of {block_size} tokens, got {self.num_tokens}"
+            )
+        if self.device.type != device.type:
+            raise ValueError(f"workspace must be on {device}, got {self.device}")
+        for spec in specs:
+            got = self.width, self.specs[0].dtype
+            if spec.latent is not None and (got[0] < spec.head_size or got[1] != spec.dtype):
+                raise ValueError(
+                    f"workspace must be at least {spec.head_size} wide and of {spec.dtype}, "
+                    f"got {got[0]} and {got[1]}"
+                )
 
     @property
     def num_bytes(self) -> int:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from attn_ops.integrations.transformers.latent_weights import expansion, is_plain
 from attn_ops.integrations.transformers.layers import NAME, features, shares_cache
 from attn_ops.integrations.transformers.probe import ProbedCall
+from attn_ops.latent_weights import expansion, is_plain
 from attn_ops.metadata import AttentionMetadata, LatentShape
 from attn_ops.ops import mla_attention, write_mla_kv
 

@@ -16,7 +16,7 @@ from attn_ops.backends.mla import plan as planning
 from attn_ops.backends.mla.builder import MLAMetadataBuilder, batch_of
 from attn_ops.backends.mla.torch_mla import BACKEND, reference_mla_attention
 from attn_ops.backends.mla.workspace import MLAWorkspace
-from attn_ops.metadata import AttentionSpec
+from attn_ops.metadata import AttentionSpec, LatentShape
 from attn_ops.output_quant.quantize import reference_quantize
 from attn_ops.output_quant.schemes import OutputQuant
 from attn_ops.testing.quantized import scale_steps
@@ -199,6 +199,25 @@ def test_one_workspace_for_all_builders():
     assert own.workspace.num_tokens == 64 * 1024
     with pytest.raises(ValueError, match="workspace must hold at least a page of 128 tokens"):
         MLAMetadataBuilder(BACKEND, [SPEC], 128, "cpu", workspace=workspace)
+
+
+def test_workspaces_that_do_not_fit_are_refused():
+    """When they are given, and not in the middle of a step."""
+    shape = LatentShape(16, 8, 8, 8)
+    specs = [AttentionSpec.of_latent(2, shape, torch.float32)]
+    wide = AttentionSpec.of_latent(2, shape, torch.bfloat16)
+    narrow = AttentionSpec.of_latent(2, LatentShape(8, 8, 8, 8), torch.float32)
+    for spec, tokens, message in (
+        (specs[0], 8, "workspace must hold at least a page of 16 tokens, got 8"),
+        (narrow, 64, "workspace must be at least 24 wide and of torch.float32, got 16"),
+        (wide, 64, r"workspace must be .* of torch.float32, got 24 and torch.bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BACKEND.builder(BACKEND, specs, 16, "cpu", workspace=MLAWorkspace([spec], tokens))
+    with pytest.raises(
+        ValueError, match=r"specs must have one dtype, got torch.bfloat16, torch.fl"
+    ):
+        MLAWorkspace([specs[0], wide])
 
 
 def test_a_workspace_reports_its_size():

@@ -37,12 +37,12 @@ def expansion(linear: Any, like: torch.Tensor) -> torch.Tensor:
     if scale is not None:
         return _of_blocks(weight, scale, cast(Any, linear).block_size).to(like.dtype)
     units = torch.eye(weight.shape[1], dtype=like.dtype, device=like.device)
-    return linear(units).t().contiguous()
+    return linear(units).detach().t().contiguous()
 
 
 def is_plain(linear: Any) -> bool:
     """Whether the layer multiplies with its weight, which is a tensor in full precision."""
-    weight, is_linear = linear.weight, type(linear) is nn.Linear
+    weight, is_linear = linear.weight, type(linear).forward is nn.Linear.forward
     known = is_linear or hasattr(linear, "weight_scale_inv")  # which may hold no FP8
     wide = weight.is_floating_point() and weight.dtype.itemsize > 1
     return known and wide and type(weight) in _PLAIN

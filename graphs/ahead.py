@@ -94,6 +94,11 @@ class LaunchedSteps:
         """Most tokens of them."""
         return max(s.remaining for s in self.rows)
 
+    @property
+    def reach(self) -> int:
+        """Steps that the blocks of all rows hold, from where they were scheduled on."""
+        return min(s.reach for s in self.rows)
+
     def wait(self) -> list[list[int]]:
         """Tokens of every step, row by row; waits until they are there.
 

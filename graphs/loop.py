@@ -271,8 +271,10 @@ class StepLoop:
         None where they cannot be scheduled before, or nothing is left to do.
         """
         if self._batch_stays(launched):
-            num_steps = self._num_steps(launched.captured, launched.most - launched.after.num_steps)
-            return self.launcher.follow(launched, num_steps)
+            begun = launched.after.num_steps
+            num_steps = self._num_steps(launched.captured, launched.most - begun)
+            if launched.reach >= begun + num_steps:  # the tables on the device have the blocks
+                return self.launcher.follow(launched, num_steps)
         if not (self._goes_ahead and self._checked and self.launcher.is_last(launched)):
             return None
         if self.runner.on_logits is not None:

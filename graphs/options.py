@@ -14,6 +14,7 @@ from graphs.verify.verifier import Verifier
 
 DEBUGS = (None, "eager_replay")
 ON_FAILURE = ("raise", "continue")
+RESERVES = ("need", "length")
 MERGES = ("auto", True, False)
 MOST_DRAFT_TOKENS = 32
 
@@ -30,6 +31,9 @@ class SessionOptions:
         backend: an attention backend, or its name; None lets `select_backend` choose.
         block_size: tokens a block of the cache holds.
         cache_tokens: tokens the cache holds; default: every request of the batch at its longest.
+        reserve: "need": a request has blocks for its known tokens and grows. If no block is left,
+            the youngest is preempted, and computed again later. "length": a request waits until
+            there are blocks for its longest sequence, and is never preempted. Same tokens.
         max_tokens_per_step: token budget of a step; longer prompts are computed in chunks.
         capture_sizes: captured batch sizes; default `default_capture_sizes(max_batch_size)`.
         mixed_capture_sizes: tokens of captured steps with prompts in them, where the mode has any.
@@ -65,6 +69,7 @@ class SessionOptions:
     backend: str | Backend | None = None
     block_size: int = 16
     cache_tokens: int | None = None
+    reserve: str = "need"
     max_tokens_per_step: int = 2048
     capture_sizes: Sequence[int] | None = None
     mixed_capture_sizes: Sequence[int] | None = None
@@ -115,6 +120,7 @@ class SessionOptions:
         check_bools(strict=self.strict, lazy_capture=self.lazy_capture)
         check_bools(share_prefixes=self.share_prefixes)
         check_known("debug", self.debug, DEBUGS)
+        check_known("reserve", self.reserve, RESERVES)
         check_known("on_capture_failure", self.on_capture_failure, ON_FAILURE)
         check_known("merge_projections", self.merge_projections, MERGES)
         folder = self.compile_cache
@@ -175,6 +181,13 @@ class SessionOptions:
     def query_lens(self) -> tuple[int, ...]:
         """Tokens of every request in uniform batches."""
         return (1, 1 + self.num_draft_tokens) if self.num_draft_tokens else (1,)
+
+    @property
+    def lookahead(self) -> int | None:
+        """Tokens behind the last known one that blocks are reserved for; None: all of a request."""
+        if self.reserve == "length":
+            return None
+        return max(self.decode_steps, 1 + self.num_draft_tokens)
 
     @property
     def num_cache_tokens(self) -> int:

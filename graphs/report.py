@@ -24,6 +24,7 @@ from graphs.compilation import Compilation
 from graphs.loop import StepLoop
 from graphs.modes import BatchDescriptor
 from graphs.requests.prefixes import PrefixCounts
+from graphs.requests.reservations import PreemptionCounts
 from graphs.runner import StepRunner
 from graphs.verify.verifier import Verifier
 
@@ -125,6 +126,7 @@ class SessionReport:
     decode_steps: DecodeSteps
     num_steps: dict[str, int]  # captured, called
     num_launches: dict[str, int]  # ahead: before the last tokens were read; waited: after
+    preemptions: PreemptionCounts | None  # None: whole lengths are reserved
     prefixes: PrefixCounts | None  # None: requests share no prefixes
     verify: str | None  # "first", "always" or the interval; None: no replay is compared
     num_verified: int  # replays that were compared with a call; a difference was raised
@@ -168,6 +170,7 @@ class SessionReport:
             decode_steps=session.loop.launcher.chained(plan),
             num_steps=dict(session.loop.num_steps),
             num_launches=dict(session.loop.num_launches),
+            preemptions=session.loop.scheduler.reservations.counts(),
             prefixes=session.loop.scheduler.prefixes.counts(),
             verify=None if verifier is None else str(verifier.mode),
             num_verified=0 if verifier is None else verifier.num_checked,
@@ -223,6 +226,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
         ("decode steps", f"{steps.used}" if steps.asked == steps.used else taken),
         ("steps", f"{r.num_steps['captured']} captured, {r.num_steps['called']} called"),
         ("launches", _launches(r.num_launches)),
+        *((("preemptions", str(r.preemptions)),) if r.preemptions else ()),
         *((("prefixes", str(r.prefixes)),) if r.prefixes else ()),
         ("verified", _verified(r)),
         ("compiled", _compiled(r)),

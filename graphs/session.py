@@ -124,7 +124,7 @@ class DecodeSession:
     def _make_loop(self, options: SessionOptions) -> None:
         weights = checked_versions(self.original) if options.share_prefixes else None
         self.scheduler = Scheduler(
-            self.cache, self.max_batch_size, options.max_tokens_per_step, weights
+            self.cache, self.max_batch_size, options.max_tokens_per_step, weights, options.lookahead
         )
         self.book = RequestBook(self.original, self.limits, self.scheduler.waiting)
         self._requests = self.book.requests

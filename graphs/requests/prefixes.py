@@ -94,10 +94,11 @@ class PrefixSharing:
     # -- what a prompt finds -----------------------------------------------------------------------
 
     def find(self, request: Request) -> Match:
-        """What the cache holds of a prompt but its last token, whose logits are wanted."""
+        """What the cache holds of all known tokens but the last, whose logits are wanted."""
         if not (self.is_on and request.share_prefix):
             return NO_MATCH
-        return self.cache.match(request.prompt[:-1], self._keys(request))
+        tokens = request.tokens(0, request.num_tokens - 1)
+        return self.cache.match(tokens, self._keys_of(request, tokens))
 
     def awaits(self, request: Request, match: Match, promised: dict[Key, int]) -> bool:
         """Whether an older request is about to compute the block behind those that were found.
@@ -132,7 +133,7 @@ class PrefixSharing:
         request.num_kept = 0
         if self.is_on:
             request.num_computed = match.num_tokens
-        if self.is_on and request.share_prefix:
+        if self.is_on and request.share_prefix and not request.token_ids:
             self._num_requests += 1
             self._num_hits += match.num_tokens > 0
             self._num_prompt_tokens += len(request.prompt)
@@ -152,13 +153,18 @@ class PrefixSharing:
 
     def _keep(self, request: Request, num_tokens: int) -> None:
         if num_tokens > request.num_kept and request.begun_at == self.num_forgotten:
-            size, prompt = self.cache.block_size, self._keys(request)
             if num_tokens < len(request.prompt):
-                num_tokens -= num_tokens % size  # a part of a block is kept at a prompt's end
-            known = prompt[: min(num_tokens, len(request.prompt)) // size]
+                # A part of a block is kept at a prompt's end.
+                num_tokens -= num_tokens % self.cache.block_size
             tokens = request.tokens(0, num_tokens)
-            self.cache.keep(request.id, tokens, block_keys(tokens, size, known))
+            self.cache.keep(request.id, tokens, self._keys_of(request, tokens))
         request.num_kept = max(request.num_kept, num_tokens)
+
+    def _keys_of(self, request: Request, tokens: Sequence[int]) -> Sequence[Key]:
+        """Of the blocks of its first tokens, which may go on behind its prompt."""
+        size = self.cache.block_size
+        known = self._keys(request)[: min(len(tokens), len(request.prompt)) // size]
+        return block_keys(tokens, size, known)
 
     def _keys(self, request: Request) -> Sequence[Key]:
         """Of the prompt's blocks, the last one too where it is not full."""

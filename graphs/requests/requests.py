@@ -29,6 +29,8 @@ class Request:
     share_prefix: bool = True  # where the session shares prefixes
     block_keys: Sequence[bytes] = ()  # of the prompt; empty: not made yet
     num_kept: int = 0  # tokens that others may find in its blocks
+    room: int = 0  # tokens that its blocks hold at least
+    num_lost: int = 0  # tokens that were computed before it was preempted
     begun_at: int = 0  # times that the session had forgotten prefixes before it began
 
     @property
@@ -62,7 +64,7 @@ class Request:
     @property
     def longest(self) -> int:
         """Tokens the cache holds at most: the last generated one is never written."""
-        return min(len(self.prompt) + self.max_new_tokens - 1, self.max_tokens)
+        return self.end - 1
 
     def tokens(self, begin: int, end: int) -> list[int]:
         """Tokens at positions begin to end, of the prompt and then of the generated ones."""

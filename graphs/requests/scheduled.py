@@ -22,6 +22,7 @@ class Scheduled:
     source: int = -1  # row of the step before that draws its last token; -1: the host knows it
     row: int = 0  # of the batch
     draft: tuple[int, ...] = ()  # after the last known token, and counted in num_tokens
+    reach: int = 1  # decode steps from this one on that its blocks hold
 
     def tokens(self) -> list[int]:
         """The step's tokens of the request; 0 where the device has the token."""

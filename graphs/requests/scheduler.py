@@ -1,9 +1,11 @@
 """Which requests run in the next step, with how many tokens each: simple continuous batching.
 
-Requests are admitted in order of arrival, as soon as the cache can hold them at their longest;
-none is ever preempted. Younger ones pass a request that waits for an older one to compute the
-prefix that they share. A step takes one token of every decoding request first, then prompt chunks
-up to the token budget.
+Requests are admitted in order of arrival, as soon as the cache can hold what they need now. They
+get more blocks as they grow. Where none is left, the youngest running request is preempted: it
+gives its blocks back, and its known tokens are computed again when it is admitted again. The oldest
+one is never preempted, so every request ends. Younger ones pass a request that waits for an older
+one to compute the prefix that they share. A step takes one token of every decoding request first,
+then prompt chunks up to the token budget.
 """
 
 from collections import deque
@@ -13,6 +15,7 @@ from attn_ops import PagedKVCache
 from attn_ops.prefixes import Match
 from graphs.requests.prefixes import PrefixSharing, Watched
 from graphs.requests.requests import Request
+from graphs.requests.reservations import Reservations
 from graphs.requests.scheduled import NOTHING, After, Scheduled
 
 
@@ -24,6 +27,7 @@ class Scheduler:
         max_batch_size: requests that run at a time.
         max_tokens_per_step: token budget of a step.
         weights: of the model, where requests share their prefixes; None: they do not.
+        lookahead: see `Reservations`.
     """
 
     def __init__(
@@ -32,16 +36,22 @@ class Scheduler:
         max_batch_size: int,
         max_tokens_per_step: int,
         weights: Watched | None = None,
+        lookahead: int | None = 1,
     ) -> None:
         self.cache, self.prefixes = cache, PrefixSharing(cache, weights)
+        self.reservations = Reservations(cache, lookahead)
         self.max_batch_size = max_batch_size
         self.max_tokens_per_step = max_tokens_per_step
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._leaving: list[Request] = []  # whose place and blocks are being given back
+        self._preempted: list[Request] = []  # that are on their way from running to waiting
 
     def next_step(self, after: After = NOTHING) -> list[Scheduled]:
         """The next step's requests, decodes first; empty when nothing is left to do.
+
+        Empty too where blocks are short until tokens of launched steps are read: then requests
+        leave that have ended in them.
 
         Args:
             after: the steps that are launched. A request that ends in them by its length takes
@@ -53,10 +63,28 @@ class Scheduler:
         if self.prefixes.is_on:
             self.prefixes.refresh()
             self.prefixes.keep_prompts(self.running)
-        self._admit(after)
+        number = len(self.running)
+        if not self._extend(after):
+            return []
+        if len(self.running) == number:  # who was preempted needs more than is free
+            self._admit(after)
         if self.prefixes.is_on:
             self.cache.copy_partial()
         return self._filled(after)
+
+    def _extend(self, after: After) -> bool:
+        """Give requests the blocks of their next steps; False: wait for those that have ended."""
+        short = [r for r in self.running if self.reservations.lacks_room(r, after)]
+        for request in sorted(short, key=lambda r: r.id):
+            while request in self.running and not self.reservations.extend(request, after):
+                going = [r for r in self.running if not after.has_ended(r)]
+                if going == [request]:
+                    return False  # alone it fits: the others have ended and hold the blocks
+                self._preempted.append(max(going, key=lambda r: r.id))
+                self._empty()
+        if short:
+            self.reservations.extend_all(self.running, after)
+        return True
 
     def _filled(self, after: After) -> list[Scheduled]:
         """Rows of running requests up to the budget: one of every decode, then of prompts."""
@@ -68,7 +96,10 @@ class Scheduler:
             if num_computed < length - 1:
                 prompts.append((request, num_computed, length))
             elif length < request.end and len(step) < min(budget, most):
-                step.append(Scheduled(request, 1, num_computed, length, source, len(step)))
+                reach = self.reservations.reach(request, length)
+                step.append(
+                    Scheduled(request, 1, num_computed, length, source, len(step), reach=reach)
+                )
         budget -= len(step)
         for request, num_computed, length in prompts[: most - len(step)]:
             if budget > 0:
@@ -93,6 +124,9 @@ class Scheduler:
 
     def _empty(self) -> None:
         """Let those go that are leaving. Where it was interrupted, it is done again."""
+        while self._preempted:
+            self._requeue(self._preempted[-1])
+            self._preempted.pop()
         while self._leaving:
             request = self._leaving[-1]
             if request in self.running:
@@ -100,14 +134,26 @@ class Scheduler:
             for queue in (self.running, self.waiting):
                 if request in queue:
                     queue.remove(request)
-            if self.cache.blocks(request.id):
-                self.cache.free(request.id)
+            self.reservations.give_back(request)
             self._leaving.pop()
+
+    def _requeue(self, request: Request) -> None:
+        """Put a preempted request back in front of all younger ones that wait."""
+        if self.cache.blocks(request.id):
+            self.prefixes.keep_all(request)
+        self.reservations.preempt(request)
+        if request not in self.waiting:
+            place = 0
+            while place < len(self.waiting) and self.waiting[place].id < request.id:
+                place += 1
+            self.waiting.insert(place, request)
+        if request in self.running:
+            self.running.remove(request)  # last: it is always in one of the two
 
     def _admit(self, after: After) -> None:
         """In an order in which nothing is lost by an interrupt, and nothing done twice."""
         for request, match in self._admissible(after):
-            self.cache.reserve(request.id, request.longest, match)
+            self.reservations.admit(request, match)
             self.prefixes.admit(request, match)
             self.running.append(request)
             self.waiting.remove(request)
@@ -123,16 +169,15 @@ class Scheduler:
             request = self.waiting[passed]
             if self._was_admitted(request):
                 continue
-            if len(self.running) - num_ended >= self.max_batch_size:
-                return
+            if len(self.running) - num_ended >= self.max_batch_size or request in after:
+                return  # in launched steps: it was preempted since, and they count for nothing
             if promised is None:
                 promised = self.prefixes.promised(self.running)
             match = self.prefixes.find(request)
             if self.prefixes.awaits(request, match, promised):
                 passed += 1
                 continue
-            needed = self.cache.blocks_needed(request.id, request.longest, match)
-            if needed > self.cache.num_free_blocks:
+            if not self.reservations.fits(request, match, len(self.running)):
                 return
             yield request, match
             self.prefixes.promise(request, promised)
@@ -142,7 +187,7 @@ class Scheduler:
         if not self.cache.blocks(request.id):
             return False
         if request not in self.running:
-            self.cache.free(request.id)  # it is admitted from the beginning
+            self.reservations.give_back(request)  # it is admitted from the beginning
             return False
         self.waiting.remove(request)
         return True

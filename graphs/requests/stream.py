@@ -62,8 +62,8 @@ class TokenStream:
         for number, tokens in enumerate(steps, begun):
             for scheduled, token in zip(rows, tokens, strict=True):
                 request = scheduled.request
-                if request.id not in self.known or request.finish_reason:
-                    continue
+                if request.id not in self.known or request.finish_reason or not request.room:
+                    continue  # without room it was preempted since: the token is drawn again
                 if not scheduled.wants_token:
                     computed = scheduled.num_computed + scheduled.num_tokens
                     request.num_computed = max(request.num_computed, computed)

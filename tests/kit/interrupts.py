@@ -15,6 +15,7 @@ SESSION = tuple(
         "runner",
         "requests/prefixes",
         "requests/requests",
+        "requests/reservations",
         "requests/scheduled",
         "requests/scheduler",
         "requests/stream",

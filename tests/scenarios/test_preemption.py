@@ -1,0 +1,139 @@
+"""Sessions whose requests grow out of the cache: the tokens of sessions with room for all."""
+
+# pyright: reportOptionalMemberAccess=false
+import random
+
+import pytest
+import torch
+
+from tests.kit.interrupts import SHARING, Interrupt
+from tests.kit.random_sessions import results_alone, run_session
+from tests.kit.sessions import (
+    captured_lazily,
+    drain,
+    is_empty,
+    make_session,
+    poisoned,
+    tokens_of,
+    uncaptured,
+)
+
+PROMPTS = [[1, 2, 3], [4, 5], [7] * 6, [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 1], [9]]
+DRAWN = {"temperature": 1.0, "seed": 3}
+PENALIZED = DRAWN | {"presence_penalty": 0.5, "repetition_penalty": 1.2}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tight(model, make=make_session, **options):
+    """Its cache holds about half of what its requests need at their longest."""
+    options = {"cache_tokens": 40, "max_batch_size": 4} | options
+    return poisoned(make(model, **options))
+
+
+@pytest.mark.parametrize("sampling", [{}, DRAWN, PENALIZED], ids=["greedy", "drawn", "penalized"])
+@pytest.mark.parametrize("max_tokens_per_step", [3, 100])
+def test_tokens_are_those_with_room_for_all(model, sampling, max_tokens_per_step):
+    want = make_session(model).generate(PROMPTS, 20, **sampling)
+    session = tight(model, max_tokens_per_step=max_tokens_per_step)
+    assert session.generate(PROMPTS, 20, **sampling) == want
+    counts = session.report().preemptions
+    assert counts.num_preemptions > 0
+    assert counts.num_recomputed_tokens > 0
+    assert is_empty(session)
+    assert "preemptions" in str(session.report())
+
+
+def test_whole_lengths_may_be_reserved(model):
+    want = make_session(model).generate(PROMPTS, 20)
+    session = tight(model, reserve="length")
+    assert session.generate(PROMPTS, 20) == want
+    assert session.report().preemptions is None
+    assert "preemptions" not in str(session.report())
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_captured(model, decode_steps, mode):
+    options = {"decode_steps": decode_steps, "cudagraph_mode": mode}
+    want = uncaptured(model).generate(PROMPTS, 20, **DRAWN)
+    session = tight(model, captured_lazily, **options)
+    assert session.generate(PROMPTS, 20, **DRAWN) == want
+    assert session.report().preemptions.num_preemptions > 0
+    assert is_empty(session)
+
+
+def test_verified(model):
+    session = tight(model, captured_lazily, verify="always")
+    assert session.generate(PROMPTS, 20) == make_session(model).generate(PROMPTS, 20)
+    assert session.report().num_verified > 0
+
+
+def test_tokens_are_handed_out_once(model):
+    session = tight(model, captured_lazily, decode_steps=3)
+    ids = [session.add(p, 20) for p in PROMPTS]
+    streamed = drain(session)
+    assert session.report().preemptions.num_preemptions > 0
+    assert [streamed[i] for i in ids] == [session.result(i).token_ids for i in ids]
+
+
+def test_drafts(model):
+    alone = tokens_of(make_session(model).generate(PROMPTS, 20))
+    session = tight(model, num_draft_tokens=3)
+    ids = [session.add(p, 20) for p in PROMPTS]
+    for _ in range(200):
+        right = zip(ids, alone, strict=True)
+        drafts = {i: tokens[len(session._requests[i].token_ids) :][:3] for i, tokens in right}
+        if session.num_unfinished:
+            session.verify_draft(drafts)
+    assert [session.result(i).token_ids for i in ids] == alone
+    assert session.report().preemptions.num_preemptions > 0
+
+
+def test_one_that_cannot_fit_alone_is_refused(model):
+    session = tight(model, cache_tokens=20)
+    with pytest.raises(ValueError, match=r"^prompt and max_new_tokens must fit into the cache of"):
+        session.add([1] * 5, 17)
+    assert len(session.generate([[1] * 5], 16)[0].token_ids) == 16
+    with pytest.raises(ValueError, match=r"^reserve must be known, got 'all'; supported: need, le"):
+        make_session(model, reserve="all")
+
+
+@pytest.mark.parametrize("number", [4, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shares", [False, True])
+def test_interrupted_anywhere(model, number, shares):
+    want = uncaptured(model).generate(PROMPTS[:4], 12)
+    options = {"decode_steps": 2, "share_prefixes": shares, "cache_tokens": 32}
+
+    def begun():
+        session = tight(model, captured_lazily, **options)
+        return session, [session.add(p, 12) for p in PROMPTS[:4]]
+
+    session, _ = begun()
+    count = Interrupt(0, SHARING)
+    while session.num_unfinished:
+        count.during(session.step)
+    assert session.report().preemptions.num_preemptions > 0
+    for at in random.Random(0).sample(range(1, count.num_lines), number):
+        session, ids = begun()
+        interrupt = Interrupt(at, SHARING)
+        for _ in range(100):
+            if session.num_unfinished:
+                interrupt.during(session.step)
+        assert [session.result(i) for i in ids] == want, at
+        for request in ids:
+            session.discard(request)
+        assert is_empty(session), at
+
+
+@pytest.mark.parametrize("number", [5, pytest.param(400, marks=pytest.mark.slow)])
+def test_random_sessions(model, number):
+    alone = results_alone(model)
+    for seed in range(number):
+        run_session(model, alone, 10_000 + seed, cache_tokens=[36, 40, 48][seed % 3])

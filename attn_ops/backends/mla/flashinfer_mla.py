@@ -1,4 +1,4 @@
-"""FLASHINFER_MLA: latent attention by FlashInfer, planned on the host once a step.
+"""FLASHINFER_MLA: latent attention by FlashInfer, planned on the host once a step and scale.
 
 | devices | dtypes | sizes | block sizes | KV cache | CUDA graph |
 |---|---|---|---|---|---|
@@ -30,14 +30,30 @@ from attn_ops.metadata import AttentionCGSupport, AttentionSpec, CommonAttention
 
 
 class Planned:
-    """A wrapper that is planned for one part of a batch; it goes back when this does."""
+    """The decode part of a batch, planned for each scale that a layer asks for: mostly one.
 
-    def __init__(self, wrapper: Wrapper) -> None:
-        self.wrapper = wrapper
+    FlashInfer's `run` takes no scale, and layers of one geometry may differ in it. The wrappers go
+    back when this does.
+    """
+
+    def __init__(self, wrappers: Wrappers, device: torch.device, arguments: dict[str, Any]) -> None:
+        self._wrappers, self._device, self._arguments = wrappers, device, arguments
+        self._by_scale: dict[float, Wrapper] = {}
+
+    def wrapper(self, scale: float) -> Wrapper:
+        """The one that is planned for `scale`, made by the first layer that asks."""
+        found = self._by_scale.get(scale)
+        if found is None:
+            with torch.cuda.device(self._device):
+                found = self._wrappers.take(Kind.MLA, self._device)
+                found.plan(**self._arguments, sm_scale=scale)
+            self._wrappers.lend({Kind.MLA: found}, self)
+            self._by_scale[scale] = found
+        return found
 
 
 class FlashInferMLAMetadataBuilder(MLAMetadataBuilder):
-    """Plans a wrapper for the requests of the decode way."""
+    """Gathers what FlashInfer plans the requests of the decode way with."""
 
     cudagraph_support = AttentionCGSupport.NEVER
 
@@ -53,25 +69,20 @@ class FlashInferMLAMetadataBuilder(MLAMetadataBuilder):
         pages = (seq_lens + self.block_size - 1) // self.block_size
         page_starts = torch.zeros(len(pages) + 1, dtype=torch.int32)
         torch.cumsum(pages, 0, out=page_starts[1:])
-        with torch.cuda.device(common.device):
-            wrapper = self._wrappers.take(Kind.MLA, common.device)
-            wrapper.plan(
-                qo_indptr=starts,
-                kv_indptr=page_starts,
-                kv_indices=_pages(common.block_table_tensor, pages),
-                kv_len_arr=seq_lens,
-                num_heads=spec.num_heads,
-                head_dim_ckv=spec.latent.kv_lora_rank,
-                head_dim_kpe=spec.latent.qk_rope_head_dim,
-                page_size=self.block_size,
-                causal=True,
-                sm_scale=1.0,  # `decode` knows it: layers of one geometry may differ in it
-                q_data_type=spec.dtype,
-                kv_data_type=spec.dtype,
-            )
-        planned = Planned(wrapper)
-        self._wrappers.lend({Kind.MLA: wrapper}, planned)
-        return planned
+        arguments = {
+            "qo_indptr": starts,
+            "kv_indptr": page_starts,
+            "kv_indices": _pages(common.block_table_tensor, pages),
+            "kv_len_arr": seq_lens,
+            "num_heads": spec.num_heads,
+            "head_dim_ckv": spec.latent.kv_lora_rank,
+            "head_dim_kpe": spec.latent.qk_rope_head_dim,
+            "page_size": self.block_size,
+            "causal": True,
+            "q_data_type": spec.dtype,
+            "kv_data_type": spec.dtype,
+        }
+        return Planned(self._wrappers, common.device, arguments)
 
 
 def _pages(block_table_SM: torch.Tensor, pages_S: torch.Tensor) -> torch.Tensor:
@@ -104,16 +115,11 @@ def decode(
         lse.fill_(float("-inf"))
     if plan is None:
         return out_DNL.zero_()
-    inner = plan.wrapper.inner
-    inner._sm_scale = scale  # `run` reads it there and takes none
-    result = inner.run(
+    plan.wrapper(scale).run(
         ql_nope[:rows].contiguous(), q_pe[:rows].contiguous(), kv_cache[..., :rank],
-        kv_cache[..., rank:], return_lse=lse is not None, return_lse_base_on_e=True,
+        kv_cache[..., rank:], out=out_DNL[:rows], lse=None if lse is None else lse[:rows],
+        return_lse=lse is not None, return_lse_base_on_e=True,
     )  # fmt: skip
-    if lse is None:
-        out_DNL[:rows] = result
-    else:
-        out_DNL[:rows], lse[:rows] = result
     return out_DNL
 
 

@@ -62,9 +62,7 @@ class PagedKVCache:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.block_size = block_size
         self.specs = tuple(specs)
-        self.bytes_per_block = sum(
-            math.prod(s.cache_shape(1, block_size)) * s.cache_dtype.itemsize for s in specs
-        )
+        self.bytes_per_block = bytes_per_block(specs, block_size)
         if num_tokens is not None:
             num_blocks = -(-num_tokens // block_size) + 1
         else:
@@ -81,15 +79,16 @@ class PagedKVCache:
 
     def _allocate_all(self, device: torch.device, num_tokens: int | None) -> list[torch.Tensor]:
         """Tensors of all layers, or a ValueError that says how many bytes they would take."""
-        total = _memory_of(device)
+        total, free = _memory_of(device), _free_of(device)
         name = "memory_bytes" if num_tokens is None else "num_tokens (cache_tokens of a session)"
         room = "" if total is None else f" of {total:,} bytes"
+        room += "" if free is None else f", of which {free:,} are free"
         asked = "" if num_tokens is None else f"{num_tokens:,} tokens, which take "
         message = (
             f"{name} must fit into the memory of {device}{room}, "
             f"got {asked}{self.num_bytes:,} bytes"
         )
-        if total is not None and self.num_bytes > total:
+        if any(most is not None and self.num_bytes > most for most in (total, free)):
             raise ValueError(message)
         try:
             return [self._allocate(spec, device) for spec in self.specs]
@@ -229,6 +228,11 @@ class PagedKVCache:
         return table_SM
 
 
+def bytes_per_block(specs: Sequence[AttentionSpec], block_size: int) -> int:
+    """Bytes that a block takes in the caches of all layers."""
+    return sum(math.prod(s.cache_shape(1, block_size)) * s.cache_dtype.itemsize for s in specs)
+
+
 def _memory_of(device: torch.device) -> int | None:
     """Bytes of memory that a device has, used or free; None where torch does not tell."""
     if device.type == "cuda" and torch.cuda.is_available():
@@ -236,3 +240,11 @@ def _memory_of(device: torch.device) -> int | None:
     if device.type == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def _free_of(device: torch.device) -> int | None:
+    """Bytes of a GPU that new tensors may take; None of other devices."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -117,6 +117,10 @@ class BatchDescriptor:
         return f"mixed {self.num_tokens} tokens, {self.num_reqs} requests"
 
 
+MOST_REQUESTS = 2**16
+"""That run at a time."""
+
+
 def default_capture_sizes(max_batch_size: int) -> list[int]:
     """1, 2, 4, multiples of 8 to 256, then of 16, and `max_batch_size` itself.
 
@@ -125,6 +129,8 @@ def default_capture_sizes(max_batch_size: int) -> list[int]:
     """
     if type(max_batch_size) is not int or max_batch_size < 1:
         raise ValueError(f"max_batch_size must be a positive int, got {max_batch_size!r}")
+    if max_batch_size > MOST_REQUESTS:
+        raise ValueError(f"max_batch_size must be at most {MOST_REQUESTS}, got {max_batch_size}")
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_batch_size + 1, 16)]
     return sorted({size for size in sizes if size < max_batch_size} | {max_batch_size})
 

@@ -30,7 +30,10 @@ class SessionOptions:
             model is on a CPU. If it cannot be had, `graph_mode_why` says why.
         backend: an attention backend, or its name; None lets `select_backend` choose.
         block_size: tokens a block of the cache holds.
-        cache_tokens: tokens the cache holds; default: every request of the batch at its longest.
+        cache_tokens: tokens the cache holds; None: every request of the batch at its longest (with
+            `share_prefixes` 8 times that), on a GPU no more than is left of it.
+        memory_fraction: of a GPU's memory that weights, steps, graphs, the cache and what others
+            use may take together, where `cache_tokens` is None.
         reserve: "need": a request has blocks for its known tokens and grows. If no block is left,
             the youngest is preempted, and computed again later. "length": a request waits until
             there are blocks for its longest sequence, and is never preempted. Same tokens.
@@ -69,6 +72,7 @@ class SessionOptions:
     backend: str | Backend | None = None
     block_size: int = 16
     cache_tokens: int | None = None
+    memory_fraction: float = 0.9
     reserve: str = "need"
     max_tokens_per_step: int = 2048
     capture_sizes: Sequence[int] | None = None
@@ -120,6 +124,9 @@ class SessionOptions:
         check_bools(strict=self.strict, lazy_capture=self.lazy_capture)
         check_bools(share_prefixes=self.share_prefixes)
         check_known("debug", self.debug, DEBUGS)
+        fraction = self.memory_fraction
+        if type(fraction) not in (int, float) or not 0 < fraction <= 1:
+            raise ValueError(f"memory_fraction must be over 0 and at most 1, got {fraction!r}")
         check_known("reserve", self.reserve, RESERVES)
         check_known("on_capture_failure", self.on_capture_failure, ON_FAILURE)
         check_known("merge_projections", self.merge_projections, MERGES)
@@ -191,7 +198,7 @@ class SessionOptions:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Tokens that the cache is made for."""
+        """Tokens that the cache is to hold, if there is room for them."""
         if self.cache_tokens is not None:
             return self.cache_tokens
         return self.max_batch_size * math.ceil(self.max_tokens / self.block_size) * self.block_size

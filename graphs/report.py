@@ -16,6 +16,7 @@ from rich.text import Text
 
 from attn_ops.backends.registry import Selection
 from graphs.ahead import DecodeSteps
+from graphs.cache.size import CacheSize
 from graphs.capture.failures import CaptureError
 from graphs.capture.graphs import CapturedStep
 from graphs.capture.memory import GraphMemory, human
@@ -37,6 +38,7 @@ class Reported(Protocol):
     products: str
     backend_selection: Selection
     plan: CapturePlan
+    cache_size: CacheSize
     runner: StepRunner
     verifier: Verifier | None
     compilation: Compilation
@@ -124,6 +126,7 @@ class SessionReport:
     graph_bytes_estimated: int | None  # from shapes, for `num_keys`; None: not to be had
     capture_seconds: float
     decode_steps: DecodeSteps
+    cache: CacheSize
     num_steps: dict[str, int]  # captured, called
     num_launches: dict[str, int]  # ahead: before the last tokens were read; waited: after
     preemptions: PreemptionCounts | None  # None: whole lengths are reserved
@@ -168,6 +171,7 @@ class SessionReport:
             graph_bytes_estimated=plan.estimated_bytes,
             capture_seconds=0.0 if graphs is None else graphs.seconds,
             decode_steps=session.loop.launcher.chained(plan),
+            cache=session.cache_size,
             num_steps=dict(session.loop.num_steps),
             num_launches=dict(session.loop.num_launches),
             preemptions=session.loop.scheduler.reservations.counts(),
@@ -225,6 +229,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
         *((f"  not {line.batch}", f"{line}; {line.advice}") for line in r.failures),
         ("decode steps", f"{steps.used}" if steps.asked == steps.used else taken),
         ("steps", f"{r.num_steps['captured']} captured, {r.num_steps['called']} called"),
+        ("cache", str(r.cache)),
         ("launches", _launches(r.num_launches)),
         *((("preemptions", str(r.preemptions)),) if r.preemptions else ()),
         *((("prefixes", str(r.prefixes)),) if r.prefixes else ()),

@@ -4,6 +4,7 @@ add -> waiting requests -> StepLoop -> TokenStream -> step's outputs
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
@@ -12,9 +13,9 @@ from typing import Any, NoReturn, cast
 import torch
 from tqdm import tqdm
 
-from attn_ops import PagedKVCache
 from attn_ops.integrations.transformers import Contract, attention_specs, prepare_model
 from fx_passes.backend import start_compile_workers
+from graphs.cache.made import made_cache
 from graphs.capture.graphs import StepGraphs
 from graphs.capture.memory import sizes_of
 from graphs.capture.plan import CapturePlan, builder_of, selected
@@ -91,26 +92,19 @@ class DecodeSession:
         chosen = self.backend_selection.backend
         self.builder = builder_of(chosen, self.specs, options, self.device)
         self.plan = CapturePlan.of(options, chosen, self.specs, self.device, sizes)
-        self.cache = PagedKVCache(
-            self.specs,
-            num_tokens=options.num_cache_tokens,
-            block_size=block_size,
-            device=self.device,
-            cache_layout=options.cache_layout,
-        )
-        self.limits = Limits(
-            self.vocab_size, self.max_tokens, self.cache.num_usable_tokens, options.seed
-        )
-        self.runner = StepRunner(
-            self.model,
-            inputs,
-            self.cache,
-            self.builder,
+        runner_of = functools.partial(
+            StepRunner,
+            inputs=inputs,
+            builder=self.builder,
             max_batch_size=self.max_batch_size,
             max_tokens=longest,
             vocab_size=self.vocab_size,
             num_steps=self.decode_steps,
         )
+        self.cache_size, self.cache = made_cache(self, options, runner_of)
+        num_tokens = self.cache.num_usable_tokens
+        self.limits = Limits(self.vocab_size, self.max_tokens, num_tokens, options.seed)
+        self.runner = runner_of(model=self.model, cache=self.cache)
         recorders = self.plan.recorders(self.builder)
         if self.verifier is not None:
             recorders = verified(recorders, self.verifier, self.builder)

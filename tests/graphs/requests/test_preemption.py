@@ -14,7 +14,7 @@ from tests.graphs.requests.test_prefixes import Weights
 SPEC = AttentionSpec(1, 1, 1, torch.float32)
 
 
-def make_scheduler(num_tokens, *, most=8, budget=64, lookahead=1, shares=False) -> Scheduler:
+def make_scheduler(num_tokens, *, most=8, budget=64, lookahead: int | None = 1, shares=False):
     cache = PagedKVCache([SPEC], num_tokens=num_tokens, block_size=4)
     return Scheduler(cache, most, budget, Weights() if shares else None, lookahead)
 

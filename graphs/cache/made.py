@@ -1,0 +1,60 @@
+"""The cache of a session: sized, then allocated."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from attn_ops import AttentionSpec, PagedKVCache
+from graphs.cache.device import NullCache, StepMemory, measured
+from graphs.cache.size import CacheSize, Sizing
+from graphs.capture.plan import CapturePlan
+from graphs.options import SessionOptions
+from graphs.runner import StepRunner
+
+
+class Owner(Protocol):
+    """What is read of a `DecodeSession`."""
+
+    original: Any
+    device: torch.device
+    specs: list[AttentionSpec]
+    plan: CapturePlan
+
+
+def made_cache(
+    owner: Owner, options: SessionOptions, runner_of: Callable[..., StepRunner]
+) -> tuple[CacheSize, PagedKVCache]:
+    """The cache and why it is as large as it is.
+
+    Args:
+        owner: the session.
+        options: its options.
+        runner_of: makes a `StepRunner` of `model` and `cache`.
+
+    Raises:
+        ValueError: it does not fit into the memory of the device.
+    """
+    more = {
+        "block_size": options.block_size,
+        "device": owner.device,
+        "cache_layout": options.cache_layout,
+    }
+
+    def measure() -> StepMemory:
+        cache = NullCache(owner.specs, num_tokens=options.block_size, **more)
+        runner = runner_of(model=owner.original, cache=cache)
+        cache.width = runner.max_blocks
+        return measured(runner, options.max_tokens, options.max_tokens_per_step)
+
+    graphs = owner.plan.estimated_bytes
+    if not owner.plan.first_keys() or options.debug is not None:
+        graphs = 0
+    sizing = Sizing(options, owner.specs, _bytes_of(owner.original), graphs)
+    size = sizing.decide(owner.device, measure)
+    return size, PagedKVCache(owner.specs, num_tokens=size.num_tokens, **more)
+
+
+def _bytes_of(model: torch.nn.Module) -> int:
+    """Of its parameters and buffers."""
+    return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])

@@ -49,8 +49,7 @@ import torch
 from graphs.capture.graphs import CapturedStep
 from graphs.capture.plan import CapturePlan
 from graphs.modes import CUDAGraphMode
-from graphs.requests.requests import Request
-from graphs.requests.scheduled import After, Scheduled
+from graphs.requests.scheduled import After, Rows
 from graphs.runner import LogitsObserver, StepRunner
 from graphs.sampling.params import Sampling
 
@@ -60,7 +59,7 @@ class LaunchedSteps:
     """A step, or replays of one decode graph, and where the tokens arrive."""
 
     captured: CapturedStep | None  # None: it was called
-    rows: list[Scheduled]  # of the batch, as they were scheduled
+    rows: Rows  # of the batch, as they were scheduled
     begun: int  # decode steps of these rows before the first of these
     num_steps: int
     first_row: int  # of the ring of tokens: the row of the first step
@@ -71,10 +70,6 @@ class LaunchedSteps:
     observer: LogitsObserver | None = None  # that has seen the logits
 
     @property
-    def requests(self) -> list[Request]:
-        return [s.request for s in self.rows]
-
-    @property
     def after(self) -> After:
         """Where the steps leave their requests."""
         return After(self.rows, self.begun + self.num_steps)
@@ -83,21 +78,6 @@ class LaunchedSteps:
     def last_R(self) -> torch.Tensor:
         """Tokens [R] of the last of the steps, on the device."""
         return self.drawn[(self.first_row + self.num_steps - 1) % self.drawn.shape[0]]
-
-    @property
-    def least(self) -> int:
-        """Fewest tokens that one of the rows may get, from where they were scheduled on."""
-        return min(s.remaining for s in self.rows)
-
-    @property
-    def most(self) -> int:
-        """Most tokens of them."""
-        return max(s.remaining for s in self.rows)
-
-    @property
-    def reach(self) -> int:
-        """Steps that the blocks of all rows hold, from where they were scheduled on."""
-        return min(s.reach for s in self.rows)
 
     def wait(self) -> list[list[int]]:
         """Tokens of every step, row by row; waits until they are there.
@@ -226,7 +206,7 @@ class DecodeLauncher:
     def launch(
         self,
         captured: CapturedStep,
-        rows: list[Scheduled],
+        rows: Rows,
         num_steps: int,
         last: LaunchedSteps | None = None,
     ) -> LaunchedSteps:
@@ -248,7 +228,7 @@ class DecodeLauncher:
 
     def call(
         self,
-        rows: list[Scheduled],
+        rows: Rows,
         kind: Sampling,
         *,
         logits: bool,
@@ -275,8 +255,9 @@ class DecodeLauncher:
     def may_follow(self, launched: LaunchedSteps) -> bool:
         """Whether the tensors hold what these steps leave, and the next can go on from there."""
         captured = launched.captured
-        is_decode = captured is not None and captured.key.query_len == 1
-        return is_decode and self.can_chain(captured) and self.is_last(launched)
+        if captured is None or captured.key.query_len != 1:
+            return False
+        return self.can_chain(captured) and self.is_last(launched)
 
     def follow(self, launched: LaunchedSteps, num_steps: int) -> LaunchedSteps:
         """Launch the next steps of the same rows before the tokens of these are read."""
@@ -292,7 +273,7 @@ class DecodeLauncher:
     def _replay(
         self,
         captured: CapturedStep,
-        rows: list[Scheduled],
+        rows: Rows,
         begun: int,
         num_steps: int,
         is_ahead: bool,

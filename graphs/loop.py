@@ -7,7 +7,7 @@ What is launched, and its states: `graphs.ahead`.
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tqdm import tqdm
 
@@ -17,7 +17,7 @@ from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
 from graphs.compilation import Compilation
 from graphs.modes import BatchDescriptor, CUDAGraphMode
-from graphs.requests.scheduled import Scheduled
+from graphs.requests.scheduled import Rows
 from graphs.requests.scheduler import Scheduler
 from graphs.requests.stream import TokenStream
 from graphs.runner import StepRunner
@@ -114,10 +114,10 @@ class StepLoop:
         self.collect_all()
         step = self.scheduler.next_step()
         room = self.scheduler.max_tokens_per_step // (1 + k)
-        if not room or not step or not all(s.num_tokens == 1 and s.wants_token for s in step):
+        if not room or not step or step.query_len != 1:
             self.step(ahead=False)
             return
-        drafted = []
+        drafted = Rows()
         for s in step[:room]:
             known = () if s.request.id in self.token_stream else drafts.get(s.request.id, ())
             draft = (*known, *[0] * (k - len(known)))
@@ -196,20 +196,18 @@ class StepLoop:
         for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
             self._capture(key, mode)
 
-    def _captured(self, step: list[Scheduled]) -> CapturedStep | None:
+    def _captured(self, step: Rows) -> CapturedStep | None:
         """The graph that holds the step, captured if need be; None: it is called."""
         if self.graphs is None:
             return None
-        rows = 1 + len(step[0].draft)  # of each, where only decodes are in the step
-        uniform = all(s.num_tokens == rows and s.wants_token for s in step)
         mode, key = self.plan.dispatcher.dispatch(
-            sum(s.num_tokens for s in step),
+            step.num_tokens,
             len(step),
-            rows if uniform else None,
+            step.query_len,
             self._kind(step),
             logits=self._wants_logits(step),
         )
-        if key is None or (rows > 1 and not key.uniform):  # mixed keys have logits of last rows
+        if key is None or (step[0].draft and not key.uniform):  # mixed: logits of last rows only
             return None
         return self._capture(key, mode)
 
@@ -221,7 +219,7 @@ class StepLoop:
 
     # -- drafts: their tokens are read at once -----------------------------------------------------
 
-    def _run_alone(self, step: list[Scheduled], captured: CapturedStep | None) -> None:
+    def _run_alone(self, step: Rows, captured: CapturedStep | None) -> None:
         if not self._checked:
             self._check_model()
             captured = self._captured(step)  # dropped, if the model has changed
@@ -243,14 +241,14 @@ class StepLoop:
 
     # -- what a step computes ----------------------------------------------------------------------
 
-    def _wants_logits(self, step: Sequence[Scheduled]) -> bool:
+    def _wants_logits(self, step: Rows) -> bool:
         """Whether any are computed: not of chunks of prompts, if the model then does less."""
-        return not self.runner.drops_rows or any(s.wants_token for s in step)
+        return not self.runner.drops_rows or step.any_logits
 
-    def _kind(self, step: Sequence[Scheduled]) -> Sampling:
+    def _kind(self, step: Rows) -> Sampling:
         if not self._wants_logits(step):
             return Sampling.GREEDY
-        return max(s.request.sampling.kind for s in step)
+        return step.kind
 
     # -- launched steps ----------------------------------------------------------------------------
 
@@ -272,8 +270,8 @@ class StepLoop:
         """
         if self._batch_stays(launched):
             begun = launched.after.num_steps
-            num_steps = self._num_steps(launched.captured, launched.most - begun)
-            if launched.reach >= begun + num_steps:  # the tables on the device have the blocks
+            num_steps = self._num_steps(launched.captured, launched.rows.most - begun)
+            if launched.rows.reach >= begun + num_steps:  # the device's tables have the blocks
                 return self.launcher.follow(launched, num_steps)
         if not (self._goes_ahead and self._checked and self.launcher.is_last(launched)):
             return None
@@ -282,7 +280,7 @@ class StepLoop:
         step = self.scheduler.next_step(launched.after)
         if not step:
             return None
-        if self._kind(step) is Sampling.PENALIZED and any(s.source >= 0 for s in step):
+        if self._kind(step) is Sampling.PENALIZED and step.takes_tokens:
             return None  # counts come from tokens that the host knows
         captured = self._captured(step)
         if captured is not None and captured.plans_in_place:
@@ -293,13 +291,13 @@ class StepLoop:
         """Whether the next steps are those of the same rows, none of which ends, by replays."""
         return (
             self.launcher.may_follow(launched)
-            and launched.least > launched.after.num_steps
-            and self.scheduler.stays(launched.requests, launched.after)
+            and launched.rows.least > launched.after.num_steps
+            and self.scheduler.stays(launched.rows.requests, launched.after)
         )
 
     def _launch(
         self,
-        step: list[Scheduled],
+        step: Rows,
         captured: CapturedStep | None,
         last: LaunchedSteps | None = None,
     ) -> LaunchedSteps:
@@ -309,7 +307,7 @@ class StepLoop:
                 return self.launcher.call(step, self._kind(step), logits=logits, last=last)
         num_steps = 1
         if captured.key.query_len == 1:
-            num_steps = self._num_steps(captured, max(s.remaining for s in step))
+            num_steps = self._num_steps(captured, step.most)
         return self.launcher.launch(captured, step, num_steps, last)
 
     def _num_steps(self, captured: CapturedStep | None, most: int) -> int:

@@ -23,9 +23,10 @@ from attn_ops.integrations.transformers import check_logits
 from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.modes import BatchDescriptor, CUDAGraphMode
-from graphs.requests.scheduled import Scheduled
+from graphs.requests.scheduled import Rows, Scheduled
 from graphs.sampling import PenaltyState, argmax, sample
 from graphs.sampling.params import Sampling
+from graphs.step.blocks import BlockRows
 from graphs.step.finish import finish_step
 from graphs.step.inputs import ModelInputs
 from graphs.step.sources import take_tokens
@@ -73,6 +74,7 @@ class StepRunner:
         self.model, self.inputs, self.cache, self.builder = model, inputs, cache, builder
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         self.max_blocks = -(-max_tokens // cache.block_size)
+        self.blocks = BlockRows(cache, self.max_blocks, 2 * max_batch_size)
         self.vocab_size, self.num_steps = vocab_size, num_steps
         self.device = cache.tensors[0].device
         self.graphs: StepGraphs | None = None
@@ -99,7 +101,7 @@ class StepRunner:
 
     def call(
         self,
-        step: Sequence[Scheduled],
+        step: Rows,
         kind: Sampling,
         *,
         logits: bool = True,
@@ -110,11 +112,14 @@ class StepRunner:
         One a request; of requests with a draft one a row, where all have drafts of one length. None
         where no `logits` are wanted. `last_R`: tokens of the step before; see `take_tokens`.
         """
-        lengths = {s.num_tokens for s in step}
-        query_len = lengths.pop() if len(lengths) == 1 and step[0].draft else None
-        num_tokens = sum(s.num_tokens for s in step)
+        query_len = step.query_len if step[0].draft else None
         tensors = StepTensors.allocate(
-            num_tokens, len(step), self.max_blocks, self.device, query_len=query_len, logits=logits
+            step.num_tokens,
+            len(step),
+            self.max_blocks,
+            self.device,
+            query_len=query_len,
+            logits=logits,
         )
         self.fill(tensors, step, kind)
         if last_R is not None:
@@ -126,21 +131,19 @@ class StepRunner:
             self.on_logits(step, logits_RV)
         return self._sampled(logits_RV, tensors, kind)
 
-    def fill(self, tensors: StepTensors, step: Sequence[Scheduled], kind: Sampling) -> None:
+    def fill(self, tensors: StepTensors, step: Rows, kind: Sampling) -> None:
         """Bring a step into tensors, on the host and the device."""
-        tables = [self.cache.blocks(s.request.id) for s in step]
-        tensors.fill(step, tables, self.cache.block_size)
+        rows = self.blocks.find([request.id for request in step.requests])
+        tensors.fill(step, self.blocks, rows, self.cache.block_size)
         tensors.upload()
         if kind is Sampling.PENALIZED:
-            requests = [s.request for s in step]
+            requests = step.requests
             state = self._penalty_state().view(tensors.num_reqs)
             state.rebuild([r.prompt for r in requests], [r.token_ids for r in requests])
 
-    def take_tokens(
-        self, tensors: StepTensors, step: Sequence[Scheduled], last_R: torch.Tensor
-    ) -> None:
+    def take_tokens(self, tensors: StepTensors, step: Rows, last_R: torch.Tensor) -> None:
         """Behind `fill`: rows whose tokens the host does not know take them from `last_R`."""
-        if any(s.source >= 0 for s in step):
+        if step.takes_tokens:
             take_tokens(tensors.device, last_R)
 
     # -- captured ----------------------------------------------------------------------------------

@@ -29,11 +29,12 @@ def measure(model: Any, workload: Workload, wishes: list[Wish], rounds: int) -> 
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+    small: dict[str, Any] = {"num_blocks": 16, "page_size": 64}
     config = ContinuousBatchingConfig(
         max_batch_tokens=workload.max_tokens_per_step,
         max_requests_per_batch=workload.max_batch_size,
         allow_block_sharing=False,
-        **({} if model.device.type == "cuda" else {"num_blocks": 16, "page_size": 64}),
+        **({} if model.device.type == "cuda" else small),
     )
     generation = GenerationConfig(
         do_sample=False, eos_token_id=-1, max_new_tokens=workload.output[1]

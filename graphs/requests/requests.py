@@ -6,11 +6,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from graphs.options import check_bools, check_positive
 from graphs.requests.defaults import Defaults
 from graphs.requests.tokens import listed, listed_ids, token_ids
-from graphs.sampling import SamplingParams
+from graphs.sampling import FIELDS, SamplingParams
 from graphs.sampling.params import Sampling
+
+MAX_STOP_TOKENS = 8
+"""Of a request that the device watches. Further ones the host sees, when it reads the tokens."""
+
+PACKED = np.dtype(
+    [
+        *((name, str(dtype).removeprefix("torch.")) for name, (dtype, _) in FIELDS.items()),
+        ("stop_tokens", "int64", MAX_STOP_TOKENS),
+        ("last_position", "int64"),
+    ]
+)
+"""Fields of a step's tensors that stay as long as the request."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,7 +67,7 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens that may still be generated."""
-        return self.end - self.num_tokens
+        return self.end - len(self.prompt) - len(self.token_ids)
 
     # Cached: it never changes, and a step asks hundreds of requests.
     @functools.cached_property
@@ -65,6 +79,21 @@ class Request:
     def longest(self) -> int:
         """Tokens the cache holds at most: the last generated one is never written."""
         return self.end - 1
+
+    # Cached: a step copies the tokens of its prompts.
+    @functools.cached_property
+    def prompt_array(self) -> np.ndarray:
+        """The prompt, int64."""
+        return np.array(self.prompt, dtype=np.int64)
+
+    # Cached: a step joins those of hundreds of requests.
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """What of the request stands in a step's tensors and never changes: one of `PACKED`."""
+        stops = sorted(self.stops)[:MAX_STOP_TOKENS]
+        stops += [-1] * (MAX_STOP_TOKENS - len(stops))
+        fields = tuple(getattr(self.sampling, name) for name in FIELDS)
+        return np.array((*fields, stops, self.max_tokens - 1), dtype=PACKED).tobytes()
 
     def tokens(self, begin: int, end: int) -> list[int]:
         """Tokens at positions begin to end, of the prompt and then of the generated ones."""

@@ -15,9 +15,6 @@ from graphs.requests.scheduled import After
 STRIDE = 64
 """Tokens by which requests grow while blocks are plentiful: tables on the device change rarely."""
 
-FAR = 2**31
-"""More steps than a request takes."""
-
 
 @dataclasses.dataclass(frozen=True)
 class PreemptionCounts:
@@ -68,13 +65,17 @@ class Reservations:
         self._num_recomputed_tokens += max(0, request.num_lost - match.num_tokens)
         request.num_lost = 0
 
-    def lacks_room(self, request: Request, after: After) -> bool:
-        """Whether the steps that may be launched would write behind its blocks."""
-        room = request.room
+    def short(self, requests: Sequence[Request], after: After) -> list[Request]:
+        """Those whose next steps would write behind their blocks."""
+        if self.by_length:
+            return []
         # Launched steps draw a token each at most. It is cheaper not to look them up.
-        if room >= request.longest or room >= request.num_tokens + after.num_steps + self.lookahead:
-            return False
-        return room < self._wanted(request, after.place(request)[1])
+        most = after.num_steps + self.lookahead
+        near = [
+            r for r in requests
+            if r.room < r.end - 1 and r.room < len(r.prompt) + len(r.token_ids) + most
+        ]  # fmt: skip
+        return [r for r in near if r.room < self._wanted(r, after.place(r)[1])]
 
     def extend(self, request: Request, after: After) -> bool:
         """Take blocks for the next steps; False: too few are free, and nothing has changed."""
@@ -109,11 +110,6 @@ class Reservations:
             self._num_preemptions += 1
             request.num_lost = max(request.num_lost, request.num_computed)
             request.num_computed = 0
-
-    @staticmethod
-    def reach(request: Request, length: int) -> int:
-        """Decode steps that its blocks hold, from the one on whose input is token `length` - 1."""
-        return FAR if request.room >= request.longest else request.room - length + 1
 
     def _wanted(self, request: Request, length: int) -> int:
         """Tokens that its blocks must hold when it has `length` tokens."""

@@ -6,9 +6,13 @@ step before are still drawn: such a row takes its last token on the device.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from graphs.requests.requests import Request
+from graphs.sampling.params import Sampling
+
+FAR = 2**31
+"""More steps than a request takes."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -19,10 +23,11 @@ class Scheduled:
     num_tokens: int
     num_computed: int  # tokens before these; they are in the cache when the step runs
     length: int  # of the prompt and all tokens drawn before, also those that the host has not read
+    wants_token: bool  # it ends at the last of those, whose logits are sampled
+    room: int  # tokens that its blocks hold
     source: int = -1  # row of the step before that draws its last token; -1: the host knows it
     row: int = 0  # of the batch
     draft: tuple[int, ...] = ()  # after the last known token, and counted in num_tokens
-    reach: int = 1  # decode steps from this one on that its blocks hold
 
     def tokens(self) -> list[int]:
         """The step's tokens of the request; 0 where the device has the token."""
@@ -33,14 +38,73 @@ class Scheduled:
         return [*self.request.tokens(begin, end), *self.draft]
 
     @property
-    def wants_token(self) -> bool:
-        """Whether this step ends at the request's last token, whose logits are sampled."""
-        return self.num_computed + self.num_tokens - len(self.draft) == self.length
-
-    @property
     def remaining(self) -> int:
         """Tokens that the request may still get, from this step on."""
         return self.request.end - self.length
+
+    @property
+    def reach(self) -> int:
+        """Decode steps from this one on that its blocks hold."""
+        return FAR if self.room >= self.request.longest else self.room - self.length + 1
+
+
+class Rows(list[Scheduled]):
+    """The requests of a step, a row of the batch each; not changed once it is asked anything."""
+
+    # Cached: launches in a row ask again and again.
+    @functools.cached_property
+    def requests(self) -> list[Request]:
+        return [s.request for s in self]
+
+    # Cached: as `requests`.
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """Of all rows."""
+        return sum([s.num_tokens for s in self])
+
+    # Cached: as `requests`.
+    @functools.cached_property
+    def query_len(self) -> int | None:
+        """Tokens of every request, where all want one of every token; None: of a mixed step."""
+        number = 1 + len(self[0].draft)
+        same = all(s.num_tokens == number and s.wants_token for s in self)
+        return number if same else None
+
+    # Cached: as `requests`.
+    @functools.cached_property
+    def any_logits(self) -> bool:
+        """Whether any row wants a token."""
+        return any(s.wants_token for s in self)
+
+    # Cached: as `requests`.
+    @functools.cached_property
+    def kind(self) -> Sampling:
+        """The strongest that a request wants."""
+        return max([s.request.sampling.kind for s in self])
+
+    # Cached: as `requests`.
+    @functools.cached_property
+    def takes_tokens(self) -> bool:
+        """Whether a row takes its token from the step before."""
+        return any(s.source >= 0 for s in self)
+
+    # Cached: as `requests`.
+    @functools.cached_property
+    def least(self) -> int:
+        """Fewest tokens that one of the requests may still get."""
+        return min([s.request.end - s.length for s in self])
+
+    # Cached: as `requests`.
+    @functools.cached_property
+    def reach(self) -> int:
+        """Decode steps from this one on that the blocks of all requests hold."""
+        return min([s.reach for s in self])
+
+    # Cached: as `requests`.
+    @functools.cached_property
+    def most(self) -> int:
+        """Most tokens of them."""
+        return max([s.request.end - s.length for s in self])
 
 
 class After:
@@ -64,16 +128,23 @@ class After:
 
     def place(self, request: Request) -> tuple[int, int, int]:
         """`num_computed`, `length` and `source` of the request in the next step."""
-        s = self._rows.get(request)
-        if s is None:
-            return request.num_computed, request.num_tokens, -1
-        length = s.length + s.wants_token + self.num_steps - 1
-        num_computed = s.num_computed + s.num_tokens + self.num_steps - 1
-        return num_computed, length, -1 if length == request.num_tokens else s.row
+        return next(self.places([request]))
+
+    def places(self, requests: Sequence[Request]) -> Iterator[tuple[int, int, int]]:
+        """`place` of every request."""
+        find, more = self._rows.get, self.num_steps - 1
+        for request in requests:
+            s, known = find(request), len(request.prompt) + len(request.token_ids)
+            if s is None:
+                yield request.num_computed, known, -1
+            else:
+                length = s.length + s.wants_token + more
+                yield s.num_computed + s.num_tokens + more, length, -1 if length == known else s.row
 
     def has_ended(self, request: Request) -> bool:
         """Whether the request gets its last possible token in the launched steps."""
-        return request in self._rows and self.place(request)[1] >= request.end
+        s = self._rows.get(request)
+        return s is not None and s.length + s.wants_token + self.num_steps - 1 >= request.end
 
 
 NOTHING = After()

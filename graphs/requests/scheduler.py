@@ -16,7 +16,7 @@ from attn_ops.prefixes import Match
 from graphs.requests.prefixes import PrefixSharing, Watched
 from graphs.requests.requests import Request
 from graphs.requests.reservations import Reservations
-from graphs.requests.scheduled import NOTHING, After, Scheduled
+from graphs.requests.scheduled import NOTHING, After, Rows, Scheduled
 
 
 class Scheduler:
@@ -44,10 +44,11 @@ class Scheduler:
         self.max_tokens_per_step = max_tokens_per_step
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.is_settled = True  # False while tokens are taken: some who have ended may still run
         self._leaving: list[Request] = []  # whose place and blocks are being given back
         self._preempted: list[Request] = []  # that are on their way from running to waiting
 
-    def next_step(self, after: After = NOTHING) -> list[Scheduled]:
+    def next_step(self, after: After = NOTHING) -> Rows:
         """The next step's requests, decodes first; empty when nothing is left to do.
 
         Empty too where blocks are short until tokens of launched steps are read: then requests
@@ -57,15 +58,17 @@ class Scheduler:
             after: the steps that are launched. A request that ends in them by its length takes
                 part no more; one that draws a stop token in them does, and is told later.
         """
-        for request in [r for r in self.running if r.finish_reason]:
-            self.leave(request)  # interrupted before it could
+        if not self.is_settled:
+            for request in [r for r in self.running if r.finish_reason]:
+                self.leave(request)  # interrupted before it could
+            self.is_settled = True
         self._empty()
         if self.prefixes.is_on:
             self.prefixes.refresh()
             self.prefixes.keep_prompts(self.running)
         number = len(self.running)
         if not self._extend(after):
-            return []
+            return Rows()
         if len(self.running) == number:  # who was preempted needs more than is free
             self._admit(after)
         if self.prefixes.is_on:
@@ -74,7 +77,7 @@ class Scheduler:
 
     def _extend(self, after: After) -> bool:
         """Give requests the blocks of their next steps; False: wait for those that have ended."""
-        short = [r for r in self.running if self.reservations.lacks_room(r, after)]
+        short = self.reservations.short(self.running, after)
         for request in sorted(short, key=lambda r: r.id):
             while request in self.running and not self.reservations.extend(request, after):
                 going = [r for r in self.running if not after.has_ended(r)]
@@ -86,25 +89,27 @@ class Scheduler:
             self.reservations.extend_all(self.running, after)
         return True
 
-    def _filled(self, after: After) -> list[Scheduled]:
+    def _filled(self, after: After) -> Rows:
         """Rows of running requests up to the budget: one of every decode, then of prompts."""
         budget, most = self.max_tokens_per_step, self.max_batch_size
-        step: list[Scheduled] = []
+        num_decodes = min(budget, most)
+        step = Rows()
         prompts: list[tuple[Request, int, int]] = []
-        for request in self.running:
-            num_computed, length, source = after.place(request)
+        places = after.places(self.running)
+        for request, (num_computed, length, source) in zip(self.running, places, strict=True):
             if num_computed < length - 1:
                 prompts.append((request, num_computed, length))
-            elif length < request.end and len(step) < min(budget, most):
-                reach = self.reservations.reach(request, length)
-                step.append(
-                    Scheduled(request, 1, num_computed, length, source, len(step), reach=reach)
-                )
+            elif length < request.end and len(step) < num_decodes:
+                row, room = len(step), request.room
+                step.append(Scheduled(request, 1, num_computed, length, True, room, source, row))
+        if not prompts and step:
+            step.query_len = 1
         budget -= len(step)
         for request, num_computed, length in prompts[: most - len(step)]:
             if budget > 0:
                 chunk = min(length - num_computed, budget)
-                step.append(Scheduled(request, chunk, num_computed, length, -1, len(step)))
+                ends, row, room = num_computed + chunk == length, len(step), request.room
+                step.append(Scheduled(request, chunk, num_computed, length, ends, room, -1, row))
                 budget -= chunk
         return step
 

@@ -37,6 +37,7 @@ class TokenStream:
         for scheduled, drawn in zip(step, tokens, strict=True):
             wanted = len(scheduled.draft) + 1 if scheduled.wants_token else None
             assert wanted in (None, len(drawn)), f"a step draws {wanted} tokens, got {drawn}"
+        was_settled, self.scheduler.is_settled = self.scheduler.is_settled, False
         for scheduled, drawn in zip(step, tokens, strict=True):
             request, wanted = scheduled.request, scheduled.wants_token
             if not wanted:
@@ -46,6 +47,7 @@ class TokenStream:
                 self._take(request, token)
                 if token != draft or request.finish_reason:
                     break
+        self.scheduler.is_settled = was_settled
 
     def collect(
         self, rows: Sequence[Scheduled], begun: int, steps: Sequence[Sequence[int]]
@@ -59,6 +61,7 @@ class TokenStream:
             begun: decode steps of these rows before the first of these.
             steps: tokens of every step, row by row.
         """
+        was_settled, self.scheduler.is_settled = self.scheduler.is_settled, False
         for number, tokens in enumerate(steps, begun):
             for scheduled, token in zip(rows, tokens, strict=True):
                 request = scheduled.request
@@ -69,6 +72,7 @@ class TokenStream:
                     request.num_computed = max(request.num_computed, computed)
                 elif request.num_tokens == scheduled.length + number:
                     self._take(request, token)
+        self.scheduler.is_settled = was_settled
 
     def hand_out(self) -> list[StepOutput]:
         """What the caller has not seen, the first token of every request before the second."""

@@ -9,18 +9,17 @@ own, K stop tokens.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from attn_ops import PAD_SLOT_ID, CommonAttentionMetadata
-from attn_ops.metadata import positions_of_step, slots_of_step
-from graphs.requests.scheduled import Scheduled
+from attn_ops.metadata import positions_of_step
+from graphs.requests.requests import MAX_STOP_TOKENS, PACKED
+from graphs.requests.scheduled import Rows
 from graphs.sampling import FIELDS
-
-MAX_STOP_TOKENS = 8
-"""Of a request that the device watches. Further ones the host sees, when it reads the tokens."""
+from graphs.step.blocks import BlockRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +40,7 @@ class StepTensors:
     num_uploaded: int  # bytes in front of `tokens`, which stay until the next step draws its own
     arrays: dict[str, np.ndarray]  # of `host`
     uploaded: torch.cuda.Event | None  # after the last upload; None where there is no GPU
+    versions: np.ndarray  # [S] int64, of the rows of `BlockRows` that the block table holds
 
     @classmethod
     def allocate(
@@ -83,72 +83,128 @@ class StepTensors:
             sum(sizes[:-1]),
             {name: tensor.numpy() for name, tensor in host.items()},
             torch.cuda.Event() if on_gpu else None,
+            np.zeros(num_reqs, dtype=np.int64),
         )
-        step.clear()
+        step._make_padding()
         return step
 
-    def clear(self) -> None:
-        """Make every row padding on the host: slot -1, requests without cached tokens."""
+    def _make_padding(self) -> None:
+        """Make every row padding on the host, whose bytes are 0."""
         host = self.arrays
-        if self.uploaded is not None:
-            self.uploaded.synchronize()  # the copy of a step that was interrupted may be on its way
-        self.host_bytes.numpy().fill(0)  # by this thread: torch would wake all of them
-        host["slot_mapping"].fill(PAD_SLOT_ID)
-        host["stop_tokens"].fill(-1)
-        host["sources"].fill(-1)
-        for name, (_, neutral) in FIELDS.items():
-            if neutral:
-                host[name].fill(neutral)
+        self._pad(0, 0)
         if self.query_len is not None:
             host["query_start_loc"][:] = np.arange(self.num_reqs + 1) * self.query_len
             host["logits_indices"][:] = np.arange(self.num_tokens)
         else:
             host["query_start_loc"][-1] = self.num_tokens
 
-    def fill(
-        self, step: Sequence[Scheduled], tables: Sequence[Sequence[int]], block_size: int
-    ) -> None:
-        """Write a step's requests into the host side; the rest stays padding.
+    def _pad(self, num_reqs: int, num_tokens: int) -> None:
+        """Make requests and rows behind these padding: slot -1, no cached tokens."""
+        host = self.arrays
+        host["input_ids"][0, num_tokens:] = 0
+        host["position_ids"][0, num_tokens:] = 0
+        host["slot_mapping"][num_tokens:] = PAD_SLOT_ID
+        for name in ("seq_lens", "remaining", "active"):
+            host[name][num_reqs:] = 0
+        for name in ("stop_tokens", "sources"):
+            host[name][num_reqs:] = -1
+        for name, (_, neutral) in FIELDS.items():
+            host[name][num_reqs:] = neutral
+        if self.versions[num_reqs:].any():
+            host["block_table"][num_reqs:] = 0
+            self.versions[num_reqs:] = 0
+        if self.query_len is None:
+            host["query_start_loc"][num_reqs + 1 : -1] = num_tokens
+            host["logits_indices"][num_reqs:] = 0
+
+    def fill(self, step: Rows, blocks: BlockRows, rows: np.ndarray, block_size: int) -> None:
+        """Write a step's requests into the host side; the rest is padding.
+
+        Rows of the block table that it holds already stay.
 
         Args:
             step: at most S requests with at most T tokens in all; with rows left, at most S - 1.
-            tables: blocks of each request.
+            blocks: of all requests.
+            rows: of `blocks`, those of these requests.
             block_size: tokens a block holds.
         """
-        self.clear()
+        if self.uploaded is not None:
+            self.uploaded.synchronize()  # what was uploaded last may be on its way
         query = np.array([s.num_tokens for s in step], dtype=np.int32)
         computed = np.array([s.num_computed for s in step], dtype=np.int32)
         start = np.zeros(len(step) + 1, dtype=np.int32)
         np.cumsum(query, out=start[1:])
         num_tokens, num_reqs = int(start[-1]), len(step)
         host = self.arrays
-        for row, blocks in zip(host["block_table"], tables, strict=False):
-            row[: len(blocks)] = blocks
-        host["input_ids"][0, :num_tokens] = [t for s in step for t in s.tokens()]
-        positions = positions_of_step(query, computed, start)
-        # Drafts may go on after the last position that the model has. Nobody wants those rows, but
-        # a position is an index, and of some models (dynamic RoPE) all rows depend on the largest.
-        last = np.array([s.request.max_tokens - 1 for s in step], dtype=np.int64)
-        host["position_ids"][0, :num_tokens] = np.minimum(positions, np.repeat(last, query))
-        room = np.array([len(blocks) for blocks in tables], dtype=np.int64) * block_size
-        slots = slots_of_step(query, computed, start, host["block_table"][:num_reqs], block_size)
-        beyond = positions >= np.repeat(room, query)
-        host["slot_mapping"][:num_tokens] = np.where(beyond, PAD_SLOT_ID, slots)
+        self._pad(num_reqs, num_tokens)
+        self._fill_blocks(blocks, rows)
+        self._fill_tokens(step, start)
+        packed = np.frombuffer(b"".join([s.request.packed for s in step]), dtype=PACKED)
+        for name in (*FIELDS, "stop_tokens"):
+            host[name][:num_reqs] = packed[name]
+        room = blocks.num_blocks[rows] * block_size
+        self._fill_places(query, computed, start, room, packed["last_position"], block_size)
         host["query_start_loc"][: num_reqs + 1] = start
-        if self.query_len is None:
-            host["query_start_loc"][num_reqs + 1 : -1] = num_tokens
         if self.query_len is None and self.num_rows:
-            host["logits_indices"][:num_reqs] = start[1:] - 1
+            np.subtract(start[1:], 1, out=host["logits_indices"][:num_reqs])
             host["num_logits"][0] = num_reqs
-        host["seq_lens"][:num_reqs] = computed + query
-        for name in FIELDS:
-            host[name][:num_reqs] = [getattr(s.request.sampling, name) for s in step]
-        host["remaining"][:num_reqs] = [s.remaining for s in step]
+        np.add(computed, query, out=host["seq_lens"][:num_reqs])
+        host["remaining"][:num_reqs] = [s.request.end - s.length for s in step]
         host["sources"][:num_reqs] = [s.source for s in step]
         host["active"][:num_reqs] = True
-        for row, scheduled in zip(host["stop_tokens"], step, strict=False):
-            stops = sorted(scheduled.request.stops)[:MAX_STOP_TOKENS]
-            row[: len(stops)] = stops
+
+    def _fill_blocks(self, blocks: BlockRows, rows: np.ndarray) -> None:
+        """Rows of the block table; where it was interrupted, they are written again."""
+        number, versions = rows.size, blocks.versions[rows]
+        (changed,) = np.nonzero(versions != self.versions[:number])
+        if changed.size == number:
+            self.versions[:number] = -1
+            np.take(blocks.blocks, rows, axis=0, out=self.arrays["block_table"][:number])
+        elif changed.size:
+            self.versions[changed] = -1
+            self.arrays["block_table"][changed] = blocks.blocks[rows[changed]]
+        self.versions[:number] = versions
+
+    def _fill_tokens(self, step: Rows, start: np.ndarray) -> None:
+        """Tokens that the host knows; those of decodes at once, others request by request."""
+        ids = self.arrays["input_ids"][0]
+        if step.query_len == 1:
+            ids[: len(step)] = [(s.request.token_ids or s.request.prompt)[-1] for s in step]
+            return
+        for s, begin in zip(step, start[:-1].tolist(), strict=True):
+            first, end = s.num_computed, s.num_computed + s.num_tokens
+            if s.source < 0 and end <= len(s.request.prompt) and not s.draft:
+                ids[begin : begin + s.num_tokens] = s.request.prompt_array[first:end]
+            else:
+                ids[begin : begin + s.num_tokens] = s.tokens()
+
+    def _fill_places(
+        self,
+        query: np.ndarray,
+        computed: np.ndarray,
+        start: np.ndarray,
+        room: np.ndarray,
+        last: np.ndarray,
+        block_size: int,
+    ) -> None:
+        """Positions and slots of all rows; the block table is there.
+
+        Drafts may go on after the last position that the model has, and after the last block.
+        Nobody wants those rows, but a position is an index, and of some models (dynamic RoPE) all
+        rows depend on the largest.
+        """
+        host, num_reqs, num_tokens = self.arrays, query.size, int(start[-1])
+        table = host["block_table"][:num_reqs]
+        if num_tokens == num_reqs:
+            positions, request = computed.astype(np.int64), np.arange(num_reqs)
+        else:
+            positions = positions_of_step(query, computed, start)
+            request = np.repeat(np.arange(num_reqs), query)
+            last, room = last[request], room[request]
+        np.minimum(positions, last, out=host["position_ids"][0, :num_tokens])
+        block, offset = np.divmod(positions, block_size)
+        slots = table[request, block].astype(np.int64) * block_size + offset
+        host["slot_mapping"][:num_tokens] = np.where(positions >= room, PAD_SLOT_ID, slots)
 
     def upload(self) -> None:
         """Copy the host side but for `tokens` to the device, without waiting for it."""

@@ -19,6 +19,7 @@ SESSION = tuple(
         "requests/scheduled",
         "requests/scheduler",
         "requests/stream",
+        "step/blocks",
         "step/tensors",
         "verify/model_state",
     )

@@ -66,6 +66,7 @@ def drawn_options(rng: random.Random) -> dict[str, Any]:
         "num_draft_tokens": rng.choice([0, 2]),
         "share_prefixes": rng.random() < 0.5,
         "verify": rng.choice([None] * 5 + ["first"]),
+        "reserve": rng.choice(["need", "need", "length"]),
     }
 
 

@@ -185,6 +185,6 @@ def test_a_preempted_request_waits_until_its_launched_steps_are_read():
     assert [s.request for s in rows] == [first]
     scheduler.cache.free(first.id)
     scheduler.running.clear()
-    launched = Scheduled(second, 1, 11, 12)
+    launched = Scheduled(second, 1, 11, 12, True, 0)
     assert scheduler.next_step(After([launched])) == []
     assert [s.num_tokens for s in scheduler.next_step()] == [12]

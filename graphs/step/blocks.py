@@ -1,0 +1,86 @@
+"""Block tables of requests as rows of one array, each written only when its table has changed.
+
+S requests, M blocks a request may own.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from attn_ops import PagedKVCache
+from attn_ops.block_pool import BlockTable
+
+
+class BlockRows:
+    """Rows of requests, which come and go.
+
+    An interrupt leaves a row that is written again: the row's table is remembered last.
+
+    Args:
+        cache: whose requests they are.
+        max_blocks: M.
+        num_rows: requests at a time; more of them make it grow.
+
+    Attributes:
+        blocks: [rows, M] int32, block 0 behind the last one.
+        num_blocks: [rows] int64.
+        versions: [rows] int64; equal ones have equal blocks, and 0 has none.
+    """
+
+    def __init__(self, cache: PagedKVCache, max_blocks: int, num_rows: int) -> None:
+        self._cache = cache
+        self.blocks = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self.versions = np.zeros(num_rows, dtype=np.int64)
+        self._owners: list[Hashable | None] = [None] * num_rows
+        self._tables: list[BlockTable | None] = [None] * num_rows
+        self._row_of: dict[Hashable, int] = {}
+        self._next = 0  # the search for a free row begins here
+        self._num_written = 0
+
+    def find(self, requests: Sequence[Hashable]) -> np.ndarray:
+        """[S] rows of the requests, which own blocks and are all different; up to date."""
+        tables = self._cache.pool.tables
+        rows = [self._row_of.get(request, -1) for request in requests]
+        for i, request in enumerate(requests):
+            row, table = rows[i], tables[request]
+            if row < 0:
+                row = rows[i] = self._claim(request)
+            if self._tables[row] is not table:
+                self._write(row, table)
+        return np.array(rows, dtype=np.int64)
+
+    def _write(self, row: int, table: BlockTable) -> None:
+        self._tables[row] = None
+        self._num_written += 1
+        self.versions[row] = self._num_written
+        self.blocks[row] = 0
+        self.blocks[row, : len(table.blocks)] = table.blocks
+        self.num_blocks[row] = len(table.blocks)
+        self._tables[row] = table
+
+    def _claim(self, request: Hashable) -> int:
+        """A row that nobody has, or whose owner has no blocks any more."""
+        tables, number = self._cache.pool.tables, len(self._owners)
+        ordered = ((self._next + i) % number for i in range(number))
+        free = (row for row in ordered if self._owners[row] not in tables)
+        row = next(free, number)
+        if row == number:
+            self._grow()
+        owner = self._owners[row]
+        if self._row_of.get(owner) == row:
+            del self._row_of[owner]
+        self._tables[row] = None
+        self._owners[row] = request
+        self._row_of[request] = row
+        self._next = row + 1
+        return row
+
+    def _grow(self) -> None:
+        """Twice the rows; the last assignment makes them known."""
+        number = len(self._owners)
+        for name in ("blocks", "num_blocks", "versions"):
+            old = getattr(self, name)[:number]
+            setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+        self._tables = [*self._tables[:number], *[None] * number]
+        self._owners = [*self._owners, *[None] * number]

@@ -1,4 +1,10 @@
-"""`dump.json`: everything the page of a dump is made of, but what the raw files say themselves."""
+"""`dump.json`: everything the page of a dump is made of, but what the raw files say themselves.
+
+"kernels": a list, one entry a compiled graph, in the order of "inductor":
+    {"file", "calls"}; the fields of a call: see `graphs.dumps.kernels`.
+"timeline": what the kernels of one decode step took; see `graphs.dumps.timeline`; null: none.
+"timeline_why": why "timeline" is null, in a line; empty where it is not.
+"""
 
 import dataclasses
 import json
@@ -12,10 +18,11 @@ from graphs.dumps.folder import is_dump
 from graphs.dumps.index import Index
 
 FILE = "dump.json"
-VERSION = 1
+VERSION = 2
 _FORMAT = "attn-ops dump"
 _PARTS: dict[str, type] = {
     "index": dict, "sessions": list, "passes": list, "graphs": list, "inductor": list,
+    "kernels": list,
 }  # fmt: skip
 
 
@@ -41,6 +48,9 @@ def data_of(recorder: Recorder, index: Index, files: dict[str, list[list[str]]])
             for (name, _), nodes, names in graphs
         ],
         "inductor": [names[0] for names in files["inductor"]],
+        "kernels": [],
+        "timeline": None,
+        "timeline_why": "nothing records one yet",
     }
     return json.dumps(data, default=str)
 

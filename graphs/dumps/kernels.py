@@ -1,6 +1,17 @@
-"""The calls of Inductor's output code: kernel, source, and the ATen nodes its comments name.
+"""The calls of Inductor's output code: kernel, source, ATen nodes of its comments, and bytes.
 
-The code is read as text; nothing of it runs.
+The code is read as text; nothing of it runs. A call is a dict:
+
+    "name": of the kernel; "extern_kernels.mm", "torch.ops.x.y.default" are not of Inductor.
+    "call": the line of the call, at most 400 characters.
+    "source": of the kernel, with the comments above it; empty for others.
+    "aten", "model_nodes": operators and nodes of Inductor's comment.
+    "graph_nodes": nodes of the graph in `final/` that the comment lists; empty for C++ kernels.
+    "group": as in a timeline, see `graphs.dumps.groups`: "products", "attention", ...
+    "bytes_read", "bytes_written": {"": bytes, "T": bytes a token, "s9": bytes for each s9}, a sum;
+        null where the size of an argument is not known, or no such sum. "T" is the number of
+        tokens of the step; other names are Inductor's symbols.
+    "detail": "[T, 4096] x [4096, 6144]" of a product, else "".
 """
 
 import re

@@ -100,8 +100,8 @@ def test_names_do_not_become_markup(copied):
         ("dump.json", None, "dump must be complete, got .* without dump.json"),
         ("dump.json", '{"format": ', "dump must be complete, got a truncated "),
         ("dump.json", "[]", "dump.json must be of a dump"),
-        ("dump.json", '{"format": "attn-ops dump", "version": 9}', "known, got 9; supported: 1"),
-        ("dump.json", '{"format": "attn-ops dump", "version": 1}', "without index"),
+        ("dump.json", '{"format": "attn-ops dump", "version": 9}', "known, got 9; supported: 2"),
+        ("dump.json", '{"format": "attn-ops dump", "version": 2}', "without index"),
         ("final/02-decoder_layer.py", None, "without final/02-decoder_layer.py"),
     ],
 )

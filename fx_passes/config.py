@@ -12,6 +12,7 @@ class PassConfig:
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
     `attn_quant`, of the pass `quantize_output`, is "never", "auto", where a backend gains by it, or
     "always". `skinny_products` takes the same words: "auto" is where our kernel was measured.
+    So do `fused_mlp` and `norm_products`; of them nothing was measured yet: "auto" is off.
     `early_launch`, of no pass, is "auto", where the GPU launches kernels before those in front have
     ended, "on", an error where it cannot, or "off", for our own kernels, too.
 
@@ -27,6 +28,8 @@ class PassConfig:
     attn_quant: Literal["auto", "always", "never"] = "auto"
     collapse_views: bool = True
     skinny_products: Literal["auto", "always", "never"] = "auto"
+    fused_mlp: Literal["auto", "always", "never"] = "auto"
+    norm_products: Literal["auto", "always", "never"] = "auto"
     early_launch: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:

@@ -8,6 +8,8 @@ short_products   aten     products of few terms are written as sums
 quantize_output  aten     attention that is quantized writes FP8 itself
 collapse_views   aten     q, k, v reach attention as one view of their product
 skinny_products  aten     products go to an operator that is faster for few rows
+fused_mlp        aten     norm, gated products and additions become one operator
+norm_products    aten     a product of an RMSNorm becomes one operator
 """
 
 import copy
@@ -25,7 +27,9 @@ from fx_passes.naming import GraphName, name_of
 from fx_passes.observe import recorders
 from fx_passes.passes.constants import DeviceConstants
 from fx_passes.passes.fast_prefill import FastPrefill
+from fx_passes.passes.fused_mlp import FusedMlp
 from fx_passes.passes.layers import OutlineLayers
+from fx_passes.passes.norm_products import NormProducts
 from fx_passes.passes.products import ShareProducts
 from fx_passes.passes.quantize_output import QuantizeOutput
 from fx_passes.passes.short_products import ShortProducts
@@ -35,7 +39,7 @@ from fx_passes.promises import Promises
 
 _PIPELINE: list[type[Pass]] = [
     DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, ShortProducts,
-    QuantizeOutput, CollapseViews, SkinnyProducts,
+    QuantizeOutput, CollapseViews, SkinnyProducts, FusedMlp, NormProducts,
 ]  # fmt: skip
 """Global: it is the registry of passes."""
 

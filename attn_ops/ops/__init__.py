@@ -4,6 +4,7 @@ from attn_ops.ops.advance import advance_step
 from attn_ops.ops.attention import attention, attention_with_lse
 from attn_ops.ops.attention_quant import attention_quant
 from attn_ops.ops.cache_blocks import copy_blocks, gather_kv, swap_blocks
+from attn_ops.ops.fused_products import gated_mlp, norm_mm
 from attn_ops.ops.merge import merge_attn_states, merge_attn_states_quant
 from attn_ops.ops.mla import mla_attention, mla_attention_with_lse
 from attn_ops.ops.mla_cache import copy_blocks_mla, gather_mla_kv, write_mla_kv
@@ -19,6 +20,7 @@ __all__ = [
     "attention_with_lse",
     "copy_blocks",
     "copy_blocks_mla",
+    "gated_mlp",
     "gather_kv",
     "gather_mla_kv",
     "merge_attn_states",
@@ -26,6 +28,7 @@ __all__ = [
     "mla_attention",
     "mla_attention_quant",
     "mla_attention_with_lse",
+    "norm_mm",
     "skinny_mm",
     "swap_blocks",
     "varlen_attention",

@@ -42,6 +42,11 @@ def _skinny_mm(
     return x @ w if bias is None else torch.addmm(bias, x, w)
 
 
+def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ w + bias by the operator's implementation, for other operators'."""
+    return _skinny_mm(x, w, bias)
+
+
 @torch.library.register_fake("attn_ops::skinny_mm", lib=LIBRARY)
 def _skinny_mm_fake(
     x: torch.Tensor,

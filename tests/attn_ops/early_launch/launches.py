@@ -29,6 +29,7 @@ PREFILL = ([1, 18, 0, 35], [1, 18, 7, 61])
 
 NEVER_WRITTEN = {
     "attn_ops.ops.triton.skinny.skinny_kernel": {"w_ptr"},
+    "attn_ops.ops.triton.fused_products.fused_kernel": {"w_ptr"},
     "attn_ops.backends.mla.triton.absorb.absorb_kernel": {"w_ptr"},
     "attn_ops.backends.mla.triton.project.project_kernel": {"w_ptr", "quant.1"},
     "attn_ops.backends.triton.decode_parts.combine_kernel": {"quant.1"},
@@ -117,6 +118,8 @@ def mla() -> None:
 
 
 def products() -> None:
+    from attn_ops.ops.triton.fused_products import launch_fused
+    from attn_ops.ops.triton.rows import launch_rms_norm, launch_silu_mul
     from attn_ops.ops.triton.skinny import launch_skinny
 
     x, w = torch.zeros(2, 512, dtype=BF16), torch.zeros(512, 512, dtype=BF16)
@@ -124,6 +127,11 @@ def products() -> None:
     fp8 = torch.float8_e4m3fn
     scales = (torch.ones(2, 1), torch.ones(1, 512))
     launch_skinny(x.to(fp8), w.to(fp8).t(), None, *scales, BF16)
+    normed = {"norm_weight": w[0], "eps": 1e-5}
+    launch_fused(x, w.t(), addend=x, gated=True, **normed)
+    launch_fused(x, w.t(), residuals=(x, x), bias=w[0], **normed)
+    launch_rms_norm(x, x, w[0], 1e-5)
+    launch_silu_mul(x)
 
 
 def query() -> None:

@@ -1,0 +1,211 @@
+"""`attn_ops::norm_mm` and `attn_ops::gated_mlp`: products with what stands before and behind them.
+
+For few rows each product is one kernel with its norm, gate and additions. For more rows the same
+is computed by the library's products and a kernel between each two.
+
+T rows, K inputs, M outputs, F columns of a gate.
+"""
+
+import torch
+
+from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.skinny_mm import product, takes
+
+LIBRARY.define(
+    "norm_mm(Tensor x, Tensor norm_weight, float eps, Tensor w, Tensor? bias=None) -> Tensor"
+)
+LIBRARY.define(
+    "gated_mlp(Tensor x, Tensor residual, Tensor norm_weight, float eps, Tensor w_gate_up, "
+    "Tensor w_down) -> Tensor"
+)
+
+MOST_ROWS = 16
+"""Of the kernels that compute it all."""
+
+
+@torch.library.impl(LIBRARY, "norm_mm", "CompositeExplicitAutograd")
+def _norm_mm(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if _is_fused(x, w):
+        from attn_ops.ops.triton.fused_products import launch_fused
+
+        return launch_fused(x, w, norm_weight=norm_weight, eps=eps, bias=bias)
+    return product(_normed(x, None, norm_weight, eps)[1], w, bias)
+
+
+@torch.library.register_fake("attn_ops::norm_mm", lib=LIBRARY)
+def _norm_mm_fake(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    _check(x, norm_weight, w, bias)
+    return x.new_empty((x.shape[0], w.shape[1]))
+
+
+@torch.library.impl(LIBRARY, "gated_mlp", "CompositeExplicitAutograd")
+def _gated_mlp(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> torch.Tensor:
+    if _is_fused(x, w_gate_up, w_down) and residual.stride(1) == 1:
+        from attn_ops.ops.triton.fused_products import launch_fused
+
+        gated = launch_fused(
+            x, w_gate_up, addend=residual, norm_weight=norm_weight, eps=eps, gated=True
+        )
+        return launch_fused(gated, w_down, residuals=(x, residual))
+    total, normed = _normed(x, residual, norm_weight, eps)
+    return total + product(_gated(product(normed, w_gate_up)), w_down)
+
+
+@torch.library.register_fake("attn_ops::gated_mlp", lib=LIBRARY)
+def _gated_mlp_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> torch.Tensor:
+    _check_mlp(x, residual, norm_weight, w_gate_up, w_down)
+    return x.new_empty(x.shape)
+
+
+def _check(
+    x: torch.Tensor, norm_weight: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Raise a ValueError that names the first argument that does not fit."""
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0] or x.dtype != w.dtype:
+        raise ValueError(
+            "x and w must have shapes [T, K] and [K, M] and one dtype, "
+            f"got {x.dtype} {list(x.shape)} and {w.dtype} {list(w.shape)}"
+        )
+    if norm_weight.shape != x.shape[1:]:
+        raise ValueError(f"norm_weight must have shape [K], got {list(norm_weight.shape)}")
+    if bias is not None and bias.shape != w.shape[1:]:
+        raise ValueError(f"bias must have shape [{w.shape[1]}], got {list(bias.shape)}")
+
+
+def _check_mlp(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> None:
+    """The same for `gated_mlp`."""
+    _check(x, norm_weight, w_gate_up, None)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual must be {x.dtype} of x's shape {list(x.shape)}, "
+            f"got {residual.dtype} {list(residual.shape)}"
+        )
+    wanted = [w_gate_up.shape[1] // 2, x.shape[1]]
+    if list(w_down.shape) != wanted or w_down.dtype != x.dtype:
+        raise ValueError(
+            f"w_down must be {x.dtype} of shape {wanted}, got {w_down.dtype} {list(w_down.shape)}"
+        )
+
+
+def _is_fused(x: torch.Tensor, *weights: torch.Tensor) -> bool:
+    few = 0 < x.shape[0] <= MOST_ROWS and x.stride(1) == 1
+    return few and all(takes(w, x.device) for w in weights)
+
+
+def _by_kernels(x: torch.Tensor) -> bool:
+    """Whether kernels of ours compute what stands between products."""
+    return x.shape[0] > 0 and x.stride(1) == 1 and x.device.type == "cuda"
+
+
+def _normed(
+    x: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + addend, and its RMSNorm."""
+    if _by_kernels(x) and (addend is None or addend.stride(1) == 1):
+        from attn_ops.ops.triton.rows import launch_rms_norm
+
+        return launch_rms_norm(x, addend, weight, eps)
+    total = x if addend is None else x + addend
+    wide = total.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return total, (wide * weight.float()).to(x.dtype)
+
+
+def _gated(x: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of the columns, times the second half."""
+    if _by_kernels(x):
+        from attn_ops.ops.triton.rows import launch_silu_mul
+
+        return launch_silu_mul(x)
+    gate, up = x.float().chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def norm_mm(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """RMSNorm(x) @ w + bias.
+
+    Of at most 16 rows one kernel computes it on Hopper GPUs: a row's result then depends neither
+    on the other rows nor on how many there are.
+
+    Args:
+        x: [T, K].
+        norm_weight: [K].
+        eps: added to the mean square of a row.
+        w: [K, M] in x's dtype, a transposed weight: the kernel takes stride 1 along K.
+        bias: [M].
+
+    Returns:
+        [T, M] contiguous, in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    _check(x, norm_weight, w, bias)
+    return torch.ops.attn_ops.norm_mm.default(x, norm_weight, eps, w, bias)
+
+
+def gated_mlp(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> torch.Tensor:
+    """h + (SiLU(y @ gate) * (y @ up)) @ w_down, with h = x + residual and y = RMSNorm(h).
+
+    Of at most 16 rows two kernels compute it on Hopper GPUs, as `norm_mm` says.
+
+    Args:
+        x, residual: [T, K].
+        norm_weight: [K].
+        eps: added to the mean square of a row.
+        w_gate_up: [K, 2 * F], the gate's columns before those of up.
+        w_down: [F, K].
+
+    Returns:
+        [T, K] contiguous, in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    _check_mlp(x, residual, norm_weight, w_gate_up, w_down)
+    return torch.ops.attn_ops.gated_mlp.default(x, residual, norm_weight, eps, w_gate_up, w_down)

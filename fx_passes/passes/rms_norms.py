@@ -1,0 +1,202 @@
+"""What stands around products in a graph: an RMSNorm, a gate's SiLU, views of rows."""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from fx_passes.analysis.graph_ops import aten
+from fx_passes.analysis.sizes import equal, expression
+from fx_passes.analysis.values import value_of
+
+CONVERT = torch.ops.prims.convert_element_type.default
+SKINNY = torch.ops.attn_ops.skinny_mm.default
+_WITH_SIZES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+_ROW_VIEWS = _WITH_SIZES | {aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default}
+
+
+class Norm(NamedTuple):
+    """RMSNorm(source) * weight."""
+
+    source: Node
+    weight: Node  # [K]
+    eps: float
+
+
+class Product(NamedTuple):
+    """x @ w + bias, without scales."""
+
+    x: Node
+    w: Node
+    bias: Node | None
+
+
+def product_of(node: Any) -> Product | None:
+    """The plain product that a node is."""
+    if not isinstance(node, Node):
+        return None
+    if node.target is aten.mm.default:
+        x, w = node.args
+        return Product(cast(Node, x), cast(Node, w), None)
+    if node.target is not SKINNY or any(v is not None for v in node.kwargs.values()):
+        return None
+    x, w, bias = (*node.args, None)[:3]
+    return Product(cast(Node, x), cast(Node, w), cast(Node | None, bias))
+
+
+def behind_views(node: Any, *, shared: bool = False) -> Any:
+    """What a node is a view of, as long as the last dimension stays what it is.
+
+    A view that several nodes read is looked behind if they may share it.
+    """
+    while isinstance(node, Node) and node.target in _ROW_VIEWS:
+        if len(node.users) > 1 and not shared:
+            break
+        source = cast(Node, node.args[0])
+        if not _same_columns(value_of(source), value_of(node)):
+            break
+        node = source
+    return node
+
+
+def _same_columns(a: torch.Tensor, b: torch.Tensor) -> bool:
+    both = a.dim() > 0 and b.dim() > 0
+    return both and expression(a.shape[-1]) == expression(b.shape[-1])
+
+
+def norm_of(node: Any) -> Norm | None:
+    """The RMSNorm that a node is, in float32 or in wider: weight * x * rsqrt(mean(x * x) + eps).
+
+    It may be rounded before it is multiplied by the weight. Nothing else reads a value between.
+    """
+    weighted = _factors(node)
+    for weight, rest in weighted:
+        if value_of(weight).dim() != 1:
+            continue
+        for wide, factor in _factors(_unconverted(rest)):
+            source = _unconverted(wide)
+            eps = _eps(factor, wide)
+            rows, columns = value_of(source), value_of(weight)
+            if eps is None or columns.dtype != rows.dtype or not _same_columns(rows, columns):
+                continue
+            wanted = torch.float32 if rows.dtype != torch.float64 else torch.float64
+            if value_of(wide).dtype == wanted and value_of(node).dtype == rows.dtype:
+                return Norm(source, weight, eps)
+    return None
+
+
+def _factors(node: Any) -> list[tuple[Node, Node]]:
+    """Both orders of a product of two tensors."""
+    if not isinstance(node, Node) or node.target is not aten.mul.Tensor:
+        return []
+    a, b = node.args
+    return [(a, b), (b, a)] if isinstance(a, Node) and isinstance(b, Node) else []
+
+
+def _unconverted(node: Any) -> Any:
+    """What a conversion converts; of `_to_copy`, one that does nothing else."""
+    if not isinstance(node, Node):
+        return node
+    copied = node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
+    return node.args[0] if copied or node.target is CONVERT else node
+
+
+def _eps(factor: Node, wide: Node) -> float | None:
+    """eps, if `factor` is rsqrt(mean(wide * wide) + eps)."""
+    if factor.target is not aten.rsqrt.default:
+        return None
+    total = cast(Node, factor.args[0])
+    if total.target is not aten.add.Tensor or total.kwargs or len(total.args) != 2:
+        return None
+    mean, eps = total.args
+    if not isinstance(mean, Node) or mean.target is not aten.mean.dim or mean.kwargs:
+        return None
+    square, dims, *keep = mean.args
+    rank = value_of(wide).dim()
+    over_columns = dims in ([-1], [rank - 1]) and keep == [True]
+    if not over_columns or not isinstance(eps, float | int) or not _is_square(square, wide):
+        return None
+    return float(eps)
+
+
+def _is_square(node: Any, of: Node) -> bool:
+    if node.target is aten.pow.Tensor_Scalar:
+        return node.args == (of, 2)
+    return node.target is aten.mul.Tensor and node.args == (of, of)
+
+
+def gated_of(node: Any) -> tuple[Node, Node] | None:
+    """(gate, up) of SiLU(gate) * up."""
+    for silu, up in _factors(node):
+        gate = _silu(_unconverted(silu))
+        if gate is not None and _unconverted(up) is not gate:
+            return gate, _unconverted(up)
+    return None
+
+
+def _silu(node: Any) -> Node | None:
+    """x of x / (1 + exp(-x)), x * sigmoid(x) or silu(x)."""
+    if not isinstance(node, Node):
+        return None
+    if node.target is aten.silu.default:
+        return _unconverted(node.args[0])
+    for x, sigmoid in _factors(node):
+        if sigmoid.target is aten.sigmoid.default and sigmoid.args[0] is x:
+            return _unconverted(x)
+    if node.target is not aten.div.Tensor:
+        return None
+    x, below = cast(tuple[Node, Node], node.args)
+    if not isinstance(below, Node) or below.target is not aten.add.Tensor or below.kwargs:
+        return None
+    power, one = below.args
+    if one != 1 or not isinstance(power, Node) or power.target is not aten.exp.default:
+        return None
+    minus = cast(Node, power.args[0])
+    return _unconverted(x) if minus.target is aten.neg.default and minus.args[0] is x else None
+
+
+def half_of(node: Node, product: Node, second: bool) -> bool:
+    """Whether a node is the first half of a product's columns, or the second."""
+    if node.target not in (aten.slice.Tensor, aten.as_strided.default):
+        return False
+    if behind_views(node.args[0], shared=True) is not product:
+        return False
+    half, whole = value_of(node), value_of(product)
+    width = whole.shape[1]
+    if not isinstance(width, int) or width % 2 or half.dim() not in (2, 3):
+        return False
+    rows = half.shape[-2] if half.dim() == 2 or expression(half.shape[0]) == 1 else None
+    placed = half.storage_offset() - whole.storage_offset() == (width // 2 if second else 0)
+    return (
+        rows is not None
+        and placed
+        and equal((rows, half.shape[-1]), (whole.shape[0], width // 2))
+        and equal(half.stride()[-2:], (width, 1))
+    )
+
+
+def sizes_of(node: Node) -> list[Any] | None:
+    """The sizes of a view as its graph's nodes; None: none of them is at hand."""
+    if node.target in _WITH_SIZES:
+        return cast(list[Any], node.args[1])
+    shape = list(value_of(node).shape)
+    return shape if all(isinstance(size, int) for size in shape) else None
+
+
+def as_rows(graph: Graph, node: Node, like: Node) -> Node:
+    """`node` as [T, K], as `like` is, whose sizes are at hand; itself if it has two dimensions."""
+    if value_of(node).dim() == 2:
+        return node
+    view = graph.call_function(aten.view.default, (node, sizes_of(like)))
+    view.meta["val"] = value_of(node).view(value_of(like).shape)
+    return view
+
+
+def is_whole(x: torch.Tensor) -> bool:
+    """Whether x can be viewed as rows, without a question that leaves a guard."""
+    strides, expected = list(x.stride()), 1
+    for size, stride in zip(reversed(x.shape), reversed(strides), strict=True):
+        if expression(size) != 1 and expression(stride) != expression(expected):
+            return False
+        expected = expected * size
+    return True

@@ -1,0 +1,153 @@
+"""fused_mlp and norm_products: what becomes one operator, and what is left."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fx_passes.passes.fused_mlp import FusedMlp
+from fx_passes.passes.norm_products import NormProducts
+
+X = torch.randn(5, 64)
+G, W, D = torch.randn(64), torch.randn(96, 64) / 8, torch.randn(64, 48) / 8
+
+
+def norm(x, g, eps=1e-6):
+    """As Transformers' LlamaRMSNorm computes it."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return g * wide.to(x.dtype)
+
+
+def mlp(x, g, w, d, act=functional.silu):
+    h = x.sin() + x
+    both = functional.linear(norm(h, g), w)
+    return h + functional.linear(act(both[..., :48]) * both[..., 48:], d)
+
+
+def run(one, contract, aten_graph, function, *args, matches=1, mode="always"):
+    """Sums have another order, and bfloat16 is rounded less often."""
+    tolerance = 0.05 if args[0].dtype == torch.bfloat16 else 1e-5
+    graph = aten_graph(function, *args)
+    return contract(one(mode), graph, *args, matches=matches, tolerance=tolerance)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_product(aten_graph, contract, dtype):
+    args = [t.to(dtype) for t in (X, G, W)]
+    after = run(NormProducts, contract, aten_graph, lambda x, g, w: norm(x, g) @ w.t(), *args)
+    assert "aten.rsqrt" not in after
+
+    def batched(x, g, w):
+        return functional.linear(norm(x.unsqueeze(0), g), w)
+
+    assert "attn_ops.norm_mm" in run(NormProducts, contract, aten_graph, batched, *args)
+
+
+def test_mlp(aten_graph, contract):
+    after = run(FusedMlp, contract, aten_graph, mlp, X, G, W, D)
+    assert after.count("attn_ops.gated_mlp") == 1
+    assert "aten.mm" not in after
+
+    def batched(x, g, w, d):
+        return mlp(x.unsqueeze(0), g, w, d)
+
+    after = run(FusedMlp, contract, aten_graph, batched, X, G, W, D)
+    assert "attn_ops.gated_mlp" in after
+
+
+def test_mlp_in_bfloat16(aten_graph, contract):
+    args = [t.to(torch.bfloat16) for t in (X, G, W, D)]
+    assert "attn_ops.gated_mlp" in run(FusedMlp, contract, aten_graph, mlp, *args)
+
+
+def another_activation(*args):
+    return mlp(*args, act=functional.gelu)
+
+
+def norm_of_another(x, g, w, d):
+    both = norm(x, g) @ w.t()
+    return (x.sin() + x) + functional.linear(functional.silu(both[:, :48]) * both[:, 48:], d)
+
+
+def halves_swapped(x, g, w, d):
+    h = x.sin() + x
+    both = functional.linear(norm(h, g), w)
+    return h + functional.linear(functional.silu(both[..., 48:]) * both[..., :48], d)
+
+
+def gate_twice(x, g, w, d):
+    h = x.sin() + x
+    both = functional.linear(norm(h, g), w)
+    return h + functional.linear(functional.silu(both[..., :48]) * both[..., :48], d)
+
+
+@pytest.mark.parametrize(
+    "function", [another_activation, norm_of_another, halves_swapped, gate_twice]
+)
+def test_other_mlps_are_left(aten_graph, contract, function):
+    run(FusedMlp, contract, aten_graph, function, X, G, W, D, matches=0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, g: g * (x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6)),
+        lambda x, g: g * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-6)),
+        lambda x, g: g * (x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-6)),
+        lambda x, g: (1 + g) * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)),
+        lambda x, g: g[: x.shape[1]] + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    ],
+    ids=["of columns", "another power", "of another", "a sum", "a shift"],
+)
+def test_other_norms_are_left(aten_graph, contract, other):
+    def function(x, g, w):
+        return other(x, g) @ w.t()
+
+    run(NormProducts, contract, aten_graph, function, X, G, W, matches=0)
+
+
+def test_a_weight_of_one_more(aten_graph, contract):
+    """Gemma's: the sum is computed in front."""
+    after = run(NormProducts, contract, aten_graph, lambda x, g, w: norm(x, 1 + g) @ w.t(), X, G, W)
+    assert "attn_ops.norm_mm" in after
+
+
+@pytest.mark.skipped_when(
+    NormProducts, "something else reads the normalized rows, such as another product"
+)
+def test_skipped_when_rows_are_read_again(aten_graph, contract):
+    def twice(x, g, w):
+        y = norm(x, g)
+        return y @ w.t(), y.relu()
+
+    run(NormProducts, contract, aten_graph, twice, X, G, W, matches=0)
+
+
+@pytest.mark.skipped_when(NormProducts, 'the mode is "auto": no gain was measured yet')
+def test_norm_products_are_off(aten_graph, contract):
+    function = lambda x, g, w: norm(x, g) @ w.t()  # noqa: E731
+    run(NormProducts, contract, aten_graph, function, X, G, W, matches=0, mode="auto")
+
+
+@pytest.mark.skipped_when(
+    FusedMlp, "something else reads a value between the first addition and the last"
+)
+def test_skipped_when_a_value_is_read(aten_graph, contract):
+    def total(x, g, w, d):
+        h = x.sin() + x
+        both = functional.linear(norm(h, g), w)
+        return h + functional.linear(functional.silu(both[:, :48]) * both[:, 48:], d), h.relu()
+
+    def product(x, g, w, d):
+        h = x.sin() + x
+        both = functional.linear(norm(h, g), w)
+        out = functional.linear(functional.silu(both[:, :48]) * both[:, 48:], d)
+        return h + out, out.amax()
+
+    for function in (total, product):
+        run(FusedMlp, contract, aten_graph, function, X, G, W, D, matches=0)
+
+
+@pytest.mark.skipped_when(FusedMlp, 'the mode is "auto": no gain was measured yet')
+def test_mlps_are_off(aten_graph, contract):
+    run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0, mode="auto")

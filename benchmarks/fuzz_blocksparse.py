@@ -12,6 +12,7 @@ T rows, S requests, N query heads, K kv heads, H head size, P cache blocks, B ca
 import argparse
 import dataclasses
 import itertools
+import math
 import random
 import time
 from typing import Any
@@ -333,19 +334,23 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, choices=("cpu", "cuda"))
     parser.add_argument("--largest", type=int, default=None, help="tokens of a sequence")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop then")
     args = parser.parse_args()
     largest = args.largest or (1000 if args.device == "cuda" else 400)
     failed, began = [], time.perf_counter()
     for name in args.backends:
-        worst = 0.0
+        worst, done = 0.0, 0
         for seed in range(args.first_seed, args.first_seed + args.cases):
+            if time.perf_counter() - began > args.seconds:
+                break
+            done += 1
             case = draw(seed, args.device, largest)
             try:
                 worst = max(worst, check(case, name, args.device))
             except Exception as error:  # the other cases still run
                 failed.append(seed)
                 print(f"FAILED {name} {case}: {type(error).__name__}: {error}", flush=True)
-        print(f"{name}: {args.cases} cases, largest relative error of a row {worst:.2e}")
+        print(f"{name}: {done} cases, largest relative error of a row {worst:.2e}")
     print(f"{len(failed)} failed, {time.perf_counter() - began:.0f} s")
     raise SystemExit(bool(failed))
 

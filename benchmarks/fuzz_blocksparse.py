@@ -334,14 +334,14 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, choices=("cpu", "cuda"))
     parser.add_argument("--largest", type=int, default=None, help="tokens of a sequence")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop then")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a backend")
     args = parser.parse_args()
     largest = args.largest or (1000 if args.device == "cuda" else 400)
     failed, began = [], time.perf_counter()
     for name in args.backends:
-        worst, done = 0.0, 0
+        worst, done, started = 0.0, 0, time.perf_counter()
         for seed in range(args.first_seed, args.first_seed + args.cases):
-            if time.perf_counter() - began > args.seconds:
+            if time.perf_counter() - started > args.seconds:
                 break
             done += 1
             case = draw(seed, args.device, largest)

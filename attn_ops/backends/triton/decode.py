@@ -12,7 +12,8 @@ I = K * ceil(G / HEADS) programs per request and range.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -225,49 +226,90 @@ def decode_attention(
     one token: it is its request's last, so that `common.causal` makes no difference.
 
     Args:
-        num_splits: overrides the choice, 1 to MAX_SPLITS.
-        constants: override the choice.
+        num_splits, constants: override the choice, see `decode_work`.
     """
-    num_kv_heads, num_reqs = kv_cache.shape[3], common.num_reqs
-    group = q.shape[1] // num_kv_heads
-    fp8 = options.kv_cache_dtype != "auto"
-    chosen = constants or decode_constants(triton.next_power_of_2(q.shape[2]), q.dtype, fp8)
-    heads = min(group, MAX_HEADS)
-    items = num_kv_heads * triton.cdiv(group, heads)
-    if num_splits is None:
-        max_keys = min(common.max_seq_len, options.sliding_window or common.max_seq_len)
-        num_splits = num_splits_of(
-            common, max_keys, items, row_bytes=4 * items * heads * q.shape[2],
-            multiprocessors=num_sms(q.device), long_programs_per_sm=chosen.long_programs_per_sm,
-        )  # fmt: skip
-    quant = options.quant
-    by_row = quant is not None and quant.how.scheme == "fp8_row"
-    if quant is not None and by_row and num_splits == 1:  # no kernel before it to clear counters
+    max_keys = min(common.max_seq_len, options.sliding_window or common.max_seq_len)
+    work = decode_work(q, kv_cache, common, options, max_keys, num_splits, constants)
+    if work is None:
         plain = dataclasses.replace(options, quant=None)
-        return launch_quantize(decode_attention(q, kv_cache, common, plain, 1, constants), quant)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
-    part, part_lse = empty_parts(out, num_reqs * items, num_splits, heads, q.shape[2])
-    epilogue = epilogue_arguments(quant, q.dtype, by_row=by_row)
-    arguments, flags = option_arguments(options, unused=out)
-    decode_kernel[(max(num_reqs, q.shape[0]) * items, num_splits)](
-        out, part, part_lse, q, readable(kv_cache, options),
+        out = decode_attention(q, kv_cache, common, plain, 1, constants)
+        return launch_quantize(out, options.quant)
+    chosen, out, num_splits, shape = work.constants, work.out, work.num_splits, work.shape
+    decode_kernel[(max(common.num_reqs, q.shape[0]) * work.units, num_splits)](
+        out, work.part, work.part_lse, q, readable(kv_cache, options),
         common.query_start_loc, common.seq_lens, common.block_table_tensor,
         *q.stride()[:2], *kv_cache.stride()[:4], common.block_table_tensor.stride(0),
-        num_reqs, q.shape[0], num_splits, *arguments, **epilogue,
-        **geometry(q, kv_cache, heads, fp8),
+        common.num_reqs, q.shape[0], num_splits, *work.arguments, **work.epilogue,
+        **shape,
         TILE=chosen.keys,
         SPLIT=num_splits > 1,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
-        **flags,
+        **work.flags,
         **early_launch(q.device),
     )  # fmt: skip
-    if num_splits > 1 and num_reqs:
+    if num_splits > 1 and common.num_reqs:
         combine(
-            out, part, part_lse, common, options.sliding_window, options.lse, epilogue,
-            group=group, tile=chosen.keys,
+            out, work.part, work.part_lse, common, options.sliding_window, options.lse,
+            work.epilogue, group=shape["GROUP"], tile=chosen.keys,
         )  # fmt: skip
     return out
+
+
+class DecodeWork(NamedTuple):
+    """What a launch over split keys needs, whichever keys its programs visit."""
+
+    constants: DecodeConstants
+    units: int  # I: programs of a request and range
+    num_splits: int  # R
+    out: torch.Tensor  # [T, N, H], quantized or not
+    part: torch.Tensor  # with part_lse, of `empty_parts`
+    part_lse: torch.Tensor
+    epilogue: dict[str, Any]
+    arguments: Sequence[Any]  # with flags, of `option_arguments`
+    flags: dict[str, bool]
+    shape: dict[str, int]  # of `geometry`
+
+
+def decode_work(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    common: CommonAttentionMetadata,
+    options: AttentionOptions,
+    max_keys: int,
+    num_splits: int | None,
+    constants: DecodeConstants | None,
+) -> DecodeWork | None:
+    """Constants, ranges and memory of a launch; None: the output is quantized by another kernel.
+
+    That is where a scale goes over a row and there is one range: no kernel before the combining one
+    clears its counters.
+
+    Args:
+        max_keys: most keys that a query sees, or an upper bound.
+        num_splits: overrides the choice, 1 to MAX_SPLITS.
+        constants: override the choice.
+    """
+    num_kv_heads, fp8 = kv_cache.shape[3], options.kv_cache_dtype != "auto"
+    group = q.shape[1] // num_kv_heads
+    heads = min(group, MAX_HEADS)
+    shape = geometry(q, kv_cache, heads, fp8)
+    chosen = constants or decode_constants(shape["PADDED_HEAD_SIZE"], q.dtype, fp8)
+    units = num_kv_heads * -(-group // heads)
+    if num_splits is None:
+        num_splits = num_splits_of(
+            common, max_keys, units, row_bytes=4 * units * heads * q.shape[2],
+            multiprocessors=num_sms(q.device), long_programs_per_sm=chosen.long_programs_per_sm,
+        )  # fmt: skip
+    quant = options.quant
+    by_row = quant is not None and quant.how.scheme == "fp8_row"
+    if by_row and num_splits == 1:
+        return None
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
+    parts = empty_parts(out, common.num_reqs * units, num_splits, heads, q.shape[2])
+    epilogue = epilogue_arguments(quant, q.dtype, by_row=by_row)
+    asked = option_arguments(options, unused=out)
+    return DecodeWork(chosen, units, num_splits, out, *parts, epilogue, *asked, shape)
 
 
 def geometry(

@@ -18,31 +18,17 @@ import triton.language as tl
 
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.blocksparse.triton.prefill import divisor
-from attn_ops.backends.triton.decode import DecodeConstants, decode_constants, geometry
+from attn_ops.backends.triton.decode import MAX_HEADS, DecodeConstants, DecodeWork, decode_work
 from attn_ops.backends.triton.decode_loop import attend_range
-from attn_ops.backends.triton.decode_parts import (
-    combine_row,
-    empty_parts,
-    num_splits_of,
-    store_padding,
-    store_range,
-)
-from attn_ops.backends.triton.tiles import (
-    LOG2_E,
-    first_logits,
-    num_sms,
-    option_arguments,
-    readable,
-)
+from attn_ops.backends.triton.decode_parts import combine_row, store_padding, store_range
+from attn_ops.backends.triton.tiles import LOG2_E, first_logits, readable
 from attn_ops.block_layout.tables import UNIT_HEADS
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.output_quant.triton.epilogue import (
-    ROW,
-    epilogue_arguments,
-    given_scale,
-)
+from attn_ops.output_quant.triton.epilogue import ROW, given_scale
 from attn_ops.output_quant.triton.quantize import launch_quantize
+
+assert UNIT_HEADS == MAX_HEADS, "a unit of the tables is the query heads of a program"
 
 
 @triton.jit
@@ -273,63 +259,55 @@ def decode_attention(
     one token. `layout` are tensors of `BlockTables` for blocks of `sparse_size` tokens.
 
     Args:
-        num_splits: overrides the choice, 1 to MAX_SPLITS.
-        constants: override the choice.
+        num_splits, constants: override the choice, see `decode_work`.
     """
-    num_kv_heads, num_reqs = kv_cache.shape[3], common.num_reqs
-    group = q.shape[1] // num_kv_heads
-    fp8 = options.kv_cache_dtype != "auto"
-    chosen = constants or decode_constants(triton.next_power_of_2(q.shape[2]), q.dtype, fp8)
-    tile = divisor(sparse_size, chosen.keys)
-    heads = min(group, UNIT_HEADS)
-    num_units = num_kv_heads * triton.cdiv(group, heads)
-    if num_splits is None:
-        num_splits = num_splits_of(
-            common, common.max_seq_len, num_units, row_bytes=4 * num_units * heads * q.shape[2],
-            multiprocessors=num_sms(q.device), long_programs_per_sm=chosen.long_programs_per_sm,
-        )  # fmt: skip
-    quant = options.quant
-    by_row = quant is not None and quant.how.scheme == "fp8_row"
-    if quant is not None and by_row and num_splits == 1:  # no kernel before it to clear counters
+    work = decode_work(q, kv_cache, common, options, common.max_seq_len, num_splits, constants)
+    if work is None:
         plain = dataclasses.replace(options, quant=None)
-        return launch_quantize(
-            decode_attention(q, kv_cache, common, plain, sparse_size, layout, 1, constants), quant
-        )
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
-    part, part_lse = empty_parts(out, num_reqs * num_units, num_splits, heads, q.shape[2])
-    epilogue = epilogue_arguments(quant, q.dtype, by_row=by_row)
-    arguments, flags = option_arguments(options, unused=out)
+        out = decode_attention(q, kv_cache, common, plain, sparse_size, layout, 1, constants)
+        return launch_quantize(out, options.quant)
+    chosen, num_splits = work.constants, work.num_splits
     _, _, unit_starts, unit_entries = layout
-    early = early_launch(q.device)
-    shape = geometry(q, kv_cache, heads, fp8)
-    decode_kernel[(max(num_reqs, q.shape[0]) * num_units, num_splits)](
-        out, part, part_lse, q, readable(kv_cache, options),
+    sizes = {"SPARSE_SIZE": sparse_size, "TILE": divisor(sparse_size, chosen.keys)}
+    decode_kernel[(max(common.num_reqs, q.shape[0]) * work.units, num_splits)](
+        work.out, work.part, work.part_lse, q, readable(kv_cache, options),
         common.query_start_loc, common.seq_lens, common.block_table_tensor,
         unit_starts, unit_entries,
         *q.stride()[:2], *kv_cache.stride()[:4], common.block_table_tensor.stride(0),
-        unit_starts.shape[1] - 1, num_reqs, q.shape[0], num_splits, *arguments, **epilogue,
-        **shape,
-        SPARSE_SIZE=sparse_size,
-        TILE=tile,
+        unit_starts.shape[1] - 1, common.num_reqs, q.shape[0], num_splits,
+        *work.arguments, **work.epilogue,
+        **work.shape,
+        **sizes,
         SPLIT=num_splits > 1,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
-        **flags,
-        **early,
+        **work.flags,
+        **early_launch(q.device),
     )  # fmt: skip
-    if num_splits > 1 and num_reqs:
-        parts = min(triton.next_power_of_2(num_splits), max(8192 // shape["PADDED_HEAD_SIZE"], 1))
-        combine_kernel[(num_reqs, q.shape[1])](
-            out, part, part_lse, common.query_start_loc, common.seq_lens,
-            unit_starts, unit_entries, unit_starts.shape[1] - 1, num_splits,
-            out if options.lse is None else options.lse, **epilogue,
-            **{n: shape[n] for n in ("NUM_HEADS", "GROUP", "HEADS", "HEAD_SIZE")},
-            PADDED_HEAD_SIZE=shape["PADDED_HEAD_SIZE"],
-            SPARSE_SIZE=sparse_size,
-            TILE=tile,
-            PARTS=parts,
-            HAS_LSE=options.lse is not None,
-            num_warps=4,
-            **early,
-        )  # fmt: skip
-    return out
+    if num_splits > 1 and common.num_reqs:
+        combine(work, common, unit_starts, unit_entries, options.lse, sizes)
+    return work.out
+
+
+def combine(
+    work: DecodeWork,
+    common: CommonAttentionMetadata,
+    unit_starts: torch.Tensor,
+    unit_entries: torch.Tensor,
+    lse: torch.Tensor | None,
+    sizes: dict[str, int],
+) -> None:
+    """The parts of `work` into the requests' rows of its output and of `lse`."""
+    padded_head_size = work.shape["PADDED_HEAD_SIZE"]
+    names = ("NUM_HEADS", "GROUP", "HEADS", "HEAD_SIZE", "PADDED_HEAD_SIZE")
+    combine_kernel[(common.num_reqs, work.shape["NUM_HEADS"])](
+        work.out, work.part, work.part_lse, common.query_start_loc, common.seq_lens,
+        unit_starts, unit_entries, unit_starts.shape[1] - 1, work.num_splits,
+        work.out if lse is None else lse, **work.epilogue,
+        **{name: work.shape[name] for name in names},
+        **sizes,
+        PARTS=min(triton.next_power_of_2(work.num_splits), max(8192 // padded_head_size, 1)),
+        HAS_LSE=lse is not None,
+        num_warps=4,
+        **early_launch(work.out.device),
+    )  # fmt: skip

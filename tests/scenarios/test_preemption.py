@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kit.interrupts import SHARING, Interrupt
+from tests.kit.models import build_model
 from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import (
     captured_lazily,
@@ -19,6 +20,7 @@ from tests.kit.sessions import (
 )
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 6, [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 1], [9]]
+FAMILIES = ("mistral", "gemma2", "gpt_oss", "deepseek_v2")
 DRAWN = {"temperature": 1.0, "seed": 3}
 PENALIZED = DRAWN | {"presence_penalty": 0.5, "repetition_penalty": 1.2}
 
@@ -56,6 +58,16 @@ def test_whole_lengths_may_be_reserved(model):
     assert session.generate(PROMPTS, 20) == want
     assert session.report().preemptions is None
     assert "preemptions" not in str(session.report())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name):
+    """Windows, sinks and latents."""
+    model = build_model(name)
+    want = make_session(model).generate(PROMPTS, 20)
+    session = tight(model, share_prefixes=name == "gemma2")
+    assert session.generate(PROMPTS, 20) == want
+    assert session.report().preemptions.num_preemptions > 0
 
 
 @pytest.mark.parametrize("decode_steps", [1, 4])

@@ -4,10 +4,9 @@ import dataclasses
 
 import torch
 
-from attn_ops import PagedKVCache
-from attn_ops.kv_cache import NULL_BLOCK
+from attn_ops.block_pool import NULL_BLOCK, BlockTable
 from graphs.requests.requests import Request
-from graphs.requests.scheduled import Scheduled
+from graphs.requests.scheduled import Rows, Scheduled
 from graphs.runner import StepRunner
 from graphs.sampling import SamplingParams
 from graphs.sampling.params import Sampling
@@ -32,16 +31,6 @@ class StepMemory:
     after: DeviceMemory  # when it is over: with workspaces that stay
 
 
-class NullCache(PagedKVCache):
-    """One block, which all requests have at every position."""
-
-    def blocks(self, request: object) -> list[int]:
-        return [NULL_BLOCK] * self.width
-
-    width = 1
-    """Blocks of a request."""
-
-
 def is_rationed(device: torch.device) -> bool:
     """Whether a cache takes what is left of the device: of a GPU."""
     return device.type == "cuda"
@@ -62,7 +51,7 @@ def measured(runner: StepRunner, max_tokens: int, max_tokens_per_step: int) -> S
     Compiled steps take less, as Inductor uses buffers again.
 
     Args:
-        runner: of the uncompiled model on a `NullCache`.
+        runner: of the uncompiled model on a small cache: requests have the null block everywhere.
         max_tokens: of a request.
         max_tokens_per_step: token budget.
 
@@ -70,6 +59,8 @@ def measured(runner: StepRunner, max_tokens: int, max_tokens_per_step: int) -> S
         ValueError: the step does not fit into the memory of the device.
     """
     rows = largest_step(max_tokens, runner.max_batch_size, max_tokens_per_step)
+    null = BlockTable([NULL_BLOCK] * runner.max_blocks)
+    runner.cache.pool.tables.update({s.request.id: null for s in rows})
     memory_of(runner.device)
     torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_reserved(runner.device)
@@ -91,7 +82,7 @@ def measured(runner: StepRunner, max_tokens: int, max_tokens_per_step: int) -> S
     return StepMemory(peak + len(rows) * runner.vocab_size * LOGITS_BYTES, after)
 
 
-def largest_step(max_tokens: int, max_batch_size: int, budget: int) -> list[Scheduled]:
+def largest_step(max_tokens: int, max_batch_size: int, budget: int) -> Rows:
     """A step of as many tokens and requests as there may be, all of them at their longest.
 
     Decodes come first, then prompts.
@@ -104,13 +95,9 @@ def largest_step(max_tokens: int, max_batch_size: int, budget: int) -> list[Sche
     prompt = [0] * max_tokens
     none: frozenset[int] = frozenset()
     sampling = SamplingParams(seed=0)
-    return [
-        Scheduled(
-            Request(i, prompt, 1, sampling, none, none, max_tokens),
-            number,
-            max_tokens - number,
-            max_tokens,
-            row=i,
-        )
-        for i, number in enumerate(lengths)
-    ]
+    rows = Rows()
+    for number in lengths:
+        request = Request(len(rows), prompt, 1, sampling, none, none, max_tokens)
+        begin, row = max_tokens - number, len(rows)
+        rows.append(Scheduled(request, number, begin, max_tokens, True, max_tokens, row=row))
+    return rows

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from attn_ops import AttentionSpec, PagedKVCache
-from graphs.cache.device import NullCache, StepMemory, measured
+from graphs.cache.device import StepMemory, measured
 from graphs.cache.size import CacheSize, Sizing
 from graphs.capture.plan import CapturePlan
 from graphs.options import SessionOptions
@@ -42,9 +42,8 @@ def made_cache(
     }
 
     def measure() -> StepMemory:
-        cache = NullCache(owner.specs, num_tokens=options.block_size, **more)
+        cache = PagedKVCache(owner.specs, num_tokens=options.block_size, **more)
         runner = runner_of(model=owner.original, cache=cache)
-        cache.width = runner.max_blocks
         return measured(runner, options.max_tokens, options.max_tokens_per_step)
 
     graphs = owner.plan.estimated_bytes

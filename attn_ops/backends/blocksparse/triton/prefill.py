@@ -21,6 +21,7 @@ from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.triton.prefill import CHANGES_SCORES, find_request
 from attn_ops.backends.triton.prefill_keys import PAGED, PAGED_TMA, TMA, attend_keys
 from attn_ops.backends.triton.prefill_launch import (
+    Keys,
     Launch,
     choose_num_splits,
     gathered_keys,
@@ -239,6 +240,23 @@ def key_rows(kv_cache: torch.Tensor, tile: int) -> list[TensorDescriptor]:
     ]
 
 
+def keys_of(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    common: CommonAttentionMetadata,
+    options: AttentionOptions,
+    launch: Launch,
+    by_rows: bool | None,
+) -> tuple[Keys, list[TensorDescriptor] | None]:
+    """Where the kernel reads keys and values, and their rows if it reads those by TMA in place."""
+    if launch.gather:
+        return gathered_keys(kv_cache, common, options, q.dtype, launch.keys), None
+    by_rows = has_tma(q.device) if by_rows is None else by_rows
+    by_rows = by_rows and readable_by_rows(kv_cache, q.dtype, launch.keys)
+    rows = key_rows(kv_cache, launch.keys) if by_rows else None
+    return paged_keys(kv_cache, common, options), rows
+
+
 def choose_launch(
     q: torch.Tensor, kv_cache: torch.Tensor, common: CommonAttentionMetadata, sparse_size: int
 ) -> Launch:
@@ -295,14 +313,7 @@ def prefill_attention(
             quant,
         )
     launch = launch or choose_launch(q, kv_cache, common, sparse_size)
-    if by_rows is None:
-        by_rows = has_tma(q.device) and not launch.gather
-    if launch.gather:
-        keys, by_rows = gathered_keys(kv_cache, common, options, q.dtype, launch.keys), False
-    else:
-        keys = paged_keys(kv_cache, common, options)
-        by_rows = by_rows and readable_by_rows(kv_cache, q.dtype, launch.keys)
-    rows = key_rows(kv_cache, launch.keys) if by_rows else (keys.k, keys.v)
+    keys, rows = keys_of(q, kv_cache, common, options, launch, by_rows)
     num_rows, num_heads, head_size = q.shape
     starts, columns, *_ = layout
     block_m, _ = launch.fitted(1, common.max_query_len)
@@ -314,7 +325,7 @@ def prefill_attention(
     arguments, flags = option_arguments(options, unused=out)
     num_row_tiles = num_rows // block_m + 2 * common.num_reqs + 2
     prefill_kernel[(num_row_tiles * num_heads, launch.num_splits)](
-        part, part_lse, q, keys.k, keys.v, *rows,
+        part, part_lse, q, keys.k, keys.v, *(rows or (keys.k, keys.v)),
         common.query_start_loc, common.seq_lens, keys.table,
         starts, columns, *q.stride()[:2], *keys.strides, starts.shape[1] - 1, common.num_reqs,
         num_rows, launch.num_splits, *arguments,
@@ -328,7 +339,7 @@ def prefill_attention(
         BLOCK_M=block_m,
         TILE=launch.keys,
         WIDEN=widened(q.dtype),
-        KEYS=PAGED_TMA.value if by_rows else keys.kind,
+        KEYS=keys.kind if rows is None else PAGED_TMA.value,
         FUSED=options.scale > 0 and not any(flags[name] for name in CHANGES_SCORES),
         SPLIT=split,
         **launch.constants(block_m),

@@ -252,15 +252,10 @@ def mla_parts(
         lse: [D, N] float32, written if there is but one range: else the merging kernel knows it.
         counters: whether to make counters for `store_head_of_row`.
     """
-    num_rows, num_heads, latent = ql_nope.shape
-    num_reqs, max_query_len = seq_lens.shape[0], max(max_query_len, 1)
-    launch = launch or decode_launch(
-        max_query_len * num_heads, ql_nope.dtype, fp8 is not None, latent
+    (num_rows, num_heads, latent), num_reqs = ql_nope.shape, seq_lens.shape[0]
+    launch, row_tiles, num_splits = _ranges(
+        ql_nope, num_reqs, max_query_len, max_seq_len, fp8, num_splits, launch
     )
-    row_tiles = triton.cdiv(max_query_len * num_heads, launch.rows)
-    if num_splits is None:
-        slots = launch.programs_per_sm * num_sms(ql_nope.device)
-        num_splits = choose_num_splits(num_reqs * row_tiles, max_seq_len, slots)
     split = num_splits > 1
     dtype = torch.float32 if split else ql_nope.dtype
     shape = (num_rows, num_heads, num_splits)
@@ -297,6 +292,26 @@ def mla_parts(
         **early_launch(ql_nope.device),
     )
     return Parts(part, part_lse if split else None, counts)
+
+
+def _ranges(
+    ql_nope: torch.Tensor,
+    num_reqs: int,
+    max_query_len: int,
+    max_seq_len: int,
+    fp8: torch.dtype | None,
+    num_splits: int | None,
+    launch: DecodeLaunch | None,
+) -> tuple[DecodeLaunch, int, int]:
+    """The launch, programs over the rows of a request, and ranges of its keys."""
+    _, num_heads, latent = ql_nope.shape
+    rows = max(max_query_len, 1) * num_heads
+    launch = launch or decode_launch(rows, ql_nope.dtype, fp8 is not None, latent)
+    row_tiles = triton.cdiv(rows, launch.rows)
+    if num_splits is None:
+        slots = launch.programs_per_sm * num_sms(ql_nope.device)
+        num_splits = choose_num_splits(num_reqs * row_tiles, max_seq_len, slots)
+    return launch, row_tiles, num_splits
 
 
 def _constants(

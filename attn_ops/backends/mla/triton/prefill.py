@@ -253,7 +253,7 @@ def mla_prefill(
         with_lse: natural log of the softmax's denominator, float32.
         launch: overrides the choice.
     """
-    num_rows, num_heads, columns = q.shape
+    num_rows, num_heads, _ = q.shape
     value, num_reqs = v.shape[2], cu_q.shape[0] - 1
     out = torch.empty(num_rows, num_heads, value, dtype=q.dtype, device=q.device)
     lse = None
@@ -262,8 +262,6 @@ def mla_prefill(
     if num_rows == 0:
         return out, lse
     launch = launch or prefill_launch(max_q, q.dtype)
-    first = max(1 << (columns.bit_length() - 1), 16)
-    rest = max(columns - first, 0)
     prefill_kernel[(num_rows // launch.rows + num_reqs + 1, num_heads)](
         out,
         q,
@@ -279,12 +277,7 @@ def mla_prefill(
         num_rows,
         scale * LOG2_E.value,
         NUM_HEADS=num_heads,
-        COLUMNS=columns,
-        FIRST=first,
-        REST=rest,
-        PADDED_REST=max(triton.next_power_of_2(rest), 16),
-        VALUE=value,
-        PADDED_VALUE=max(triton.next_power_of_2(value), 16),
+        **_columns(q.shape[2], value),
         BLOCK_M=launch.rows,
         TILE=launch.keys,
         CAUSAL=causal,
@@ -295,3 +288,17 @@ def mla_prefill(
         **early_launch(q.device),
     )
     return out, lse
+
+
+def _columns(columns: int, value: int) -> dict[str, int]:
+    """The kernel's constants of a head's columns: a power of two of them, and the rest."""
+    first = max(1 << (columns.bit_length() - 1), 16)
+    rest = max(columns - first, 0)
+    return {
+        "COLUMNS": columns,
+        "FIRST": first,
+        "REST": rest,
+        "PADDED_REST": max(triton.next_power_of_2(rest), 16),
+        "VALUE": value,
+        "PADDED_VALUE": max(triton.next_power_of_2(value), 16),
+    }

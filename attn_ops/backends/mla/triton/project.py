@@ -210,8 +210,7 @@ def combine_project(
         return launch_quantize(combine_project(parts, w_uv, None, lse, launch), quant)
     assert fitted is not None
     if max_fused_splits is None:
-        whole = fitted.latents >= latent  # else every tile of columns would wait for its parts
-        max_fused_splits = MAX_PASSES * _most_parts(fitted) if whole else 1
+        max_fused_splits = _fused_splits(fitted, latent)
     if parts.lse is not None and num_splits > max_fused_splits:
         merged = combine(parts.part, parts.lse, dtype, lse)
         parts, num_splits, lse = Parts(merged, None, parts.counters), 1, None
@@ -231,22 +230,36 @@ def combine_project(
         num_splits,
         out if lse is None else lse,
         **epilogue,
-        NUM_HEADS=num_heads,
-        LATENT=latent,
-        VALUE=value,
-        TILE_V=fitted.values,
-        TILE_L=fitted.latents,
-        BLOCK_D=fitted.rows,
-        PARTS=min(triton.next_power_of_2(num_splits), _most_parts(fitted)),
-        WHOLE=fitted.latents >= latent,
+        **_constants(fitted, num_heads, latent, value, num_splits),
         SPLIT=split,
         HAS_LSE=split and lse is not None,
         WIDEN=widened(dtype),
-        num_warps=fitted.num_warps,
-        num_stages=fitted.num_stages,
         **early_launch(device),
     )
     return out
+
+
+def _constants(
+    launch: ProjectLaunch, num_heads: int, latent: int, value: int, num_splits: int
+) -> dict[str, Any]:
+    """The kernel's constants that follow from sizes and the launch."""
+    return {
+        "NUM_HEADS": num_heads,
+        "LATENT": latent,
+        "VALUE": value,
+        "TILE_V": launch.values,
+        "TILE_L": launch.latents,
+        "BLOCK_D": launch.rows,
+        "PARTS": min(triton.next_power_of_2(num_splits), _most_parts(launch)),
+        "WHOLE": launch.latents >= latent,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+    }
+
+
+def _fused_splits(launch: ProjectLaunch, latent: int) -> int:
+    """Ranges that the kernel itself merges: one, where each tile of columns would wait for them."""
+    return MAX_PASSES * _most_parts(launch) if launch.latents >= latent else 1
 
 
 def _most_parts(launch: ProjectLaunch) -> int:

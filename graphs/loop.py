@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from tqdm import tqdm
 
 from graphs.ahead import DecodeLauncher, LaunchedSteps
+from graphs.capture.gains import MixedGains, gpu_ms
 from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
@@ -61,6 +62,9 @@ class StepLoop:
         self.runner, self.scheduler, self.token_stream = runner, scheduler, token_stream
         self.plan, self.state, self.compilation = plan, state, compilation
         self.launcher = DecodeLauncher(runner, always_fills)
+        times = runner.device.type == "cuda" and plan.chooses_mixed and not always_fills
+        mixed_sizes, timer = plan.dispatcher.mixed_sizes, gpu_ms if times else None
+        self.gains = MixedGains(mixed_sizes, runner.builder, timer)
         self.num_steps = {"captured": 0, "called": 0}
         self.num_launches = {"ahead": 0, "waited": 0}
         self._replays_only = plan.debug is None and not always_fills  # no Python of the model
@@ -149,6 +153,7 @@ class StepLoop:
         """Collect what is launched, then give all graphs back; they are captured when needed."""
         self.collect_all()
         self.launcher.buffers.clear()
+        self.gains.clear()
         self.runner.release()
 
     # -- the model ---------------------------------------------------------------------------------
@@ -209,13 +214,17 @@ class StepLoop:
         )
         if key is None or (step[0].draft and not key.uniform):  # mixed: logits of last rows only
             return None
-        return self._capture(key, mode)
+        captured = self._capture(key, mode)  # first: a new graph is timed
+        return captured if self.gains.pays(key, step.num_tokens) else None
 
     def _capture(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:
         if not self._checked and not self.runner.is_captured(key):
             self._check_model()
         with self.compilation.counters.watching():
-            return self.runner.captured(key, mode)
+            captured = self.runner.captured(key, mode)
+            if captured is not None and self.graphs is not None:
+                self.gains.measure(captured, self.graphs)
+            return captured
 
     # -- drafts: their tokens are read at once -----------------------------------------------------
 

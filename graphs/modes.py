@@ -135,6 +135,15 @@ def default_capture_sizes(max_batch_size: int) -> list[int]:
     return sorted({size for size in sizes if size < max_batch_size} | {max_batch_size})
 
 
+def default_mixed_sizes(max_tokens: int) -> list[int]:
+    """16, 32, multiples of 64 to 512, of 128 to 1024, then powers of 2 to 2048, and `max_tokens`.
+
+    Small steps gain most by a graph, and padding costs them most.
+    """
+    sizes = [16, 32, *range(64, 513, 64), *range(640, 1025, 128), 2048]
+    return [*(size for size in sizes if size < max_tokens), max_tokens]
+
+
 def checked_capture_sizes(sizes: Sequence[int] | None, max_batch_size: int) -> list[int]:
     """The wanted sizes in order, or the default ones.
 

@@ -9,7 +9,12 @@ from typing import Any
 
 from attn_ops import Backend
 from attn_ops.metadata import KVCacheLayoutType
-from graphs.modes import CUDAGraphMode, checked_capture_sizes, checked_sizes
+from graphs.modes import (
+    CUDAGraphMode,
+    checked_capture_sizes,
+    checked_sizes,
+    default_mixed_sizes,
+)
 from graphs.verify.verifier import Verifier
 
 DEBUGS = (None, "eager_replay")
@@ -39,7 +44,9 @@ class SessionOptions:
             there are blocks for its longest sequence, and is never preempted. Same tokens.
         max_tokens_per_step: token budget of a step; longer prompts are computed in chunks.
         capture_sizes: captured batch sizes; default `default_capture_sizes(max_batch_size)`.
-        mixed_capture_sizes: tokens of captured steps with prompts in them, where the mode has any.
+        mixed_capture_sizes: tokens of captured steps with prompts in them, where the mode has any;
+            default `default_mixed_sizes(max_tokens_per_step)`, each used where it is faster than
+            calling the step, as timed when it is captured.
         seed: of the random numbers of requests that bring no seed of their own.
         kv_cache_dtype: auto, the model's; or fp8_e4m3, fp8_e5m2, scaled by the [1] float32 tensors
             `k_scale` and `v_scale` that attention modules may have.
@@ -177,10 +184,10 @@ class SessionOptions:
 
     @property
     def mixed_sizes(self) -> list[int]:
-        """Token counts of captured steps with prompts: the wanted ones, or powers of 2 from 16."""
+        """Tokens of captured steps with prompts: the wanted ones, or `default_mixed_sizes`."""
         most = self.max_tokens_per_step
         if self.mixed_capture_sizes is None:
-            return [*(2**i for i in range(4, 12) if 2**i < most), most]
+            return default_mixed_sizes(most)
         sizes = self.mixed_capture_sizes
         return checked_sizes("mixed_capture_sizes", sizes, "max_tokens_per_step", most)
 

@@ -122,6 +122,7 @@ class SessionReport:
     num_keys: int  # of graphs that may be captured, so far
     graphs: list[GraphLine]  # in the order of their capture
     failures: list[FailureLine]
+    mixed_gains: list[str]  # of each captured size of steps with prompts, what was timed
     graph_bytes: int
     graph_bytes_estimated: int | None  # from shapes, for `num_keys`; None: not to be had
     capture_seconds: float
@@ -167,6 +168,7 @@ class SessionReport:
             num_keys=len(plan.first_keys()),
             graphs=[GraphLine.of(captured) for captured in graphs or ()],
             failures=[FailureLine.of(key, error) for key, error in failures.items()],
+            mixed_gains=[str(gain) for gain in session.loop.gains],
             graph_bytes=0 if graphs is None else graphs.num_bytes,
             graph_bytes_estimated=plan.estimated_bytes,
             capture_seconds=0.0 if graphs is None else graphs.seconds,
@@ -227,6 +229,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
         *(("", line) for line in r.kinds),
         ("captured", _captured(r)),
         *((f"  not {line.batch}", f"{line}; {line.advice}") for line in r.failures),
+        *(("  " if i else "mixed steps", line) for i, line in enumerate(r.mixed_gains)),
         ("decode steps", f"{steps.used}" if steps.asked == steps.used else taken),
         ("steps", f"{r.num_steps['captured']} captured, {r.num_steps['called']} called"),
         ("cache", str(r.cache)),

@@ -75,6 +75,14 @@ class CapturePlan:
         return self.dispatcher.decode_sizes
 
     @property
+    def chooses_mixed(self) -> bool:
+        """Whether steps with prompts are replayed only where that is faster than calling them.
+
+        Sizes that the caller has asked for are always replayed.
+        """
+        return self.debug is None and self.options.mixed_capture_sizes is None
+
+    @property
     def num_draft_tokens(self) -> int:
         return self.options.num_draft_tokens
 

@@ -1,0 +1,87 @@
+"""Captured steps with prompts are replayed where that is faster than calling them."""
+
+import pytest
+
+from graphs.capture.gains import Gain
+from graphs.modes import default_mixed_sizes
+from tests.kit.sessions import captured, captured_lazily, uncaptured
+
+PROMPTS = [[3], [5, 9], list(range(1, 18)), [1, 2, 3, 4], [7] * 9]
+
+
+@pytest.mark.parametrize(
+    ("replay", "calls", "least"),
+    [
+        (1.0, (2.0, 3.0), 65),  # launches are late whatever the size
+        (2.0, (2.0, 2.0), 65),
+        (2.5, (2.0, 3.0), 97),
+        (3.0, (2.0, 3.0), 128),
+        (3.1, (2.0, 3.0), None),  # padding costs more than launches
+    ],
+)
+def test_the_least_step_that_gains(replay, calls, least):
+    gain = Gain(128, 65, replay, *calls)
+    assert gain.least == least
+    assert ("never used" if least is None else f"from {least} tokens on") in str(gain)
+
+
+def timed(session, *times):
+    """The session's timer gives these, and runs what it is to time."""
+    left = list(times)
+
+    def timer(run):
+        run()
+        return left.pop(0)
+
+    session.loop.gains.timer = timer
+    return left
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize(
+    ("times", "called"), [((1.0, 2.0, 3.0), False), ((4.0, 2.0, 3.0), True)], ids=["gains", "loses"]
+)
+def test_steps_go_where_they_are_faster(model, mode, times, called):
+    want = uncaptured(model).generate(PROMPTS, 6)
+    session = captured_lazily(model, cudagraph_mode=mode, max_tokens_per_step=64)
+    left = timed(session, *times * 9)
+    assert session.generate(PROMPTS, 6) == want
+    assert (session.num_steps["called"] > 0) == called
+    assert len(left) < 27
+    assert len(left) % 3 == 0
+    report = session.report()
+    assert report.mixed_gains
+    assert ("never used" in report.mixed_gains[0]) == called
+    assert "mixed steps" in str(report)
+    session.loop.drop_graphs()
+    assert not session.report().mixed_gains
+
+
+def test_every_size_is_timed_once_before_the_first_step(model):
+    session = captured(model, cudagraph_mode="FULL", max_tokens_per_step=128)
+    left = timed(session, *[1.0] * 12)
+    session.warm_up()
+    assert not left
+    assert [gain.num_tokens for gain in session.loop.gains] == [16, 32, 64, 128]
+    assert [gain.low for gain in session.loop.gains] == [1, 17, 33, 65]
+    assert session.generate(PROMPTS, 6) == uncaptured(model).generate(PROMPTS, 6)
+    assert session.num_steps["called"] == 0
+    session.generate(PROMPTS, 6, temperature=0.5)  # other graphs, the same sizes
+
+
+def test_nothing_is_timed_on_a_cpu_nor_where_sizes_are_asked_for(model):
+    session = captured(model, cudagraph_mode="FULL", max_tokens_per_step=16)
+    session.generate(PROMPTS, 3)
+    assert session.loop.gains.timer is None
+    assert session.report().mixed_gains == []
+    assert "mixed steps" not in str(session.report())
+    assert not session.plan.chooses_mixed  # in debugging everything is as in a capture
+    assert uncaptured(model).plan.chooses_mixed
+    assert not uncaptured(model, mixed_capture_sizes=[8]).plan.chooses_mixed
+
+
+def test_default_sizes():
+    assert default_mixed_sizes(10) == [10]
+    assert default_mixed_sizes(64) == [16, 32, 64]
+    assert default_mixed_sizes(400) == [16, 32, 64, 128, 192, 256, 320, 384, 400]
+    assert default_mixed_sizes(8192)[-5:] == [768, 896, 1024, 2048, 8192]

@@ -12,7 +12,7 @@ from attn_ops.block_layout import BlockTables, tables_of
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
 from attn_ops.metadata.features import FEATURES, FeatureArguments, spec_fields
 from attn_ops.ops import attention, write_kv
-from attn_ops.ops.checks import check_layout_length
+from attn_ops.ops.checks import check_layout
 
 
 class Attention(nn.Module):
@@ -148,7 +148,7 @@ class Attention(nn.Module):
         if kv_cache_dtype != "auto":
             stored = {"k_scale": owner.k_scale, "v_scale": owner.v_scale}
             stored["kv_cache_dtype"] = kv_cache_dtype
-        check_layout_length(self.blocksparse, attn_metadata)
+        check_layout(self.blocksparse, q, attn_metadata)
         if k is not None and v is not None:  # as checked: it owns the cache
             write_kv(k, v, kv_cache, attn_metadata, slot_mapping=slot_mapping, **stored)
         return attention(

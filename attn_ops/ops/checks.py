@@ -72,14 +72,16 @@ def check_cache(
     meta.once(key, lambda: checks.check_cache(kv_cache, meta, dtype, kv_cache_dtype))
 
 
-def check_layout_length(blocksparse: BlockTables | None, meta: AttentionMetadata) -> None:
-    """Raise a ValueError if sequences are longer than a layer's layout: asked before it writes.
+def check_layout(blocksparse: BlockTables | None, q: torch.Tensor, meta: AttentionMetadata) -> None:
+    """Raise a ValueError unless a layer's layout fits the batch: asked before the layer writes.
 
     A traced graph cannot read the batch; there the operator refuses it.
     """
     if blocksparse is not None and not torch.compiler.is_compiling():
         check_metadata(meta)
         blocksparse.check_length(meta.common.max_seq_len)
+        if blocksparse.starts.device != q.device:
+            raise ValueError(f"blocksparse must be on {q.device}, got {blocksparse.starts.device}")
 
 
 def check_per_head(features: Iterable[Feature], options: AttentionOptions, q: torch.Tensor) -> None:

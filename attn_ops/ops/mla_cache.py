@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from attn_ops.backends.checks import check_latent_cache, check_latent_cache_shape
-from attn_ops.backends.mla.gather import gather_latents
+from attn_ops.backends.mla.gather import by_triton, gather_latents
 from attn_ops.compat.clones_until_2_15 import unshared
 from attn_ops.metadata import KV_CACHE_DTYPES, METADATA_TYPE, AttentionMetadata, LatentShape
 from attn_ops.metadata.checks import check_tensor
@@ -71,11 +71,12 @@ def _write(
     scale: torch.Tensor | None,
 ) -> None:
     """One kernel on a GPU; padding goes to slot 0, of the null block."""
-    plain_rows = 1 == kv_c.stride(1) == k_pe.stride(1) == kv_cache.stride(2) == slots_T.stride(0)
-    if kv_cache.is_cuda and kv_c.dtype != torch.float64 and plain_rows:
+    fp8 = KV_CACHE_DTYPES[kv_cache_dtype]
+    plain_rows = 1 == kv_c.stride(1) == k_pe.stride(1) == slots_T.stride(0)
+    if plain_rows and kv_c.dtype != torch.float64 and by_triton(kv_cache, fp8):
         from attn_ops.backends.mla.triton.write import write_latents
 
-        write_latents(kv_c, k_pe, kv_cache, slots_T, KV_CACHE_DTYPES[kv_cache_dtype], scale)
+        write_latents(kv_c, k_pe, kv_cache, slots_T, fp8, scale)
         return
     latent_TL = stored(torch.cat([kv_c, k_pe], dim=1), kv_cache_dtype, scale)
     slot_T, block_size = slots_T.clamp(min=0), kv_cache.shape[1]

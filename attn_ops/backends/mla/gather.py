@@ -5,6 +5,15 @@ S requests, M blocks a request may own, P blocks, B block size, Lkv latent, R he
 
 import torch
 
+from attn_ops.backends.triton import converts_e4m3
+
+
+def by_triton(kv_cache: torch.Tensor, fp8: torch.dtype | None) -> bool:
+    """Whether our kernels read and write latents of the cache: not all GPUs convert E4M3."""
+    if not kv_cache.is_cuda or kv_cache.dtype == torch.float64 or kv_cache.stride(2) != 1:
+        return False
+    return fp8 != torch.float8_e4m3fn or converts_e4m3(kv_cache.device)
+
 
 def gather_latents(
     kv_cache: torch.Tensor,
@@ -29,11 +38,7 @@ def gather_latents(
         fp8: dtype of an FP8 cache.
     """
     gather = reference_gather_latents
-    if (
-        kv_cache.is_cuda
-        and kv_cache.dtype != torch.float64
-        and 1 == kv_cache.stride(2) == out.stride(1)
-    ):
+    if by_triton(kv_cache, fp8) and out.stride(1) == 1:
         from attn_ops.backends.mla.triton.gather import gather_latents as gather
     gather(kv_cache, block_table, cu_seq_lens, seq_starts, out, kv_scale=kv_scale, fp8=fp8)
 

@@ -29,7 +29,7 @@ from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
 from attn_ops.metadata.features import spec_fields
 from attn_ops.ops import attention, varlen_attention, write_kv
-from attn_ops.ops.checks import check_layout_length
+from attn_ops.ops.checks import check_layout
 
 _FROM_LAYER = object()
 """A layer that passes no window: Qwen2-MoE and PhiMoE leave it to the mask."""
@@ -156,7 +156,7 @@ def attention_forward(
         batch, asked = (meta, _cache_of(module, caches), slots_T), options.get("causal")
         out = latent_attention(module, q_TNH, latents, batch, scale, kv_cache_dtype, asked)
         return out.unsqueeze(0), None
-    check_layout_length(tables, meta)
+    check_layout(tables, query, meta)
     stored = _storage(module, kv_cache_dtype)
     options |= {"attention_chunk_size": chunk_size(module) if causal else None, **stored}
     kv_cache = _written_cache(module, key, value, (meta, caches, slots_T), stored)

@@ -1,11 +1,15 @@
 """Caches of latents: gathered from any position, copied and swapped."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from attn_ops import copy_blocks, copy_blocks_mla, gather_mla_kv, swap_blocks
+from attn_ops.backends.mla.gather import by_triton
+from attn_ops.backends.triton import converts_e4m3
+from attn_ops.metadata import KV_CACHE_DTYPES
 from tests.kit.latent import build_latent_batch
 
 SEQ_LENS = [7, 0, 1, 19]
@@ -101,3 +105,23 @@ def test_swap_blocks():
     swap_blocks(source, target, torch.tensor([[4, 0], [1, 2]]))
     assert torch.equal(target[[0, 2]], source[[4, 1]])
     assert (target[1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "capability", "wanted"),
+    [
+        ("auto", (8, 0), True),
+        ("fp8_e5m2", (8, 0), True),
+        ("fp8_e4m3", (8, 0), False),
+        ("fp8_e4m3", (8, 9), True),
+    ],
+)
+def test_gpus_whose_triton_converts_no_e4m3_take_plain_pytorch(
+    monkeypatch, kv_cache_dtype, capability, wanted
+):
+    device = torch.device("cuda", 7)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    converts_e4m3.cache_clear()
+    cache = Mock(is_cuda=True, dtype=torch.uint8, device=device, **{"stride.return_value": 1})
+    assert by_triton(cache, KV_CACHE_DTYPES[kv_cache_dtype]) is wanted
+    converts_e4m3.cache_clear()

@@ -329,7 +329,7 @@ def test_layouts_that_do_not_fit_a_call():
     run_rank(case, make(case, DEVICE), 0, "BLOCKSPARSE", attend)
 
 
-def test_sequences_too_long_are_refused_before_they_are_written():
+def test_batches_that_do_not_fit_are_refused_before_they_are_written():
     layer = Attention(4, 2, 8, blocksparse=BlocksparseParams(32, 4, 2, 16, 1, 2))
     backend, table = get_backend("TORCH"), torch.arange(1, 4, dtype=torch.int32)[None]
     common = CommonAttentionMetadata.from_lengths([33], [33], table, 16)
@@ -337,6 +337,10 @@ def test_sequences_too_long_are_refused_before_they_are_written():
     q, k, cache = torch.randn(33, 4, 8), torch.randn(33, 2, 8), torch.zeros(4, 2, 16, 2, 8)
     with pytest.raises(ValueError, match=r"max_seq_len must be at most 32, .* got 33"):
         layer(q, k, k, cache, meta)
+    common = CommonAttentionMetadata.from_lengths([30], [30], table, 16)
+    meta = backend.builder(backend, [layer.spec(torch.float32)], 16, "cpu").build(0, common)
+    with pytest.raises(ValueError, match="blocksparse must be on cpu, got meta"):
+        layer.to("meta")(q[:30], k[:30], k[:30], cache, meta)
     assert not cache.any()
 
 

@@ -12,7 +12,7 @@ free    neither
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 from attn_ops.prefixes import NO_MATCH, Content, Match, PrefixIndex
 
@@ -26,7 +26,7 @@ class OutOfBlocksError(ValueError):
 
 @dataclasses.dataclass
 class BlockTable:
-    """Blocks of one request, in logical order."""
+    """Blocks of one request, in logical order; the null block for those given back."""
 
     blocks: list[int]
     num_tokens: int = 0  # tokens that fit into its blocks, as reserved
@@ -60,7 +60,7 @@ class BlockPool:
         if self._settled:
             return len(self.free_blocks) + len(self.kept)
         owned = {block for table in list(self.tables.values()) for block in table.blocks}
-        return self.num_blocks - 1 - len(owned)
+        return self.num_blocks - 1 - len(owned - {NULL_BLOCK})
 
     def needed(self, request: Hashable, num_tokens: int, match: Match = NO_MATCH) -> int:
         """Blocks that must be available for `request` to hold `num_tokens` in all.
@@ -104,7 +104,27 @@ class BlockPool:
         """Give the blocks of `request` back; those whose tokens are known are kept."""
         self.settle()
         self._settled = False
-        for block in reversed(self.tables.pop(request).blocks):
+        self._disown(self.tables.pop(request).blocks)
+        self._settled = True
+
+    def release(self, request: Hashable, number: int) -> None:
+        """Give the first blocks of `request` back; in its table stands the null block instead."""
+        self.settle()
+        table = self.tables[request]
+        gone = table.blocks[:number]
+        if table.copied is not None or not any(gone):
+            return  # a block that is yet to be copied is not given away
+        self._settled = False
+        blocks = [NULL_BLOCK] * len(gone) + table.blocks[number:]
+        self.tables[request] = BlockTable(blocks, table.num_tokens)
+        self._disown(gone)
+        self._settled = True
+
+    def _disown(self, blocks: Sequence[int]) -> None:
+        """Of blocks that stood in a table: those that are in no other are kept, or free."""
+        for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
             self._owners[block] -= 1
             if self._owners[block]:
                 continue
@@ -113,7 +133,6 @@ class BlockPool:
                 self.kept[block] = None
             else:
                 self.free_blocks.append(block)
-        self._settled = True
 
     def forget(self) -> None:
         """Keep no block, and share none that is owned with anybody else."""
@@ -148,7 +167,7 @@ class BlockPool:
     def _rebuild(self) -> None:
         self._settled = False
         self.index.rebuild()
-        self._owners = Counter(b for table in self.tables.values() for b in table.blocks)
+        self._owners = Counter(b for table in self.tables.values() for b in table.blocks if b)
         self.kept = {b: None for b in self.index.contents if b not in self._owners}
         held = self._owners.keys() | self.kept.keys()
         # A stack: the first block is taken first.

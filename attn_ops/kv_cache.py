@@ -148,6 +148,27 @@ class PagedKVCache:
         self._known(request)
         self.pool.free(request)
 
+    def release(self, request: Hashable, num_blocks: int) -> None:
+        """Give the first blocks of `request` back, of which no layer sees a token any more.
+
+        Its table has the null block in their place. A step that reads them was launched before.
+
+        Raises:
+            ValueError: the request owns none.
+        """
+        self._known(request)
+        self.pool.release(request, num_blocks)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that the layers see, the newest one among them; None: one of them sees all."""
+        windows = [
+            None if s.latent or s.blocksparse or not s.causal
+            else s.sliding_window or s.attention_chunk_size
+            for s in self.specs
+        ]  # fmt: skip
+        return None if None in windows else max(w for w in windows if w)
+
     def _known(self, request: Hashable) -> BlockTable:
         table = self.pool.tables.get(request)
         if table is None:
@@ -176,6 +197,8 @@ class PagedKVCache:
         parents, known = [ROOT, *keys], self.pool.index.contents
         contents = {}
         for i, (block, key) in enumerate(zip(table.blocks, keys, strict=False)):
+            if block == NULL_BLOCK:
+                continue  # given back: nobody sees its tokens any more
             if block not in known or known[block].key != key:
                 contents[block] = Content(key, parents[i], tuple(tokens[i * size : (i + 1) * size]))
         self.pool.keep(contents)

@@ -44,6 +44,7 @@ class Request:
     block_keys: Sequence[bytes] = ()  # of the prompt; empty: not made yet
     num_kept: int = 0  # tokens that others may find in its blocks
     room: int = 0  # tokens that its blocks hold at least
+    num_released: int = 0  # of its first blocks, that were given back behind the layers' window
     num_lost: int = 0  # tokens that were computed before it was preempted
     begun_at: int = 0  # times that the session had forgotten prefixes before it began
 

@@ -5,12 +5,12 @@ it is asked again. By length, it owns blocks for its longest sequence from the b
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import NO_MATCH, Match
 from graphs.requests.requests import Request
-from graphs.requests.scheduled import After
+from graphs.requests.scheduled import FAR, After
 
 STRIDE = 64
 """Tokens by which requests grow while blocks are plentiful: tables on the device change rarely."""
@@ -36,10 +36,15 @@ class Reservations:
         cache: of all requests.
         lookahead: tokens behind a request's last one that may be written before it is asked whether
             it lacks room; None: reserve by length.
+        max_tokens_per_step: most tokens of a prompt that are computed at a time.
     """
 
-    def __init__(self, cache: PagedKVCache, lookahead: int | None) -> None:
-        self.cache = cache
+    def __init__(
+        self, cache: PagedKVCache, lookahead: int | None, max_tokens_per_step: int
+    ) -> None:
+        self.cache, self._window = cache, cache.window
+        # Blocks behind the window go back while a prompt is computed: it needs few at a time.
+        self._most = FAR if self._window is None else max_tokens_per_step
         self.by_length, self.lookahead = lookahead is None, lookahead or 0
         self._num_preemptions = self._num_recomputed_tokens = 0
 
@@ -55,13 +60,13 @@ class Reservations:
         A block for each of them stays free, so that the next ones need not be preempted at once.
         """
         spare = 0 if self.by_length else num_running
-        wanted = self._wanted(request, request.num_tokens)
-        needed = self.cache.blocks_needed(request.id, wanted, match)
+        needed = self.cache.blocks_needed(request.id, self._first(request, match), match)
         return needed + spare <= self.cache.num_free_blocks
 
     def admit(self, request: Request, match: Match) -> None:
         """Take its first blocks. What was interrupted can be done again after `give_back`."""
-        self._reserve(request, self._wanted(request, request.num_tokens), match)
+        request.num_released = 0
+        self._reserve(request, self._first(request, match), match)
         self._num_recomputed_tokens += max(0, request.num_lost - match.num_tokens)
         request.num_lost = 0
 
@@ -75,11 +80,11 @@ class Reservations:
             r for r in requests
             if r.room < r.end - 1 and r.room < len(r.prompt) + len(r.token_ids) + most
         ]  # fmt: skip
-        return [r for r in near if r.room < self._wanted(r, after.place(r)[1])]
+        return [r for r in near if r.room < self._wanted(r, after)]
 
     def extend(self, request: Request, after: After) -> bool:
         """Take blocks for the next steps; False: too few are free, and nothing has changed."""
-        wanted = self._wanted(request, after.place(request)[1])
+        wanted = self._wanted(request, after)
         if self.cache.blocks_needed(request.id, wanted) > self.cache.num_free_blocks:
             return False
         self._reserve(request, wanted)
@@ -88,7 +93,8 @@ class Reservations:
     def extend_all(self, requests: Sequence[Request], after: After) -> None:
         """Take more blocks than the next steps need, as long as nobody else needs them soon."""
         for request in requests:
-            length = after.place(request)[1]
+            computed, length, _ = after.place(request)
+            length = min(length, computed + self._most)
             wanted = min(request.longest, length + max(STRIDE, self.lookahead))
             if request.room >= wanted:
                 continue
@@ -111,11 +117,30 @@ class Reservations:
             request.num_lost = max(request.num_lost, request.num_computed)
             request.num_computed = 0
 
-    def _wanted(self, request: Request, length: int) -> int:
-        """Tokens that its blocks must hold when it has `length` tokens."""
+    def release(self, running: Iterable[Request]) -> None:
+        """Give blocks back that lie behind the window of all layers."""
+        if self._window is None:
+            return
+        size = self.cache.block_size
+        for request in running:
+            number = (request.num_computed - self._window + 1) // size
+            if number > request.num_released:
+                self.cache.release(request.id, number)
+                request.num_released = number
+
+    def _first(self, request: Request, match: Match) -> int:
+        """Tokens for which a request takes blocks when it is admitted."""
         if self.by_length:
             return request.longest
+        length = min(request.num_tokens, match.num_tokens + (self._window or 0) + self._most)
         return min(request.longest, length + self.lookahead)
+
+    def _wanted(self, request: Request, after: After) -> int:
+        """Tokens that its blocks must hold in the next steps."""
+        if self.by_length:
+            return request.longest
+        computed, length, _ = after.place(request)
+        return min(request.longest, min(length, computed + self._most) + self.lookahead)
 
     def _reserve(self, request: Request, num_tokens: int, match: Match = NO_MATCH) -> None:
         blocks = self.cache.reserve(request.id, num_tokens, match)

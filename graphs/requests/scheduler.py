@@ -39,7 +39,7 @@ class Scheduler:
         lookahead: int | None = 1,
     ) -> None:
         self.cache, self.prefixes = cache, PrefixSharing(cache, weights)
-        self.reservations = Reservations(cache, lookahead)
+        self.reservations = Reservations(cache, lookahead, max_tokens_per_step)
         self.max_batch_size = max_batch_size
         self.max_tokens_per_step = max_tokens_per_step
         self.waiting: deque[Request] = deque()
@@ -66,6 +66,7 @@ class Scheduler:
         if self.prefixes.is_on:
             self.prefixes.refresh()
             self.prefixes.keep_prompts(self.running)
+        self.reservations.release(self.running)
         number = len(self.running)
         if not self._extend(after):
             return Rows()
@@ -115,6 +116,8 @@ class Scheduler:
 
     def stays(self, requests: Sequence[Request], after: After) -> bool:
         """Whether the next step after the launched ones has these requests in this order."""
+        if self.waiting and not self.prefixes.is_on:  # which keep blocks in `next_step` alone
+            self.reservations.release(self.running)
         return requests == self.running and next(self._admissible(after), None) is None
 
     @property

@@ -57,6 +57,7 @@ class Sharing(RuleBasedStateMachine):
         self.cache = make_cache()
         self.tokens: dict[int, list[int]] = {}
         self.written: dict[int, int] = {}
+        self.released: dict[int, int] = {}  # blocks that were given back behind a window
         self.kept: list[int] = []  # blocks, the least recently used one first
 
     @rule(
@@ -85,6 +86,7 @@ class Sharing(RuleBasedStateMachine):
         assert found.num_tokens < len(tokens), "the last token is computed"
         assert held(cache, request, found.num_tokens) == tokens[: found.num_tokens]
         self.tokens[request], self.written[request] = tokens, found.num_tokens
+        self.released[request] = 0
         kept = [b for b in self.kept if b not in found.blocks]
         num_fresh = -(-(len(tokens) + room) // SIZE) - len(found.blocks)
         num_evicted = max(0, num_fresh - len(before[1]))
@@ -114,6 +116,21 @@ class Sharing(RuleBasedStateMachine):
         blocks = self.cache.blocks(request)
         self.cache.free(request)
         del self.tokens[request]
+        self.given_back(blocks)
+
+    @rule(request=st.integers(0, 5), number=st.integers(0, 5))
+    def release(self, request: int, number: int) -> None:
+        number = min(number, self.written.get(request, 0) // SIZE)
+        if request not in self.tokens:
+            return
+        blocks = self.cache.blocks(request)
+        self.cache.release(request, number)
+        self.released[request] = max(number, self.released[request])
+        number = self.released[request]
+        assert self.cache.blocks(request) == [NULL_BLOCK] * number + blocks[number:]
+        self.given_back([b for b in blocks[:number] if b])
+
+    def given_back(self, blocks: list[int]) -> None:
         owned = {b for r in self.tokens for b in self.cache.blocks(r)}
         self.kept += [
             b for b in reversed(blocks) if b not in owned and b in self.cache.pool.index.contents
@@ -134,18 +151,17 @@ class Sharing(RuleBasedStateMachine):
     @invariant()
     def every_block_is_somewhere_once(self) -> None:
         pool = self.cache.pool
-        owners = Counter(b for r in self.tokens for b in self.cache.blocks(r))
+        owners = Counter(b for r in self.tokens for b in self.cache.blocks(r) if b)
         assert owners == pool._owners
         assert sorted([*owners, *pool.free_blocks, *pool.kept]) == list(range(1, 10))
-        assert NULL_BLOCK not in owners
         assert list(pool.kept) == self.kept
         assert self.cache.num_free_blocks == 9 - len(owners)
 
     @invariant()
     def requests_hold_their_tokens(self) -> None:
         for request, tokens in self.tokens.items():
-            number = self.written[request]
-            assert held(self.cache, request, number) == tokens[:number]
+            begin, number = self.released[request] * SIZE, self.written[request]
+            assert held(self.cache, request, number)[begin:] == tokens[begin:number]
 
     @invariant()
     def what_is_known_is_there(self) -> None:
@@ -180,6 +196,25 @@ def test_full_blocks_are_shared_and_a_part_is_copied():
     cache.free("a")
     assert held(cache, "b", 8) == [1, 2, 3, 4, 5, 6, 7, 9]
     assert cache.num_free_blocks == 9 - 3
+
+
+def test_released_blocks_are_found_by_others():
+    cache = make_cache()
+    run(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.release("a", 2)
+    cache.release("a", 1)
+    assert cache.blocks("a")[:2] == [NULL_BLOCK] * 2
+    assert cache.num_free_blocks == 9 - 1
+    cache.keep("a", [1, 2, 3, 4, 5, 6, 7, 8], block_keys([1, 2, 3, 4, 5, 6, 7, 8], SIZE))
+    assert begin(cache, "b", [1, 2, 3, 4, 5, 6, 7, 8]).num_tokens == 7
+    assert held(cache, "b", 7) == [1, 2, 3, 4, 5, 6, 7]
+    assert cache.reserve("a", 12)[:2] == [NULL_BLOCK] * 2
+    cache.pool._settled = False
+    assert cache.num_free_blocks == 9 - 5
+    cache.free("a")
+    assert cache.num_free_blocks == 9 - 3
+    with pytest.raises(ValueError, match=r"^request must own blocks, got 'a'"):
+        cache.release("a", 1)
 
 
 def test_the_last_token_is_never_found():

@@ -26,7 +26,8 @@ def definition(model: str) -> tuple[Any, Any]:
     """The class and the config that a file has.
 
     Raises:
-        ValueError: the file is not there, cannot be run, or lacks one of them.
+        ValueError: the file is not there, cannot be run, lacks one of them, or has something else
+            in its place.
     """
     check_file(model)
     path, name = _path(model).resolve(), _config_name(model)
@@ -34,7 +35,15 @@ def definition(model: str) -> tuple[Any, Any]:
     for wanted in ("MODEL", name):
         if not hasattr(module, wanted):
             raise ValueError(f"model must be a Python file with {wanted}, got {model!r}")
-    return module.MODEL, getattr(module, name)
+    model_class, config = module.MODEL, getattr(module, name)
+    if not (isinstance(model_class, type) and getattr(model_class, "can_generate", bool)()):
+        raise ValueError(
+            f"MODEL of {model!r} must be a class of Transformers' models that generate, "
+            f"got {getattr(model_class, '__name__', repr(model_class))}"
+        )
+    if not hasattr(config, "get_text_config"):
+        raise ValueError(f"{name} of {model!r} must be a config of Transformers, got {config!r}")
+    return model_class, config
 
 
 def _run(path: Path) -> Any:
@@ -49,7 +58,7 @@ def _run(path: Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file raises
+    except (Exception, SystemExit) as error:  # whatever the file raises
         del sys.modules[name]
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"model must be a Python file that runs, got {path}: {reason}") from error

@@ -153,7 +153,7 @@ def vocab_size(model: str) -> int:
     if model in PRESETS:
         return PRESETS[model].sizes["vocab_size"]
     if is_file(model):
-        return definition(model)[1].vocab_size
+        return definition(model)[1].get_text_config().vocab_size
     from transformers import AutoConfig
 
     try:

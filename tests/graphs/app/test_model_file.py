@@ -43,6 +43,18 @@ def test_a_file_of_models(file):
             "",
             "model must be a Python file that runs, got .*: no$",
         ),
+        ("import sys; sys.exit(3)", "", "model must be a Python file that runs, got .*: 3$"),
+        ("MODEL = CONFIG = 1", "", "MODEL of .* must be a class of .* that generate, got 1"),
+        (
+            "from transformers import LlamaModel as MODEL; CONFIG = 1",
+            "",
+            "MODEL of .* must be a class of .* that generate, got LlamaModel",
+        ),
+        (
+            "from transformers import LlamaForCausalLM as MODEL; CONFIG = 1",
+            "",
+            "CONFIG of .* must be a config of Transformers, got 1",
+        ),
     ],
 )
 def test_files_that_define_none(tmp_path, text, name, message):

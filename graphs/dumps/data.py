@@ -26,36 +26,45 @@ _PARTS: dict[str, type] = {
 }  # fmt: skip
 
 
-def data_of(recorder: Recorder, index: Index, files: dict[str, list[list[str]]]) -> str:
-    """The text of `dump.json`.
+@dataclasses.dataclass
+class Parts:
+    """What `dump.json` says beside what a recorder and an index know."""
 
-    Args:
-        files: names of the raw files: by "passes" before and after of each run, by "final" of each
-            graph, by "inductor" of each compiled graph.
-    """
-    pairs = zip(recorder.passes, files["passes"], strict=True)
-    graphs = zip(recorder.final_graphs, recorder.final_nodes, files["final"], strict=True)
+    passes: list[list[str]]  # files of each run of a pass: before, after; none where it did nothing
+    final: list[str] = dataclasses.field(default_factory=list)  # file of each graph
+    inductor: list[str] = dataclasses.field(default_factory=list)  # file of each compiled graph
+    kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    sessions: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    timeline: dict[str, Any] | None = None
+    timeline_why: str = ""
+
+
+def data_of(recorder: Recorder, index: Index, parts: Parts) -> str:
+    """The text of `dump.json`."""
+    pairs = zip(recorder.passes, parts.passes, strict=True)
+    graphs = zip(recorder.final_graphs, recorder.final_nodes, parts.final, strict=True)
     calls = {record.graph_name: record.num_calls for record in recorder.passes}
     data = {
         "format": _FORMAT,
         "version": VERSION,
         "torch": torch.__version__,
         "index": dataclasses.asdict(index),
-        "sessions": [_session(session) for session in recorder.sessions],
+        "sessions": parts.sessions,
         "passes": [_pass(record, names) for record, names in pairs],
         "graphs": [
-            {"name": name, "num_calls": calls.get(name, 1), "file": names[0], "nodes": nodes}
-            for (name, _), nodes, names in graphs
+            {"name": name, "num_calls": calls.get(name, 1), "file": file, "nodes": nodes}
+            for (name, _), nodes, file in graphs
         ],
-        "inductor": [names[0] for names in files["inductor"]],
-        "kernels": [],
-        "timeline": None,
-        "timeline_why": "nothing records one yet",
+        "inductor": parts.inductor,
+        "kernels": parts.kernels,
+        "timeline": parts.timeline,
+        "timeline_why": parts.timeline_why,
     }
     return json.dumps(data, default=str)
 
 
-def _session(session: Any) -> dict[str, Any]:
+def session_data(session: Any) -> dict[str, Any]:
+    """A session's report, the same in words, and bytes by owner."""
     report = session.report()
     weights = {p.untyped_storage().data_ptr(): p for p in session.original.parameters()}
     return {

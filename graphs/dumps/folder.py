@@ -6,6 +6,11 @@ from pathlib import Path
 
 from graphs.dumps.index import MARKER
 
+
+class LinkError(ValueError):
+    """Something would be written through a symbolic link."""
+
+
 FOLDERS = ("passes", "pictures", "final", "inductor", "depyf")
 FILES = ("index.md", "index.html", "dump.json")
 
@@ -52,7 +57,7 @@ def put(directory: Path, name: str, text: str) -> str:
     """Write a file of the dump; its name.
 
     Raises:
-        ValueError: something in its path is a symbolic link.
+        LinkError: something in its path is a symbolic link.
     """
     path = directory / name
     for part in (path, path.parent):
@@ -91,7 +96,7 @@ def is_dump(directory: Path) -> bool:
 
 def _check_link(path: Path) -> None:
     if path.is_symlink():
-        raise ValueError(
+        raise LinkError(
             f"directory must hold no symbolic link where a dump writes, got {path} "
             f"to {os.readlink(path)}"
         )

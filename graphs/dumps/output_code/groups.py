@@ -1,0 +1,41 @@
+"""Groups of kernels and operators by their names, for tables of what a step does."""
+
+import re
+
+PRODUCTS, ATTENTION, KV_WRITE = "products", "attention", "KV write"
+POINTWISE, SAMPLING, OTHER = "norm, pointwise", "sampling", "other"
+GROUPS = (PRODUCTS, ATTENTION, KV_WRITE, POINTWISE, SAMPLING, OTHER)
+
+_RULES = (
+    (KV_WRITE, r"write_kv|write_mla_kv|reshape_and_cache|append_paged|store_kv|\bwrite_kernel"),
+    (
+        SAMPLING,
+        r"argmax|race_kernel|finish_kernel|finish_step|advance_step|take_tokens|kth_largest|"
+        r"nucleus|multinomial|topk|argsort|radixsort|softmax_warp",
+    ),
+    (
+        ATTENTION,
+        r"attention|attn|flash|fmha|flex|mla|batchdecode|batchprefill|pagedkv|paged_kv|varlen|"
+        r"\bdecode_kernel|\bprefill_kernel|\bcombine|merge_states?|mergestates|merge_parts|"
+        r"schedule|absorb|project_kernel|virtual_batches|gather_kernel|gather_kv",
+    ),
+    (
+        PRODUCTS,
+        r"gemm|gemv|nvjet|cutlass|cublas|splitk|skinny|\b(?:add|b|badd|scaled_)*mm\b|_scaled_mm|"
+        r"triton_tem|linear|matmul|mkl|xmma",
+    ),
+    (
+        POINTWISE,
+        r"triton_(?:poi|red|per|unk|for)|cpp_fused|elementwise|reduce_kernel|layer_?norm|rms_?norm|"
+        r"softmax|cat|index|copy_kernel|fill|where|pow|mean|mul|add|silu|rsqrt|embedding",
+    ),
+)
+_COMPILED = tuple((group, re.compile(rule, re.IGNORECASE)) for group, rule in _RULES)
+
+
+def group_of(name: str) -> str:
+    """The group of a kernel, by the first rule that its name meets."""
+    # A fused kernel of Inductor is named after all that is in it, also attention that it prepares.
+    if re.match(r"(?:triton_(?:poi|red|per|unk|for)|cpp)_fused", name):
+        return KV_WRITE if "index_put" in name else POINTWISE
+    return next((group for group, rule in _COMPILED if rule.search(name)), OTHER)

@@ -88,6 +88,10 @@ class AutoMetadataBuilder(AttentionMetadataBuilder):
         builder = self._builder(common_attn_metadata)
         return self._own(builder.build_for_cudagraph_capture(common_attn_metadata))
 
+    def profile_run(self, max_num_tokens: int) -> int:
+        """Of the part that takes most: a batch goes to one of them."""
+        return max(b.profile_run(max_num_tokens) for b in self._builders.values())
+
     def _own(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """Logits rows of it are reduced for the backend that is best for few rows."""
         rows = LogitsRows(self.build_logits_rows)

@@ -101,6 +101,10 @@ class AttentionMetadataBuilder(Generic[M]):
         """What the kernels of one geometry share over a step; capturable: device work only."""
         return None
 
+    def profile_run(self, max_num_tokens: int) -> int:
+        """Reserve what a step of so many rows takes at most beside its results; bytes of it."""
+        return 0
+
     def build(
         self,
         common_prefix_len: int,

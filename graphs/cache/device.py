@@ -65,9 +65,7 @@ def measured(runner: StepRunner, max_tokens: int, max_tokens_per_step: int) -> S
     torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_reserved(runner.device)
     try:
-        reserve = getattr(runner.builder, "profile_run", None)  # of latent attention
-        if reserve is not None:
-            reserve(max_tokens_per_step)
+        runner.builder.profile_run(max_tokens_per_step)
         with torch.compiler.set_stance("force_eager"):
             runner.call(rows, Sampling.GREEDY)
         torch.cuda.synchronize(runner.device)

@@ -134,6 +134,10 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         for name in views.prepared:
             self._builders[name].prepare_replay(views.groups[name], common_attn_metadata)
 
+    def profile_run(self, max_num_tokens: int) -> int:
+        """Of all groups: each keeps its own."""
+        return sum(b.profile_run(max_num_tokens) for b in self._builders.values())
+
     def use_cascade_attention(self, *args: Any, **keywords: Any) -> bool:
         """Whether every group with layers that see all of the prefix would take it apart."""
         asked = [b for b in self._builders.values() if any(s.cascades for s in b.specs)]

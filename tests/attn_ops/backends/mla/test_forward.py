@@ -8,7 +8,14 @@ import dataclasses
 import pytest
 import torch
 
-from attn_ops import advance_step, mla_attention, mla_attention_quant, mla_attention_with_lse
+from attn_ops import (
+    advance_step,
+    get_backend,
+    grouped_backend,
+    mla_attention,
+    mla_attention_quant,
+    mla_attention_with_lse,
+)
 from attn_ops.backends.mla import auto_mla
 from attn_ops.backends.mla import builder as building
 from attn_ops.backends.mla import forward as forwarding
@@ -256,6 +263,17 @@ def test_parts_of_auto_mla_share_a_workspace():
         own._builders = parts
         own.__init__(backend, [spec], 16, "cpu")
     assert {id(part.workspace) for part in parts.values()} == {id(own.workspace)}
+    assert own.profile_run(50) == own.workspace.reserve(50) > 0
+
+
+def test_groups_of_layers_reserve_what_each_takes():
+    """Layers without latent attention need nothing; nor do their builders alone."""
+    standard = AttentionSpec(4, 2, 8, torch.float32)
+    both = grouped_backend({lambda spec: spec.latent is None: "TORCH"}, default="TORCH_MLA")
+    alone = BACKEND.builder(BACKEND, [SPEC], 16, "cpu").profile_run(50)
+    assert both.builder(both, [standard, SPEC], 16, "cpu").profile_run(50) == alone > 0
+    torch_backend = get_backend("TORCH")
+    assert torch_backend.builder(torch_backend, [standard], 16, "cpu").profile_run(50) == 0
 
 
 @pytest.mark.parametrize("num_tokens", [None, 24, 97])

@@ -14,6 +14,7 @@ from typing import Protocol
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import NO_MATCH, Key, Match, block_keys
 from graphs.requests.requests import Request
+from graphs.requests.scheduled import After
 
 
 class Watched(Protocol):
@@ -141,10 +142,14 @@ class PrefixSharing:
 
     # -- what it leaves ----------------------------------------------------------------------------
 
-    def keep_prompts(self, running: Iterable[Request]) -> None:
-        """Keep what has been computed of prompts since the last call."""
+    def keep_prompts(self, running: Iterable[Request], after: After) -> None:
+        """Keep what has been computed of prompts since the last call.
+
+        What launched steps compute is kept too: whoever finds it reads it after them.
+        """
         for request in _with_more(running):
-            self._keep(request, min(request.num_computed, len(request.prompt)))
+            num_computed = after.place(request)[0]
+            self._keep(request, min(num_computed, len(request.prompt)))
 
     def keep_all(self, request: Request) -> None:
         """Keep what was computed for a request that leaves, generated tokens too."""

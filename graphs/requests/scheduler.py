@@ -65,7 +65,7 @@ class Scheduler:
         self._empty()
         if self.prefixes.is_on:
             self.prefixes.refresh()
-            self.prefixes.keep_prompts(self.running)
+            self.prefixes.keep_prompts(self.running, after)
         self.reservations.release(self.running)
         number = len(self.running)
         if not self._extend(after):

@@ -136,3 +136,45 @@ def test_a_request_from_another_thread_joins_the_next_step(model):
     tokens = drain(session)
     assert tokens[second] == uncaptured(model).generate([[3]], 3)[0].token_ids
     assert session.result(first) == uncaptured(model).generate([[1, 2]], 12)[0]
+
+
+def test_samples_of_a_prompt_share_it_one_launch_after_it(model):
+    """They need not wait until its tokens are read."""
+    session = captured_lazily(model, share_prefixes=True, max_tokens_per_step=32)
+    asynchronous(session)
+    prompt, sizes = list(range(1, 18)), []
+    original = session.loop.launcher.call
+
+    def call(rows, *arguments, **options):
+        sizes.append([s.num_tokens for s in rows])
+        return original(rows, *arguments, **options)
+
+    session.loop.launcher.call = call
+    got = session.generate([prompt], 6, n=4, temperature=1.0, seed=3)
+    assert sizes[0] == [17]
+    assert session.num_steps["captured"] >= 5
+    assert session.loop.num_launches["waited"] == 1
+    assert session.num_steps == {"captured": 6, "called": 1}
+    assert got == uncaptured(model).generate([prompt], 6, n=4, temperature=1.0, seed=3)
+
+
+def test_a_launch_that_fails_loses_no_token(model, monkeypatch):
+    """Tokens of the steps before come with the next call, then it is launched again."""
+    session = captured_lazily(model, max_tokens_per_step=8)
+    asynchronous(session)
+    ids, call = [session.add(p, 6) for p in ([1, 2], [5] * 30)], session.runner.call
+    outputs = session.step()
+
+    def fails(*arguments, **options):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(session.runner, "call", fails)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        session.step()
+    outputs += session.step()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        session.step()
+    monkeypatch.setattr(session.runner, "call", call)
+    streamed = drain(session, outputs)
+    want = uncaptured(model).generate([[1, 2], [5] * 30], 6)
+    assert [streamed[i] for i in ids] == [r.token_ids for r in want]

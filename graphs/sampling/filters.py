@@ -26,7 +26,7 @@ _UNIT = 2.0**40
 def filtered(logits: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Logits [R, V] in float32, -inf where top_k, top_p and min_p forbid the token.
 
-    Two kernels compute it on CUDA, a sort elsewhere.
+    Five kernels find the thresholds on CUDA, a sort elsewhere.
     """
     logits_RV = logits.float().nan_to_num(nan=-_INF, posinf=_INF, neginf=-_INF)
     temperature_R1 = fields["temperature"].unsqueeze(1)
@@ -58,11 +58,10 @@ def kernel_keep(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """The same with kernels. exp may differ in its last bit, and so the last token of top_p."""
-    from graphs.sampling.triton.thresholds import kth_largest, nucleus
+    from graphs.sampling.triton.select import thresholds
 
-    by_k_R = kth_largest(scaled, _at_most(top_k, scaled.shape[1]))
-    by_p_R = nucleus(scaled, by_k_R, top_p)
-    kept_RV = scaled >= torch.maximum(by_k_R, by_p_R).unsqueeze(1)
+    least_R = thresholds(scaled, _at_most(top_k, scaled.shape[1]), top_p)
+    kept_RV = scaled >= least_R.unsqueeze(1)
     return kept_RV & (weights(scaled, scaled.amax(-1, keepdim=True)) >= min_p.unsqueeze(1))
 
 

@@ -17,6 +17,9 @@ from graphs.sampling.race import LEAST_TEMPERATURE
 COUNTERS = 512
 """Counters of one program, of four indices each: 63 programs a row of 128,256."""
 
+FEW_ROWS, FEW_ROWS_CHUNK, MANY_ROWS_CHUNK = 8, 1024, 4096
+"""Logits of a program that finds the largest: 126 programs for a row of 128,256. Not measured."""
+
 NONE = tl.constexpr(float("-inf"))
 FAR = tl.constexpr(0x7FFFFFFF)
 TWO_M32 = tl.constexpr(2.0**-32)
@@ -95,6 +98,28 @@ def race_kernel(
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
+def argmax_kernel(
+    best_ptr,  # [R, C] float32
+    index_ptr,  # [R, C] int32
+    logits_ptr,  # [R, V], contiguous in V
+    vocab_size,
+    stride_R,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,  # launched early
+):
+    """Grid (R, C): the largest of a chunk and its first index; NaN counts as -inf."""
+    wait_for_inputs(PDL)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index_N = chunk * CHUNK + tl.arange(0, CHUNK)
+    x_N = load_logits(logits_ptr + row * stride_R, index_N, vocab_size)
+    x_N = tl.where(x_N == x_N, x_N, NONE)
+    best = tl.max(x_N)
+    tl.store(best_ptr + row * num_chunks + chunk, best)
+    tl.store(index_ptr + row * num_chunks + chunk, first_of(x_N, index_N, best))
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
 def finish_kernel(
     token_ptr,  # [R] int64
     best_ptr,  # [R, C] float32
@@ -111,6 +136,28 @@ def finish_kernel(
     best_C = tl.load(best_ptr + row * num_chunks + chunk_C, mask=inside_C, other=NONE)
     index_C = tl.load(index_ptr + row * num_chunks + chunk_C, mask=inside_C, other=FAR)
     tl.store(token_ptr + row, first_of(best_C, index_C, tl.max(best_C)).to(tl.int64))
+
+
+def launch_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Index of the largest of each row [R, V], as [R] int64; the first of equal ones."""
+    num_rows, vocab_size = logits.shape
+    token_R = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return token_R
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    chunk = FEW_ROWS_CHUNK if num_rows <= FEW_ROWS else MANY_ROWS_CHUNK
+    num_chunks = -(-vocab_size // chunk)
+    best_RC = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
+    index_RC = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
+    early = early_launch(logits.device)
+    block = triton.next_power_of_2(num_chunks)
+    with torch.cuda.device_of(logits):
+        argmax_kernel[(num_rows, num_chunks)](
+            best_RC, index_RC, logits, vocab_size, logits.stride(0), num_chunks, CHUNK=chunk,
+            **early,
+        )  # fmt: skip
+        finish_kernel[(num_rows,)](token_R, best_RC, index_RC, num_chunks, BLOCK=block, **early)
+    return token_R
 
 
 def launch_race(

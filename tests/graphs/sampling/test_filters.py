@@ -1,14 +1,18 @@
 """top-k, top-p and min-p: the tokens that stay, against brute force over Python lists."""
 
+import itertools
+
 import pytest
 import torch
 
 from graphs.sampling import SamplingParams
 from graphs.sampling.filters import filtered, kernel_keep, reference_keep
+from tests.kit.marks import slow
 from tests.kit.sampling import stacked
 
 INF = torch.inf
 
+SHAPES = [(1, 1), (4, 7), (3, 4500)]
 CASES = [
     {"top_k": 1},
     {"top_k": 2},
@@ -151,3 +155,50 @@ def test_kernels_keep_what_the_sort_keeps(shape):
         top_p[::4], top_k[::3] = 1.0, 0
         fields = top_k, top_p, torch.rand(shape[0]) / 10
         assert torch.equal(kernel_keep(x, *fields), reference_keep(x, *fields))
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale"), [((1, 4500), 0.3), *slow(*itertools.product(SHAPES, (0.0, 0.3, 20.0)))]
+)
+def test_thresholds_together_are_those_apart(shape, scale):
+    """Equal numbers, infinities, all of a row far below its largest, and rows that keep all."""
+    pytest.importorskip("triton")
+    from graphs.sampling.triton.select import thresholds
+    from graphs.sampling.triton.thresholds import kth_largest, nucleus
+
+    x = torch.randn(shape) * scale
+    x[:, ::5] = -INF
+    x[:, 1::7] = x[:, 1::7].round()
+    x[0, -1], x[-1, 0] = INF, 99.0
+    if shape[0] > 3:
+        x[1] = -INF
+    k = torch.randint(1, shape[1] + 1, shape[:1], dtype=torch.int32)
+    p = torch.rand(shape[0]).clamp(min=1e-6)
+    whole, ones = torch.full_like(k, shape[1]), torch.ones_like(p)
+    for top_k, top_p in ((k, p), (whole, p), (k, ones)) if shape[0] != 1 else ((k, p),):
+        by_k = kth_largest(x, top_k)
+        wanted = torch.maximum(by_k, nucleus(x, by_k, top_p))
+        assert torch.equal(thresholds(x, top_k, top_p), wanted)
+    assert torch.equal(thresholds(x[-1:], k[-1:], p[-1:]), thresholds(x, k, p)[-1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_thresholds(seed):
+    """Peaks, plateaus and tails of any width, with top-p up to nearly 1."""
+    pytest.importorskip("triton")
+    from graphs.sampling.triton.select import thresholds
+    from graphs.sampling.triton.thresholds import kth_largest, nucleus
+
+    torch.manual_seed(seed)
+    for _ in range(8):
+        num_columns = int(torch.randint(1, 9000, ()))
+        x = torch.randn(3, num_columns) * float(torch.rand(()) * 12)
+        x += torch.randn(3, num_columns).exp().pow(2) * (torch.rand(3, 1) < 0.5)
+        x = torch.where(torch.rand(3, 1) < 0.3, x.round(), x)
+        k = torch.randint(1, num_columns + 1, (3,), dtype=torch.int32)
+        p = (1 - torch.rand(3).pow(3) * 0.9).clamp(max=0.99999)
+        for top_k in (k, k // 50 + 1, torch.full_like(k, num_columns)):
+            by_k = kth_largest(x, top_k)
+            wanted = torch.maximum(by_k, nucleus(x, by_k, p))
+            assert torch.equal(thresholds(x, top_k, p), wanted)

@@ -161,3 +161,23 @@ def test_argmax_in_two_stages(size, dtype):
     logits[0, [70, 90]] = 50
     assert torch.equal(argmax(logits), logits.argmax(-1))
     assert argmax(logits)[0] == 70
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("size", [1, 1000, 5001])
+def test_argmax_kernel(rows, size):
+    """The first of equal ones, in every chunk's corner; NaN is never the largest."""
+    launch_argmax = pytest.importorskip("graphs.sampling.triton.race").launch_argmax
+    logits = torch.randn(rows, size)
+    for place in {0, size // 3, min(1023, size - 1), min(1024, size - 1), size - 1}:
+        logits[0, place:] = logits[0].max() + 1
+        assert torch.equal(launch_argmax(logits), logits.argmax(-1))
+        half = logits.half()
+        assert torch.equal(launch_argmax(half), half.argmax(-1))
+        assert torch.equal(launch_argmax(logits.t().contiguous().t()), logits.argmax(-1))
+    logits[0] = -torch.inf
+    assert launch_argmax(logits)[0] == 0
+    logits[0, size // 2 :] = torch.nan
+    logits[0, 0] = 0.0
+    assert launch_argmax(logits)[0] == 0
+    assert launch_argmax(logits[:0]).shape == (0,)

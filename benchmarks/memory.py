@@ -77,14 +77,14 @@ def small_rows(model: Any, workload: Workload, on_gpu: bool, rounds: int) -> lis
                 runs.append((*run_all(session, wishes), before, session.report().preemptions))
             seconds, drawn, before, after = min(runs, key=lambda run: run[0])
             first = first or drawn
-            counts = [0, 0]
+            preempted = again = 0
             if before is not None and after is not None:
-                counts = [
-                    after.num_preemptions - before.num_preemptions,
-                    after.num_recomputed_tokens - before.num_recomputed_tokens,
-                ]
+                preempted = after.num_preemptions - before.num_preemptions
+                again = after.num_recomputed_tokens - before.num_recomputed_tokens
             rate = num_output_tokens(wishes) / seconds
-            rows.append(Small(part, tokens, reserve, seconds, rate, *counts, same(first, drawn)))
+            equal = same(first, drawn)
+            row = Small(part, tokens, reserve, seconds, rate, preempted, again, equal)
+            rows.append(row)
             session.release()
             del session
             free()

@@ -13,6 +13,10 @@ from graphs.options import SessionOptions
 from graphs.runner import StepRunner
 
 
+WORKSPACE_BYTES = 32 * 2**20
+"""That cuBLAS keeps for the stream of captures (H200, torch 2.11)."""
+
+
 class Owner(Protocol):
     """What is read of a `DecodeSession`."""
 
@@ -46,9 +50,10 @@ def made_cache(
         runner = runner_of(model=owner.original, cache=cache)
         return measured(runner, options.max_tokens, options.max_tokens_per_step)
 
-    graphs = owner.plan.estimated_bytes
-    if not owner.plan.first_keys() or options.debug is not None:
-        graphs = 0
+    graphs = 0
+    if owner.plan.first_keys() and options.debug is None:
+        estimated = owner.plan.estimated_bytes
+        graphs = None if estimated is None else estimated + WORKSPACE_BYTES
     sizing = Sizing(options, owner.specs, _bytes_of(owner.original), graphs)
     size = sizing.decide(owner.device, measure)
     return size, PagedKVCache(owner.specs, num_tokens=size.num_tokens, **more)

@@ -81,10 +81,9 @@ class Scheduler:
         short = self.reservations.short(self.running, after)
         for request in sorted(short, key=lambda r: r.id):
             while request in self.running and not self.reservations.extend(request, after):
-                going = [r for r in self.running if not after.has_ended(r)]
-                if going == [request]:
-                    return False  # alone it fits: the others have ended and hold the blocks
-                self._preempted.append(max(going, key=lambda r: r.id))
+                if any(map(after.has_ended, self.running)):
+                    return False  # one launch later is better than computing a prompt again
+                self._preempted.append(max(self.running, key=lambda r: r.id))
                 self._empty()
         if short:
             self.reservations.extend_all(self.running, after)

@@ -9,6 +9,7 @@ from attn_ops import AttentionSpec
 from attn_ops.kv_cache import bytes_per_block
 from graphs.cache import device as device_module
 from graphs.cache.device import largest_step
+from graphs.cache.made import WORKSPACE_BYTES
 from graphs.options import SessionOptions
 from tests.kit.models import build_model
 from tests.kit.sessions import PROMPTS, make_session
@@ -125,7 +126,7 @@ def test_graphs_are_counted(model, monkeypatch):
     Gpu(total=256 * MIB).install(monkeypatch)
     plan = make_session(model, max_batch_size=30_000, cache_tokens=64).plan
     monkeypatch.setattr(type(plan), "first_keys", lambda self: [1])
-    for estimated, want in ((MIB, MIB), (None, None)):
+    for estimated, want in ((MIB, MIB + WORKSPACE_BYTES), (None, None)):
         value = property(lambda self, estimated=estimated: estimated)
         monkeypatch.setattr(type(plan), "estimated_bytes", value)
         parts = sized(model, max_batch_size=30_000, cudagraph_mode="NONE").parts

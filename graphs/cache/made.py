@@ -12,7 +12,6 @@ from graphs.capture.plan import CapturePlan
 from graphs.options import SessionOptions
 from graphs.runner import StepRunner
 
-
 WORKSPACE_BYTES = 32 * 2**20
 """That cuBLAS keeps for the stream of captures (H200, torch 2.11)."""
 

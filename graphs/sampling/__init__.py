@@ -12,10 +12,11 @@ from collections.abc import Mapping
 
 import torch
 
+from graphs.sampling.argmax import argmax
 from graphs.sampling.filters import filtered
 from graphs.sampling.params import FIELDS, Sampling, SamplingParams
 from graphs.sampling.penalties import PenaltyState, penalized
-from graphs.sampling.race import argmax, reference_race
+from graphs.sampling.race import reference_race
 
 __all__ = [
     "FIELDS",

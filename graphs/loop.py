@@ -81,6 +81,11 @@ class StepLoop:
         """`StepGraphs`; None where nothing is captured."""
         return self.runner.graphs
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is launched whose tokens nobody has taken."""
+        return self._launched is None
+
     # -- steps -------------------------------------------------------------------------------------
 
     def step(self, *, ahead: bool = True) -> None:

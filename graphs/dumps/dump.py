@@ -9,6 +9,7 @@ The directory holds:
                            which blocks of keys block-sparse layers see (SVG)
     final/                 the ATen graphs as Inductor got them
     inductor/              Inductor's output code, kernels included
+    timeline/              the trace of one decode step, for Perfetto or chrome://tracing
     depyf/                 depyf's files: the decompiled frame, and graphs of the stages between
 
 A part that cannot be made is left out, with a warning and a note in the index.
@@ -39,6 +40,7 @@ from graphs.dumps.raw_files import (
     pass_entry,
     picture_entries,
 )
+from graphs.dumps.timeline.record import timeline_of
 from graphs.report import SessionReport
 
 
@@ -68,7 +70,7 @@ def dump(directory: str | os.PathLike[str]) -> Iterator[Path]:
     recorder = Recorder(
         True, attempts.drawing(draw), attempts.guarded("nodes of a graph", nodes_of, []), directory
     )
-    loaded = {id(module) for module in PyCodeCache.modules}
+    loaded, failed = {id(module) for module in PyCodeCache.modules}, True
     try:
         with recording(recorder), writing_depyf_files(directory / "depyf", attempts.notes):
             yield directory
@@ -77,15 +79,28 @@ def dump(directory: str | os.PathLike[str]) -> Iterator[Path]:
             f"The block ended with {type(error).__name__}; this is what was recorded until then."
         )
         raise
+    else:
+        failed = False
     finally:
         modules = [m for m in PyCodeCache.modules if id(m) not in loaded]
-        _write(directory, recorder, modules, attempts)
+        _write(directory, recorder, modules, attempts, failed)
 
 
 def _write(
-    directory: Path, recorder: Recorder, modules: list[ModuleType], attempts: Attempts
+    directory: Path,
+    recorder: Recorder,
+    modules: list[ModuleType],
+    attempts: Attempts,
+    failed: bool,
 ) -> None:
     parts, entries = _raw_parts(directory, recorder, modules, attempts)
+    if failed:
+        parts.timeline_why = "the block ended with an error"
+    else:
+        _add_timeline(directory, recorder, parts, attempts)
+    if parts.timeline is not None:
+        text = f"{parts.timeline['what']}, for https://ui.perfetto.dev or chrome://tracing"
+        entries.append(Entry("timeline", text, [parts.timeline["trace"]], []))
     entries.append(Entry("data", "what the page `index.html` is made of, beside these", [FILE], []))
     notes = attempts.notes
     if not recorder.passes and not modules:
@@ -124,6 +139,24 @@ def _raw_parts(
         {"file": name, "calls": found} for name, found in zip(parts.inductor, calls, strict=True)
     ]
     return parts, [*entries, *final, *inductor, *depyf_entries(directory)]
+
+
+def _add_timeline(directory: Path, recorder: Recorder, parts: Parts, attempts: Attempts) -> None:
+    """Of the session that has captured most, of those that were compiled here."""
+    sessions = sorted(recorder.sessions, key=lambda one: len(one.graphs or ()))
+    if not sessions or not parts.inductor:
+        parts.timeline_why = "no decode session was compiled inside"
+        return
+    calls = {record.graph_name: record.num_calls for record in recorder.passes}
+    names = [name for name, _ in recorder.final_graphs]
+    graphs = [
+        {"calls": code["calls"], "num_calls": calls.get(name, 1)}
+        for name, code in zip(names, parts.kernels, strict=False)
+    ]
+    alone = len(sessions) == 1 and len(names) == len(parts.kernels)
+    record = attempts.guarded("timeline", timeline_of, (None, "it failed; see the notes"))
+    found = record(sessions[-1], directory, graphs if alone else [])
+    parts.timeline, parts.timeline_why = found
 
 
 def _session_line(report: SessionReport) -> str:

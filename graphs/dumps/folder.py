@@ -11,7 +11,7 @@ class LinkError(ValueError):
     """Something would be written through a symbolic link."""
 
 
-FOLDERS = ("passes", "pictures", "final", "inductor", "depyf")
+FOLDERS = ("passes", "pictures", "final", "inductor", "timeline", "depyf")
 FILES = ("index.md", "index.html", "dump.json")
 
 

@@ -12,6 +12,7 @@ _SECTIONS = {
     "pictures": "Pictures: Mermaid, for a block of Markdown or https://mermaid.live; SVG",
     "final": "Graphs handed to Inductor",
     "inductor": "Inductor's output code",
+    "timeline": "A decode step as a timeline",
     "depyf": "depyf's files",
     "data": "Data",
 }

@@ -13,9 +13,11 @@
     "sum_us": time in which at least one kernel ran; "gap_us": the rest of "span_us".
     "bandwidth": bytes a second of a copy on the device, read and written; null: not measured.
     "bandwidth_from": how it was measured, or why not.
-    "num_layers": repeats of the sequence of kernels that was taken for a layer.
+    "num_layers": how often the sequence of kernels comes that was taken for a layer; 0: never.
+    "notes": for which kernels bytes are not known, and why.
     "trace": file with the raw trace, for Perfetto or chrome://tracing.
-    "groups": {group: {"us", "bytes", "share", "num_kernels"}}, largest time first.
+    "groups": {group: {"us", "bytes", "share", "num_kernels"}}, largest time first. "us" are sums
+        of durations; "bytes" and "share" are those of kernels whose bytes are known.
     "kernels": a list of dicts:
         "name": of the kernel or operator.
         "start_us": from the first kernel's begin; "us": its duration.
@@ -25,4 +27,7 @@
         "bytes": that it has to move at least; null: not known.
         "share": bytes over "us", as a part of "bandwidth"; null where one is not known.
         "detail": what it computes, "[8, 4096] x [4096, 6144]"; may be empty.
+
+Rows of the step are padding. Each reads "seq_len" cached tokens, as many as a request may have, of
+blocks that hold whatever they hold, and writes only the null block.
 """

@@ -16,7 +16,7 @@ from graphs.dumps.index import MARKER
 from tests.graphs.dumps.dumped import compiled_function, files
 
 PROMPTS = [[1, 2, 3], list(range(20))]
-FOLDERS = {"passes", "pictures", "final", "inductor", "depyf"}
+FOLDERS = {"passes", "pictures", "final", "inductor", "timeline", "depyf"}
 
 
 def compiled_session(model, **options) -> graphs.DecodeSession:

@@ -1,0 +1,175 @@
+"""Makes the timeline of a session's decode step; see `graphs.dumps.timeline` for its parts."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphs.context import surroundings
+from graphs.dumps.output_code.groups import group_of
+from graphs.dumps.timeline.layers import repeats
+from graphs.dumps.timeline.moved import (
+    Row,
+    note_attention,
+    note_kernels,
+    note_products,
+    note_writes,
+)
+from graphs.dumps.timeline.step import Measured, NoStep, decode_step
+from graphs.dumps.timeline.trace import Kernel, idle_before, kernels_in, recorded
+
+TRACE = "timeline/trace.json"
+_COPIED = 256 << 20
+"""Bytes of the copy that measures bandwidth; several times those of a GPU's L2 cache."""
+
+
+def timeline_of(
+    session: Any, directory: Path, graphs: Sequence[Row]
+) -> tuple[dict[str, Any] | None, str]:
+    """The timeline and "", or None and why there is none. The trace goes into the directory.
+
+    Args:
+        session: a `DecodeSession`; nothing of it changes.
+        graphs: {"calls", "num_calls"} of each of its compiled graphs, in order.
+    """
+    if session.lock._is_owned():
+        return None, "the block ended inside of a step"
+    if torch.autograd._profiler_enabled():
+        return None, "a profiler was running"
+    with session.lock, surroundings(session.device):
+        try:
+            with decode_step(session) as measured:
+                (directory / TRACE).parent.mkdir(exist_ok=True)
+                return _timeline(session, measured, directory / TRACE, graphs)
+        except NoStep as error:
+            return None, str(error)
+
+
+def _timeline(
+    session: Any, measured: Measured, path: Path, graphs: Sequence[Row]
+) -> tuple[dict[str, Any] | None, str]:
+    device = session.device
+    on_gpu = device.type == "cuda"
+    for _ in range(3):
+        measured.run()
+    replay_us = _event_us(measured.run) if on_gpu else None
+    recorded(measured.run, device, path)
+    kernels = kernels_in(path, on_gpu=on_gpu)
+    if not kernels:
+        path.unlink()
+        return None, "the profiler saw no kernel"
+    bandwidth, source = _bandwidth(device)
+    rows, found = rows_of(kernels, len(session.cache.specs))
+    notes = _note_bytes(rows, graphs, session, measured)
+    for row in rows:
+        if bandwidth and row["bytes"] is not None and row["us"]:
+            row["share"] = row["bytes"] / (row["us"] * 1e-6) / bandwidth
+    return {
+        "kind": measured.kind,
+        "what": measured.what,
+        "model": type(session.original).__name__,
+        "batch": measured.key.in_words(),
+        "num_tokens": measured.key.num_tokens,
+        "num_reqs": measured.key.num_reqs,
+        "seq_len": measured.seq_len,
+        "replay_us": replay_us,
+        **times_of(kernels),
+        "bandwidth": bandwidth,
+        "bandwidth_from": source,
+        "num_layers": found,
+        "notes": notes,
+        "trace": TRACE,
+        "groups": groups_of(rows, bandwidth),
+        "kernels": rows,
+    }, ""
+
+
+def rows_of(kernels: Sequence[Kernel], num_layers: int) -> tuple[list[Row], int]:
+    """A row a kernel, bytes not known yet, and how often the sequence of a layer comes."""
+    found = repeats([one.name for one in kernels], num_layers)
+    rows = [
+        {
+            "name": one.name,
+            "start_us": round(one.start_us, 3),
+            "us": one.us,
+            "gap_us": round(gap, 3),
+            "layer": None if found is None else found.layer_of(place, num_layers),
+            "group": group_of(one.name),
+            "bytes": None,
+            "share": None,
+            "detail": "",
+        }
+        for place, (one, gap) in enumerate(zip(kernels, idle_before(kernels), strict=True))
+    ]
+    return rows, 0 if found is None else found.number
+
+
+def times_of(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """From the first to the last, busy, and idle."""
+    span, idle = max(one.end_us for one in kernels), sum(idle_before(kernels))
+    return {
+        "span_us": round(span, 3), "sum_us": round(span - idle, 3), "gap_us": round(idle, 3)
+    }  # fmt: skip
+
+
+def groups_of(rows: Sequence[Row], bandwidth: float | None) -> dict[str, dict[str, Any]]:
+    """Sums by group, the longest first; bytes and share of the kernels whose bytes are known."""
+    groups: dict[str, dict[str, Any]] = {}
+    known: dict[str, float] = {}
+    for row in rows:
+        group = groups.setdefault(
+            row["group"], {"us": 0.0, "bytes": 0, "share": None, "num_kernels": 0}
+        )
+        group["us"] += row["us"]
+        group["num_kernels"] += 1
+        if row["bytes"] is not None:
+            group["bytes"] += row["bytes"]
+            known[row["group"]] = known.get(row["group"], 0.0) + row["us"]
+    for name, group in groups.items():
+        if bandwidth and known.get(name):
+            group["share"] = group["bytes"] / (known[name] * 1e-6) / bandwidth
+        group["us"] = round(group["us"], 3)
+    return dict(sorted(groups.items(), key=lambda item: -item[1]["us"]))
+
+
+def _note_bytes(
+    rows: Sequence[Row], graphs: Sequence[Row], session: Any, measured: Measured
+) -> list[str]:
+    """Bytes into the rows; for what they are not known."""
+    key, specs = measured.key, session.cache.specs
+    products = note_products(rows, graphs, key.num_tokens)
+    attention = note_attention(rows, specs, key.num_reqs, measured.seq_len)
+    note_kernels(rows, graphs, key.num_tokens)
+    note_writes(rows, specs, key.num_reqs)
+    notes = [f"bytes of products are not known: {products}"] if products else []
+    return notes + ([f"bytes of attention are not known: {attention}"] if attention else [])
+
+
+def _event_us(run: Callable[[], object], number: int = 10) -> float:
+    """Microseconds of one of `number` runs after one another, the median of five times that."""
+    found = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(number):
+            run()
+        end.record()
+        end.synchronize()
+        found.append(1000 * begin.elapsed_time(end) / number)
+    return statistics.median(found)
+
+
+def _bandwidth(device: torch.device) -> tuple[float | None, str]:
+    """Bytes a second, and where they come from."""
+    if device.type != "cuda":
+        return None, "not measured: no GPU"
+    try:
+        source = torch.zeros(_COPIED, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+    except torch.OutOfMemoryError:
+        return None, "not measured: no memory for a copy"
+    us = _event_us(lambda: target.copy_(source))
+    size = f"{_COPIED >> 20} MiB"
+    return 2 * _COPIED / (us * 1e-6), f"a copy of {size} on this device, bytes read and written"

@@ -50,6 +50,8 @@ def hopper() -> Iterator[None]:
     """Torch finds one H200 inside the block."""
     interface = "torch._dynamo.device_interface.CudaInterface"
     answers = {
+        "torch.cuda._lazy_init": None,
+        "torch._subclasses.fake_tensor.init_gpu_context": None,
         "torch.cuda.get_device_capability": (9, 0),
         "torch.cuda.get_device_properties": Properties(),
         "torch.cuda.current_device": 0,

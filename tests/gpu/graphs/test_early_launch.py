@@ -1,0 +1,91 @@
+"""Sessions whose kernels start early: tokens as in turn, and every step verified."""
+
+import pytest
+import torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+import fx_passes
+from attn_ops.integrations.merged import merge_projections
+from graphs import DecodeSession
+from tests.gpu.graph_cases import KINDS, PROMPTS, wide
+from tests.kit.ptx import faults
+
+pytestmark = pytest.mark.gpu
+OPTIONS = {"max_batch_size": 8, "max_tokens": 256, "max_tokens_per_step": 64}
+FUSED = {"norm_products": "always", "fused_mlp": "always"}
+
+
+def session_of(make_model, family="llama", *, options=None, backend="TRITON", **more):
+    torch._dynamo.reset()
+    model = wide(make_model, family)
+    if family == "llama":
+        merge_projections(model)
+    compiled = torch.compile(
+        model, backend=fx_passes.attn_ops, fullgraph=True, options=options or {}
+    )
+    return DecodeSession(compiled, backend=backend, **OPTIONS | more)
+
+
+def drawn(session, **params):
+    return [g.token_ids for g in session.generate(PROMPTS, 24, **params)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3n"])
+@pytest.mark.parametrize("backend", ["TRITON", "FLASH_ATTN", "FLASHINFER"])
+def test_tokens_are_those_in_turn(make_model, family, backend):
+    in_turn = session_of(make_model, family, backend=backend, options={"early_launch": "off"})
+    wanted = [drawn(in_turn, seed=3, **kind) for kind in KINDS]
+    early = session_of(make_model, family, backend=backend)
+    assert "kernels start" in str(early.report().passes["early_launch"])
+    for _ in range(3):
+        assert [drawn(early, seed=3, **kind) for kind in KINDS] == wanted
+
+
+@pytest.mark.parametrize("options", [{}, FUSED, {**FUSED, "combo_kernels": True}])
+def test_verified_steps(make_model, options):
+    """2,000 replays compared with calls, with requests that come and go."""
+    session = session_of(make_model, options=options, verify="always")
+    seed = 0
+    while session.num_steps["captured"] < 2000:
+        drawn(session, **KINDS[seed % len(KINDS)], seed=seed)
+        seed += 1
+    assert session.report().num_recompiles == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, FUSED])
+def test_20000_verified_steps(make_model, options):
+    session = session_of(make_model, options=options, verify="always")
+    seed = 0
+    while session.num_steps["captured"] < 20000:
+        drawn(session, **KINDS[seed % len(KINDS)], seed=seed)
+        seed += 1
+
+
+def test_fused_products_are_used(make_model):
+    """Logits as far from those of separate kernels as bfloat16 is."""
+    plain, fused = (session_of(make_model, options=options) for options in ({}, FUSED))
+    assert fused.compile_record.matches()["fused_mlp"] == 1
+    assert fused.compile_record.matches()["norm_products"] == 1
+    same = [a == b for a, b in zip(drawn(plain), drawn(fused), strict=True)]
+    assert sum(same) >= len(same) - 2  # of near ties another one is taken
+
+
+def test_kernels_of_inductor_wait(make_model):
+    """All that this process has compiled for a session: no write, end or start before a wait."""
+    session = session_of(make_model)
+    drawn(session)
+    import gc
+
+    kernels = [one for one in gc.get_objects() if isinstance(one, CachingAutotuner)]
+    seen = 0
+    for one in kernels:
+        for result in getattr(one, "compile_results", []):
+            binary = getattr(result, "kernel", None)
+            if binary is None or not getattr(binary.metadata, "launch_pdl", False):
+                continue
+            ptx = binary.asm["ptx"]
+            pointers = {i: f"p{i}" for i in range(64)}
+            assert faults(ptx, pointers, set(pointers.values())) == [], one.fn.__name__
+            seen += 1
+    assert seen >= 4

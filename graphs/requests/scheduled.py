@@ -116,7 +116,8 @@ class After:
     """
 
     def __init__(self, rows: Sequence[Scheduled] = (), num_steps: int = 1) -> None:
-        self._scheduled, self.num_steps = rows, num_steps
+        self._scheduled = rows if isinstance(rows, Rows) else Rows(rows)
+        self.num_steps = num_steps
 
     # Cached: nobody asks for it while the batch stays as it is.
     @functools.cached_property
@@ -134,7 +135,8 @@ class After:
         """`place` of every request."""
         find, more = self._rows.get, self.num_steps - 1
         for request in requests:
-            s, known = find(request), len(request.prompt) + len(request.token_ids)
+            s = find(request)
+            known = len(request.prompt) + len(request.token_ids)
             if s is None:
                 yield request.num_computed, known, -1
             else:
@@ -145,6 +147,12 @@ class After:
         """Whether the request gets its last possible token in the launched steps."""
         s = self._rows.get(request)
         return s is not None and s.length + s.wants_token + self.num_steps - 1 >= request.end
+
+    def num_ended(self, requests: Sequence[Request]) -> int:
+        """How many of the requests have."""
+        if not self._scheduled or self._scheduled.least > self.num_steps:
+            return 0  # told once for all
+        return sum(map(self.has_ended, requests))
 
 
 NOTHING = After()

@@ -92,25 +92,27 @@ class Scheduler:
     def _filled(self, after: After) -> Rows:
         """Rows of running requests up to the budget: one of every decode, then of prompts."""
         budget, most = self.max_tokens_per_step, self.max_batch_size
-        num_decodes = min(budget, most)
+        num_decodes, row = min(budget, most), 0
         step = Rows()
         prompts: list[tuple[Request, int, int]] = []
         places = after.places(self.running)
         for request, (num_computed, length, source) in zip(self.running, places, strict=True):
             if num_computed < length - 1:
                 prompts.append((request, num_computed, length))
-            elif length < request.end and len(step) < num_decodes:
-                row, room = len(step), request.room
+            elif row < num_decodes and length < request.end:
+                room = request.room
                 step.append(Scheduled(request, 1, num_computed, length, True, room, source, row))
-        if not prompts and step:
+                row += 1
+        if row and not prompts:
             step.query_len = 1
-        budget -= len(step)
-        for request, num_computed, length in prompts[: most - len(step)]:
+        budget -= row
+        for request, num_computed, length in prompts[: most - row]:
             if budget > 0:
                 chunk = min(length - num_computed, budget)
-                ends, row, room = num_computed + chunk == length, len(step), request.room
+                ends, room = num_computed + chunk == length, request.room
                 step.append(Scheduled(request, chunk, num_computed, length, ends, room, -1, row))
                 budget -= chunk
+                row += 1
         return step
 
     def stays(self, requests: Sequence[Request], after: After) -> bool:
@@ -171,7 +173,7 @@ class Scheduler:
         Meanwhile others may join the queue's end.
         """
         passed, promised = 0, None
-        num_ended = sum(map(after.has_ended, self.running)) if self.waiting else 0
+        num_ended = after.num_ended(self.running) if self.waiting else 0
         while passed < min(len(self.waiting), self.max_batch_size):
             request = self.waiting[passed]
             if self._was_admitted(request):

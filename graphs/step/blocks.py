@@ -3,6 +3,7 @@
 S requests, M blocks a request may own.
 """
 
+import operator
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -40,14 +41,18 @@ class BlockRows:
 
     def find(self, requests: Sequence[Hashable]) -> np.ndarray:
         """[S] rows of the requests, which own blocks and are all different; up to date."""
-        tables = self._cache.pool.tables
-        rows = [self._row_of.get(request, -1) for request in requests]
+        found = list(map(self._cache.pool.tables.__getitem__, requests))
+        rows = list(map(self._row_of.get, requests))
+        if None not in rows:
+            written = [self._tables[row] for row in rows]
+            if all(map(operator.is_, found, written)):
+                return np.array(rows, dtype=np.int64)  # as in most steps
         for i, request in enumerate(requests):
-            row, table = rows[i], tables[request]
-            if row < 0:
+            row = rows[i]
+            if row is None:
                 row = rows[i] = self._claim(request)
-            if self._tables[row] is not table:
-                self._write(row, table)
+            if self._tables[row] is not found[i]:
+                self._write(row, found[i])
         return np.array(rows, dtype=np.int64)
 
     def _write(self, row: int, table: BlockTable) -> None:

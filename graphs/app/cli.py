@@ -124,6 +124,24 @@ def inspect(
         webbrowser.open(page.as_uri())
 
 
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="A dump.")],
+    b: Annotated[Path, typer.Argument(help="Another, to compare with it.")],
+    as_json: Json = False,
+) -> None:
+    """What changed from dump A to dump B: passes, graphs, kernels, memory, and what got slower."""
+    with _one_line_errors():
+        from graphs.app.tables import print_comparison
+        from graphs.dumps.compare import compare as compare_dumps
+
+        found = compare_dumps(a.absolute(), b.absolute())
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        print_comparison(found, _console())
+
+
 def _console() -> Console:
     """At most 120 columns; a file has no width of its own."""
     terminal = Console()

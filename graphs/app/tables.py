@@ -217,6 +217,19 @@ def _bytes(n: float) -> str:
     return f"{n:.1f} GiB"
 
 
+def print_comparison(found: dict[str, list[tuple[str, str, str, str]]], console: Console) -> None:
+    """Two dumps side by side, a table a part."""
+    if not found:
+        console.print("The dumps say the same.")
+    for part, rows in found.items():
+        table = Table(title=part, box=None, title_justify="left", padding=(0, 1))
+        for name in ("", "A", "B", "change"):
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
 def print_backends(rows: list[SupportRow], console: Console) -> None:
     """The support table, with what keeps a backend from this machine."""
     table = Table(title="attn-ops backends, in the order of preference", title_justify="left")

@@ -16,13 +16,14 @@ import torch
 from fx_passes.observe import PassRecord, Recorder
 from graphs.dumps.folder import is_dump
 from graphs.dumps.index import Index
+from graphs.dumps.tree import attention_groups, live_rows, module_rows
 
 FILE = "dump.json"
 VERSION = 2
 _FORMAT = "attn-ops dump"
 _PARTS: dict[str, type] = {
     "index": dict, "sessions": list, "passes": list, "graphs": list, "inductor": list,
-    "kernels": list,
+    "kernels": list, "trace": list,
 }  # fmt: skip
 
 
@@ -35,28 +36,34 @@ class Parts:
     inductor: list[str] = dataclasses.field(default_factory=list)  # file of each compiled graph
     kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     sessions: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    pictures: list[list[str]] = dataclasses.field(default_factory=list)  # as `passes`
+    trace: list[str] = dataclasses.field(default_factory=list)  # files of torch's structured trace
     timeline: dict[str, Any] | None = None
     timeline_why: str = ""
 
 
 def data_of(recorder: Recorder, index: Index, parts: Parts) -> str:
     """The text of `dump.json`."""
-    pairs = zip(recorder.passes, parts.passes, strict=True)
+    runs = zip(recorder.passes, parts.passes, parts.pictures, strict=True)
     graphs = zip(recorder.final_graphs, recorder.final_nodes, parts.final, strict=True)
     calls = {record.graph_name: record.num_calls for record in recorder.passes}
+    described = [
+        {"name": name, "num_calls": calls.get(name, 1), "file": file, "nodes": nodes}
+        for (name, _), nodes, file in graphs
+    ]
+    for graph, rows in zip(described, live_rows(described), strict=True):
+        graph["live_rows"] = rows
     data = {
         "format": _FORMAT,
         "version": VERSION,
         "torch": torch.__version__,
         "index": dataclasses.asdict(index),
         "sessions": parts.sessions,
-        "passes": [_pass(record, names) for record, names in pairs],
-        "graphs": [
-            {"name": name, "num_calls": calls.get(name, 1), "file": file, "nodes": nodes}
-            for (name, _), nodes, file in graphs
-        ],
+        "passes": [_pass(*run) for run in runs],
+        "graphs": described,
         "inductor": parts.inductor,
         "kernels": parts.kernels,
+        "trace": parts.trace,
         "timeline": parts.timeline,
         "timeline_why": parts.timeline_why,
     }
@@ -70,6 +77,9 @@ def session_data(session: Any) -> dict[str, Any]:
     return {
         **report.as_dict(),
         "verdict": str(report),
+        "block_size": session.cache.block_size,
+        "modules": module_rows(session.original),
+        "attention": attention_groups(session.specs),
         "memory": {
             "weights": sum(p.untyped_storage().nbytes() for p in weights.values()),
             "cache": session.cache.num_bytes,
@@ -78,7 +88,7 @@ def session_data(session: Any) -> dict[str, Any]:
     }
 
 
-def _pass(record: PassRecord, files: list[str]) -> dict[str, Any]:
+def _pass(record: PassRecord, files: list[str], pictures: list[str]) -> dict[str, Any]:
     before, after = record.operators or ({}, {})
     return {
         "name": record.pass_name,
@@ -93,6 +103,8 @@ def _pass(record: PassRecord, files: list[str]) -> dict[str, Any]:
         "before": before,
         "after": after,
         "files": files,
+        "facts": record.facts,
+        "pictures": pictures,
     }
 
 

@@ -11,6 +11,7 @@ The directory holds:
     inductor/              Inductor's output code, kernels included
     timeline/              the trace of one decode step, for Perfetto or chrome://tracing
     depyf/                 depyf's files: the decompiled frame, and graphs of the stages between
+    trace/                 torch's structured trace, for `tlparse`
 
 A part that cannot be made is left out, with a warning and a note in the index.
 """
@@ -39,8 +40,10 @@ from graphs.dumps.raw_files import (
     layout_entries,
     pass_entry,
     picture_entries,
+    trace_entries,
 )
 from graphs.dumps.timeline.record import timeline_of
+from graphs.dumps.trace import writing_trace
 from graphs.report import SessionReport
 
 
@@ -72,7 +75,11 @@ def dump(directory: str | os.PathLike[str]) -> Iterator[Path]:
     )
     loaded, failed = {id(module) for module in PyCodeCache.modules}, True
     try:
-        with recording(recorder), writing_depyf_files(directory / "depyf", attempts.notes):
+        with (
+            recording(recorder),
+            writing_depyf_files(directory / "depyf", attempts.notes),
+            writing_trace(directory, attempts.notes),
+        ):
             yield directory
     except BaseException as error:
         attempts.notes.append(
@@ -127,7 +134,9 @@ def _raw_parts(
     """Write the raw files; what `dump.json` says of them, and their lines in the index."""
     entries = [pass_entry(directory, i, p) for i, p in enumerate(recorder.passes, 1)]
     parts = Parts(passes=[entry.files for entry in entries])
-    entries += picture_entries(directory, recorder.passes)
+    pictures = picture_entries(directory, recorder.passes)
+    parts.pictures = [pictures[i].files if i in pictures else [] for i in range(len(entries))]
+    entries += pictures.values()
     layouts = attempts.guarded("pictures of layouts", layout_entries, [])
     entries += layouts(directory, [session.original for session in recorder.sessions])
     final, inductor = final_entries(directory, recorder), inductor_entries(directory, modules)
@@ -138,7 +147,9 @@ def _raw_parts(
     parts.kernels = [
         {"file": name, "calls": found} for name, found in zip(parts.inductor, calls, strict=True)
     ]
-    return parts, [*entries, *final, *inductor, *depyf_entries(directory)]
+    traces = trace_entries(directory)
+    parts.trace = [name for entry in traces for name in entry.files]
+    return parts, [*entries, *final, *inductor, *depyf_entries(directory), *traces]
 
 
 def _add_timeline(directory: Path, recorder: Recorder, parts: Parts, attempts: Attempts) -> None:

@@ -11,7 +11,7 @@ class LinkError(ValueError):
     """Something would be written through a symbolic link."""
 
 
-FOLDERS = ("passes", "pictures", "final", "inductor", "timeline", "depyf")
+FOLDERS = ("passes", "pictures", "final", "inductor", "timeline", "depyf", "trace")
 FILES = ("index.md", "index.html", "dump.json")
 
 

@@ -9,6 +9,7 @@ from torch._inductor.codecache import get_path
 from attn_ops.block_layout import BlockTables, distinct, svg
 from fx_passes.naming import safe_name
 from fx_passes.observe import PassRecord, Recorder
+from graphs.dumps import trace
 from graphs.dumps.folder import put
 from graphs.dumps.index import Entry
 
@@ -32,9 +33,10 @@ def pass_entry(directory: Path, number: int, record: PassRecord) -> Entry:
     return Entry("passes", text, files, skipped)
 
 
-def picture_entries(directory: Path, passes: list[PassRecord]) -> list[Entry]:
-    """Flowcharts by graph and pass; of a second graph of that name, with its pass's number."""
-    entries, stems = [], set()
+def picture_entries(directory: Path, passes: list[PassRecord]) -> dict[int, Entry]:
+    """Flowcharts by run of a pass; of a second graph of that name, with its pass's number."""
+    entries: dict[int, Entry] = {}
+    stems = set()
     for number, record in enumerate(passes, 1):
         if record.pictures is None:
             continue
@@ -46,7 +48,7 @@ def picture_entries(directory: Path, passes: list[PassRecord]) -> list[Entry]:
             for when, text in zip(("before", "after"), record.pictures, strict=True)
         ]
         text = f"`{record.pass_name}` on graph `{record.graph_name}`, before and after"
-        entries.append(Entry("pictures", text, files, []))
+        entries[number - 1] = Entry("pictures", text, files, [])
     return entries
 
 
@@ -110,6 +112,14 @@ def depyf_entries(directory: Path) -> list[Entry]:
             text = f"graph or code at the stage `{path.name.split('.')[1]}`"
         entries.append(Entry("depyf", f"depyf: {text}", [f"depyf/{path.name}"], []))
     return entries
+
+
+def trace_entries(directory: Path) -> list[Entry]:
+    if not (directory / trace.FILE).is_file():
+        return []
+    return [
+        Entry("data", "torch's structured trace; `tlparse` makes pages of it", [trace.FILE], [])
+    ]
 
 
 def _one_line(text: str) -> str:

@@ -12,11 +12,12 @@ from torch._inductor.utils import fresh_cache
 import fx_passes
 import graphs
 from graphs.dumps import dump as dump_module
+from graphs.dumps import trace
 from graphs.dumps.index import MARKER
 from tests.graphs.dumps.dumped import compiled_function, files
 
 PROMPTS = [[1, 2, 3], list(range(20))]
-FOLDERS = {"passes", "pictures", "final", "inductor", "timeline", "depyf"}
+FOLDERS = {"passes", "pictures", "final", "inductor", "timeline", "depyf", "trace"}
 
 
 def compiled_session(model, **options) -> graphs.DecodeSession:
@@ -137,6 +138,7 @@ def test_a_warm_cache(tmp_path):
             assert hits == (name == "warm")
             ours = {n for n in files(directory) if not n.startswith("depyf/")}
             seen.append({n: (directory / n).read_text() for n in ours if not n.startswith("index")})
+            seen[-1][trace.FILE] = trace.origins(seen[-1][trace.FILE])  # the rest has times
             data = json.loads(seen[-1].pop("dump.json"))
             entries = data["index"].pop("entries")
             data["entries"] = [one for one in entries if one["section"] != "depyf"]

@@ -168,8 +168,14 @@ def call(args):
 DRIVER = """<script>addEventListener("load", () => {
   const key = (key, target = document.body) =>
     target.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
-  const out = {hashes: [], nodes: document.querySelectorAll("#drawn g.node").length};
+  const out = {hashes: [], views: {}, ready: performance.now()};
   for (const one of ["j", "j", "k"]) { key(one); out.hashes.push(location.hash); }
+  for (const one of ["ran", "model", "pass", "kernel", "timeline", "files"]) {
+    location.hash = one; go();
+    out.views[one] = document.querySelector("section.on").innerText;
+  }
+  document.querySelectorAll("tr[data-graph] a")[1].click(); go();
+  out.nodes = [...document.querySelectorAll("#drawn g.node title")].map(one => one.textContent);
   key("/");
   const input = document.getElementById("search");
   out.focused = document.activeElement === input;
@@ -209,7 +215,12 @@ def test_in_a_browser(copied):
     data = block(page)
     changed = [f"#pass={i}" for i, one in enumerate(data["passes"]) if one["difference"]]
     assert out["hashes"][0] in changed
-    assert out["nodes"] == len(next(g for g in data["graphs"] if g["num_calls"] == 3)["nodes"])
+    layer = next(g for g in data["graphs"] if g["num_calls"] == 3)
+    drawn = {title.split()[0] for title in out["nodes"]}
+    products = {n["name"] for n in layer["nodes"] if n["op"] in ("mm", "attention")}
+    assert products < drawn <= {n["name"] for n in layer["nodes"]}
+    assert all(len(text) > 40 for text in out["views"].values()), out["views"]
+    assert out["ready"] < 2000
     assert out["focused"]
     assert out["found"]
     assert all(

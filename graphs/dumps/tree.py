@@ -1,0 +1,122 @@
+"""The model as a map: modules with equal layers in one row, attention by group, live rows."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from attn_ops.metadata.features import AttentionSpec
+
+_MOST_ROWS = 400
+_SHAPED = re.compile(r"^\w+\[(?:1, )?(\w+)[,\]]")
+
+
+def module_rows(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Rows of the module tree: depth, path, class, how many are equal, bytes of parameters."""
+    return [row for row, _ in zip(_rows(model, "", 0), range(_MOST_ROWS), strict=False)]
+
+
+def _rows(module: torch.nn.Module, path: str, depth: int) -> Iterator[dict[str, Any]]:
+    yield _row(module, path, depth, 1)
+    for name, child in module.named_children():
+        inside = f"{path}.{name}" if path else name
+        if not isinstance(child, torch.nn.ModuleList):
+            yield from _rows(child, inside, depth + 1)
+            continue
+        for first, last, members in _runs(list(child)):
+            span = f"{inside}.{first}" if first == last else f"{inside}.{first}-{last}"
+            row = _row(members[0], span, depth + 1, len(members))
+            yield {**row, "bytes": sum(_bytes(one) for one in members)}
+            yield from list(_rows(members[0], f"{inside}.{first}", depth + 1))[1:]
+
+
+def _runs(layers: list[torch.nn.Module]) -> list[tuple[int, int, list[torch.nn.Module]]]:
+    """Neighbours that are built alike."""
+    runs: list[tuple[int, int, list[torch.nn.Module]]] = []
+    for i, layer in enumerate(layers):
+        if runs and _built(runs[-1][2][0]) == _built(layer):
+            runs[-1] = (runs[-1][0], i, [*runs[-1][2], layer])
+        else:
+            runs.append((i, i, [layer]))
+    return runs
+
+
+def _built(layer: torch.nn.Module) -> list[tuple[Any, ...]]:
+    shapes = [(name, type(m).__name__) for name, m in layer.named_modules()]
+    return [*shapes, *((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())]
+
+
+def _row(module: torch.nn.Module, path: str, depth: int, count: int) -> dict[str, Any]:
+    shapes = [f"{n} {list(p.shape)}" for n, p in module.named_parameters(recurse=False)]
+    return {
+        "depth": depth,
+        "path": path,
+        "kind": type(module).__name__,
+        "count": count,
+        "bytes": _bytes(module),
+        "shapes": ", ".join(shapes)[:200],
+    }
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    storages = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
+    return sum(p.untyped_storage().nbytes() for p in storages.values())
+
+
+def attention_groups(specs: Sequence[AttentionSpec]) -> list[dict[str, Any]]:
+    """Layers of equal attention, which share one cache group: numbers, heads and options."""
+    found: dict[AttentionSpec, list[int]] = {}
+    for i, spec in enumerate(specs):
+        found.setdefault(spec, []).append(i)
+    groups = []
+    for spec, layers in found.items():
+        default = {f.name: f.default for f in dataclasses.fields(spec)}
+        fields = {name: getattr(spec, name) for name in default}
+        words = [f"{spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_size}"]
+        words += [
+            f"{name} {value}"
+            for name, value in fields.items()
+            if name not in ("num_heads", "num_kv_heads", "head_size", "dtype")
+            and value != default[name]
+        ]
+        dtype = str(spec.dtype).removeprefix("torch.")
+        groups.append({"layers": _spans(layers), "num": len(layers), "words": [*words, dtype]})
+    return groups
+
+
+def _spans(numbers: list[int]) -> str:
+    """`0-3, 5`."""
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def live_rows(graphs: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """Of every graph, products and attentions by the rows that they compute.
+
+    Keys: "all tokens" and "logits rows". The rows of logits are those of the model's last product,
+    where another product has other ones.
+    """
+    found = [_symbols(graph["nodes"]) for graph in graphs]
+    logits = next((symbols[-1] for symbols in reversed(found) if symbols), None)
+    others = {symbol for symbols in found for symbol in symbols} - {logits}
+    words = {logits: "logits rows" if others else "all tokens"}
+    return [
+        dict(collections.Counter(words.get(symbol, "all tokens") for symbol in symbols))
+        for symbols in found
+    ]
+
+
+def _symbols(nodes: list[dict[str, Any]]) -> list[str]:
+    """Numbers of rows of products and attentions, in order."""
+    wanted = ("mm", "addmm", "bmm", "_scaled_mm", "linear")
+    ours = (n for n in nodes if n["op"] in wanted or n["target"].startswith("attn_ops.attention"))
+    shapes = (_SHAPED.match(node["type"]) for node in ours)
+    return [match[1] for match in shapes if match and not match[1].isdigit()]

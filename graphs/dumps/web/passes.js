@@ -1,0 +1,100 @@
+let pass = 0;
+function ran() {
+  const out = place("ran");
+  if (!data.sessions.length) out.append(make("h1", { class: "big" }, "A dump without a session"), note("No decode session ran inside this dump; the graphs and kernels are those of other compiled functions."));
+  for (const s of data.sessions) {
+    const levels = Object.entries(s.levels).map(([group, level]) => `${group} ${level}`).join(", ");
+    const matched = data.passes.filter(one => one.matches), changed = data.passes.filter(one => one.difference);
+    const memory = sum(Object.values(s.memory)), step = data.timeline?.replay_us;
+    const tile = (value, text, href) => make("div", { class: "tile" }, make("b", {}, href ? make("a", { href }, value) : value), make("span", {}, text));
+    out.append(make("h1", { class: "big" }, s.model), note(`on ${s.device}, torch ${data.torch}`),
+      make("div", { class: "tiles" }, tile(s.backend, "attention backend"), tile(s.mode_used === "NONE" ? "called" : s.mode_used.toLowerCase().replaceAll("_", " "), s.graphs.length ? `${plural(s.graphs.length, "captured step")}` : "CUDA graphs: none"),
+        tile(`${s.num_graphs} / ${s.num_breaks} / ${s.num_recompiles}`, "graphs / breaks / recompiles"), tile(`${new Set(changed.map(one => one.name)).size} of ${new Set(data.passes.map(one => one.name)).size}`, "passes changed a graph", "#pass"),
+        step ? tile(time(step), `a decode step of ${plural(batch(), "request")}`, "#timeline") : tile(human(memory), "held"), tile(`${s.compile_seconds.toFixed(1)} s`, "to compile")),
+      make("h2", {}, "Memory"), owners(s.memory),
+      make("h2", {}, "Chosen, and why"),
+      make("table", { class: "facts" }, row("backend", `${s.backend}: ${s.backend_why}`), row("layer groups", levels || "none"),
+        row("CUDA graphs", `asked ${s.mode_asked}, used ${s.mode_used}: ${s.mode_why}`), row("captured", s.graphs.length ? `${plural(s.graphs.length, "step")}, ${human(s.graph_bytes)}, ${s.capture_seconds.toFixed(1)} s` : "nothing"),
+        row("decode steps", `${s.decode_steps.used} a launch of ${s.decode_steps.asked} asked: ${s.decode_steps.why}`), row("steps", Object.entries(s.num_steps).map(([how, n]) => `${n} ${how}`).join(", ")),
+        row("products", s.products), row("passes", matched.length ? make("span", {}, ...matched.flatMap((one, i) => [i ? ", " : "", make("a", { href: `#pass=${data.passes.indexOf(one)}` }, `${one.name} ${one.in_words}`)])) : "none found anything"),
+        row("compiled", `by ${s.compiler || "nobody"}, ${s.compile_seconds.toFixed(1)} s`)));
+    for (const failure of s.failures) out.append(note(`not captured: ${typeof failure === "string" ? failure : JSON.stringify(failure)}`));
+  }
+  if (data.index.notes.length) out.append(make("h2", {}, "Notes"), ...data.index.notes.map(note));
+}
+function owners(memory) {
+  const colours = ["--product", "--attention", "--kernel"], all = Object.entries(memory), total = sum(Object.values(memory)) || 1;
+  const bar = make("div", { class: "bar" });
+  all.forEach(([name, bytes], i) => { if (bytes) bar.append(make("div", { style: `width:${100 * bytes / total}%;background:var(${colours[i]})`, title: `${name} ${human(bytes)}` })); });
+  const text = keys(all.map(([name, bytes], i) => [`${name} ${human(bytes)}`, colours[i]]));
+  return make("div", {}, bar, text, note("Graph pools hold the activations of captured steps; activations of called steps are not measured."));
+}
+
+function passes() {
+  const list = make("table", {}, head("", "pass", "graph", "changed", "left alone"));
+  data.passes.forEach((one, i) => list.append(make("tr", { class: "link", "data-pass": i, onclick: () => { location.hash = `pass=${i}`; } }, make("td", { class: "dim" }, i + 1),
+    make("td", {}, make("a", { href: `#pass=${i}` }, one.difference ? make("b", {}, one.name) : one.name)), make("td", {}, one.graph), make("td", {}, one.in_words),
+    make("td", { class: "dim" }, one.skipped.length ? `${plural(one.skipped.length, "place")}` : ""))));
+  place("pass").append(make("div", { id: "shown" }), make("h2", {}, "All passes, in the order in which they ran"), list);
+}
+function step(by) {
+  const changed = data.passes.map((one, i) => one.difference ? i : -1).filter(i => i >= 0);
+  if (!changed.length) return;
+  const next = by > 0 ? changed.find(i => i > pass) ?? changed[0] : changed.filter(i => i < pass).pop() ?? changed.at(-1);
+  location.hash = `pass=${next}`;
+}
+function changes(one) {
+  const names = [...new Set([...Object.keys(one.before), ...Object.keys(one.after)])];
+  const found = names.map(name => [name, (one.after[name] || 0) - (one.before[name] || 0)]).filter(([, n]) => n).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
+  return found.slice(0, 12).map(([name, n]) => `${n > 0 ? "+" : "−"}${Math.abs(n)} ${name}`).join("   ");
+}
+function showPass(number) {
+  const one = data.passes[number], out = document.getElementById("shown");
+  if (!one) return;
+  pass = number;
+  document.querySelectorAll("tr[data-pass]").forEach(each => each.classList.toggle("on", +each.dataset.pass === number));
+  const parts = [make("div", { class: "tools" }, make("button", { onclick: () => step(-1), title: "k" }, "← previous"), make("button", { onclick: () => step(1), title: "j" }, "next →"),
+    dim("passes that changed their graph; keys k and j")), make("h1", { class: "big" }, one.name), note(`on ${one.graph}${one.num_calls > 1 ? `, which runs ${one.num_calls} times` : ""}: ${one.in_words}`)];
+  if (one.summary) parts.push(make("p", {}, one.summary));
+  if (one.error) parts.push(make("p", {}, `failed: ${one.error}`));
+  if (one.difference && changes(one)) parts.push(make("p", {}, make("code", {}, changes(one))));
+  const reasons = {};
+  for (const why of one.skipped) { const text = why.replace(/^\w+: /, ""); (reasons[text] ||= []).push(/^(\w+): /.exec(why)?.[1] || ""); }
+  if (one.skipped.length) parts.push(make("h3", {}, `Left alone: ${plural(one.skipped.length, "place")}`),
+    make("ul", {}, ...Object.entries(reasons).map(([why, places]) => make("li", {}, why, places[0] ? dim(`   ${places.slice(0, 12).join(", ")}${places.length > 12 ? ` and ${places.length - 12} more` : ""}`) : ""))));
+  if (one.difference) {
+    const table = make("table", {}, make("colgroup", {}, ...["48px", "", "48px", ""].map(width => make("col", { style: `width:${width}` }))));
+    for (const [mark, i, left, j, right] of one.difference.rows) {
+      if (mark === "...") { table.append(make("tr", { class: "cut" }, make("td", { colspan: 4 }, "···"))); continue; }
+      table.append(make("tr", {}, make("td", { class: "n" }, i || ""), make("td", { class: "~-".includes(mark) ? "del" : "" }, left),
+        make("td", { class: "n" }, j || ""), make("td", { class: "~+".includes(mark) ? "add" : "" }, right)));
+    }
+    const more = one.difference.num_left_out ? ` ${plural(one.difference.num_left_out, "more row")} in the files` : "";
+    parts.push(make("p", {}, dim("before "), link(one.files[0]), dim("   after "), link(one.files[1]), dim(more)), make("div", { class: "diff" }, table));
+  } else parts.push(note("The graph stayed as it was."));
+  if (one.drawn.length === 2) parts.push(make("h3", {}, "As flowcharts (Mermaid)"), make("div", { class: "flow" }, ...one.drawn.map((text, i) => make("div", {}, link(one.pictures[i]), flowchart(text)))));
+  out.replaceChildren(...parts);
+}
+
+// The flowcharts of a dump are of one form: `id["label"]` and `a --> b`; anything else is shown as text.
+function flowchart(text) {
+  const names = new Map(), boxes = [], edges = [];
+  const box = id => { if (!names.has(id)) { names.set(id, boxes.length); boxes.push({ label: id, width: 170, height: 34, inputs: [] }); } return names.get(id); };
+  for (const line of text.split("\n")) {
+    const label = /^\s*(\w+)[\[({]+"(.*?)"[\])}]+/.exec(line), edge = /^\s*(\w+) -->(?:\|.*?\|)? (\w+)/.exec(line);
+    if (label) boxes[box(label[1])].label = label[2]; else if (edge) edges.push([box(edge[1]), box(edge[2])]);
+  }
+  const order = []; const seen = new Set(), into = boxes.map(() => []);
+  edges.forEach(([a, b]) => into[b].push(a));
+  const visit = i => { if (seen.has(i)) return; seen.add(i); into[i].forEach(visit); order.push(i); };
+  boxes.forEach((_, i) => visit(i));
+  if (!boxes.length || boxes.length > 150) return make("pre", {}, text);
+  const at = new Map(order.map((old, i) => [old, i]));
+  const sorted = order.map((old, i) => ({ ...boxes[old], inputs: into[old].map(j => at.get(j)).filter(j => j < i) }));
+  const bends = layered(sorted), width = Math.max(...sorted.map(b => b.x)) + 100, height = Math.max(...sorted.map(b => b.y)) + 50;
+  const svg = make("svg", { width, height, viewBox: `0 0 ${width} ${height}` });
+  for (const path of bends) svg.append(make("path", { d: path.slice(1).map((b, k) => { const a = path[k], y = a.y + a.height; return `M${a.x} ${y}C${a.x} ${y + 10} ${b.x} ${b.y - 10} ${b.x} ${b.y}`; }).join("") }));
+  for (const b of sorted) svg.append(make("g", {}, make("title", {}, b.label), make("rect", { class: "box", x: b.x - 85, y: b.y, width: 170, height: 34, rx: 7, style: "fill:var(--model)" }),
+    ...b.label.split(/<br\/?>|\n/).slice(0, 2).map((part, k, all) => make("text", { x: b.x - 76, y: b.y + (all.length > 1 ? 14 + 14 * k : 21) }, part.slice(0, 23)))));
+  return make("div", { class: "graph", style: "height:360px" }, svg);
+}

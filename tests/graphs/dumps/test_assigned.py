@@ -1,0 +1,95 @@
+"""Calls of graphs to which the kernels of a timeline belong, as a GPU's profiler names them."""
+
+import pytest
+
+from graphs.dumps.timeline.assigned import beside_calls
+
+SIZES = {"fixed": 1000, "per_token": 10, "per_cached_token": 0}
+
+
+def call(name, source="", sizes=None):
+    return {"name": name, "source": source, "bytes": sizes}
+
+
+LAYER = [
+    call("triton_red_fused_0", "def"),
+    call("extern_kernels.mm", sizes={"fixed": 48_000_000, "per_token": 1, "per_cached_token": 0}),
+    call("triton_poi_fused_index_put_1", "def", SIZES),
+    call("torch.ops.attn_ops.attention.default", "", {**SIZES, "per_cached_token": 4}),
+    call("extern_kernels.mm"),
+    call("triton_red_fused_2", "def"),
+]
+GRAPHS = [[call("triton_poi_fused_embedding_0", "def")], LAYER,
+          [call("triton_red_fused_0", "def"), call("extern_kernels.mm")]]  # fmt: skip
+IN_LAYER = [
+    ("triton_red_fused_0", 2.0, 0),
+    ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", 15.0, 1),
+    ("void cublasLt::splitKreduce_kernel<32, 16>", 2.0, 1),
+    ("triton_poi_fused_index_put_1", 2.0, 2),
+    ("cutlass::device_kernel<flash::FlashAttnFwdSm90<x>>", 6.0, 3),
+    ("void flash::FlashAttnFwdCombine<y>", 2.0, 3),
+    ("nvjet_tst_64x8_64x16_1x1_h_bz_TNT", 5.0, 4),
+    ("triton_red_fused_2", 2.0, 5),
+]
+BEFORE = [("prepare_varlen_num_blocks_kernel", 1.0, -1), ("triton_poi_fused_embedding_0", 1.0, 0)]
+AFTER = [("triton_red_fused_0", 2.0, 0), ("nvjet_tst_192x8", 40.0, 1), ("_argmax_kernel", 3.0, -1)]
+TIMELINE = {
+    "what": "replay of a captured step", "num_reqs": 8, "num_tokens": 8, "seq_len": 125,
+    "bandwidth": 4.8e12, "replay_us": 152.0,
+}  # fmt: skip
+
+
+def step(num_layers=3, gap=0.5):
+    kernels, rows, now = [*BEFORE, *IN_LAYER * num_layers, *AFTER], [], 0.0
+    for name, us, _ in kernels:
+        rows.append({"name": name, "start_us": now, "us": us, "bytes": None})
+        now += us + gap
+    return {**TIMELINE, "kernels": rows}, kernels
+
+
+def test_kernels_are_assigned_to_calls_and_layers():
+    given, kernels = step()
+    found = beside_calls(given, GRAPHS, [1, 3, 1], on_gpu=True)
+    wanted = [number for _, _, number in kernels]
+    assert [row[4] for row in found["rows"]] == wanted
+    graphs = [-1, 0, *[1] * 24, 2, 2, -1]
+    assert [row[3] for row in found["rows"]] == graphs
+    assert [row[5] for row in found["rows"]][2:26] == [1] * 8 + [2] * 8 + [3] * 8
+    assert [found["names"][row[2]] for row in found["rows"]] == [name for name, _, _ in kernels]
+
+
+def test_times_and_bandwidth():
+    given, kernels = step()
+    found = beside_calls(given, GRAPHS, [1, 3, 1], on_gpu=True)
+    first, second = found["largest"][:2]
+    assert (first["graph"], first["call"], first["num"], first["total_us"]) == (1, 1, 3, 51.0)
+    assert first["bytes"] == 48_000_008
+    assert first["of_bandwidth"] == pytest.approx(48_000_008 / (17e-6 * 4.8e12))
+    assert (second["graph"], second["call"], second["num"]) == (2, 1, 1)
+    attention = next(one for one in found["largest"] if one["call"] == 3)
+    assert attention["bytes"] == 1000 + 8 * 10 + 1000 * 4
+    assert len(found["largest"]) == 10
+    assert sum(one["total_us"] for one in found["largest"]) <= sum(us for _, us, _ in kernels)
+
+
+def test_bytes_of_the_timeline_come_first():
+    given, kernels = step()
+    for row, (name, _, _) in zip(given["kernels"], kernels, strict=True):
+        if "FlashAttnFwdSm90" in name:
+            row["bytes"] = 7_000_000
+    found = beside_calls(given, GRAPHS, [1, 3, 1], on_gpu=True)
+    attention = next(one for one in found["largest"] if one["call"] == 3)
+    assert (attention["num"], attention["each_us"], attention["bytes"]) == (3, 8.0, 7_000_000)
+    assert attention["of_bandwidth"] == pytest.approx(7e6 / (8e-6 * 4.8e12))
+
+
+def test_operators_of_a_cpu_leave_out_its_kernels():
+    names = ["aten::zeros", "aten::mm", "attn_ops::attention", "aten::mm"]
+    rows = [
+        {"name": n, "start_us": 10.0 * i, "us": 5.0, "bytes": None} for i, n in enumerate(names)
+    ]
+    given = {**TIMELINE, "bandwidth": None, "kernels": rows}
+    found = beside_calls(given, [LAYER], [1], on_gpu=False)
+    assert [row[4] for row in found["rows"]] == [-1, 1, 3, 4]
+    empty = beside_calls({**given, "kernels": []}, [LAYER], [1], on_gpu=False)
+    assert (empty["rows"], empty["largest"]) == ([], [])

@@ -29,7 +29,7 @@ class SessionOptions:
     """How a `DecodeSession` runs.
 
     Attributes:
-        max_batch_size: requests that run at a time; more wait.
+        max_batch_size: requests that run at a time, at most 65,536; more wait.
         max_tokens: tokens of one request that the cache may hold; a longer prompt is refused.
         cudagraph_mode: see `CUDAGraphMode`; "auto": FULL_DECODE_ONLY, without a warning where the
             model is on a CPU. If it cannot be had, `graph_mode_why` says why.

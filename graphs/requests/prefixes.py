@@ -130,11 +130,11 @@ class PrefixSharing:
 
     def admit(self, request: Request, match: Match) -> None:
         """The request begins with what was found."""
-        request.begun_at = self.num_forgotten
+        is_new, request.begun_at = request.begun_at < 0, self.num_forgotten
         request.num_kept = 0
         if self.is_on:
             request.num_computed = match.num_tokens
-        if self.is_on and request.share_prefix and not request.token_ids:
+        if self.is_on and request.share_prefix and is_new:
             self._num_requests += 1
             self._num_hits += match.num_tokens > 0
             self._num_prompt_tokens += len(request.prompt)

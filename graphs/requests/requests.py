@@ -46,7 +46,7 @@ class Request:
     room: int = 0  # tokens that its blocks hold at least
     num_released: int = 0  # of its first blocks, that were given back behind the layers' window
     num_lost: int = 0  # tokens that were computed before it was preempted
-    begun_at: int = 0  # times that the session had forgotten prefixes before it began
+    begun_at: int = -1  # times that the session had forgotten prefixes before; -1: it waits yet
 
     @property
     def finish_reason(self) -> str | None:

@@ -188,3 +188,16 @@ def test_a_preempted_request_waits_until_its_launched_steps_are_read():
     launched = Scheduled(second, 1, 11, 12, True, 0)
     assert scheduler.next_step(After([launched])) == []
     assert [s.num_tokens for s in scheduler.next_step()] == [12]
+
+
+def test_a_prompt_that_is_preempted_counts_once():
+    scheduler = make_scheduler(64, budget=5, shares=True)
+    request = queue(scheduler, 0, 12)
+    step(scheduler)
+    assert request.num_computed == 5
+    scheduler._preempted.append(request)
+    scheduler.next_step()
+    counts = scheduler.prefixes.counts()
+    assert (counts.num_requests, counts.num_hits, counts.num_prompt_tokens) == (1, 0, 12)
+    assert scheduler.reservations.counts().num_recomputed_tokens == 1, "of 5, 4 were found"
+    finish(scheduler)

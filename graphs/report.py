@@ -267,15 +267,21 @@ def _compiled(r: SessionReport) -> str:
 
 
 def pass_lines(r: SessionReport) -> list[tuple[str, str]]:
-    """Matches of every pass, what passes do to a step, and why rows stay that need not."""
+    """What passes matched, what they do to a step, and why rows stay that need not."""
     why = r.no_passes_why
     if why is None and not r.matches:
         when = "the model was compiled before it" if r.compile_seconds else "it is not compiled yet"
         why = f"none has run for this session: {when}"
-    ran = [f"{name}: {words}" for name, words in r.matches_in_words.items()]
-    lines = [("" if i else "passes", line) for i, line in enumerate([why] if why else ran)]
+    lines = [("passes", why or _matched(r))]
     lines += [(name.replace("_", " "), line) for name, line in r.passes.items()]
     return [*lines, *((("rows kept", r.keeps_rows_why),) if r.keeps_rows_why else ())]
+
+
+def _matched(r: SessionReport) -> str:
+    """Matches in a line; of passes without any the names. `dump` and JSON have their reasons."""
+    found = [f"{name} {words}" for name, words in r.matches_in_words.items() if r.matches[name]]
+    others = [name for name, number in r.matches.items() if not number]
+    return "; ".join([*found, *([f"no match: {', '.join(others)}"] if others else [])])
 
 
 def _verified(r: SessionReport) -> str:

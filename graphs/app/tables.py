@@ -126,7 +126,7 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
             f"{r.num_graphs}, {r.num_breaks} breaks, {r.num_recompiles} recompiles after warm-up",
         ),
         *pass_lines(r.session),
-        *(("  left alone", reason) for reason in r.skipped),
+        *([("left alone", _left_alone(r))] if r.skipped else []),
         ("parity", _parity(r)),
         (
             "outputs vary",
@@ -143,6 +143,11 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
         *_output_lines(r),
     ]
     return lines
+
+
+def _left_alone(r: RunReport) -> str:
+    where = "see the dump" if r.dump else "--dump DIR and --json say why"
+    return f"{_count(len(r.skipped), 'place', 'places')} by passes; {where}"
 
 
 def _output_lines(r: RunReport) -> list[tuple[str, str]]:

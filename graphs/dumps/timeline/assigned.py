@@ -4,15 +4,9 @@ Calls are found by their order in Inductor's code and by names. Times in microse
 """
 
 import dataclasses
-import re
 from typing import Any
 
-_PRODUCT = re.compile(
-    r"gemm|gemv|nvjet|cublas|splitk|xmma|::(?:add|b|badd|_scaled_)?mm$|::linear$", re.IGNORECASE
-)
-_ATTENTION = re.compile(
-    r"attention|attn|flash|fmha|BatchDecode|BatchPrefill|paged|mla|combine", re.IGNORECASE
-)
+from graphs.dumps.output_code.groups import ATTENTION, PRODUCTS, group_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +31,7 @@ def calls_of(kernels: list[list[dict[str, Any]]], on_gpu: bool) -> list[list[Cal
 def _kind(call: dict[str, Any]) -> str:
     if call["source"]:
         return "kernel"
-    if _PRODUCT.search(call["name"].replace(".default", "").replace(".", "::")):
-        return "product"
-    return "attention" if "attention" in call["name"] else "operator"
+    return {PRODUCTS: "product", ATTENTION: "attention"}.get(call["group"], "operator")
 
 
 def assigned(names: list[str], graphs: list[list[Call]]) -> list[Call | None]:
@@ -92,8 +84,8 @@ def _moves(graphs: list[list[Call]]) -> list[list[tuple[int, float]]]:
 def _score(name: str, state: Call | None, own: set[str]) -> float:
     if name in own:
         return 5.0 if state is not None and state.name == name else -9.0
-    is_attention = bool(_ATTENTION.search(name))
-    is_product = not is_attention and bool(_PRODUCT.search(name))
+    group = group_of(name)
+    is_attention, is_product = group == ATTENTION, group == PRODUCTS
     if state is None:
         return -1.0 if is_attention else -0.5 if is_product else 0.5
     if state.kind == "kernel":

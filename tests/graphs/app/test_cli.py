@@ -85,10 +85,11 @@ def test_a_saved_model_compiled_and_dumped(saved, prompts, tmp_path, monkeypatch
     lines = printed(reports[0])
     words = report["session"]["matches_in_words"]
     assert set(words) == set(report["matches"])
-    assert all(
-        f"{name}: {text}" in " ".join(" ".join(lines).split()) for name, text in words.items()
-    )
-    assert len(lines) + 5 <= 40  # `make demo` has 5 prompts more, and fits on a screen
+    shown, matches = " ".join(" ".join(lines).split()), report["matches"]
+    assert all(f"{name} {text}" in shown for name, text in words.items() if matches[name])
+    assert all(name in shown.partition("no match: ")[2] for name in words if not matches[name])
+    assert "share_products: 0" not in shown  # the reason stands in the dump and in JSON
+    assert len(lines) + 5 <= 30  # `make demo` has 5 prompts more, and fits on a screen
     assert max(map(len, lines)) <= 120
 
 

@@ -2,13 +2,14 @@
 
 import pytest
 
+from graphs.dumps.output_code.groups import group_of
 from graphs.dumps.timeline.assigned import beside_calls
 
 SIZES = {"fixed": 1000, "per_token": 10, "per_cached_token": 0}
 
 
 def call(name, source="", sizes=None):
-    return {"name": name, "source": source, "bytes": sizes}
+    return {"name": name, "source": source, "bytes": sizes, "group": group_of(name)}
 
 
 LAYER = [
@@ -84,12 +85,12 @@ def test_bytes_of_the_timeline_come_first():
 
 
 def test_operators_of_a_cpu_leave_out_its_kernels():
-    names = ["aten::zeros", "aten::mm", "attn_ops::attention", "aten::mm"]
+    names = ["aten::zeros", "aten::mm", "attn_ops::attention", "aten::mm", "attn_ops::advance_step"]
     rows = [
         {"name": n, "start_us": 10.0 * i, "us": 5.0, "bytes": None} for i, n in enumerate(names)
     ]
     given = {**TIMELINE, "bandwidth": None, "kernels": rows}
     found = beside_calls(given, [LAYER], [1], on_gpu=False)
-    assert [row[4] for row in found["rows"]] == [-1, 1, 3, 4]
+    assert [row[4] for row in found["rows"]] == [-1, 1, 3, 4, -1]
     empty = beside_calls({**given, "kernels": []}, [LAYER], [1], on_gpu=False)
     assert (empty["rows"], empty["largest"]) == ([], [])

@@ -95,7 +95,7 @@ def _kernels(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slower(a: dict[str, Any] | None, b: dict[str, Any] | None) -> list[Row]:
-    """Whole step, then kernels by name, those that lost most time first."""
+    """Whole step, then groups, then kernels by name, those that lost most time first."""
     if a is None or b is None:
         return []
     times = [_times(a), _times(b)]
@@ -111,7 +111,12 @@ def _slower(a: dict[str, Any] | None, b: dict[str, Any] | None) -> list[Row]:
     if batch[0] != batch[1]:
         one, other = (f"{reqs} requests, {cached} cached tokens each" for reqs, cached in batch)
         whole_step.insert(0, ("not the same step", one, other, "times do not compare"))
-    return whole_step + [row for row in rows if row[3]]
+    groups = [one.get("groups", {}) for one in (a, b)]
+    grouped = [
+        _time_row(f"group {name}", *(one[name]["us"] if name in one else None for one in groups))
+        for name in dict.fromkeys((*groups[0], *groups[1]))
+    ]
+    return whole_step + [row for row in (*grouped, *rows) if row[3]]
 
 
 def _times(timeline: dict[str, Any]) -> dict[str, float]:

@@ -62,6 +62,16 @@ def test_what_got_slower_comes_first(pair):
     assert json.loads(result.output)["timeline"][3][0] == "attention"
 
 
+def test_groups_of_kernels(pair):
+    for directory, us in zip(pair, (5.0, 8.0), strict=True):
+        change(directory, [("attention", 0, us)])
+        data = json.loads((directory / "dump.json").read_text())
+        data["timeline"]["groups"] = {"attention": {"us": us}}
+        (directory / "dump.json").write_text(json.dumps(data))
+    rows = compare(*pair)["timeline"]
+    assert ("group attention", "5.0 us", "8.0 us", "+3.0 us, +60 %") in rows
+
+
 def test_passes_graphs_and_memory(pair):
     data = change(pair[0])
     data["passes"][0]["in_words"] = "7"

@@ -151,3 +151,24 @@ def test_skipped_when_a_value_is_read(aten_graph, contract):
 @pytest.mark.skipped_when(FusedMlp, 'the mode is "auto": no gain was measured yet')
 def test_mlps_are_off(aten_graph, contract):
     run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0, mode="auto")
+
+
+@pytest.mark.slow
+def test_a_session_of_a_merged_llama(make_model):
+    """Both passes rewrite the layer that is compiled once; tokens are those of separate kernels."""
+    from attn_ops.integrations.merged import merge_projections
+    from graphs import DecodeSession
+
+    results = []
+    for mode in ("never", "always"):
+        torch._dynamo.reset()
+        model = make_model("llama")
+        merge_projections(model)
+        options = {"fused_mlp": mode, "norm_products": mode}
+        compiled = torch.compile(model, backend="attn_ops", fullgraph=True, options=options)
+        session = DecodeSession(compiled, max_batch_size=4, max_tokens=64)
+        results.append([g.token_ids for g in session.generate([[1, 2, 3], [4, 5], [6]], 12)])
+        matches = session.compile_record.matches()
+        expected = {"never": None, "always": 1}[mode]
+        assert (matches.get("fused_mlp"), matches.get("norm_products")) == (expected, expected)
+    assert results[0] == results[1]

@@ -47,8 +47,10 @@ def _first_of_the_graph(always: bool) -> Iterator[None]:
     from torch._inductor.virtualized import V
 
     scheduler: Any = V.graph.scheduler
-    previous = None if scheduler is None else scheduler.previous_node
-    if previous is None or not (always or not _waits(scheduler, previous)):
+    if scheduler is None or (previous := scheduler.previous_node) is None:
+        yield
+        return
+    if not always and _waits(scheduler, previous):
         yield
         return
     scheduler.previous_node = None

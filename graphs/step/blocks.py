@@ -5,6 +5,7 @@ S requests, M blocks a request may own.
 
 import operator
 from collections.abc import Hashable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class BlockRows:
         found = list(map(self._cache.pool.tables.__getitem__, requests))
         rows = list(map(self._row_of.get, requests))
         if None not in rows:
-            written = [self._tables[row] for row in rows]
+            written = map(self._tables.__getitem__, cast(list[int], rows))
             if all(map(operator.is_, found, written)):
                 return np.array(rows, dtype=np.int64)  # as in most steps
         for i, request in enumerate(requests):

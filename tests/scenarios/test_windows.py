@@ -85,7 +85,8 @@ def test_a_layer_that_sees_all_keeps_all():
         assert make_session(build_model(name)).cache.window == window
 
 
-@pytest.mark.parametrize("number", [5, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [300])
 def test_random_sessions(model, number):
     alone = results_alone(model)
     for seed in range(number):

@@ -1,5 +1,7 @@
 """`index.html`: one page for a dump, made of `dump.json` and the raw files alone."""
 
+import base64
+import hashlib
 import json
 from importlib.resources import files
 from pathlib import Path
@@ -30,13 +32,31 @@ def page_of(directory: Path) -> str:
     data, index = whole(directory)
     parts = files("graphs.dumps") / "web"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    names = ("parts.js", "layout.js", "graph.js", "passes.js", "timeline.js", "page.js")
+    names = (
+        "parts.js",
+        "layout.js",
+        "words.js",
+        "graph.js",
+        "places.js",
+        "passes.js",
+        "timeline.js",
+        "page.js",
+    )
+    style = (parts / "page.css").read_text("utf-8")
+    script = "\n".join((parts / name).read_text("utf-8") for name in names)
     return environment.from_string((parts / "page.html").read_text("utf-8")).render(
         data=json.dumps(data).replace("<", "\\u003c"),
-        style=(parts / "page.css").read_text("utf-8"),
-        script="\n".join((parts / name).read_text("utf-8") for name in names),
+        style=style,
+        style_hash=_hash(style),
+        script=script,
+        script_hash=_hash(script),
         listing=index.html(),
     )
+
+
+def _hash(text: str) -> str:
+    """By which the page allows a script or style of its own, and no other."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def whole(directory: Path) -> tuple[dict[str, Any], Index]:

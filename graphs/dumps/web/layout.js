@@ -33,6 +33,9 @@ function layered(boxes) {
       spread(members, members.map(item => { const near = sweep > 11 ? [...item.up, ...item.down] : item[side];
         return near.length ? sum(near.map(one => one.x)) / near.length : item.x; }));
   }
+  for (const members of rows) spread(members, members.map(item => { // chains hang straight, inputs stand above their user
+    const straight = item.box ? item.up.filter(one => one.box) : item.up, near = straight.length ? straight : item.up.length ? item.up : item.down;
+    return near.length && (item.box || !item.up[0].box) ? sum(near.map(one => one.x)) / near.length : item.x; }));
   const left = Math.min(0, ...items.map(item => item.x - item.width / 2));
   for (const item of items) { item.x += 16 - left; item.y = item.rank * 56 + 14; if (item.box) Object.assign(item.box, { x: item.x, y: item.y }); }
   return edges.map(bends => bends.map(item => ({ x: item.x, y: item.y, height: item.box ? item.box.height : 0 })));

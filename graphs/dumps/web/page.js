@@ -2,7 +2,7 @@ const entries = [
   ...data.graphs.flatMap((graph, i) => graph.nodes.map(n => ({ text: `${n.name}  ${n.op}  ${n.module}  (${graph.name})`, href: `#graph=${i}=${n.name}` }))),
   ...data.kernels.flatMap((code, i) => [...new Set(code.calls.map(call => call.name))].map(name => ({ text: `kernel ${name}`, href: `#kernel=${i}=${name}` }))),
   ...data.passes.map((one, i) => ({ text: `pass ${one.name} on ${one.graph}`, href: `#pass=${i}` })),
-  ...data.sessions.flatMap(s => s.modules.map(one => ({ text: `module ${one.path} ${one.kind}`, href: "#model" }))),
+  ...data.sessions.flatMap(s => s.modules.map(one => ({ text: `module ${one.path} ${one.kind}`, href: `#module=${firstOf(one)}` }))),
   ...data.files.map(file => ({ text: `file ${file}`, href: link(file).getAttribute("href") })),
 ];
 function search(text) {
@@ -20,7 +20,7 @@ function move(by) {
   const next = all[(at + by + all.length) % all.length];
   next.classList.add("on"); next.scrollIntoView({ block: "nearest" });
 }
-const VIEWS = { ran: "ran", model: "model", graph: "model", pass: "pass", kernel: "kernel", timeline: "timeline", files: "files" };
+const VIEWS = { ran: "ran", model: "model", graph: "model", module: "model", pass: "pass", kernel: "kernel", timeline: "timeline", files: "files" };
 const MAKERS = { ran, model, pass: passes, kernel: kernels, timeline, files: () => {} }, made = new Set();
 function go() {
   let text = location.hash.slice(1);
@@ -31,10 +31,11 @@ function go() {
   const fresh = !made.has(view); // a view is made when it is first looked at
   made.add(view);
   if (fresh) MAKERS[view]();
-  if (view === "model" && (fresh || what === "graph")) draw(what === "graph" ? +number : Math.max(0, data.graphs.findIndex(graph => graph.num_calls > 1)), rest.join("="));
+  if (what === "module") drawModule(number || "", rest.join("="));
+  else if (view === "model" && (fresh || what === "graph")) draw(what === "graph" ? +number : Math.max(0, data.graphs.findIndex(graph => graph.num_calls > 1)), rest.join("="));
   if (view === "pass" && (fresh || number)) showPass(number ? +number : Math.max(0, data.passes.findIndex(one => one.difference)));
   main.scrollTop = 0;
-  if (what === "graph") document.getElementById("drawn").scrollIntoView();
+  if (what === "graph" || what === "module") document.getElementById("drawn").scrollIntoView();
   const kernel = what === "kernel" && number && document.getElementById(`kernel=${number}=${rest.join("=")}`);
   if (kernel) { kernel.querySelector("details").open = true; kernel.scrollIntoView({ block: "start" }); }
 }
@@ -53,3 +54,4 @@ document.addEventListener("keydown", event => {
 document.getElementById("search").addEventListener("input", event => search(event.target.value));
 addEventListener("hashchange", go);
 go();
+document.documentElement.dataset.rendered = Math.round(performance.now());

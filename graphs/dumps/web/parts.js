@@ -3,8 +3,11 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = ["svg", "g", "rect", "path", "text", "title"];
 const make = (name, attributes = {}, ...children) => {
   const one = SVG.includes(name) ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
-  for (const [key, value] of Object.entries(attributes))
-    key.startsWith("on") ? one.addEventListener(key.slice(2), value) : one.setAttribute(key, value);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) one.addEventListener(key.slice(2), value);
+    else if (key === "style") one.style.cssText = value; // as an attribute the page's policy would refuse it
+    else one.setAttribute(key, value);
+  }
   one.append(...children.filter(child => child != null).map(child => child instanceof Node ? child : String(child)));
   return one;
 };

@@ -62,39 +62,30 @@ function showPass(number) {
   for (const why of one.skipped) { const text = why.replace(/^\w+: /, ""); (reasons[text] ||= []).push(/^(\w+): /.exec(why)?.[1] || ""); }
   if (one.skipped.length) parts.push(make("h3", {}, `Left alone: ${plural(one.skipped.length, "place")}`),
     make("ul", {}, ...Object.entries(reasons).map(([why, places]) => make("li", {}, why, places[0] ? dim(`   ${places.slice(0, 12).join(", ")}${places.length > 12 ? ` and ${places.length - 12} more` : ""}`) : ""))));
+  if (one.drawn.length === 2) parts.push(make("h3", {}, "Before and after"), make("div", { class: "flow" }, ...one.drawn.map((text, i) => make("div", {}, link(one.pictures[i]), flowchart(text)))));
   if (one.difference) {
     const table = make("table", {}, make("colgroup", {}, ...["48px", "", "48px", ""].map(width => make("col", { style: `width:${width}` }))));
     for (const [mark, i, left, j, right] of one.difference.rows) {
       if (mark === "...") { table.append(make("tr", { class: "cut" }, make("td", { colspan: 4 }, "···"))); continue; }
-      table.append(make("tr", {}, make("td", { class: "n" }, i || ""), make("td", { class: "~-".includes(mark) ? "del" : "" }, left),
-        make("td", { class: "n" }, j || ""), make("td", { class: "~+".includes(mark) ? "add" : "" }, right)));
+      const [before, after] = twoLines(left, right);
+      table.append(make("tr", {}, make("td", { class: "n" }, i || ""), make("td", { class: "~-".includes(mark) ? "del" : "" }, before),
+        make("td", { class: "n" }, j || ""), make("td", { class: "~+".includes(mark) ? "add" : "" }, after)));
     }
+    if (one.drawn.length !== 2) parts.push(...placePictures(one));
     const more = one.difference.num_left_out ? ` ${plural(one.difference.num_left_out, "more row")} in the files` : "";
-    parts.push(make("p", {}, dim("before "), link(one.files[0]), dim("   after "), link(one.files[1]), dim(more)), make("div", { class: "diff" }, table));
+    parts.push(make("h3", {}, "Line by line"), make("p", {}, dim("before "), link(one.files[0]), dim("   after "), link(one.files[1]), dim(more)), make("div", { class: "diff" }, table));
   } else parts.push(note("The graph stayed as it was."));
-  if (one.drawn.length === 2) parts.push(make("h3", {}, "As flowcharts (Mermaid)"), make("div", { class: "flow" }, ...one.drawn.map((text, i) => make("div", {}, link(one.pictures[i]), flowchart(text)))));
   out.replaceChildren(...parts);
 }
 
-// The flowcharts of a dump are of one form: `id["label"]` and `a --> b`; anything else is shown as text.
+// The flowcharts of a dump are of one form: `id["label"]:::rows` and `a --> b`; anything else is shown as text.
 function flowchart(text) {
-  const names = new Map(), boxes = [], edges = [];
-  const box = id => { if (!names.has(id)) { names.set(id, boxes.length); boxes.push({ label: id, width: 170, height: 34, inputs: [] }); } return names.get(id); };
+  const names = new Map(), boxes = [], edges = [], joined = new Set(text.match(/\w+(?= -[.-]+>)|(?<=-[.-]+>(?:\|.*?\|)? )\w+/g) || []);
   for (const line of text.split("\n")) {
-    const label = /^\s*(\w+)[\[({]+"(.*?)"[\])}]+/.exec(line), edge = /^\s*(\w+) -->(?:\|.*?\|)? (\w+)/.exec(line);
-    if (label) boxes[box(label[1])].label = label[2]; else if (edge) edges.push([box(edge[1]), box(edge[2])]);
+    const label = /^\s*(\w+)[\[({/>]+"(.*?)"[\])}/]+(?::::(\w+))?/.exec(line), edge = /^\s*(\w+) -[.-]+>(?:\|.*?\|)? (\w+)/.exec(line);
+    if (label && joined.has(label[1])) { names.set(label[1], boxes.length); boxes.push({ lines: label[2].split("<br/>"), title: label[2].replaceAll("<br/>", "\n"), colour: label[3] === "logits" ? "--ours" : "--model", width: 200, height: 36, inputs: [] }); }
+    else if (edge) edges.push([names.get(edge[1]), names.get(edge[2])]);
   }
-  const order = []; const seen = new Set(), into = boxes.map(() => []);
-  edges.forEach(([a, b]) => into[b].push(a));
-  const visit = i => { if (seen.has(i)) return; seen.add(i); into[i].forEach(visit); order.push(i); };
-  boxes.forEach((_, i) => visit(i));
-  if (!boxes.length || boxes.length > 150) return make("pre", {}, text);
-  const at = new Map(order.map((old, i) => [old, i]));
-  const sorted = order.map((old, i) => ({ ...boxes[old], inputs: into[old].map(j => at.get(j)).filter(j => j < i) }));
-  const bends = layered(sorted), width = Math.max(...sorted.map(b => b.x)) + 100, height = Math.max(...sorted.map(b => b.y)) + 50;
-  const svg = make("svg", { width, height, viewBox: `0 0 ${width} ${height}` });
-  for (const path of bends) svg.append(make("path", { d: path.slice(1).map((b, k) => { const a = path[k], y = a.y + a.height; return `M${a.x} ${y}C${a.x} ${y + 10} ${b.x} ${b.y - 10} ${b.x} ${b.y}`; }).join("") }));
-  for (const b of sorted) svg.append(make("g", {}, make("title", {}, b.label), make("rect", { class: "box", x: b.x - 85, y: b.y, width: 170, height: 34, rx: 7, style: "fill:var(--model)" }),
-    ...b.label.split(/<br\/?>|\n/).slice(0, 2).map((part, k, all) => make("text", { x: b.x - 76, y: b.y + (all.length > 1 ? 14 + 14 * k : 21) }, part.slice(0, 23)))));
-  return make("div", { class: "graph", style: "height:360px" }, svg);
+  for (const [a, b] of edges) if (a < b) boxes[b].inputs.push(a);
+  return boxes.length && boxes.length <= 150 ? make("div", {}, boxPicture(boxes), boxes.some(b => b.colour === "--ours") ? keys([["all rows of the batch", "--model"], ["logits rows alone", "--ours"]]) : "") : make("pre", {}, text);
 }

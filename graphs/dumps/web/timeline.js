@@ -6,7 +6,7 @@ function kernels() {
     const table = make("table", { class: "calls" }, head("", "kernel", "ATen operators it came from", "bytes moved"));
     code.calls.forEach((call, j) => {
       const where = kernelHref(i, j), known = moved(call);
-      const nodes = call.graph_nodes.map(name => code.graph === null ? name : make("a", { href: `#graph=${code.graph}=${name}` }, name)).flatMap((one, k) => k ? [", ", one] : [one]);
+      const nodes = call.graph_nodes.map(name => code.graph === null ? name : make("a", { href: `#graph=${code.graph}=${name}`, title: data.graphs[code.graph].nodes.find(node => node.name === name)?.line || "no source line" }, name)).flatMap((one, k) => k ? [", ", one] : [one]);
       table.append(make("tr", { id: where.slice(1) }, make("td", { class: "dim nowrap" }, `k${j + 1}`), make("td", { class: "wrap" }, make("a", { href: where }, call.name), make("div", { class: "dim" }, moduleOf(code, call))),
         make("td", {}, call.aten.join(", ") || dim("not named"), make("details", {}, make("summary", {}, `${plural(call.graph_nodes.length, "node")}, source`), make("p", { class: "wrap" }, ...nodes), make("pre", {}, `${call.call}\n\n${call.source}`.trim()))),
         make("td", { class: "nowrap" }, known == null ? dim("not known") : human(known))));

@@ -1,5 +1,8 @@
 """A function that compiles quickly, and what a dump of it holds."""
 
+import json
+import re
+
 import torch
 
 import fx_passes
@@ -12,3 +15,11 @@ def compiled_function():
 
 def files(directory) -> set[str]:
     return {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+
+
+def block(page) -> dict:
+    """The data of a page."""
+    text = page.read_text()
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*)</script>', text)[1]
+    )

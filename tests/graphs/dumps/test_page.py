@@ -1,48 +1,18 @@
-"""The page of a dump: its numbers, what it refuses, and that a browser shows it."""
+"""The page of a dump: its numbers, and what it refuses."""
 
-import base64
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-import fx_passes
-import graphs
 from graphs.app.cli import app
 from graphs.dumps.difference import rows
 from graphs.dumps.kernels import kernels
 from graphs.dumps.page import write_page
+from tests.graphs.dumps.dumped import block
 
-BROWSER = shutil.which("chromium")
 FAILS = "<script>document.title = 'broken'</script>"
-
-
-def block(page) -> dict:
-    text = page.read_text()
-    return json.loads(
-        re.search(r'<script type="application/json" id="data">(.*)</script>', text)[1]
-    )
-
-
-@pytest.fixture(scope="module")
-def dumped(tmp_path_factory, make_model):
-    """A dump of three layers, and its session's report."""
-    model = make_model("llama", num_hidden_layers=3)
-    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
-    session = graphs.DecodeSession(compiled, max_batch_size=2, max_tokens=32)
-    with graphs.dump(tmp_path_factory.mktemp("page") / "a b") as directory:
-        session.generate([[1, 2, 3]], 2)
-        report = session.report()
-    return directory, report, session
-
-
-@pytest.fixture
-def copied(dumped, tmp_path):
-    return shutil.copytree(dumped[0], tmp_path / "dump")
 
 
 def test_numbers_are_those_of_the_report_and_of_the_files(dumped):
@@ -163,70 +133,3 @@ def call(args):
     assert call["name"] == "triton_poi_fused_add_mul_0"
     assert call["aten"] == ["aten.mul", "aten.add"]
     assert call["graph_nodes"] == ["mul", "add"]
-
-
-DRIVER = """<script>addEventListener("load", () => {
-  const key = (key, target = document.body) =>
-    target.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
-  const out = {hashes: [], views: {}, ready: performance.now()};
-  for (const one of ["j", "j", "k"]) { key(one); out.hashes.push(location.hash); }
-  for (const one of ["ran", "model", "pass", "kernel", "timeline", "files"]) {
-    location.hash = one; go();
-    out.views[one] = document.querySelector("section.on").innerText;
-  }
-  document.querySelectorAll("tr[data-graph] a")[1].click(); go();
-  out.nodes = [...document.querySelectorAll("#drawn g.node title")].map(one => one.textContent);
-  key("/");
-  const input = document.getElementById("search");
-  out.focused = document.activeElement === input;
-  input.value = "attention decoder";
-  input.dispatchEvent(new Event("input"));
-  out.found = [...document.querySelectorAll("#found a")].map(one => one.textContent);
-  key("Enter", input);
-  setTimeout(() => {
-    out.selected = document.querySelector("#drawn g.on title")?.textContent;
-    out.loaded = performance.getEntriesByType("resource").map(one => one.name);
-    out.width = document.documentElement.scrollWidth;
-    const pre = document.createElement("pre");
-    pre.id = "driven";
-    pre.textContent = btoa(unescape(encodeURIComponent(JSON.stringify(out))));
-    document.body.append(pre);
-  }, 200);
-});</script>"""
-
-
-@pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
-def test_in_a_browser(copied):
-    """From file://: no error, no request, and keys, search and deep links do what they say."""
-    page = copied / "index.html"
-    page.write_text(page.read_text() + DRIVER)
-    done = subprocess.run(
-        [
-            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-            f"--user-data-dir={copied.parent / 'profile'}", "--window-size=1280,900",
-            "--virtual-time-budget=3000", "--dump-dom", page.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    encoded = re.search(r'<pre id="driven">(.*?)</pre>', done.stdout)
-    assert encoded, done.stdout[-2000:]
-    out = json.loads(base64.b64decode(encoded[1]))
-    data = block(page)
-    changed = [f"#pass={i}" for i, one in enumerate(data["passes"]) if one["difference"]]
-    assert out["hashes"][0] in changed
-    layer = next(g for g in data["graphs"] if g["num_calls"] == 3)
-    drawn = {title.split()[0] for title in out["nodes"]}
-    products = {n["name"] for n in layer["nodes"] if n["op"] in ("mm", "attention")}
-    assert products < drawn <= {n["name"] for n in layer["nodes"]}
-    assert all(len(text) > 40 for text in out["views"].values()), out["views"]
-    assert out["ready"] < 2000
-    assert out["focused"]
-    assert out["found"]
-    assert all(
-        {"attention", "decoder"} <= set(re.findall("attention|decoder", one.lower()))
-        for one in out["found"]
-    )
-    assert out["selected"]
-    assert out["loaded"] == []
-    assert out["width"] <= 1280

@@ -86,7 +86,7 @@ def _wrong_after_change(program: Program, served: Served, i: int) -> str:
     begin = served.computed[i]
     near = 3e-2 if any(name == "autocast" for name, _ in program.changes) else truth.NEAR
     best = -1
-    for at in range(begin, begin + slack + 1):
+    for at in dict.fromkeys((*range(begin, begin + slack + 1), served.launched[i])):
         for rows in _truths(program, (*prompt, *tokens), at):
             try:
                 found = truth.first_wrong(rows, prompt, tokens, before, near)

@@ -24,6 +24,7 @@ class Served:
     tokens: list[list[int]]
     before: list[int]  # tokens handed out before the changes
     computed: list[int]  # positions in the cache then
+    launched: list[int]  # the same when what was launched before the changes is over
     error: BaseException | None = None
     changed: bool = False  # a session may end before its changes come
     stuck: bool = False
@@ -37,7 +38,7 @@ def serve(program: Program, did: list[str]) -> Served:
     from attn_ops.integrations.merged import merge_projections
 
     count = len(program.prompts)
-    served = Served([[] for _ in range(count)], [0] * count, [0] * count)
+    served = Served([[] for _ in range(count)], [0] * count, [0] * count, [0] * count)
     box = Box()
     try:
         model, done = made(program, "attn_ops", False, box)
@@ -118,6 +119,9 @@ class Driver:
             request = self.session._requests[self.ids[i]]
             held = len(prompt) + served.before[i] - 1
             served.computed[i] = held if served.before[i] else request.num_computed
+            steps = self.session.loop._launched
+            place = None if steps is None else steps.after.place(request)
+            served.launched[i] = served.computed[i] if place is None else place[0]
         did, self.around = apply_changes(self.program, self.session.original, for_truth=False)
         self.did += [*did, *drivers]
         if "default dtype" in drivers:

@@ -1,6 +1,7 @@
 """Sessions of a model in which dense and block-sparse layers alternate, like Phi-3-small."""
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from graphs import DecodeSession
 from graphs.app.model_file import definition
 from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.app.presets import load
-from tests.kit.sessions import poisoned
+from tests.kit.sessions import poisoned, tokens_of
+from tests.scenarios.test_fast_prefill import eager, matches
 
 FILE = "examples/phi3_small.py"
 SIZES = {"max_batch_size": 4, "max_tokens": 160, "max_tokens_per_step": 48, "block_size": 16}
@@ -135,6 +137,37 @@ def test_layouts_that_are_no_modules_are_refused(model):
     layer.blocksparse = layout
     with pytest.raises(ValueError, match=r"blocksparse of .* must be None or BlockTables, got Bl"):
         DecodeSession(copied, cudagraph_mode="NONE", **SIZES)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton on a CPU")
+@pytest.mark.parametrize("options", [{"share_prefixes": True}, {"decode_steps": 2}], ids=str)
+def test_sessions_by_triton(model, options):
+    """Prompts in chunks that begin within blocks, prefixes in shared blocks, steps in pairs."""
+    prompts = [[*range(1, 60), i] for i in range(2)] + [[7]]
+    by_torch = DecodeSession(model, cudagraph_mode="NONE", backend="TORCH", **SIZES)
+    wanted = tokens_of(by_torch.generate(prompts, 3))
+    modes = {"cudagraph_mode": "FULL_DECODE_ONLY", "debug": "eager_replay"}
+    session = DecodeSession(model, backend="BLOCKSPARSE", **modes, **options, **SIZES)
+    assert tokens_of(session.generate(prompts, 3)) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["TORCH", "FLEX"])
+def test_fast_prefill_of_the_last_layer(model, backend):
+    """It sees the rows whose logits are wanted alone, each in its own row of the layout."""
+    copied = copy.deepcopy(model)
+    last, first = (copied.model.layers[i].self_attn for i in (3, 0))
+    last.__class__, last.blocksparse = type(first), first.blocksparse
+    wanted = tokens_of(
+        DecodeSession(copied, cudagraph_mode="NONE", **SIZES).generate(prompts_of(3), 6)
+    )
+    with fx_passes.recording() as recorder:
+        fast = torch.compile(copied, backend=eager, fullgraph=True)
+        session = DecodeSession(fast, cudagraph_mode="NONE", backend=backend, **SIZES)
+        assert tokens_of(session.generate(prompts_of(3), 6)) == wanted
+    assert matches(recorder) == [True]
+    assert session.counters.num_recompiles == 0
 
 
 def test_published_sizes():

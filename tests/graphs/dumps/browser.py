@@ -46,14 +46,7 @@ def drive(page, script: str, fragment: str = "") -> dict[str, Any]:
     text = page.read_text().replace("script-src '", f"script-src 'sha256-{digest}' '", 1)
     driven = page.with_name("driven.html")
     driven.write_text(f"{text}<script>{code}</script>")
-    done = subprocess.run(
-        [
-            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-            f"--user-data-dir={page.parent.parent / 'profile'}", "--window-size=1280,900",
-            "--virtual-time-budget=4000", "--dump-dom", driven.as_uri() + fragment,
-        ],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    done = _shown(driven.as_uri() + fragment, page.parent.parent, "--virtual-time-budget=4000")
     driven.unlink()
     said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not said, said
@@ -63,3 +56,23 @@ def drive(page, script: str, fragment: str = "") -> dict[str, Any]:
     assert "error" not in out, out["error"]
     assert out["loaded"] == []
     return out
+
+
+def rendered_ms(page) -> int:
+    """Real time from the start of the navigation until the page is drawn and usable."""
+    done = _shown(page.as_uri(), page.parent.parent)
+    found = re.search(r'data-rendered="(\d+)"', done.stdout)
+    assert found, done.stdout[:500]
+    return int(found[1])
+
+
+def _shown(address: str, folder, *options: str) -> subprocess.CompletedProcess[str]:
+    assert BROWSER is not None, "tests without a browser are skipped"
+    return subprocess.run(
+        [
+            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+            f"--user-data-dir={folder / 'profile'}", "--window-size=1280,900", *options,
+            "--dump-dom", address,
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from attn_ops.integrations.transformers import Contract
+from attn_ops.integrations.transformers import Contract, register
 from benchmarks.model_type_run import Options
 from benchmarks.model_types import prepared_types, run_all
 from benchmarks.programs.draw import drawn
@@ -53,6 +53,11 @@ def test_model_types_are_equal_or_refused(names):
     outcomes = {o.model_type: o.kind for o in run_all(types, Options(), jobs=2, timeout=120)}
     wanted = {name: "equal" if name in EQUAL else "refused" for name in types}
     assert outcomes == wanted
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
 
 
 def test_random_programs_are_equal_or_refused():

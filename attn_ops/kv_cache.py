@@ -151,7 +151,9 @@ class PagedKVCache:
     def release(self, request: Hashable, num_blocks: int) -> None:
         """Give the first blocks of `request` back, of which no layer sees a token any more.
 
-        Its table has the null block in their place. A step that reads them was launched before.
+        Its table has the null block in their place, where padding may have written NaN: a kernel is
+        given another block there if it reads, and masks, keys behind the window. A step that reads
+        the blocks was launched before.
 
         Raises:
             ValueError: the request owns none.

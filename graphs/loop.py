@@ -306,7 +306,7 @@ class StepLoop:
         return (
             self.launcher.may_follow(launched)
             and launched.rows.least > launched.after.num_steps
-            and self.scheduler.stays(launched.rows.requests, launched.after)
+            and self.scheduler.stays(launched.rows, launched.after)
         )
 
     def _launch(

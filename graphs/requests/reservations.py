@@ -37,6 +37,10 @@ class Reservations:
         lookahead: tokens behind a request's last one that may be written before it is asked whether
             it lacks room; None: reserve by length.
         max_tokens_per_step: most tokens of a prompt that are computed at a time.
+
+    Attributes:
+        num_released: times that blocks behind a window went back. Tables on the device that are
+            older still name them.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Reservations:
         self._most = FAR if self._window is None else max_tokens_per_step
         self.by_length, self.lookahead = lookahead is None, lookahead or 0
         self._num_preemptions = self._num_recomputed_tokens = 0
+        self.num_released = 0
 
     def counts(self) -> PreemptionCounts | None:
         """What preemption has cost; None: whole lengths are reserved, and nobody is preempted."""
@@ -122,9 +127,11 @@ class Reservations:
         if self._window is None:
             return
         size = self.cache.block_size
+        window = max(self._window, size + 1)  # every slot of the first block that stays is written
         for request in running:
-            number = (request.num_computed - self._window + 1) // size
+            number = (request.num_computed - window + 1) // size
             if number > request.num_released:
+                self.num_released += 1  # first: a table is never older than it seems
                 self.cache.release(request.id, number)
                 request.num_released = number
 

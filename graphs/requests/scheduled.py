@@ -49,7 +49,13 @@ class Scheduled:
 
 
 class Rows(list[Scheduled]):
-    """The requests of a step, a row of the batch each; not changed once it is asked anything."""
+    """The requests of a step, a row of the batch each; not changed once it is asked anything.
+
+    Attributes:
+        num_released: `Reservations.num_released` when the step was scheduled.
+    """
+
+    num_released = 0
 
     # Cached: launches in a row ask again and again.
     @functools.cached_property

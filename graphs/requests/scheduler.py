@@ -9,7 +9,7 @@ then prompt chunks up to the token budget.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import Match
@@ -94,6 +94,7 @@ class Scheduler:
         budget, most = self.max_tokens_per_step, self.max_batch_size
         num_decodes, row = min(budget, most), 0
         step = Rows()
+        step.num_released = self.reservations.num_released
         prompts: list[tuple[Request, int, int]] = []
         places = after.places(self.running)
         for request, (num_computed, length, source) in zip(self.running, places, strict=True):
@@ -115,11 +116,13 @@ class Scheduler:
                 row += 1
         return step
 
-    def stays(self, requests: Sequence[Request], after: After) -> bool:
-        """Whether the next step after the launched ones has these requests in this order."""
+    def stays(self, rows: Rows, after: After) -> bool:
+        """Whether the next step after the launched ones has the requests and blocks of `rows`."""
         if self.waiting and not self.prefixes.is_on:  # which keep blocks in `next_step` alone
             self.reservations.release(self.running)
-        return requests == self.running and next(self._admissible(after), None) is None
+        if rows.num_released != self.reservations.num_released:
+            return False
+        return rows.requests == self.running and next(self._admissible(after), None) is None
 
     @property
     def may_share(self) -> bool:

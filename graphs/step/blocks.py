@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from attn_ops import PagedKVCache
-from attn_ops.block_pool import BlockTable
+from attn_ops.block_pool import NULL_BLOCK, BlockTable
 
 
 class BlockRows:
@@ -24,7 +24,8 @@ class BlockRows:
         num_rows: requests at a time; more of them make it grow.
 
     Attributes:
-        blocks: [rows, M] int32, block 0 behind the last one.
+        blocks: [rows, M] int32, block 0 behind the last one; where a request has given its first
+            blocks back, its first one that is left.
         num_blocks: [rows] int64.
         versions: [rows] int64; equal ones have equal blocks, and 0 has none.
     """
@@ -62,6 +63,10 @@ class BlockRows:
         self.versions[row] = self._num_written
         self.blocks[row] = 0
         self.blocks[row, : len(table.blocks)] = table.blocks
+        # Kernels read, and mask, keys behind the window. In the null block others may write NaN, so
+        # that blocks given back are named by the first one that is the request's.
+        behind = next((i for i, block in enumerate(table.blocks) if block != NULL_BLOCK), 0)
+        self.blocks[row, :behind] = self.blocks[row, behind]
         self.num_blocks[row] = len(table.blocks)
         self._tables[row] = table
 

@@ -49,6 +49,19 @@ def test_tokens_are_right_and_blocks_go_back(model, make, reserve):
     assert is_empty(session)
 
 
+@pytest.mark.parametrize("make", [make_session, captured_lazily])
+def test_what_padding_writes_is_read_by_nobody(model, make):
+    """Rows of a request that has ended may be NaN, and go to the null block."""
+    want = make_session(model, max_batch_size=1).generate(PROMPTS, 20)
+    session = poisoned(make(model, **OPTIONS))
+    ids = [session.add(p, 20) for p in PROMPTS]
+    while session.num_unfinished:
+        for cache in session.cache.tensors:
+            cache[0] = float("nan")
+        session.step()
+    assert [session.result(i) for i in ids] == want
+
+
 def test_more_run_in_a_small_cache(model):
     """Four prompts of 40 tokens in 80: each needs its window and what is computed at a time."""
     prompts = [[first, *PROMPTS[0][1:]] for first in (1, 2, 3, 4)]

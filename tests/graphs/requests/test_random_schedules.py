@@ -212,9 +212,7 @@ class Schedule:
         after, rows = launched.after, launched.rows
         if rows.query_len == 1 and rows.least > after.num_steps:
             number = min(self.num_steps, rows.most - after.num_steps)
-            if rows.reach >= after.num_steps + number and self.scheduler.stays(
-                rows.requests, after
-            ):
+            if rows.reach >= after.num_steps + number and self.scheduler.stays(rows, after):
                 self.last = self.device.follow(launched, number)
                 return self.last
         new = self.interrupted(lambda: self.scheduler.next_step(after))

@@ -109,6 +109,15 @@ def test_a_row_is_written_when_its_table_changes():
         assert blocks.blocks[at].tolist() == [*cache.blocks(request), *[0] * (BLOCKS - 2)]
 
 
+def test_blocks_given_back_are_named_by_the_first_that_is_left():
+    cache = PagedKVCache([SPEC], num_tokens=64, block_size=BLOCK)
+    blocks = BlockRows(cache, BLOCKS, 1)
+    owned = list(cache.reserve("a", 3 * BLOCK))
+    cache.release("a", 2)
+    (row,) = blocks.find(["a"])
+    assert blocks.blocks[row].tolist()[:4] == [owned[2]] * 3 + [0]
+
+
 def test_the_benchmark_runs(capsys):
     host_step.main(["--batches", "2", "--context", "40", "--rounds", "2"])
     assert "schedule + moved" in capsys.readouterr().out

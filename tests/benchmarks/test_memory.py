@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks import memory
 
 
+@pytest.mark.slow
 def test_smoke_run(tmp_path, capsys):
     path = tmp_path / "figures.json"
     arguments = ["--device", "cpu", "--layers", "1", "--rounds", "1", "--commit", "none"]

@@ -43,6 +43,7 @@ def test_kernels_of_a_layer_are_found_in_a_step():
     assert sums_of(step, []) == []
 
 
+@pytest.mark.slow
 def test_a_step_says_why_it_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "matmul_rate", lambda device: 1e12)
     path = tmp_path / "mla.json"

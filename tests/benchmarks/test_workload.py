@@ -15,9 +15,8 @@ from benchmarks.workload.theirs import Theirs
 from tests.kit.sessions import captured_lazily
 
 
-@pytest.mark.parametrize(
-    "modes", [["FULL_DECODE_ONLY"], pytest.param([], marks=pytest.mark.slow)], ids=["one", "all"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("modes", [["FULL_DECODE_ONLY"], []], ids=["one", "all"])
 def test_smoke_run_prints_and_writes_everything(tmp_path, capsys, modes):
     path = tmp_path / "figures.json"
     chosen = ["--modes", *modes] if modes else []

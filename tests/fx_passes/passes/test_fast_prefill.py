@@ -151,7 +151,8 @@ def test_models_lose_all_layers_behind_the_last_write(name, attentions, products
     assert (facts["num_products"], facts["of_products"]) == products
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma3n", marks=pytest.mark.slow), "gemma4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_gemma_loses_its_sharing_layers(make_model, name):
     """All of them, and of the last that writes all but k and v."""
     model: Any = build(make_model, name)

@@ -63,6 +63,7 @@ def test_the_last_head_quantizes_the_row(num_splits, monkeypatch):
         check_quantized(case, plain, how)
 
 
+@pytest.mark.slow
 def test_long_rows(monkeypatch):
     """More values than a program quantizes at a time."""
     monkeypatch.setattr(decode, "num_splits_of", lambda *a, **k: 2)

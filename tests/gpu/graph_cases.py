@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0},
-    "gemma3n": {},
+    "gemma3n": {"vocab_size_per_layer_input": VOCAB},
     "gemma4": {},
 }
 """bfloat16 of this head size, with and without a window and a cap: what test_flashinfer.py needs of

@@ -65,7 +65,7 @@ class Batches:
         key = BatchDescriptor(size, size, uniform=True)
         captured = session.runner.captured(key, CUDAGraphMode.FULL)
         tensors = captured.tensors
-        tensors.clear()
+        tensors._make_padding()
         host, lens = tensors.host, self.randint(1, 512, num_reqs)
         blocks = torch.randperm(session.cache.num_blocks - 1, generator=self.generator) + 1
         table = blocks[: num_reqs * 32].view(num_reqs, 32).int()

@@ -2,11 +2,13 @@
 
 | devices | dtypes | sizes | block sizes | KV cache | CUDA graph |
 |---|---|---|---|---|---|
-| cuda, sm_90 | fp16, bf16 | Lkv 512, R 64, P + R <= 256 | 16, 32, 64 | auto | uniform batches |
+| cuda, sm_90 | fp16, bf16 | Lkv 512, R 64, P + R <= 256 | 16, 32 | auto | uniform batches |
 
 The decode way gives FA3 the rotated part as query and key, and the latent as value and, by `q_v`,
 as the other part of the scores. A plan for its tile scheduler is computed on the device, once a
-step and geometry, so that a captured step computes it anew.
+step and geometry, so that a captured step computes it anew. Of pages of 64 tokens FA3 loads whole
+ones where a request has more than 64 pairs of row and head: a NaN behind its last token would reach
+the output.
 
 T tokens, D rows of the decode way, N query heads, P head size without RoPE, R with RoPE, V head
 size of values, Lkv latent, P blocks, B block size.
@@ -175,7 +177,7 @@ BACKEND = FlashAttentionMLABackend(
     support=Support(
         devices=("cuda",),
         dtypes=(torch.float16, torch.bfloat16),
-        block_sizes=(16, 32, 64),
+        block_sizes=(16, 32),
         cudagraph=AttentionCGSupport.UNIFORM_BATCH,
         lse=True,
         latent=True,

@@ -30,7 +30,12 @@ LATENT: dict[str, Any] = {
     "num_layers": 3,
     "moe_intermediate_size": 128,
     "n_routed_experts": 8,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
 }
+"""All experts of a token: of some, near ties fall another way in a call planned for other lengths."""
+
 DENSE: dict[str, Any] = LATENT | {"first_k_dense_replace": 3, "dtype": torch.float32}
 """No experts: in float32 those of Transformers read numbers from the GPU."""
 
@@ -116,7 +121,8 @@ def test_backends_agree(make_model, backend):
     dense: dict[str, Any] = DENSE | {"dtype": torch.bfloat16}
     model = cases.wide(make_model, "deepseek_v2", **dense)
     want = uncaptured(model)
-    got = tokens(small(model, backend=cases.available(backend)).generate(PROMPTS, 16))
+    session = small(model, backend=cases.available(backend), block_size=page(backend))
+    got = tokens(session.generate(PROMPTS, 16))
     same = [a == b for rows in zip(got, want, strict=True) for a, b in zip(*rows, strict=True)]
     assert sum(same) > 0.5 * len(same)
     assert [row[0] for row in got] == [row[0] for row in want]

@@ -10,6 +10,7 @@ from graphs.sampling.filters import filtered, kernel_keep, reference_keep
 from tests.kit.marks import slow
 from tests.kit.sampling import stacked
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = torch.inf
 
 SHAPES = [(1, 1), (4, 7), (3, 4500)]
@@ -33,6 +34,13 @@ CASES = [
     {"top_k": 12, "top_p": 0.9, "min_p": 0.02},
     {},
 ]
+
+
+@pytest.fixture(autouse=True)
+def on_the_device_of_the_kernels():
+    """They run on a GPU, and interpreted on a machine without one."""
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.fixture(params=["sort", "kernels"])

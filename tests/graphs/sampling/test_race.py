@@ -168,7 +168,7 @@ def test_argmax_in_two_stages(size, dtype):
 def test_argmax_kernel(rows, size):
     """The first of equal ones, in every chunk's corner; NaN is never the largest."""
     launch_argmax = pytest.importorskip("graphs.sampling.triton.race").launch_argmax
-    logits = torch.randn(rows, size)
+    logits = torch.randn(rows, size, device=DEVICE)
     for place in {0, size // 3, min(1023, size - 1), min(1024, size - 1), size - 1}:
         logits[0, place:] = logits[0].max() + 1
         assert torch.equal(launch_argmax(logits), logits.argmax(-1))

@@ -155,7 +155,7 @@ class _Variant(NamedTuple):
             "BLOCK_N": block_n,
             "num_warps": warps,
             "num_stages": stages,
-            "BLOCKS_ARE_CONTIGUOUS": True,
+            "BLOCKS_ARE_CONTIGUOUS": self.sparse_size is None,
         }
 
 

@@ -83,12 +83,13 @@ def moved_by_product(name: str, call: ast.Call, buffers: Buffers) -> tuple[Moved
         return Moved(), None
     keywords = {k.arg: k.value for k in call.keywords}
     given = buffers.of(keywords["out"]) if "out" in keywords else None
-    made = Buffer((*first.shape[:-1], second.shape[-1]), _out_dtype(call) or first.dtype)
+    dtype = first.dtype or second.dtype  # the code does not say it of what an operator returns
+    made = Buffer((*first.shape[:-1], second.shape[-1]), _out_dtype(call) or dtype)
     out = made if given is None else Buffer(made.shape, given.dtype or made.dtype)
-    inputs = [tensor.num_bytes(first.dtype or out.dtype) for tensor in tensors]
+    inputs = [tensor.num_bytes(dtype or out.dtype) for tensor in tensors]
     inputs += [b.num_bytes() for k, v in keywords.items() if k != "out" and (b := buffers.of(v))]
     detail = " x ".join(_shape(tensor) for tensor in (first, second))
-    return Moved(total(inputs), out.num_bytes(first.dtype), detail), out
+    return Moved(total(inputs), out.num_bytes(dtype), detail), out
 
 
 def _touched(

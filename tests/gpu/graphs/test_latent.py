@@ -34,7 +34,7 @@ LATENT: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-"""All experts of a token: of some, near ties fall another way in a call planned for other lengths."""
+"""A token takes all experts: of some, near ties fall another way in a call for other lengths."""
 
 DENSE: dict[str, Any] = LATENT | {"first_k_dense_replace": 3, "dtype": torch.float32}
 """No experts: in float32 those of Transformers read numbers from the GPU."""

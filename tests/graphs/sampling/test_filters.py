@@ -6,12 +6,23 @@ import pytest
 import torch
 
 from graphs.sampling import SamplingParams
-from graphs.sampling.filters import filtered, kernel_keep, reference_keep
+from graphs.sampling.filters import filtered, reference_keep
+from graphs.sampling.filters import kernel_keep as keep_on_device
 from tests.kit.marks import slow
 from tests.kit.sampling import stacked
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = torch.inf
+
+
+def run(kernels, *tensors):
+    """They run on a GPU, and interpreted on a machine without one; the result on the CPU."""
+    return kernels(*(x.to(DEVICE) for x in tensors)).cpu()
+
+
+def kernel_keep(*tensors):
+    return run(keep_on_device, *tensors)
+
 
 SHAPES = [(1, 1), (4, 7), (3, 4500)]
 CASES = [
@@ -34,13 +45,6 @@ CASES = [
     {"top_k": 12, "top_p": 0.9, "min_p": 0.02},
     {},
 ]
-
-
-@pytest.fixture(autouse=True)
-def on_the_device_of_the_kernels():
-    """They run on a GPU, and interpreted on a machine without one."""
-    with torch.device(DEVICE):
-        yield
 
 
 @pytest.fixture(params=["sort", "kernels"])
@@ -142,10 +146,10 @@ def test_kth_largest_is_that_of_the_sort(shape):
         k = torch.randint(1, shape[1] + 1, shape[:1], dtype=torch.int32)
         ranked = x.sort(dim=-1, descending=True).values
         want = ranked.gather(1, k.long().unsqueeze(1) - 1)[:, 0]
-        assert torch.equal(kth_largest(x, k), want.where(k < shape[1], -INF))
-        kept = kth_largest(x.t().contiguous().t(), k)
-        assert torch.equal(kept, kth_largest(x, k))
-        assert (kth_largest(x, k.fill_(shape[1])) == -INF).all()
+        assert torch.equal(run(kth_largest, x, k), want.where(k < shape[1], -INF))
+        kept = run(kth_largest, x.t().contiguous().t(), k)
+        assert torch.equal(kept, run(kth_largest, x, k))
+        assert (run(kth_largest, x, k.fill_(shape[1])) == -INF).all()
 
 
 @pytest.mark.parametrize(
@@ -184,10 +188,10 @@ def test_thresholds_together_are_those_apart(shape, scale):
     p = torch.rand(shape[0]).clamp(min=1e-6)
     whole, ones = torch.full_like(k, shape[1]), torch.ones_like(p)
     for top_k, top_p in ((k, p), (whole, p), (k, ones)) if shape[0] != 1 else ((k, p),):
-        by_k = kth_largest(x, top_k)
-        wanted = torch.maximum(by_k, nucleus(x, by_k, top_p))
-        assert torch.equal(thresholds(x, top_k, top_p), wanted)
-    assert torch.equal(thresholds(x[-1:], k[-1:], p[-1:]), thresholds(x, k, p)[-1:])
+        by_k = run(kth_largest, x, top_k)
+        wanted = torch.maximum(by_k, run(nucleus, x, by_k, top_p))
+        assert torch.equal(run(thresholds, x, top_k, top_p), wanted)
+    assert torch.equal(run(thresholds, x[-1:], k[-1:], p[-1:]), run(thresholds, x, k, p)[-1:])
 
 
 @pytest.mark.slow
@@ -207,6 +211,6 @@ def test_random_thresholds(seed):
         k = torch.randint(1, num_columns + 1, (3,), dtype=torch.int32)
         p = (1 - torch.rand(3).pow(3) * 0.9).clamp(max=0.99999)
         for top_k in (k, k // 50 + 1, torch.full_like(k, num_columns)):
-            by_k = kth_largest(x, top_k)
-            wanted = torch.maximum(by_k, nucleus(x, by_k, p))
-            assert torch.equal(thresholds(x, top_k, p), wanted)
+            by_k = run(kth_largest, x, top_k)
+            wanted = torch.maximum(by_k, run(nucleus, x, by_k, p))
+            assert torch.equal(run(thresholds, x, top_k, p), wanted)

@@ -65,12 +65,15 @@ def test_20000_verified_steps(make_model, options):
 
 
 def test_fused_products_are_used(make_model):
-    """Logits as far from those of separate kernels as bfloat16 is."""
+    """First tokens are those of separate kernels; later ones may part where two are nearly equal.
+
+    Numbers are compared in tests/attn_ops/ops/test_fused_products.py.
+    """
     plain, fused = (session_of(make_model, options=options) for options in ({}, FUSED))
-    same = [a == b for a, b in zip(drawn(plain), drawn(fused), strict=True)]
+    same = [a[0] == b[0] for a, b in zip(drawn(plain), drawn(fused), strict=True)]
     assert fused.compile_record.matches()["fused_mlp"] == 1
     assert fused.compile_record.matches()["norm_products"] == 1
-    assert sum(same) >= len(same) - 2  # of near ties another one is taken
+    assert sum(same) >= len(same) - 1
 
 
 def test_kernels_of_inductor_wait(make_model):

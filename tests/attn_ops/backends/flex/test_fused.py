@@ -125,3 +125,10 @@ def test_tiles_fit_into_shared_memory(dtype, head_size, row_tile):
     assert rows * padded * dtype.itemsize <= 99 * 1024
     assert row_tile % options["BLOCK_M"] == 0
     assert plan.KEY_TILE % options["BLOCK_N"] == 0
+
+
+def test_tiles_of_a_layout_are_not_neighbours():
+    """The kernel would visit those behind the first one, whichever the mask lists."""
+    fields = (8, 64, 64, torch.bfloat16, (), 16, None, (False,) * 6, attend.Mods())
+    assert attend._Variant(*fields).kernel_options().get("BLOCKS_ARE_CONTIGUOUS") is True
+    assert attend._Variant(*fields, 64).kernel_options().get("BLOCKS_ARE_CONTIGUOUS") is False

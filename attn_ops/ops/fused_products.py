@@ -112,6 +112,8 @@ def _check_mlp(
             f"residual must be {x.dtype} of x's shape {list(x.shape)}, "
             f"got {residual.dtype} {list(residual.shape)}"
         )
+    if w_gate_up.shape[1] % 2:
+        raise ValueError(f"w_gate_up must have an even number of columns, got {w_gate_up.shape[1]}")
     wanted = [w_gate_up.shape[1] // 2, x.shape[1]]
     if list(w_down.shape) != wanted or w_down.dtype != x.dtype:
         raise ValueError(
@@ -120,13 +122,19 @@ def _check_mlp(
 
 
 def _is_fused(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    few = 0 < x.shape[0] <= MOST_ROWS and x.stride(1) == 1
+    # The kernels multiply before they divide by a row's norm, which float16 cannot hold.
+    few = 0 < x.shape[0] <= MOST_ROWS and x.stride(1) == 1 and x.dtype == torch.bfloat16
     return few and all(takes(w, x.device) for w in weights)
 
 
 def _by_kernels(x: torch.Tensor) -> bool:
-    """Whether kernels of ours compute what stands between products."""
-    return x.shape[0] > 0 and x.stride(1) == 1 and x.device.type == "cuda"
+    """Whether kernels of ours compute what stands between products, in float32."""
+    wide = x.dtype == torch.float64
+    return x.shape[0] > 0 and x.stride(1) == 1 and x.device.type == "cuda" and not wide
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _normed(
@@ -138,9 +146,9 @@ def _normed(
 
         return launch_rms_norm(x, addend, weight, eps)
     total = x if addend is None else x + addend
-    wide = total.float()
+    wide = _widened(total)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return total, (wide * weight.float()).to(x.dtype)
+    return total, (wide * _widened(weight)).to(x.dtype)
 
 
 def _gated(x: torch.Tensor) -> torch.Tensor:
@@ -149,7 +157,7 @@ def _gated(x: torch.Tensor) -> torch.Tensor:
         from attn_ops.ops.triton.rows import launch_silu_mul
 
         return launch_silu_mul(x)
-    gate, up = x.float().chunk(2, -1)
+    gate, up = _widened(x).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 

@@ -135,7 +135,8 @@ def launch_fused(
 
     Args:
         x, addend: [T, K], summed; rows with contiguous columns, as `residuals` have.
-        norm_weight: [K] of an RMSNorm of the sum, with `eps`.
+        norm_weight: [K] of an RMSNorm of the sum, with `eps`. x times it, before it is divided by
+            the row's norm, must be in the range of x's dtype.
         bias: [M].
         gated: SiLU of the first half of the outputs, times the second half.
         residuals: up to two [T, outputs], summed, and added to the result.
@@ -170,9 +171,9 @@ def launch_fused(
     with torch.cuda.device_of(x):  # Triton launches on the current device
         fused_kernel[(programs,)](
             out, x, stands_for,
-            out if norm_weight is None else norm_weight,
+            out if norm_weight is None else norm_weight.contiguous(),
             w,
-            out if bias is None else bias,
+            out if bias is None else bias.contiguous(),
             residual, more, num_rows, x.stride(0), stands_for.stride(0), w.stride(1),
             residual.stride(0), more.stride(0), eps, outputs, **arguments,
         )  # fmt: skip

@@ -75,7 +75,8 @@ def launch_rms_norm(
     block = triton.next_power_of_2(k)
     with torch.cuda.device_of(x):
         rms_norm_kernel[(num_rows,)](
-            out, total, x, added, weight, x.stride(0), added.stride(0), eps, K=k, BLOCK_K=block,
+            out, total, x, added, weight.contiguous(), x.stride(0), added.stride(0), eps, K=k,
+            BLOCK_K=block,
             HAS_ADDEND=addend is not None, num_warps=min(max(block // 512, 1), 16),
             **early_launch(x.device),
         )  # fmt: skip

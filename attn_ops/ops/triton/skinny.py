@@ -129,7 +129,7 @@ def launch_skinny(
     with torch.cuda.device_of(x):  # Triton launches on the current device
         skinny_kernel[(triton.cdiv(m, chosen.block_m),)](
             out, x, w,
-            out if bias is None else bias,
+            out if bias is None else bias.contiguous(),
             out if x_scale is None else x_scale,
             out if w_scale is None else w_scale,
             num_rows, x.stride(0), w.stride(1), m, **arguments,

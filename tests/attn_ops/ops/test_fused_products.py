@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attn_ops import gated_mlp, norm_mm
+from attn_ops.ops import fused_products
 from attn_ops.ops.skinny_constants import SkinnyConstants
 from tests.attn_ops.ops.test_merge_and_advance import opcheck
 
@@ -72,6 +73,30 @@ def test_norm_of_a_sum_and_a_gate(rows, k, f):
     close(launch(x, w, addend=residual, norm_weight=weight, eps=EPS, gated=True), wanted)
 
 
+def test_vectors_with_strides():
+    """A norm's weight and a bias that are columns of something else."""
+    from attn_ops.ops.triton.rows import launch_rms_norm
+    from attn_ops.ops.triton.skinny import launch_skinny
+
+    x, w, weight, b = randn(2, 64), randn(40, 64) / 8, randn(64, 2)[:, 1], randn(40, 3)[:, 1]
+    wanted = normed(x, weight) @ w.double().t() + b.double()
+    close(launch(x, w.t(), norm_weight=weight, eps=EPS, bias=b), wanted)
+    close(launch_rms_norm(x, None, weight, EPS)[1], normed(x, weight), 5e-3)
+    wanted = x.double() @ w.double().t() + b.double()
+    close(launch_skinny(x, w.t(), b, None, None, x.dtype, SMALL), wanted)
+
+
+def test_large_rows_in_float16(monkeypatch):
+    """Products with the norm's weight that are over 65,504 before they are divided by the norm."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fused_products, "takes", lambda w, device: True)
+    x, weight = randn(3, 128, dtype=torch.float16) * 8000, randn(128, dtype=torch.float16).abs() + 9
+    w, w_down = randn(64, 128, dtype=torch.float16) / 200, randn(128, 32, dtype=torch.float16)
+    close(norm_mm(x, weight, EPS, w.t()), normed(x, weight) @ w.double().t())
+    args = x, x / 8, weight, w.t(), w_down.t()
+    close(gated_mlp(*args[:3], EPS, *args[3:]), mlp(*args))
+
+
 @pytest.mark.parametrize("num_residuals", [0, 1, 2])
 def test_residuals(num_residuals):
     """Bit for bit as by the product alone and additions behind it."""
@@ -113,10 +138,11 @@ def test_kernels_of_rows(rows, k):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operators(rows, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 6e-2)]
+)
+def test_operators(rows, dtype, tolerance):
     args = inputs(rows, 128, 64, dtype)
-    tolerance = 1e-4 if dtype == torch.float32 else 6e-2
     close(gated_mlp(*args[:3], EPS, *args[3:]), mlp(*args), tolerance)
     x, _, weight, w, _ = args
     close(norm_mm(x, weight, EPS, w), normed(x, weight) @ w.double(), tolerance)
@@ -153,5 +179,7 @@ def test_refused():
         norm_mm(x, weight, EPS, w, weight[:3])
     with pytest.raises(ValueError, match="residual must be"):
         gated_mlp(x, residual[:1], weight, EPS, w, w_down)
+    with pytest.raises(ValueError, match="w_gate_up must have an even number of columns, got 15"):
+        gated_mlp(x, residual, weight, EPS, w[:, :15], w_down[:7])
     with pytest.raises(ValueError, match="w_down must be"):
         gated_mlp(x, residual, weight, EPS, w, w_down[:, :3])

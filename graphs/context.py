@@ -1,6 +1,7 @@
 """The surroundings in which a session makes its tensors and runs its steps, whoever calls it.
 
-One thread at a time; ordinary tensors without gradients; the session's own device.
+One thread at a time; ordinary tensors without gradients; the session's own device; what one CUDA
+stream has is done before what the next one gets.
 """
 
 import contextlib
@@ -25,6 +26,36 @@ def surroundings(device: torch.device) -> Iterator[None]:
     current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with torch.inference_mode(False), torch.no_grad(), current:
         yield
+
+
+class StreamOrder:
+    """Orders the work of calls in different CUDA streams, as of different threads.
+
+    A call may leave steps that run. They use tensors that the next call uses, too.
+
+    Args:
+        device: of the tensors, which the current stream has made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def changed(self) -> bool:
+        """Whether the current stream is another one than before; then it waits for that one.
+
+        Tensors that were freed go back to the stream that made them. So nothing that the other
+        stream has made and frees may be used from here on.
+        """
+        if self._last is None:
+            return False
+        # 0.1 us; current_stream() takes ten times that.
+        if torch._C._cuda_getCurrentRawStream(self._device.index) == self._last.cuda_stream:
+            return False
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_stream(self._last)
+        self._last = stream  # last: what was interrupted is done again
+        return True
 
 
 def in_surroundings(

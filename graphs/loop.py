@@ -17,6 +17,7 @@ from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
 from graphs.compilation import Compilation
+from graphs.context import StreamOrder
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.scheduled import Rows
 from graphs.requests.scheduler import Scheduler
@@ -67,6 +68,7 @@ class StepLoop:
         self.gains = MixedGains(mixed_sizes, runner.builder, timer)
         self.num_steps = {"captured": 0, "called": 0}
         self.num_launches = {"ahead": 0, "waited": 0}
+        self.streams = StreamOrder(runner.device)
         self._replays_only = plan.debug is None and not always_fills  # no Python of the model
         on_gpu = runner.device.type == "cuda" or plan.debug is not None  # debugging acts as on one
         in_turn = always_fills or runner.builder.plans_in_turn
@@ -98,6 +100,7 @@ class StepLoop:
             ahead: launch the next ones too, before these tokens are read.
         """
         self._checked = False
+        self._keep_order()
         self._drop_unobserved()
         if not self._checks_late or self.scheduler.may_share:
             self._check_model()
@@ -117,6 +120,7 @@ class StepLoop:
     def step_drafted(self, drafts: Mapping[int, list[int]]) -> None:
         """A step with drafts, or without where a prompt comes first or the budget is too small."""
         k = self.plan.num_draft_tokens
+        self._keep_order()
         self._drop_unobserved()
         self._check_model()
         self.warm_up()
@@ -335,6 +339,11 @@ class StepLoop:
         kind = "called" if launched.captured is None else "captured"
         self.num_steps[kind] += launched.num_steps
         self.num_launches["ahead" if launched.is_ahead else "waited"] += 1
+
+    def _keep_order(self) -> None:
+        """In another stream nothing goes on from tokens that the last one has drawn."""
+        if self.streams.changed():
+            self.launcher.invalidate()
 
     def _drop_unobserved(self) -> None:
         """Drop a called step whose logits an observer is to see, and has not; it is done again."""

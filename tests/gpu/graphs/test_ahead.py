@@ -81,6 +81,26 @@ def test_a_device_that_is_late_reads_what_was_meant_for_it(model, alone, mode, m
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_each_step_in_another_stream(model, alone, mode, monkeypatch):
+    """Each is late, and changes tensors that the last one reads."""
+    session = DecodeSession(model, cudagraph_mode=mode, **SIZES)
+    run(session)
+    fill, streams = session.runner.fill, [torch.cuda.Stream() for _ in range(2)]
+
+    def late(*arguments):
+        torch.cuda._sleep(5_000_000)
+        fill(*arguments)
+
+    monkeypatch.setattr(session.runner, "fill", late)
+    ids, number = [session.add(p, n) for p, n in zip(PROMPTS, NEW, strict=True)], 0
+    while session.num_unfinished:
+        with torch.cuda.stream(streams[number // 3 % 2]):
+            session.step()
+        number += 1
+    assert [session.result(i).token_ids for i in ids] == alone
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_stop_tokens_and_samples(model, mode):
     sampling = {"temperature": 0.9, "seed": 5}
     called = DecodeSession(model, cudagraph_mode="NONE", **SIZES)

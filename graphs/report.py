@@ -167,7 +167,7 @@ class SessionReport:
             kinds=plan.resolution.lines(),
             num_keys=len(plan.first_keys()),
             graphs=[GraphLine.of(captured) for captured in graphs or ()],
-            failures=[FailureLine.of(key, error) for key, error in failures.items()],
+            failures=[FailureLine.of(key, error) for key, error in list(failures.items())],
             mixed_gains=[str(gain) for gain in session.loop.gains],
             graph_bytes=0 if graphs is None else graphs.num_bytes,
             graph_bytes_estimated=plan.estimated_bytes,

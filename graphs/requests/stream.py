@@ -30,7 +30,8 @@ class TokenStream:
     @property
     def num_ended(self) -> int:
         """Requests that have ended, with tokens that wait to be handed out."""
-        return sum(bool(r.finish_reason) and i in self for i, (r, _) in self._unseen.items())
+        unseen = list(self._unseen.items())  # a step in another thread may change it meanwhile
+        return sum(bool(r.finish_reason) and i in self for i, (r, _) in unseen)
 
     def take(self, step: Sequence[Scheduled], tokens: Sequence[Sequence[int]]) -> None:
         """Take what a step has drawn; of a draft what was right, and one token more."""

@@ -27,6 +27,9 @@ class PagedKVCache:
         memory_bytes: a budget instead of `num_tokens`: as many blocks as fit in it.
         block_size: tokens a block holds.
         device: where the tensors live.
+        window_blocks: blocks of layers with a window, the null block among them, where they are to
+            have their own: few, as blocks behind the window are given back. `num_tokens` is then
+            that of the other layers, and `memory_bytes` includes them.
         cache_layout: NHD, tokens before heads in memory, or HND, heads before tokens. None takes
             what `set_kv_cache_layout` set, else NHD. Shapes are the same; strides differ. Latent
             layers have one head, so both are the same.
@@ -49,6 +52,7 @@ class PagedKVCache:
         block_size: int = 16,
         device: torch.device | str = "cpu",
         cache_layout: KVCacheLayoutType | None = None,
+        window_blocks: int | None = None,
     ) -> None:
         self.cache_layout = get_kv_cache_layout(cache_layout)
         if (num_tokens is None) == (memory_bytes is None):
@@ -62,12 +66,21 @@ class PagedKVCache:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.block_size = block_size
         self.specs = tuple(specs)
+        self.window_blocks = window_blocks
+        windowed = [] if window_blocks is None else [s for s in specs if has_window(s)]
+        if window_blocks is not None and (window_blocks < 2 or not 0 < len(windowed) < len(specs)):
+            raise ValueError(
+                "window_blocks must be at least 2, with layers of both kinds, "
+                f"got {window_blocks} for {len(windowed)} of {len(specs)} layers with a window"
+            )
+        self.window_bytes = (window_blocks or 0) * bytes_per_block(windowed, block_size)
         self.bytes_per_block = bytes_per_block(specs, block_size)
+        self.bytes_per_block -= bytes_per_block(windowed, block_size)
         if num_tokens is not None:
             num_blocks = -(-num_tokens // block_size) + 1
         else:
             assert memory_bytes is not None, "one of the two is given, as checked above"
-            num_blocks = memory_bytes // self.bytes_per_block
+            num_blocks = max(0, memory_bytes - self.window_bytes) // self.bytes_per_block
         if num_blocks < 2:
             raise ValueError(
                 f"the cache must hold at least one block of {block_size} tokens beside the null "
@@ -76,6 +89,9 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.tensors = self._allocate_all(torch.device(device), num_tokens)
         self.pool = BlockPool(num_blocks, block_size)
+        self.window_pool = None
+        if window_blocks is not None:
+            self.window_pool = BlockPool(window_blocks, block_size)
 
     def _allocate_all(self, device: torch.device, num_tokens: int | None) -> list[torch.Tensor]:
         """Tensors of all layers, or a ValueError that says how many bytes they would take."""
@@ -98,11 +114,19 @@ class PagedKVCache:
             raise
 
     def _allocate(self, spec: AttentionSpec, device: torch.device | str) -> torch.Tensor:
-        shape = spec.cache_shape(self.num_blocks, self.block_size)
+        own = self.window_blocks is not None and has_window(spec)
+        number = self.window_blocks if own else self.num_blocks
+        assert number is not None, "own blocks are counted"
+        shape = spec.cache_shape(number, self.block_size)
         if self.cache_layout == "NHD" or spec.latent is not None:
             return torch.zeros(shape, dtype=spec.cache_dtype, device=device)
         shape = (*shape[:2], shape[3], shape[2], shape[4])
         return torch.zeros(shape, dtype=spec.cache_dtype, device=device).transpose(2, 3)
+
+    @property
+    def own_blocks(self) -> list[bool]:
+        """Of every layer, whether it is one with a window whose blocks are its kind's own."""
+        return [self.window_pool is not None and has_window(spec) for spec in self.specs]
 
     @property
     def num_free_blocks(self) -> int:
@@ -116,18 +140,43 @@ class PagedKVCache:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.bytes_per_block
+        return self.num_blocks * self.bytes_per_block + self.window_bytes
 
     def blocks_needed(self, request: Hashable, num_tokens: int, match: Match = NO_MATCH) -> int:
         """Free blocks that `request` needs to hold `num_tokens` in all."""
         return self.pool.needed(request, num_tokens, match)
 
-    def reserve(self, request: Hashable, num_tokens: int, match: Match = NO_MATCH) -> list[int]:
+    def has_room(
+        self,
+        request: Hashable,
+        num_tokens: int,
+        match: Match = NO_MATCH,
+        window_tokens: int | None = None,
+        spare: int = 0,
+    ) -> bool:
+        """Whether `reserve` finds enough free blocks, and `spare` are left of each kind."""
+        pool, window = self.pool, self.window_pool
+        if pool.needed(request, num_tokens, match) + spare > pool.num_available:
+            return False
+        if window is None:
+            return True
+        wanted = num_tokens if window_tokens is None else window_tokens
+        return window.needed(request, wanted) + spare <= window.num_available
+
+    def reserve(
+        self,
+        request: Hashable,
+        num_tokens: int,
+        match: Match = NO_MATCH,
+        window_tokens: int | None = None,
+    ) -> list[int]:
         """Reserve blocks so that `request` holds `num_tokens` in all; returns all its blocks.
 
         Args:
             request: who owns them.
             num_tokens: what they must hold.
+            window_tokens: what those of layers with a window must hold, where they have their own;
+                None: the same.
             match: of a request that owns none: what `match` found, with no change of the cache
                 since. The request shares those blocks; `copy_partial` copies the rest.
 
@@ -137,7 +186,31 @@ class PagedKVCache:
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
-        return self.pool.reserve(request, num_tokens, match)
+        if self.window_pool is None:
+            return self.pool.reserve(request, num_tokens, match)
+        wanted = num_tokens if window_tokens is None else window_tokens
+        window = self.window_pool
+        needed = window.needed(request, wanted)
+        if needed > window.num_available:
+            raise OutOfBlocksError(
+                f"request {request!r} needs {needed} more blocks for layers with a window, "
+                f"{window.num_available} of {window.num_blocks - 1} are free"
+            )
+        blocks = self.pool.reserve(request, num_tokens, match)
+        window.reserve(request, wanted, NO_MATCH)
+        return blocks
+
+    def rooms(self, request: Hashable) -> tuple[int, int]:
+        """Tokens that fit into the blocks of `request`: of all layers, and of those with a window.
+
+        Raises:
+            ValueError: the request owns none.
+        """
+        number = len(self._known(request).blocks)
+        window = number
+        if self.window_pool is not None:
+            window = len(self.window_pool.tables[request].blocks)
+        return number * self.block_size, window * self.block_size
 
     def free(self, request: Hashable) -> None:
         """Give all blocks of `request` back, but for those that others share.
@@ -146,10 +219,13 @@ class PagedKVCache:
             ValueError: the request owns none (never reserved, or freed); the cache is as it was.
         """
         self._known(request)
-        self.pool.free(request)
+        if self.window_pool is not None and request in self.window_pool.tables:
+            self.window_pool.free(request)
+        self.pool.free(request)  # last: an interrupt leaves a request that owns blocks
 
     def release(self, request: Hashable, num_blocks: int) -> None:
-        """Give the first blocks of `request` back, of which no layer sees a token any more.
+        """Give the first blocks of `request` back, of which no layer sees a token any more: those
+        of the layers with a window, where they have blocks of their own.
 
         Its table has the null block in their place, where padding may have written NaN: a kernel is
         given another block there if it reads, and masks, keys behind the window. A step that reads
@@ -159,17 +235,17 @@ class PagedKVCache:
             ValueError: the request owns none.
         """
         self._known(request)
-        self.pool.release(request, num_blocks)
+        (self.window_pool or self.pool).release(request, num_blocks)
 
     @property
     def window(self) -> int | None:
-        """Tokens that the layers see, the newest one among them; None: one of them sees all."""
-        windows = [
-            None if s.latent or s.blocksparse or not s.causal
-            else s.sliding_window or s.attention_chunk_size
-            for s in self.specs
-        ]  # fmt: skip
-        return None if None in windows else max(w for w in windows if w)
+        """Tokens that the layers see whose blocks `release` gives back, the newest one among them;
+        None: one of them sees all, and has no blocks of its own.
+        """
+        windows = [window_of(s) for s in self.specs]
+        if self.window_pool is None and None in windows:
+            return None
+        return max(w for w in windows if w)
 
     def _known(self, request: Hashable) -> BlockTable:
         table = self.pool.tables.get(request)
@@ -251,6 +327,18 @@ class PagedKVCache:
         for row_M, blocks in zip(table_SM, rows, strict=True):
             row_M[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         return table_SM
+
+
+def window_of(spec: AttentionSpec) -> int | None:
+    """Tokens that a layer sees, the newest one among them; None: all."""
+    if spec.latent or spec.blocksparse or not spec.causal:
+        return None
+    return spec.sliding_window or spec.attention_chunk_size
+
+
+def has_window(spec: AttentionSpec) -> bool:
+    """Whether a layer's first blocks can be given back while a request goes on."""
+    return window_of(spec) is not None
 
 
 def bytes_per_block(specs: Sequence[AttentionSpec], block_size: int) -> int:

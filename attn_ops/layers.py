@@ -13,6 +13,7 @@ from attn_ops.metadata import AttentionMetadata, AttentionSpec
 from attn_ops.metadata.features import FEATURES, FeatureArguments, spec_fields
 from attn_ops.ops import attention, write_kv
 from attn_ops.ops.checks import check_layout
+from attn_ops.ops.write_kv import SlotMapping, slots_of_layer
 
 
 class Attention(nn.Module):
@@ -120,7 +121,7 @@ class Attention(nn.Module):
         v: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: AttentionMetadata,
-        slot_mapping: torch.Tensor | None = None,
+        slot_mapping: SlotMapping | None = None,
         kv_cache_dtype: str = "auto",
     ) -> torch.Tensor:
         """Attention of the batch's rows over the cache, in which k and v are written before.
@@ -130,7 +131,8 @@ class Attention(nn.Module):
             k, v: [T, K, H]; None with a `kv_sharing_target`, which has written its own.
             kv_cache: [P, 2, B, K, H], that of the target if there is one.
             attn_metadata: the batch.
-            slot_mapping: [T] int64, see `write_kv`; None reads it from `attn_metadata`.
+            slot_mapping: [T] int64, see `write_kv`; None reads it from `attn_metadata`. A pair:
+                for layers that see all keys, and for those with a window.
             kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the cache holds.
 
         Returns:
@@ -150,7 +152,9 @@ class Attention(nn.Module):
             stored["kv_cache_dtype"] = kv_cache_dtype
         check_layout(self.blocksparse, q, attn_metadata)
         if k is not None and v is not None:  # as checked: it owns the cache
-            write_kv(k, v, kv_cache, attn_metadata, slot_mapping=slot_mapping, **stored)
+            windowed = self.sliding_window is not None or self.attention_chunk_size is not None
+            slots_T = slots_of_layer(slot_mapping, windowed)
+            write_kv(k, v, kv_cache, attn_metadata, slot_mapping=slots_T, **stored)
         return attention(
             q,
             kv_cache,

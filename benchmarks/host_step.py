@@ -116,7 +116,7 @@ def cases(session: DecodeSession) -> dict[str, Callable[[], object]]:
         fill(same, step)
 
     def another() -> None:
-        others.versions.fill(-1)
+        others.versions["block_table"].fill(-1)
         fill(others, step)
 
     def by_rows() -> None:

@@ -28,7 +28,7 @@ from graphs.sampling import PenaltyState, argmax, sample
 from graphs.sampling.params import Sampling
 from graphs.step.blocks import BlockRows
 from graphs.step.finish import finish_step
-from graphs.step.inputs import ModelInputs
+from graphs.step.inputs import ModelInputs, slots_of
 from graphs.step.sources import take_tokens
 from graphs.step.tensors import StepTensors
 
@@ -74,7 +74,8 @@ class StepRunner:
         self.model, self.inputs, self.cache, self.builder = model, inputs, cache, builder
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         self.max_blocks = -(-max_tokens // cache.block_size)
-        self.blocks = BlockRows(cache, self.max_blocks, 2 * max_batch_size)
+        pools = [pool for pool in (cache.pool, cache.window_pool) if pool is not None]
+        self.blocks = [BlockRows(pool, self.max_blocks, 2 * max_batch_size) for pool in pools]
         self.vocab_size, self.num_steps = vocab_size, num_steps
         self.device = cache.tensors[0].device
         self.graphs: StepGraphs | None = None
@@ -82,6 +83,11 @@ class StepRunner:
         self.drops_rows = False
         self.keeps_rows_why: str | None = None
         self._penalties: PenaltyState | None = None
+
+    @property
+    def _windows(self) -> bool:
+        """Whether layers with a window have blocks of their own."""
+        return self.cache.window_pool is not None
 
     def release(self) -> None:
         """Drop all graphs; `captured` captures anew."""
@@ -120,6 +126,7 @@ class StepRunner:
             self.device,
             query_len=query_len,
             logits=logits,
+            windows=self._windows,
         )
         self.fill(tensors, step, kind)
         if last_R is not None:
@@ -133,8 +140,9 @@ class StepRunner:
 
     def fill(self, tensors: StepTensors, step: Rows, kind: Sampling) -> None:
         """Bring a step into tensors, on the host and the device."""
-        rows = self.blocks.find([request.id for request in step.requests])
-        tensors.fill(step, self.blocks, rows, self.cache.block_size)
+        ids = [request.id for request in step.requests]
+        tables = [(blocks, blocks.find(ids)) for blocks in self.blocks]
+        tensors.fill(step, tables, self.cache.block_size)
         tensors.upload()
         if kind is Sampling.PENALIZED:
             requests = step.requests
@@ -172,6 +180,7 @@ class StepRunner:
             query_len=key.query_len,
             num_steps=self.num_steps if key.query_len == 1 else 1,
             logits=key.logits,
+            windows=self._windows,
         )
         longest = key.query_len or key.num_tokens
         common = tensors.common(longest, self.max_tokens, on_host=False)
@@ -181,6 +190,7 @@ class StepRunner:
             tensors,
             common,
             self.cache.tensors,
+            [("block_table", "window_block_table")[own] for own in self.cache.own_blocks],
             self._penalty_state() if kind is Sampling.PENALIZED else None,
             run=functools.partial(self._run, tensors, key, common),
             draw=functools.partial(self._sampled, tensors=tensors, kind=kind),
@@ -250,12 +260,13 @@ class StepRunner:
         that tells Dynamo so. Returns seconds.
         """
         begin = time.perf_counter()
-        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device)
+        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, windows=self._windows)
         tensors.upload()
         # Clones, because Dynamo guards on the base of a view.
         tensors.device.update({name: t.clone() for name, t in tensors.device.items()})
         device = tensors.device
-        batch = {name: device[name] for name in ("input_ids", "position_ids", "slot_mapping")}
+        batch: dict[str, Any] = {name: device[name] for name in ("input_ids", "position_ids")}
+        batch["slot_mapping"] = slots_of(device)
         metadata = self.builder.build(0, tensors.common(17, 1))
         with first_call(**batch, logits_to_keep=device["logits_indices"]):
             self._logits(tensors, metadata)
@@ -266,7 +277,9 @@ class StepRunner:
 
     def _runs_without_logits(self) -> bool:
         """Whether the model takes a step that wants no row's logits; not all take empty tensors."""
-        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, logits=False)
+        tensors = StepTensors.allocate(
+            17, 5, self.max_blocks, self.device, logits=False, windows=self._windows
+        )
         tensors.upload()
         try:
             self._logits(tensors, self.builder.build(0, tensors.common(17, 1)))

@@ -150,6 +150,8 @@ class Views:
     groups: "Mapping[str, AttentionMetadata]" = dataclasses.field(default_factory=dict)
     # Groups whose metadata was prepared for a capture, on the host.
     prepared: tuple[str, ...] = ()
+    # For layers with a window, where their caches have blocks of their own; None: they have not.
+    window: "AttentionMetadata | None" = None
     logits_rows: LogitsRows = dataclasses.field(default_factory=LogitsRows)
 
 
@@ -230,6 +232,9 @@ class AttentionMetadata(OpaqueBase):
         options: AttentionOptions,
         attention_chunk_size: int | None,
     ) -> Layer:
+        window = self.views.window
+        if window is not None and options.sliding_window is not None:
+            return window.layer(q, kv_cache, options).of_part(window)
         if attention_chunk_size is None:
             return self.backend.resolve(self, q, kv_cache, options)
         virtual = self._virtual(attention_chunk_size, options)

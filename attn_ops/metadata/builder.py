@@ -119,7 +119,8 @@ class AttentionMetadataBuilder(Generic[M]):
             fast_build: without effect; taken for code that is written against vLLM's builders.
 
         Raises:
-            ValueError: the batch is on another device or in blocks of another size.
+            ValueError: the batch is on another device or in blocks of another size; a prefix is
+                shared, and layers with a window have blocks of their own.
         """
         common = common_attn_metadata
         if not isinstance(common, CommonAttentionMetadata):
@@ -136,7 +137,12 @@ class AttentionMetadataBuilder(Generic[M]):
         if common_prefix_len:
             return self._build_cascade(common_prefix_len, common)  # type: ignore
         plain = [s for s in self.specs if s.attention_chunk_size is None]
-        return self._planned(plain, common, self._views(common))  # type: ignore
+        if common.window_block_table_tensor is None:
+            return self._planned(plain, common, self._views(common))  # type: ignore
+        windowed = [s for s in plain if s.sliding_window is not None]
+        others = [s for s in plain if s.sliding_window is None]
+        views = self._views(common, window=self._planned(windowed, common.of_windows()))
+        return self._planned(others, common, views)  # type: ignore
 
     def build_logits_rows(self, common_attn_metadata: CommonAttentionMetadata) -> M:
         """Metadata of a batch reduced to its logits rows; no prefix is taken apart.
@@ -170,7 +176,7 @@ class AttentionMetadataBuilder(Generic[M]):
         return Views(chunked=self._chunked(common), logits_rows=rows, **parts)
 
     def _chunked(self, common: CommonAttentionMetadata) -> Mapping[int, AttentionMetadata]:
-        chunked = {}
+        chunked, common = {}, common.of_windows()
         on_device = not self.plans_on_host or common.query_start_loc_cpu is None
         for chunk in {s.attention_chunk_size for s in self.specs if s.attention_chunk_size}:
             virtual = make_local_attention_virtual_batches(
@@ -191,6 +197,10 @@ class AttentionMetadataBuilder(Generic[M]):
             raise ValueError(
                 f"common_prefix_len must be 0 with backend {self.backend.name}, got {length}; "
                 "cascade attention needs non-causal attention and the log-sum-exp"
+            )
+        if common.window_block_table_tensor is not None:
+            raise ValueError(
+                f"common_prefix_len must be 0 with window_block_table_tensor, got {length}"
             )
         whole = [s for s in self.specs if s.cascades]
         plain = [s for s in self.specs if not s.attention_chunk_size and not s.cascades]

@@ -59,6 +59,9 @@ class CommonAttentionMetadata:
     logits_indices_cpu: torch.Tensor | None = None  # [R] int32 or int64, CPU mirror
     num_logits: torch.Tensor | None = None  # [1] int32, device: R, where replays change it
     block_size: int | None = None  # tokens a block holds, where known
+    # Both as above, for layers with a window, where their caches have blocks of their own.
+    window_block_table_tensor: torch.Tensor | None = None
+    window_slot_mapping: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         check_form(self)
@@ -85,6 +88,17 @@ class CommonAttentionMetadata:
     def replace(self, **changes: Any) -> "CommonAttentionMetadata":
         """A copy with some fields changed; tensors are shared."""
         return dataclasses.replace(self, **changes)
+
+    def of_windows(self) -> "CommonAttentionMetadata":
+        """The batch as layers with a window have it: over blocks of their own, if there are any."""
+        if self.window_block_table_tensor is None or self.window_slot_mapping is None:
+            return self
+        return self.replace(
+            block_table_tensor=self.window_block_table_tensor,
+            slot_mapping=self.window_slot_mapping,
+            window_block_table_tensor=None,
+            window_slot_mapping=None,
+        )
 
     def unpadded(self, num_tokens: int, num_reqs: int) -> "CommonAttentionMetadata":
         """The first `num_reqs` requests and `num_tokens` rows; tensors are views.
@@ -119,7 +133,9 @@ class CommonAttentionMetadata:
             seq_lens_cpu_upper_bound=first(self.seq_lens_cpu_upper_bound),
             is_prefilling=first(self.is_prefilling),
             dcp_local_seq_lens=first(self.dcp_local_seq_lens),
-            positions=None if self.positions is None else self.positions[:num_tokens],
+            positions=first(self.positions, num_tokens),
+            window_block_table_tensor=first(self.window_block_table_tensor),
+            window_slot_mapping=first(self.window_slot_mapping, num_tokens),
         )
 
     def validate(

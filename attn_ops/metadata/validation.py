@@ -28,10 +28,12 @@ _FORMS: tuple[tuple[str, tuple[torch.dtype, ...], str, str], ...] = (
     ("dcp_local_seq_lens", _INT32, "S", "device"),
     ("is_prefilling", (torch.bool,), "S", "any"),
     ("positions", _INT64, "any", "device"),
+    ("window_block_table_tensor", _INT32, "S", "device"),
+    ("window_slot_mapping", _INT64, "any", "device"),
 )
 """Field, dtypes, length, where it lives. Fields that are None are not checked."""
 
-_RANK = {"block_table_tensor": 2}
+_RANK = {"block_table_tensor": 2, "window_block_table_tensor": 2}
 """Dimensions of a field, where it is not one; behind the first any size will do."""
 
 

@@ -19,6 +19,10 @@ from attn_ops.ops.checks import (
 )
 from attn_ops.ops.library import LIBRARY
 
+SlotMapping = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Slots [T] int64 of a step. Where layers with a window have blocks of their own: a pair, those of
+layers that see all keys, and of the others."""
+
 LIBRARY.define(
     f"write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, {METADATA_TYPE} meta, *, "
     "Tensor? slot_mapping=None, str kv_cache_dtype='auto', Tensor? k_scale=None, "
@@ -41,7 +45,7 @@ def _write_kv(
 ) -> None:
     plain = kv_cache_dtype == "auto"
     check_cache(kv_cache, meta, kv_cache.dtype if plain else k.dtype, kv_cache_dtype)
-    slots_T = meta.common.slot_mapping if slot_mapping is None else slot_mapping
+    slots_T = _slots_of(meta) if slot_mapping is None else slot_mapping
     check_write_inputs(k, v, kv_cache, slots_T, plain)
     check_scales(k_scale, v_scale, kv_cache.device)
     k, v = unshared(k, kv_cache), unshared(v, kv_cache)
@@ -66,12 +70,29 @@ def _write_kv_fake(
 
 @torch.library.impl(LIBRARY, "slot_mapping", "CompositeExplicitAutograd")
 def _slot_mapping(meta: AttentionMetadata, num_tokens: int, device: torch.device) -> torch.Tensor:
-    slots_T = meta.common.slot_mapping
+    slots_T = _slots_of(meta)
     if slots_T.shape[0] != num_tokens:
         raise ValueError(
             f"slot_mapping must have {num_tokens} entries, one a token, got {slots_T.shape[0]}"
         )
     return slots_T.clone()  # an operator's output may not alias state that the compiler cannot see
+
+
+def _slots_of(meta: AttentionMetadata) -> torch.Tensor:
+    """The batch's slots, where they are those of every layer."""
+    if meta.common.window_slot_mapping is not None:
+        raise ValueError(
+            "slot_mapping must be given where layers with a window have blocks of their own, "
+            "got None"
+        )
+    return meta.common.slot_mapping
+
+
+def slots_of_layer(slot_mapping: SlotMapping | None, has_window: bool) -> torch.Tensor | None:
+    """The slots [T] of a layer: of one tensor for all of them, or of a pair by their windows."""
+    if slot_mapping is None or isinstance(slot_mapping, torch.Tensor):
+        return slot_mapping
+    return slot_mapping[1 if has_window else 0]
 
 
 @torch.library.register_fake("attn_ops::slot_mapping", lib=LIBRARY)

@@ -60,7 +60,9 @@ def measured(runner: StepRunner, max_tokens: int, max_tokens_per_step: int) -> S
     """
     rows = largest_step(max_tokens, runner.max_batch_size, max_tokens_per_step)
     null = BlockTable([NULL_BLOCK] * runner.max_blocks)
-    runner.cache.pool.tables.update({s.request.id: null for s in rows})
+    for pool in (runner.cache.pool, runner.cache.window_pool):
+        if pool is not None:
+            pool.tables.update({s.request.id: null for s in rows})
     memory_of(runner.device)
     torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_reserved(runner.device)

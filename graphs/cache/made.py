@@ -8,6 +8,7 @@ import torch
 from attn_ops import AttentionSpec, PagedKVCache
 from graphs.cache.device import StepMemory, measured
 from graphs.cache.size import CacheSize, Sizing
+from graphs.cache.windows import Windows
 from graphs.capture.plan import CapturePlan
 from graphs.options import SessionOptions
 from graphs.runner import StepRunner
@@ -23,6 +24,7 @@ class Owner(Protocol):
     device: torch.device
     specs: list[AttentionSpec]
     plan: CapturePlan
+    builder: Any
 
 
 def made_cache(
@@ -53,8 +55,10 @@ def made_cache(
     if owner.plan.first_keys() and options.debug is None:
         estimated = owner.plan.estimated_bytes
         graphs = None if estimated is None else estimated + WORKSPACE_BYTES
-    sizing = Sizing(options, owner.specs, _bytes_of(owner.original), graphs)
+    windows = Windows.of(owner.specs, options, owner.original, owner.builder)
+    sizing = Sizing(options, owner.specs, _bytes_of(owner.original), graphs, windows)
     size = sizing.decide(owner.device, measure)
+    more["window_blocks"] = size.window_blocks
     return size, PagedKVCache(owner.specs, num_tokens=size.num_tokens, **more)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from attn_ops import AttentionSpec
-from attn_ops.kv_cache import bytes_per_block
 from graphs.cache.device import StepMemory, memory_of
+from graphs.cache.windows import Windows
 from graphs.capture.memory import human
 from graphs.options import SessionOptions
 
@@ -29,12 +29,14 @@ class CacheSize:
         why: who decided it.
         parts: bytes of the GPU where they were measured: total, in_use, weights (among those in
             use), step, graphs and left. Else empty.
+        window_blocks: of layers with a window, where they have their own; see `PagedKVCache`.
     """
 
     num_tokens: int
     num_bytes: int
     why: str
     parts: dict[str, int] = dataclasses.field(default_factory=dict)
+    window_blocks: int | None = None
 
     def __str__(self) -> str:
         return f"{self.num_tokens:,} tokens, {human(self.num_bytes)}: {self.why}"
@@ -49,12 +51,14 @@ class Sizing:
         specs: of its layers.
         weights: bytes of the model.
         graphs: bytes that graphs may take; None: not known, as much as a step.
+        windows: blocks of layers with a window.
     """
 
     options: SessionOptions
     specs: Sequence[AttentionSpec]
     weights: int
     graphs: int | None
+    windows: Windows
 
     def decide(self, device: torch.device, measure: Callable[[], StepMemory]) -> CacheSize:
         """The size on a device; `measure` runs the largest step.
@@ -82,7 +86,7 @@ class Sizing:
         graphs = step.peak if self.graphs is None else self.graphs
         left = int(total * fraction) - step.after.in_use - step.peak - graphs
         block_size = self.options.block_size
-        num_tokens = max(0, left // bytes_per_block(self.specs, block_size) - 1) * block_size
+        num_tokens = max(0, self.windows.fitting(left) - 1) * block_size
         sizes = (
             f"{fraction} of {human(total)} less {human(step.after.in_use)} in use (weights "
             f"{human(self.weights)}), {human(step.peak)} for a step of "
@@ -103,9 +107,14 @@ class Sizing:
 
     def _size(self, num_tokens: int, why: str, parts: dict[str, int] | None = None) -> CacheSize:
         size = self.options.block_size
-        whole = -(-num_tokens // size) * size
-        return CacheSize(whole, self._bytes(num_tokens), why, parts or {})
+        num_blocks = -(-num_tokens // size)
+        own = self.windows.num_blocks
+        if own is not None and own < num_blocks + 1:
+            why += f"; layers with a window have {own:,} blocks of their own"
+        else:
+            own = None
+        return CacheSize(num_blocks * size, self._bytes(num_tokens), why, parts or {}, own)
 
     def _bytes(self, num_tokens: int) -> int:
-        size = self.options.block_size
-        return (-(-num_tokens // size) + 1) * bytes_per_block(self.specs, size)
+        """Of so many tokens."""
+        return self.windows.num_bytes(-(-num_tokens // self.options.block_size) + 1)

@@ -34,6 +34,7 @@ class Step:
     tensors: StepTensors  # what it reads, and where it leaves its results
     common: CommonAttentionMetadata  # without host mirrors; its maxima bound those of every replay
     caches: Sequence[torch.Tensor]  # the KV cache of every layer
+    tables: Sequence[str]  # the block table of each, by its name in `tensors`
     penalties: PenaltyState | None  # None: it has no request with penalties
     run: Callable[[AttentionMetadata | None], torch.Tensor]
     """Runs the step, returns its logits [R, V]. None: it builds its metadata itself."""

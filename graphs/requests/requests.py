@@ -43,7 +43,8 @@ class Request:
     share_prefix: bool = True  # where the session shares prefixes
     block_keys: Sequence[bytes] = ()  # of the prompt; empty: not made yet
     num_kept: int = 0  # tokens that others may find in its blocks
-    room: int = 0  # tokens that its blocks hold at least
+    room: int = 0  # tokens that its blocks hold at least, of all layers
+    whole_room: int = 0  # the same of layers that see all keys
     num_released: int = 0  # of its first blocks, that were given back behind the layers' window
     num_lost: int = 0  # tokens that were computed before it was preempted
     begun_at: int = -1  # times that the session had forgotten prefixes before; -1: it waits yet

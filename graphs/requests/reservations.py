@@ -6,6 +6,7 @@ it is asked again. By length, it owns blocks for its longest sequence from the b
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import NO_MATCH, Match
@@ -29,6 +30,13 @@ class PreemptionCounts:
         )
 
 
+class _Tokens(NamedTuple):
+    """Tokens of a request that its blocks hold."""
+
+    whole: int  # those of layers that see all keys, or of all layers
+    window: int  # those of layers with a window, where they have their own
+
+
 class Reservations:
     """Reserves blocks for requests and gives them back.
 
@@ -47,8 +55,11 @@ class Reservations:
         self, cache: PagedKVCache, lookahead: int | None, max_tokens_per_step: int
     ) -> None:
         self.cache, self._window = cache, cache.window
+        self._is_split = cache.window_pool is not None
         # Blocks behind the window go back while a prompt is computed: it needs few at a time.
-        self._most = FAR if self._window is None else max_tokens_per_step
+        self._chunk = FAR if self._window is None else max_tokens_per_step
+        self._most = FAR if self._is_split else self._chunk
+        assert lookahead is not None or not self._is_split, "few blocks of windows, taken by need"
         self.by_length, self.lookahead = lookahead is None, lookahead or 0
         self._num_preemptions = self._num_recomputed_tokens = 0
         self.num_released = 0
@@ -65,8 +76,8 @@ class Reservations:
         A block for each of them stays free, so that the next ones need not be preempted at once.
         """
         spare = 0 if self.by_length else num_running
-        needed = self.cache.blocks_needed(request.id, self._first(request, match), match)
-        return needed + spare <= self.cache.num_free_blocks
+        first = self._first(request, match)
+        return self.cache.has_room(request.id, first.whole, match, first.window, spare)
 
     def admit(self, request: Request, match: Match) -> None:
         """Take its first blocks. What was interrupted can be done again after `give_back`."""
@@ -85,12 +96,12 @@ class Reservations:
             r for r in requests
             if r.room < r.end - 1 and r.room < len(r.prompt) + len(r.token_ids) + most
         ]  # fmt: skip
-        return [r for r in near if r.room < self._wanted(r, after)]
+        return [r for r in near if self._lacks(r, self._wanted(r, after))]
 
     def extend(self, request: Request, after: After) -> bool:
         """Take blocks for the next steps; False: too few are free, and nothing has changed."""
         wanted = self._wanted(request, after)
-        if self.cache.blocks_needed(request.id, wanted) > self.cache.num_free_blocks:
+        if not self.cache.has_room(request.id, wanted.whole, window_tokens=wanted.window):
             return False
         self._reserve(request, wanted)
         return True
@@ -98,13 +109,12 @@ class Reservations:
     def extend_all(self, requests: Sequence[Request], after: After) -> None:
         """Take more blocks than the next steps need, as long as nobody else needs them soon."""
         for request in requests:
-            computed, length, _ = after.place(request)
-            length = min(length, computed + self._most)
-            wanted = min(request.longest, length + max(STRIDE, self.lookahead))
-            if request.room >= wanted:
+            wanted = self._wanted(request, after, max(STRIDE, self.lookahead))
+            if not self._lacks(request, wanted):
                 continue
-            needed = self.cache.blocks_needed(request.id, wanted)
-            if needed + len(requests) > self.cache.num_free_blocks:
+            if not self.cache.has_room(
+                request.id, wanted.whole, window_tokens=wanted.window, spare=len(requests)
+            ):
                 return
             self._reserve(request, wanted)
 
@@ -135,20 +145,31 @@ class Reservations:
                 self.cache.release(request.id, number)
                 request.num_released = number
 
-    def _first(self, request: Request, match: Match) -> int:
-        """Tokens for which a request takes blocks when it is admitted."""
-        if self.by_length:
-            return request.longest
-        length = min(request.num_tokens, match.num_tokens + (self._window or 0) + self._most)
-        return min(request.longest, length + self.lookahead)
+    def _first(self, request: Request, match: Match) -> _Tokens:
+        """Those for which a request takes blocks when it is admitted."""
+        computed = match.num_tokens + (self._window or 0)
+        return self._tokens(request, computed, request.num_tokens, self.lookahead)
 
-    def _wanted(self, request: Request, after: After) -> int:
-        """Tokens that its blocks must hold in the next steps."""
-        if self.by_length:
-            return request.longest
+    def _wanted(self, request: Request, after: After, more: int | None = None) -> _Tokens:
+        """Those that its blocks must hold in the next steps; with so many `more`."""
         computed, length, _ = after.place(request)
-        return min(request.longest, min(length, computed + self._most) + self.lookahead)
+        return self._tokens(request, computed, length, self.lookahead if more is None else more)
 
-    def _reserve(self, request: Request, num_tokens: int, match: Match = NO_MATCH) -> None:
-        blocks = self.cache.reserve(request.id, num_tokens, match)
-        request.room = len(blocks) * self.cache.block_size
+    def _tokens(self, request: Request, computed: int, length: int, more: int) -> _Tokens:
+        if self.by_length:
+            return _Tokens(request.longest, request.longest)
+        whole, window = (
+            min(request.longest, min(length, computed + most) + more)
+            for most in (self._most, self._chunk)
+        )
+        return _Tokens(whole, window)
+
+    def _lacks(self, request: Request, wanted: _Tokens) -> bool:
+        if self._is_split:
+            return request.room < wanted.window or request.whole_room < wanted.whole
+        return request.room < wanted.whole
+
+    def _reserve(self, request: Request, wanted: _Tokens, match: Match = NO_MATCH) -> None:
+        self.cache.reserve(request.id, wanted.whole, match, wanted.window)
+        room, window_room = self.cache.rooms(request.id)
+        request.whole_room, request.room = room, min(room, window_room)

@@ -9,8 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from attn_ops import PagedKVCache
-from attn_ops.block_pool import NULL_BLOCK, BlockTable
+from attn_ops.block_pool import NULL_BLOCK, BlockPool, BlockTable
 
 
 class BlockRows:
@@ -19,7 +18,7 @@ class BlockRows:
     An interrupt leaves a row that is written again: the row's table is remembered last.
 
     Args:
-        cache: whose requests they are.
+        pool: whose requests they are.
         max_blocks: M.
         num_rows: requests at a time; more of them make it grow.
 
@@ -30,8 +29,8 @@ class BlockRows:
         versions: [rows] int64; equal ones have equal blocks, and 0 has none.
     """
 
-    def __init__(self, cache: PagedKVCache, max_blocks: int, num_rows: int) -> None:
-        self._cache = cache
+    def __init__(self, pool: BlockPool, max_blocks: int, num_rows: int) -> None:
+        self._pool = pool
         self.blocks = np.zeros((num_rows, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self.versions = np.zeros(num_rows, dtype=np.int64)
@@ -43,7 +42,7 @@ class BlockRows:
 
     def find(self, requests: Sequence[Hashable]) -> np.ndarray:
         """[S] rows of the requests, which own blocks and are all different; up to date."""
-        found = list(map(self._cache.pool.tables.__getitem__, requests))
+        found = list(map(self._pool.tables.__getitem__, requests))
         rows = list(map(self._row_of.get, requests))
         if None not in rows:
             written = map(self._tables.__getitem__, cast(list[int], rows))
@@ -72,7 +71,7 @@ class BlockRows:
 
     def _claim(self, request: Hashable) -> int:
         """A row that nobody has, or whose owner has no blocks any more."""
-        tables, number = self._cache.pool.tables, len(self._owners)
+        tables, number = self._pool.tables, len(self._owners)
         ordered = ((self._next + i) % number for i in range(number))
         free = (row for row in ordered if self._owners[row] not in tables)
         row = next(free, number)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-import attn_ops  # noqa: F401  defines the operators
+from attn_ops import PAD_SLOT_ID
 
 
 def finish_step(
@@ -50,3 +50,10 @@ def reference_finish_step(
         block_size,
         active=active_S,
     )
+    if "window_block_table" in tensors:
+        last_S = (tensors["seq_lens"] - 1).clamp(min=0).long()
+        table_SM = tensors["window_block_table"]
+        block_S = table_SM.gather(1, (last_S // block_size).unsqueeze(1)).squeeze(1).long()
+        slots_S = block_S * block_size + last_S % block_size
+        padding_S = tensors["slot_mapping"] < 0
+        tensors["window_slot_mapping"].copy_(slots_S.masked_fill(padding_S, PAD_SLOT_ID))

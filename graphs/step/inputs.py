@@ -7,6 +7,13 @@ import torch
 
 from attn_ops import AttentionMetadata
 from attn_ops.integrations.transformers import AttentionProbe, PackedPositions, counts_positions
+from attn_ops.ops.write_kv import SlotMapping
+
+
+def slots_of(tensors: Mapping[str, torch.Tensor]) -> SlotMapping:
+    """The slots of a step, as the model is given them."""
+    slots = tensors["slot_mapping"]
+    return (slots, tensors["window_slot_mapping"]) if "window_slot_mapping" in tensors else slots
 
 
 class ModelInputs:
@@ -39,7 +46,7 @@ class ModelInputs:
             "position_ids": tensors["position_ids"],
             "attn_metadata": metadata,
             "kv_caches": kv_caches,
-            "slot_mapping": tensors["slot_mapping"],
+            "slot_mapping": slots_of(tensors),
             "logits_to_keep": tensors["logits_indices"],
         }
 

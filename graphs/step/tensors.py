@@ -9,7 +9,7 @@ own, K stop tokens.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,12 @@ from graphs.requests.requests import MAX_STOP_TOKENS, PACKED
 from graphs.requests.scheduled import Rows
 from graphs.sampling import FIELDS
 from graphs.step.blocks import BlockRows
+
+TABLES = {"block_table": "slot_mapping", "window_block_table": "window_slot_mapping"}
+"""Block tables, and the slots that follow from each."""
+
+FoundRows = tuple[BlockRows, np.ndarray]
+"""Blocks of requests, and which rows of them are those of a step's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +46,8 @@ class StepTensors:
     num_uploaded: int  # bytes in front of `tokens`, which stay until the next step draws its own
     arrays: dict[str, np.ndarray]  # of `host`
     uploaded: torch.cuda.Event | None  # after the last upload; None where there is no GPU
-    versions: np.ndarray  # [S] int64, of the rows of `BlockRows` that the block table holds
+    # [S] int64, of the rows of `BlockRows` that a block table holds; by the table's name.
+    versions: dict[str, np.ndarray]
 
     @classmethod
     def allocate(
@@ -53,6 +60,7 @@ class StepTensors:
         query_len: int | None = None,
         num_steps: int = 1,
         logits: bool = True,
+        windows: bool = False,
     ) -> "StepTensors":
         """Room for T = `num_tokens` rows and S = `num_reqs` requests, filled as padding.
 
@@ -62,11 +70,14 @@ class StepTensors:
         request may still get; active [S] bool, requests that go on; sources [S] int32, rows of the
         step before whose tokens are the requests' inputs, -1 for none; step [1] int64; num_logits
         [1] int32, rows of logits that are a request's; tokens [N, R] int64, what was drawn. R is T
-        in a batch of equal queries of several rows, else S; 0 where no `logits` are wanted.
+        in a batch of equal queries of several rows, else S; 0 where no `logits` are wanted. With
+        `windows`, window_block_table and window_slot_mapping too, of layers with a window.
         """
         num_rows = num_tokens if query_len is not None else num_reqs
         num_rows = num_rows if logits else 0
         layout = _layout(num_tokens, num_reqs, num_rows, max_blocks, num_steps)
+        if not windows:
+            layout = {name: x for name, x in layout.items() if not name.startswith("window_")}
         sizes = [_align(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values()]
         on_gpu, uint8 = device.type == "cuda", torch.uint8
         host_bytes = torch.zeros(sum(sizes), dtype=uint8, device="cpu", pin_memory=on_gpu)
@@ -83,7 +94,7 @@ class StepTensors:
             sum(sizes[:-1]),
             {name: tensor.numpy() for name, tensor in host.items()},
             torch.cuda.Event() if on_gpu else None,
-            np.zeros(num_reqs, dtype=np.int64),
+            {name: np.zeros(num_reqs, dtype=np.int64) for name in TABLES if name in layout},
         )
         step._make_padding()
         return step
@@ -103,29 +114,30 @@ class StepTensors:
         host = self.arrays
         host["input_ids"][0, num_tokens:] = 0
         host["position_ids"][0, num_tokens:] = 0
-        host["slot_mapping"][num_tokens:] = PAD_SLOT_ID
         for name in ("seq_lens", "remaining", "active"):
             host[name][num_reqs:] = 0
         for name in ("stop_tokens", "sources"):
             host[name][num_reqs:] = -1
         for name, (_, neutral) in FIELDS.items():
             host[name][num_reqs:] = neutral
-        if self.versions[num_reqs:].any():
-            host["block_table"][num_reqs:] = 0
-            self.versions[num_reqs:] = 0
+        for table, versions in self.versions.items():
+            host[TABLES[table]][num_tokens:] = PAD_SLOT_ID
+            if versions[num_reqs:].any():
+                host[table][num_reqs:] = 0
+                versions[num_reqs:] = 0
         if self.query_len is None:
             host["query_start_loc"][num_reqs + 1 : -1] = num_tokens
             host["logits_indices"][num_reqs:] = 0
 
-    def fill(self, step: Rows, blocks: BlockRows, rows: np.ndarray, block_size: int) -> None:
+    def fill(self, step: Rows, tables: Sequence[FoundRows], block_size: int) -> None:
         """Write a step's requests into the host side; the rest is padding.
 
         Rows of the block table that it holds already stay.
 
         Args:
             step: at most S requests with at most T tokens in all; with rows left, at most S - 1.
-            blocks: of all requests.
-            rows: of `blocks`, those of these requests.
+            tables: blocks of all requests and the rows of these; with `windows`, also those of
+                layers with a window.
             block_size: tokens a block holds.
         """
         if self.uploaded is not None:
@@ -137,13 +149,14 @@ class StepTensors:
         num_tokens, num_reqs = int(start[-1]), len(step)
         host = self.arrays
         self._pad(num_reqs, num_tokens)
-        self._fill_blocks(blocks, rows)
+        for name, (blocks, rows) in zip(self.versions, tables, strict=True):
+            self._fill_blocks(name, blocks, rows)
         self._fill_tokens(step, start)
         packed = np.frombuffer(b"".join([s.request.packed for s in step]), dtype=PACKED)
         for name in (*FIELDS, "stop_tokens"):
             host[name][:num_reqs] = packed[name]
-        room = blocks.num_blocks[rows] * block_size
-        self._fill_places(query, computed, start, room, packed["last_position"], block_size)
+        rooms = [blocks.num_blocks[rows] * block_size for blocks, rows in tables]
+        self._fill_places(query, computed, start, rooms, packed["last_position"], block_size)
         host["query_start_loc"][: num_reqs + 1] = start
         if self.query_len is None and self.num_rows:
             np.subtract(start[1:], 1, out=host["logits_indices"][:num_reqs])
@@ -153,17 +166,17 @@ class StepTensors:
         host["sources"][:num_reqs] = [s.source for s in step]
         host["active"][:num_reqs] = True
 
-    def _fill_blocks(self, blocks: BlockRows, rows: np.ndarray) -> None:
-        """Rows of the block table; where it was interrupted, they are written again."""
-        number, versions = rows.size, blocks.versions[rows]
-        (changed,) = np.nonzero(versions != self.versions[:number])
+    def _fill_blocks(self, name: str, blocks: BlockRows, rows: np.ndarray) -> None:
+        """Rows of a block table; where it was interrupted, they are written again."""
+        number, versions, held = rows.size, blocks.versions[rows], self.versions[name]
+        (changed,) = np.nonzero(versions != held[:number])
         if changed.size == number:
-            self.versions[:number] = -1
-            np.take(blocks.blocks, rows, axis=0, out=self.arrays["block_table"][:number])
+            held[:number] = -1
+            np.take(blocks.blocks, rows, axis=0, out=self.arrays[name][:number])
         elif changed.size:
-            self.versions[changed] = -1
-            self.arrays["block_table"][changed] = blocks.blocks[rows[changed]]
-        self.versions[:number] = versions
+            held[changed] = -1
+            self.arrays[name][changed] = blocks.blocks[rows[changed]]
+        held[:number] = versions
 
     def _fill_tokens(self, step: Rows, start: np.ndarray) -> None:
         """Tokens that the host knows; those of decodes at once, others request by request."""
@@ -183,28 +196,30 @@ class StepTensors:
         query: np.ndarray,
         computed: np.ndarray,
         start: np.ndarray,
-        room: np.ndarray,
+        rooms: Sequence[np.ndarray],
         last: np.ndarray,
         block_size: int,
     ) -> None:
-        """Positions and slots of all rows; the block table is there.
+        """Positions and slots of all rows; the block tables are there.
 
         Drafts may go on after the last position that the model has, and after the last block.
         Nobody wants those rows, but a position is an index, and of some models (dynamic RoPE) all
         rows depend on the largest.
         """
         host, num_reqs, num_tokens = self.arrays, query.size, int(start[-1])
-        table = host["block_table"][:num_reqs]
         if num_tokens == num_reqs:
             positions, request = computed.astype(np.int64), np.arange(num_reqs)
         else:
             positions = positions_of_step(query, computed, start)
             request = np.repeat(np.arange(num_reqs), query)
-            last, room = last[request], room[request]
+            last = last[request]
         np.minimum(positions, last, out=host["position_ids"][0, :num_tokens])
         block, offset = np.divmod(positions, block_size)
-        slots = table[request, block].astype(np.int64) * block_size + offset
-        host["slot_mapping"][:num_tokens] = np.where(positions >= room, PAD_SLOT_ID, slots)
+        for name, room in zip(self.versions, rooms, strict=True):
+            table = host[name][:num_reqs]
+            slots = table[request, block].astype(np.int64) * block_size + offset
+            outside = positions >= room[request]
+            host[TABLES[name]][:num_tokens] = np.where(outside, PAD_SLOT_ID, slots)
 
     def upload(self) -> None:
         """Copy the host side but for `tokens` to the device, without waiting for it."""
@@ -270,6 +285,8 @@ class StepTensors:
             block_table_tensor=self.device["block_table"],
             slot_mapping=self.device["slot_mapping"],
             logits_indices=self.device["logits_indices"],
+            window_block_table_tensor=self.device.get("window_block_table"),
+            window_slot_mapping=self.device.get("window_slot_mapping"),
             **mirrors,  # pyright: ignore[reportArgumentType]
             **logits,
         )
@@ -283,10 +300,12 @@ def _layout(
         "input_ids": ((1, num_tokens), torch.int64),
         "position_ids": ((1, num_tokens), torch.int64),
         "slot_mapping": ((num_tokens,), torch.int64),
+        "window_slot_mapping": ((num_tokens,), torch.int64),
         "logits_indices": ((num_rows,), torch.int64),
         "query_start_loc": ((num_reqs + 1,), torch.int32),
         "seq_lens": ((num_reqs,), torch.int32),
         "block_table": ((num_reqs, max_blocks), torch.int32),
+        "window_block_table": ((num_reqs, max_blocks), torch.int32),
         **{name: ((num_reqs,), dtype) for name, (dtype, _) in FIELDS.items()},
         "stop_tokens": ((num_reqs, MAX_STOP_TOKENS), torch.int64),
         "remaining": ((num_reqs,), torch.int32),

@@ -12,6 +12,7 @@ from attn_ops import AttentionMetadata
 from graphs.capture.recorder import Builder, Graph, Recorder, Step, metadata_now
 from graphs.modes import CUDAGraphMode
 from graphs.sampling.params import Sampling
+from graphs.step.tensors import TABLES
 from graphs.verify.verifier import Verifier
 
 
@@ -121,7 +122,7 @@ class VerifiedReplay:
             key,
             tensors.device_bytes,
             step.caches,
-            tensors.device["slot_mapping"].clone(),
+            self._slots(),
             replay,
             call,
             lambda: self._outputs(rows_S, rows_R),
@@ -129,13 +130,19 @@ class VerifiedReplay:
             draw=None if key.sampling is Sampling.GREEDY else draw,
         )
 
+    def _slots(self) -> list[torch.Tensor]:
+        """Of every cache, those that the step writes."""
+        slots = {n: self.step.tensors.device[TABLES[n]].clone() for n in self.step.tensors.versions}
+        return [slots[name] for name in self.step.tables]
+
     def _outputs(self, rows_S: torch.Tensor, rows_R: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the step leaves of rows that are no padding; the first since its filling."""
         assert self._logits_RV is not None, "a replay or a call comes before its outputs"
         device = self.step.tensors.device
         found = {"logits": self._logits_RV[rows_R], "tokens": device["tokens"][0][rows_R]}
         if self.step.key.query_len == 1:
-            names = ("seq_lens", "slot_mapping", "active")
+            tables = self.step.tensors.versions
+            names = ("seq_lens", "active", *map(TABLES.__getitem__, tables))
             found |= {name: device[name][rows_S] for name in names}
         return found
 

@@ -66,7 +66,7 @@ class _Touched:
 
     state: torch.Tensor  # bytes
     caches: Sequence[torch.Tensor]  # as `in_halves` gives them
-    slots: torch.Tensor  # [W] int64, none of them padding or in the null block
+    slots: list[torch.Tensor]  # of every cache [W] int64, none padding or in the null block
     more: Mapping[str, torch.Tensor]
 
     @classmethod
@@ -74,15 +74,26 @@ class _Touched:
         cls,
         state: torch.Tensor,
         caches: Sequence[torch.Tensor],
-        slots: torch.Tensor,
+        slots: torch.Tensor | Sequence[torch.Tensor],
         more: Mapping[str, torch.Tensor],
     ) -> "_Touched":
         assert state.dtype == torch.uint8, f"state must be bytes, got {state.dtype}"
-        assert slots.dtype == torch.int64, f"slots must be int64, got {slots.dtype}"
-        if not caches:
-            return cls(state, caches, slots[:0], more)
         caches = [in_halves(cache) for cache in caches]
-        num_blocks, _, block_size = caches[0].shape[:3]
+        given = [slots] * len(caches) if isinstance(slots, torch.Tensor) else slots
+        checked: dict[tuple[int, int], torch.Tensor] = {}
+        found = []
+        for one, cache in zip(given, caches, strict=True):
+            kind = id(one), cache.shape[0]
+            if kind not in checked:
+                checked[kind] = cls._checked(one, cache)
+            found.append(checked[kind])
+        return cls(state, caches, found, more)
+
+    @staticmethod
+    def _checked(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        """Slots of a cache that are no padding."""
+        assert slots.dtype == torch.int64, f"slots must be int64, got {slots.dtype}"
+        num_blocks, _, block_size = cache.shape[:3]
         # A copy, as `slots` may be a view of the state, which a step changes.
         slots_W = slots[slots >= block_size]
         if slots_W.numel() and int(slots_W.max()) >= num_blocks * block_size:
@@ -90,24 +101,30 @@ class _Touched:
                 f"slots must be below {num_blocks * block_size}, the cache's tokens, "
                 f"got {int(slots_W.max())}"
             )
-        return cls(state, caches, slots_W, more)
+        return slots_W
 
     def save(self, outputs: Callable[[], Mapping[str, torch.Tensor]] | None = None) -> _Saved:
-        rows = [cache[*self._rows_of(cache)] for cache in self.caches]
+        rows = [cache[*self._rows_of(i)] for i, cache in enumerate(self.caches)]
         more = [t.clone() for t in self.more.values()]
         results = {} if outputs is None else {n: t.clone() for n, t in outputs().items()}
         return _Saved(self.state.clone(), rows, more, results)
 
     def restore(self, saved: _Saved) -> None:
         self.state.copy_(saved.state)
-        for cache, rows in zip(self.caches, saved.rows, strict=True):
-            cache.index_put_(self._rows_of(cache), rows)
+        for i, rows in enumerate(saved.rows):
+            self.caches[i].index_put_(self._rows_of(i), rows)
         for tensor, old in zip(self.more.values(), saved.more, strict=True):
             tensor.copy_(old)
 
-    def _rows_of(self, cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Indices of the base tensor, so that no view of other strides is materialised."""
-        slots_W1 = self.slots.unsqueeze(1)
+    def slots_on_cpu(self) -> torch.Tensor | list[torch.Tensor]:
+        """Those of all caches; of each cache, where they differ."""
+        first = [one.cpu() for one in self.slots[:1]]
+        same = all(one is self.slots[0] for one in self.slots)
+        return first[0] if first and same else [one.cpu() for one in self.slots]
+
+    def _rows_of(self, number: int) -> tuple[torch.Tensor, ...]:
+        """Indices of a cache's base tensor, so that no view of other strides is materialised."""
+        cache, slots_W1 = self.caches[number], self.slots[number].unsqueeze(1)
         half_n = torch.arange(cache.shape[1], device=cache.device)
         return slots_W1 // cache.shape[2], half_n, slots_W1 % cache.shape[2]
 
@@ -178,7 +195,7 @@ class Verifier:
         key: Hashable,
         state: torch.Tensor,
         caches: Sequence[torch.Tensor],
-        slots: torch.Tensor,
+        slots: torch.Tensor | Sequence[torch.Tensor],
         replay: Callable[[], object],
         eager: Callable[[], object],
         outputs: Callable[[], Mapping[str, torch.Tensor]],
@@ -196,8 +213,8 @@ class Verifier:
             key: of the graph.
             state: bytes on the device; all that the step reads and changes, except the rest below.
             caches: [P, 2, B, K, H], or [P, B, Lkv + R] of latents; any strides.
-            slots: [T] int64, rows of the caches that the step writes; negative ones and those of
-                the null block are padding and are not compared.
+            slots: [T] int64, rows of the caches that the step writes, or a tensor for each cache;
+                negative ones and those of the null block are padding and are not compared.
             replay: launches the graph.
             eager: the same step, called.
             outputs: what the last of both gave, by name; copied at once. Padding rows should not be
@@ -245,7 +262,7 @@ class Verifier:
         sums = [row_sums(c) for c in caches] if self.strict_writes else []
         replay()
         saved = touched.save(outputs)
-        return saved, [stray_writes(i, caches[i], s, touched.slots) for i, s in enumerate(sums)]
+        return saved, [stray_writes(i, caches[i], s, touched.slots[i]) for i, s in enumerate(sums)]
 
     def _compare_rows(self, replayed: _Saved, called: _Saved) -> list[Finding]:
         findings = []
@@ -310,7 +327,7 @@ class Verifier:
         dump, written = None, ""
         try:
             dump = _new_directory(self.directory)
-            inputs = {"slots": touched.slots.cpu(), **_on_cpu(before, touched)}
+            inputs = {"slots": touched.slots_on_cpu(), **_on_cpu(before, touched)}
             torch.save(inputs, dump / "inputs.pt")
             torch.save(_on_cpu(replayed, touched), dump / "replay.pt")
             torch.save(_on_cpu(called, touched), dump / "eager.pt")

@@ -255,3 +255,54 @@ def test_latent_layers_hold_one_latent_a_token(cache_layout, kv_cache_dtype, siz
     assert cache.tensors[1].shape == (10, 2, 4, 2, 8)
     assert cache.bytes_per_block == 4 * 20 * size + 2 * 4 * 2 * 8 * 4
     assert cache.num_bytes == sum(t.nbytes for t in cache.tensors)
+
+
+WINDOWED = AttentionSpec(4, 2, 8, torch.float32, sliding_window=6)
+CHUNKED = AttentionSpec(4, 1, 16, torch.float32, attention_chunk_size=8)
+
+
+def split_cache(num_tokens=40, window_blocks=5) -> PagedKVCache:
+    specs = [SPEC, WINDOWED, CHUNKED]
+    return PagedKVCache(specs, num_tokens=num_tokens, window_blocks=window_blocks, block_size=4)
+
+
+def test_layers_with_a_window_have_blocks_of_their_own():
+    cache = split_cache()
+    assert [t.shape[0] for t in cache.tensors] == [11, 5, 5]
+    assert cache.own_blocks == [False, True, True]
+    assert cache.window == 8
+    assert cache.num_bytes == sum(t.numel() * t.element_size() for t in cache.tensors)
+    again = PagedKVCache(cache.specs, memory_bytes=cache.num_bytes, window_blocks=5, block_size=4)
+    assert (again.num_blocks, again.num_bytes) == (cache.num_blocks, cache.num_bytes)
+    assert cache.has_room("a", 40, window_tokens=16)
+    assert not cache.has_room("a", 40, window_tokens=17)
+    assert not cache.has_room("a", 41, window_tokens=16)
+    assert not cache.has_room("a", 40, window_tokens=16, spare=1)
+    cache.reserve("a", 20, window_tokens=9)
+    assert cache.rooms("a") == (20, 12)
+    cache.release("a", 2)
+    assert cache.window_pool is not None
+    assert cache.window_pool.tables["a"].blocks[:2] == [NULL_BLOCK, NULL_BLOCK]
+    assert NULL_BLOCK not in cache.blocks("a"), "layers that see all keys keep theirs"
+    assert cache.rooms("a") == (20, 12)
+    assert cache.has_room("b", 4, window_tokens=12)
+    cache.free("a")
+    assert cache.num_free_blocks == 10
+    assert cache.window_pool.num_available == 4
+
+
+@pytest.mark.parametrize(("num_tokens", "window_tokens"), [(41, 4), (8, 17)])
+def test_too_few_blocks_of_either_kind_change_nothing(num_tokens, window_tokens):
+    cache = split_cache()
+    cache.reserve("a", 4, window_tokens=4)
+    before = snapshot(cache), cache.rooms("a")
+    with pytest.raises(OutOfBlocksError, match=r"needs .* more blocks"):
+        cache.reserve("a", num_tokens, window_tokens=window_tokens)
+    assert (snapshot(cache), cache.rooms("a")) == before
+
+
+@pytest.mark.parametrize("specs", [[SPEC], [WINDOWED], [SPEC, WINDOWED]])
+def test_own_blocks_are_for_layers_of_both_kinds(specs):
+    number = 1 if len(specs) == 2 else 5
+    with pytest.raises(ValueError, match=f"window_blocks must be at least 2, .* got {number} for"):
+        PagedKVCache(specs, num_tokens=40, window_blocks=number)

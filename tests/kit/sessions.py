@@ -63,7 +63,9 @@ def drain(session, outputs=None) -> dict[int, list[int]]:
 
 
 def is_empty(session) -> bool:
-    return session.cache.num_free_blocks == session.cache.num_blocks - 1
+    """Whether nobody owns a block of any kind."""
+    pools = [pool for pool in (session.cache.pool, session.cache.window_pool) if pool is not None]
+    return all(pool.num_available == pool.num_blocks - 1 for pool in pools)
 
 
 class _Arrival:

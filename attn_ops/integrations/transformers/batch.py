@@ -12,6 +12,7 @@ import torch
 import torch.fx.experimental._config as symbolic_shapes_config
 
 from attn_ops.compat.one_token_until_2_16 import traced_for_any_size
+from attn_ops.ops.write_kv import SlotMapping
 
 PATCHING = threading.RLock()
 """Held while torch or Transformers is patched, so that every patch is undone in order.
@@ -53,7 +54,7 @@ def check_lengths(model: Any, max_tokens: int) -> None:
 def dynamic_batch(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    slot_mapping: torch.Tensor | None = None,
+    slot_mapping: SlotMapping | None = None,
     logits_to_keep: torch.Tensor | None = None,
 ) -> Iterator[None]:
     """Call a compiled model for the first time inside, and no later batch recompiles it.
@@ -62,7 +63,8 @@ def dynamic_batch(
     one token. The tensors must not be views, as Dynamo guards on their bases. Threads enter one at
     a time.
     """
-    for tensor in (input_ids, position_ids, slot_mapping, logits_to_keep):
+    slots = slot_mapping if isinstance(slot_mapping, tuple) else (slot_mapping,)
+    for tensor in (input_ids, position_ids, *slots, logits_to_keep):
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
     oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)

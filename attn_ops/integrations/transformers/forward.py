@@ -30,11 +30,12 @@ from attn_ops.metadata import AttentionMetadata, AttentionSpec
 from attn_ops.metadata.features import spec_fields
 from attn_ops.ops import attention, varlen_attention, write_kv
 from attn_ops.ops.checks import check_layout
+from attn_ops.ops.write_kv import SlotMapping, slots_of_layer
 
 _FROM_LAYER = object()
 """A layer that passes no window: Qwen2-MoE and PhiMoE leave it to the mask."""
 
-Batch = tuple[AttentionMetadata | None, Sequence[torch.Tensor] | None, torch.Tensor | None]
+Batch = tuple[AttentionMetadata | None, Sequence[torch.Tensor] | None, SlotMapping | None]
 """Metadata, KV caches and slots, as a model is called with them."""
 
 PagedBatch = tuple[AttentionMetadata, Sequence[torch.Tensor], torch.Tensor | None]
@@ -95,7 +96,7 @@ def attention_forward(
     softcap: float | None = None,
     attn_metadata: AttentionMetadata | None = None,
     kv_caches: Sequence[torch.Tensor] | None = None,
-    slot_mapping: torch.Tensor | None = None,
+    slot_mapping: SlotMapping | None = None,
     kv_cache_dtype: str = "auto",
     cross_attn_metadata: AttentionMetadata | None = None,
     cross_kv_caches: Sequence[torch.Tensor] | None = None,
@@ -153,13 +154,16 @@ def attention_forward(
         check_keeps_latent(module)
         _refuse_features(module, options)
         latents = (_rows(value)[:, 0], _rows(key)[:, 0])
-        batch, asked = (meta, _cache_of(module, caches), slots_T), options.get("causal")
+        slots = slots_of_layer(slots_T, False)
+        batch, asked = (meta, _cache_of(module, caches), slots), options.get("causal")
         out = latent_attention(module, q_TNH, latents, batch, scale, kv_cache_dtype, asked)
         return out.unsqueeze(0), None
     check_layout(tables, query, meta)
     stored = _storage(module, kv_cache_dtype)
     options |= {"attention_chunk_size": chunk_size(module) if causal else None, **stored}
-    kv_cache = _written_cache(module, key, value, (meta, caches, slots_T), stored)
+    windowed = any(options.get(n) is not None for n in ("sliding_window", "attention_chunk_size"))
+    batch = (meta, caches, slots_of_layer(slots_T, windowed))
+    kv_cache = _written_cache(module, key, value, batch, stored)
     return attention(q_TNH, kv_cache, meta, scale, **options).unsqueeze(0), None
 
 
@@ -180,7 +184,7 @@ def _probed_call(
 
 def _batch_of(
     query: torch.Tensor, causal: bool, own: Batch, cross: Batch
-) -> tuple[AttentionMetadata, Sequence[torch.Tensor] | None, torch.Tensor | None]:
+) -> tuple[AttentionMetadata, Sequence[torch.Tensor] | None, SlotMapping | None]:
     """The metadata, caches and slots that a layer attends with: its model's, or the encoder's.
 
     Raises:

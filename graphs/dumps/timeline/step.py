@@ -18,7 +18,7 @@ from graphs.capture.recorder import metadata_now
 from graphs.modes import BatchDescriptor
 from graphs.sampling import FIELDS
 from graphs.sampling.params import Sampling
-from graphs.step.tensors import StepTensors
+from graphs.step.tensors import TABLES, StepTensors
 from graphs.verify.replay import VerifiedReplay
 
 
@@ -113,12 +113,14 @@ def _fill(tensors: StepTensors, session: Any) -> int:
     arrays = tensors.arrays
     for name in ("input_ids", "remaining", "active"):
         arrays[name].fill(0)
-    for name in ("stop_tokens", "sources", "slot_mapping"):
+    for name in ("stop_tokens", "sources", *map(TABLES.__getitem__, tensors.versions)):
         arrays[name].fill(PAD_SLOT_ID)
     for name, (_, neutral) in FIELDS.items():
         arrays[name].fill(neutral)
     places = np.arange(number * blocks).reshape(number, blocks)
-    arrays["block_table"][:, :blocks] = 1 + places % (cache.num_blocks - 1)
+    sizes = {"block_table": cache.num_blocks, "window_block_table": cache.window_blocks}
+    for name in tensors.versions:
+        arrays[name][:, :blocks] = 1 + places % (sizes[name] - 1)
     arrays["seq_lens"][:] = seq_len
     arrays["position_ids"][:] = seq_len - 1
     tensors.upload()

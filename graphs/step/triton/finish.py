@@ -30,12 +30,15 @@ def finish_step_kernel(
     seq_lens_ptr,  # [S] int32
     slots_ptr,  # [S] int64
     table_ptr,  # [S, M] int32
+    window_slots_ptr,  # [S] int64, if WINDOWS
+    window_table_ptr,  # [S, M] int32, if WINDOWS
     num_reqs,
     max_blocks,
     num_steps,
     BLOCK_SIZE: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     ROWS: tl.constexpr,
+    WINDOWS: tl.constexpr,  # layers with a window have blocks of their own
     PDL: tl.constexpr,  # launched early
 ):
     """Grid (1,): the counter of steps is read by all and written by one."""
@@ -63,6 +66,10 @@ def finish_step_kernel(
         block_R = tl.load(table_ptr + entry_R, mask=goes_on_R, other=0).to(tl.int64)
         slot_R = block_R * BLOCK_SIZE + seq_len_R % BLOCK_SIZE
         tl.store(slots_ptr + request_R, tl.where(goes_on_R, slot_R, PAD_SLOT), mask=inside_R)
+        if WINDOWS:
+            block_R = tl.load(window_table_ptr + entry_R, mask=goes_on_R, other=0).to(tl.int64)
+            slot_R = tl.where(goes_on_R, block_R * BLOCK_SIZE + seq_len_R % BLOCK_SIZE, PAD_SLOT)
+            tl.store(window_slots_ptr + request_R, slot_R, mask=inside_R)
         tl.store(input_ids_ptr + request_R, token_R, mask=goes_on_R)
         tl.store(positions_ptr + request_R, seq_len_R.to(tl.int64), mask=goes_on_R)
         tl.store(seq_lens_ptr + request_R, seq_len_R + 1, mask=goes_on_R)
@@ -75,6 +82,7 @@ def launch_finish_step(
 ) -> None:
     """`finish_step` as a kernel, with the same arguments."""
     num_steps, num_reqs = tensors["tokens"].shape
+    windows = "window_block_table" in tensors
     with torch.cuda.device_of(tokens_S):
         finish_step_kernel[(1,)](
             tokens_S,
@@ -88,11 +96,14 @@ def launch_finish_step(
             tensors["seq_lens"],
             tensors["slot_mapping"],
             tensors["block_table"],
+            tensors["window_slot_mapping" if windows else "slot_mapping"],
+            tensors["window_block_table" if windows else "block_table"],
             num_reqs,
             tensors["block_table"].shape[1],
             num_steps,
             BLOCK_SIZE=block_size,
             NUM_STOPS=tensors["stop_tokens"].shape[1],
             ROWS=ROWS,
+            WINDOWS=windows,
             **early_launch(tokens_S.device),
         )

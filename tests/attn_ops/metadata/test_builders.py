@@ -1,5 +1,6 @@
 """Metadata builders: what they plan, refuse, reorder and build for capture."""
 
+import dataclasses
 import types
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from attn_ops import PAD_SLOT_ID, AttentionSpec, CommonAttentionMetadata, get_backend
 from attn_ops.metadata import AttentionCGSupport, AttentionMetadataBuilder
+from attn_ops.ops import attention, write_kv
 from tests.attn_ops.metadata.ragged import int32, int64
 
 
@@ -135,3 +137,50 @@ def test_chunks_that_are_no_whole_blocks_are_refused_when_the_builder_is_made():
     spec = AttentionSpec(4, 2, 32, torch.float32, attention_chunk_size=24)
     with pytest.raises(ValueError, match="attention_chunk_size"):
         backend.builder(backend, [spec], 16, "cpu")
+
+
+@pytest.mark.parametrize("backend", ["TORCH", "TRITON"])
+@pytest.mark.parametrize("feature", ["sliding_window", "attention_chunk_size"])
+def test_layers_with_a_window_read_blocks_of_their_own(feature, backend):
+    """Each kind of layer as if its table were the batch's; the other's blocks are NaN."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 1, 5], [40, 20, 17]
+    tables = [torch.arange(first, first + 9).view(3, 3).int() for first in (1, 20)]
+    whole, own = (
+        CommonAttentionMetadata.from_lengths(*lengths, one, 16, num_padded_tokens=11)
+        for one in tables
+    )
+    common = whole.replace(
+        window_block_table_tensor=own.block_table_tensor, window_slot_mapping=own.slot_mapping
+    )
+    chosen = get_backend(backend)
+    specs = [AttentionSpec(4, 2, 16, torch.float32)]
+    specs.append(dataclasses.replace(specs[0], **{feature: 16}))
+    meta = chosen.builder(chosen, specs, 16, "cpu").build(0, common)
+    q = torch.randn(11, 4, 16, generator=generator)
+    for batch, option in ((whole, {}), (own, {feature: 16})):
+        cache = torch.full((40, 2, 16, 2, 16), float("nan"))
+        cache[batch.block_table_tensor.flatten().long()] = torch.randn(
+            9, 2, 16, 2, 16, generator=generator
+        )
+        plain = chosen.builder(chosen, specs, 16, "cpu").build(0, batch)
+        want = attention(q, cache, plain, 0.25, **option)
+        assert want[:9].isfinite().all()
+        assert torch.equal(attention(q, cache, meta, 0.25, **option)[:9], want[:9])
+
+
+def test_slots_of_two_kinds_must_be_given():
+    batch = CommonAttentionMetadata.from_lengths([2], [2], table(1), 4)
+    batch = batch.replace(
+        window_block_table_tensor=batch.block_table_tensor, window_slot_mapping=batch.slot_mapping
+    )
+    backend = get_backend("TORCH")
+    spec = AttentionSpec(2, 1, 8, torch.float32)
+    meta = backend.builder(backend, [spec], 4, "cpu").build(0, batch)
+    k, cache = torch.ones(2, 1, 8), torch.zeros(9, 2, 4, 1, 8)
+    with pytest.raises(ValueError, match="slot_mapping must be given where layers with a window"):
+        write_kv(k, k, cache, meta)
+    assert not cache.any()
+    write_kv(k, k, cache, meta, slot_mapping=batch.slot_mapping)
+    with pytest.raises(ValueError, match="common_prefix_len must be 0 with window_block_table"):
+        backend.builder(backend, [spec], 4, "cpu").build(1, batch)

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from graphs import DecodeSession
+from graphs.cache import windows
 from tests.gpu import graph_cases as cases
 from tests.kit.random_sessions import results_alone, run_session
+from tests.kit.sessions import is_empty
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +62,38 @@ def test_windows_of_backends_verified(make_model, backend):
     results = session.generate(PROMPTS, 40)
     assert [len(r.token_ids) for r in results] == [40] * len(PROMPTS)
     assert session.verifier.num_checked > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_own_blocks(make_model, mode, monkeypatch):
+    """Layers with a window beside others: few blocks, the same tokens, nothing else read."""
+    monkeypatch.setattr(windows, "STRIDE", 16)
+    model = cases.wide(make_model, "gemma2", dtype=torch.float32, sliding_window=40)
+    options = {"backend": "TRITON", **SIZES, "max_tokens_per_step": 16}
+    kinds = [{}, {"temperature": 1.0, "seed": 3}]
+    alone = DecodeSession(model, cudagraph_mode="NONE", reserve="length", **options)
+    want = [alone.generate(PROMPTS, 60, **kind) for kind in kinds]
+    for decode_steps in (1, 4):
+        session = DecodeSession(model, cudagraph_mode=mode, decode_steps=decode_steps, **options)
+        assert session.cache.window_blocks < session.cache.num_blocks
+        for tensor in session.cache.tensors:
+            tensor[1:] = 1000.0
+        assert [session.generate(PROMPTS, 60, **kind) for kind in kinds] == want
+        assert is_empty(session)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3n", "gemma4"])
+@pytest.mark.parametrize("backend", ["TRITON", "FLASH_ATTN", "AUTO"])
+def test_own_blocks_of_backends_verified(make_model, backend, family, monkeypatch):
+    monkeypatch.setattr(windows, "STRIDE", 16)
+    model = cases.compiled(cases.wide(make_model, family, sliding_window=40))
+    options = SIZES | {"max_tokens_per_step": 16, "backend": backend, "decode_steps": 4}
+    session = DecodeSession(model, verify="always", **options)
+    assert session.cache.window_blocks
+    results = session.generate(PROMPTS, 40)
+    assert [len(r.token_ids) for r in results] == [40] * len(PROMPTS)
+    assert session.verifier.num_checked > 0
+    assert session.counters.num_recompiles == 0
 
 
 @pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.slow)])

@@ -53,7 +53,7 @@ def test_as_request_by_request(query_len, seed):
     """Requests come, grow, leave and change places; some steps are interrupted."""
     rng = random.Random(seed)
     cache = PagedKVCache([SPEC], num_tokens=400, block_size=BLOCK)
-    blocks = BlockRows(cache, BLOCKS, 3)  # it grows
+    blocks = BlockRows(cache.pool, BLOCKS, 3)  # it grows
     num_tokens = TOKENS if query_len is None else MOST * query_len
     device = torch.device("cpu")
     tensors, want = (
@@ -75,9 +75,9 @@ def test_as_request_by_request(query_len, seed):
         rng.shuffle(running)
         step = scheduled(running, query_len, rng)
         if rng.random() < 0.2:
-            tensors.versions[rng.randrange(MOST)] = -1  # as an interrupt leaves it
+            tensors.versions["block_table"][rng.randrange(MOST)] = -1  # as an interrupt leaves it
         rows = blocks.find([request.id for request in step.requests])
-        tensors.fill(step, blocks, rows, BLOCK)
+        tensors.fill(step, [(blocks, rows)], BLOCK)
         tables = [cache.blocks(s.request.id) for s in step]
         host_step.fill_by_rows(want, step, tables, BLOCK)
         if query_len == 1:  # the device writes those that it has
@@ -89,7 +89,7 @@ def test_as_request_by_request(query_len, seed):
 
 def test_a_row_is_written_when_its_table_changes():
     cache = PagedKVCache([SPEC], num_tokens=64, block_size=BLOCK)
-    blocks = BlockRows(cache, BLOCKS, 2)
+    blocks = BlockRows(cache.pool, BLOCKS, 2)
     cache.reserve("a", 9)
     (row,) = blocks.find(["a"])
     assert blocks.blocks[row].tolist() == [*cache.blocks("a"), *[0] * (BLOCKS - 3)]
@@ -111,7 +111,7 @@ def test_a_row_is_written_when_its_table_changes():
 
 def test_blocks_given_back_are_named_by_the_first_that_is_left():
     cache = PagedKVCache([SPEC], num_tokens=64, block_size=BLOCK)
-    blocks = BlockRows(cache, BLOCKS, 1)
+    blocks = BlockRows(cache.pool, BLOCKS, 1)
     owned = list(cache.reserve("a", 3 * BLOCK))
     cache.release("a", 2)
     (row,) = blocks.find(["a"])

@@ -1,0 +1,158 @@
+"""Sessions of models in which some layers have a window: those have few blocks of their own."""
+
+# pyright: reportOptionalMemberAccess=false
+import pytest
+import torch
+
+import fx_passes
+from graphs.cache import windows
+from graphs.verify.verifier import VerificationError
+from tests.kit.models import build_model
+from tests.kit.random_sessions import results_alone, run_session
+from tests.kit.sessions import captured_lazily, is_empty, make_session, poisoned
+
+PROMPTS = [list(range(1, 61)), [7] * 30, [3, 4], list(range(5, 50)), [9] * 8]
+OPTIONS = {"max_tokens": 96, "max_tokens_per_step": 8}
+SAMPLED = {"temperature": 1.5, "seed": 5}
+FAMILIES = ["gemma2", "gpt_oss", "gemma3n"]
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch):
+    """For a batch of requests that reserve few tokens in advance."""
+    monkeypatch.setattr(windows, "STRIDE", 4)
+
+
+def longer(family):
+    """Tokens differ, and depend on those before."""
+    torch.manual_seed(0)
+    made = build_model(family, max_position_embeddings=128)
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.2)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model():
+    return longer("gemma2")
+
+
+@pytest.fixture(scope="module")
+def want(model):
+    session = make_session(model, max_batch_size=1, reserve="length", **OPTIONS)
+    found = session.generate(PROMPTS, 20, **SAMPLED)
+    assert len({token for one in found for token in one.token_ids}) > 20
+    return found
+
+
+@pytest.mark.parametrize("make", [make_session, captured_lazily])
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_tokens_are_right_and_blocks_few(model, want, make, decode_steps):
+    session = poisoned(make(model, decode_steps=decode_steps, **OPTIONS))
+    sizes = [cache.shape[0] for cache in session.cache.tensors]
+    own = session.cache.window_blocks
+    assert own < sizes[1] // 1.5
+    assert sizes == [own, session.cache.num_blocks] * (len(sizes) // 2)
+    assert f"have {own} blocks of their own" in str(session.report().cache)
+    for _ in range(2):
+        assert session.generate(PROMPTS, 20, **SAMPLED) == want
+    assert is_empty(session)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    """Compiled, in one graph; with layers that share caches and compute last rows only."""
+    made = longer(family)
+    want = make_session(made, max_batch_size=1, reserve="length", **OPTIONS).generate(
+        PROMPTS, 8, **SAMPLED
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(made, backend=fx_passes.attn_ops, fullgraph=True)
+    session = poisoned(make_session(compiled, debug="eager_replay", **OPTIONS))
+    assert session.cache.window_blocks
+    assert session.generate(PROMPTS, 8, **SAMPLED) == want
+    assert (session.counters.num_graphs, session.counters.num_recompiles) == (1, 0)
+
+
+def test_what_padding_writes_is_read_by_nobody(model, want):
+    session = poisoned(captured_lazily(model, **OPTIONS))
+    ids = [session.add(p, 20, **SAMPLED) for p in PROMPTS]
+    while session.num_unfinished:
+        for cache in session.cache.tensors:
+            cache[0] = float("nan")
+        session.step()
+    assert [session.result(i) for i in ids] == want
+
+
+def test_drafts(model, want):
+    session = poisoned(captured_lazily(model, num_draft_tokens=2, **OPTIONS))
+    ids = [session.add(p, 20, **SAMPLED) for p in PROMPTS]
+    known = dict.fromkeys(ids, 0)
+    while session.num_unfinished:
+        rows = zip(ids, want, strict=True)
+        drafts = {i: [*r.token_ids[known[i] : known[i] + 1], 5][:2] for i, r in rows}
+        for output in session.verify_draft(drafts):
+            known[output.request_id] += 1
+    assert [session.result(i) for i in ids] == want
+
+
+def test_verified(model, want):
+    """Of each layer the rows are compared that it writes."""
+    session = captured_lazily(model, verify="always", **OPTIONS)
+    assert session.generate(PROMPTS, 20, **SAMPLED) == want
+    assert session.verifier.num_checked > 20
+
+
+def with_old(graph, tensors, name):
+    """The graph's replay over what a tensor holds now."""
+    replay, old = graph.replay, tensors.device[name].clone()
+
+    def frozen(metadata=None):
+        tensors.device[name].copy_(old)
+        replay(metadata)
+
+    return frozen
+
+
+@pytest.mark.parametrize("name", ["window_slot_mapping", "window_block_table"])
+def test_a_frozen_table_is_caught(model, name):
+    """A replay whose tensors of layers with a window stay as they were."""
+    session = captured_lazily(model, verify="always", **OPTIONS)
+    session.generate(PROMPTS, 20, **SAMPLED)
+    for captured in session.graphs:
+        captured.graph.graph.replay = with_old(captured.graph.graph, captured.tensors, name)
+    with pytest.raises(VerificationError, match=r"kv_caches|window|logits"):
+        session.generate(PROMPTS, 20, **SAMPLED)
+
+
+def test_a_small_cache(model, want):
+    """Requests are preempted by what layers that see all keys need."""
+    session = poisoned(make_session(model, cache_tokens=130, **OPTIONS))
+    assert session.cache.window_blocks
+    assert session.generate(PROMPTS, 20, **SAMPLED) == want
+    assert session.report().preemptions.num_preemptions > 0
+    assert is_empty(session)
+
+
+@pytest.mark.parametrize(
+    "options", [{"share_prefixes": True}, {"reserve": "length"}, {"max_tokens": 16}], ids=str
+)
+def test_where_all_layers_have_the_same_blocks(model, options):
+    session = make_session(model, **(OPTIONS | options))
+    assert session.cache.window_pool is None
+    assert len({cache.shape[0] for cache in session.cache.tensors}) == 1
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(300, marks=pytest.mark.slow)])
+def test_random_sessions(number, monkeypatch):
+    """With as few blocks as let the longest chunk of one request run, or some more."""
+    made = build_model("gemma2")
+    alone = results_alone(made, share_prefixes=False, reserve="need")
+    for seed in range(number):
+        monkeypatch.setattr(
+            windows, "_blocks_of_a_batch",
+            lambda _, options, more=seed % 4: 8 + options.max_tokens_per_step // 4 + 2 * more,
+        )  # fmt: skip
+        options = {"cache_tokens": 256, "max_tokens_per_step": [3, 8, 16][seed % 3]}
+        run_session(made, alone, seed, share_prefixes=False, reserve="need", **options)

@@ -20,7 +20,8 @@
         of durations; "bytes" and "share" are those of kernels whose bytes are known.
     "kernels": a list of dicts:
         "name": of the kernel or operator.
-        "start_us": from the first kernel's begin; "us": its duration.
+        "start_us": from the first kernel's begin, when those before had ended; "us": from there on.
+        "early_us": before that, in which it waited on the device beside others.
         "gap_us": idle time of the device before it.
         "layer": 0 for the first layer; null before, between and after layers.
         "group": "products", "attention", "KV write", "norm, pointwise", "sampling" or "other".

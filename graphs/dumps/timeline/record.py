@@ -18,7 +18,7 @@ from graphs.dumps.timeline.moved import (
     note_writes,
 )
 from graphs.dumps.timeline.step import Measured, NoStep, decode_step
-from graphs.dumps.timeline.trace import Kernel, idle_before, kernels_in, recorded
+from graphs.dumps.timeline.trace import Kernel, idle_before, in_turn, kernels_in, recorded
 
 TRACE = "timeline/trace.json"
 _COPIED = 256 << 20
@@ -56,7 +56,7 @@ def _timeline(
         measured.run()
     replay_us = _event_us(measured.run) if on_gpu else None
     recorded(measured.run, device, path)
-    kernels = kernels_in(path, on_gpu=on_gpu)
+    kernels = in_turn(kernels_in(path, on_gpu=on_gpu))
     if not kernels:
         path.unlink()
         return None, "the profiler saw no kernel"
@@ -93,7 +93,8 @@ def rows_of(kernels: Sequence[Kernel], num_layers: int) -> tuple[list[Row], int]
         {
             "name": one.name,
             "start_us": round(one.start_us, 3),
-            "us": one.us,
+            "us": round(one.us, 3),
+            "early_us": round(one.early_us, 3),
             "gap_us": round(gap, 3),
             "layer": None if found is None else found.layer_of(place, num_layers),
             "group": group_of(one.name),

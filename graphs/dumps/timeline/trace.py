@@ -19,6 +19,7 @@ class Kernel:
     name: str
     start_us: float
     us: float
+    early_us: float = 0.0  # before `start_us` in which it was on the device beside others
 
     @property
     def end_us(self) -> float:
@@ -57,6 +58,19 @@ def kernels_in(path: Path, *, on_gpu: bool) -> list[Kernel]:
     found = found if on_gpu else _outermost(found)
     begin = found[0].start_us if found else 0.0
     return [dataclasses.replace(one, start_us=one.start_us - begin) for one in found]
+
+
+def in_turn(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Kernels that begin when those before have ended.
+
+    One that is launched early waits on the device for the ones before: that is not its time.
+    """
+    found, end = [], 0.0
+    for one in kernels:
+        begin = min(max(one.start_us, end), one.end_us)
+        end = max(end, one.end_us)
+        found.append(Kernel(one.name, begin, one.end_us - begin, begin - one.start_us))
+    return found
 
 
 def _counts(event: dict[str, Any], on_gpu: bool) -> bool:

@@ -15,7 +15,7 @@ from graphs.dumps.timeline import step as step_module
 from graphs.dumps.timeline.layers import Repeats, repeats
 from graphs.dumps.timeline.moved import cached_bytes, token_bytes
 from graphs.dumps.timeline.record import groups_of, rows_of, timeline_of, times_of
-from graphs.dumps.timeline.trace import Kernel, idle_before, kernels_in
+from graphs.dumps.timeline.trace import Kernel, idle_before, in_turn, kernels_in
 from tests.kit.sessions import captured, drain, make_session
 
 PROMPTS = [[1, 2, 3], list(range(20))]
@@ -183,6 +183,19 @@ def test_kernels_that_overlap_count_once():
     overlapping = [Kernel("a", 0, 10), Kernel("b", 4, 2), Kernel("c", 8, 6), Kernel("d", 20, 1)]
     assert idle_before(overlapping) == [0, 0, 0, 6]
     assert times_of(overlapping) == {"span_us": 21, "sum_us": 15, "gap_us": 6}
+
+
+def test_a_kernel_that_is_launched_early_counts_from_the_end_of_those_before():
+    """Of kernels by (begin, end): when each has the device for itself."""
+    spans = [(0, 10), (4, 12), (5, 6), (11, 15), (20, 22)]
+    kernels = in_turn([Kernel(str(i), a, b - a) for i, (a, b) in enumerate(spans)])
+    assert [(k.start_us, k.us, k.early_us) for k in kernels] == [
+        (0, 10, 0), (10, 2, 6), (6, 0, 1), (12, 3, 1), (20, 2, 0),
+    ]  # fmt: skip
+    times = times_of(kernels)
+    assert sum(k.us for k in kernels) == times["sum_us"] == 17
+    rows, _ = rows_of(kernels, 0)
+    assert [row["early_us"] for row in rows] == [0, 6, 1, 1, 0]
 
 
 def test_events_of_a_gpu(tmp_path):

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from graphs.sampling.triton.thresholds import LOWEST, mass, number, ordered
+from graphs.sampling.triton.thresholds import LOWEST, UNIT, mass, masses, number, of_rank
 
 BINS = 256
 """A warp counts 32 numbers by ballots, in about BINS / 4 instructions a number."""
@@ -36,7 +36,6 @@ CHUNK = 4096
 SEARCH = 2048
 """Gathered numbers that a program takes at a time."""
 
-UNIT = tl.constexpr(2.0**40)
 SLACK = tl.constexpr(1e-4)
 """Of a bin's probability, for roundings of differences and of exp."""
 
@@ -222,40 +221,6 @@ def gather_kernel(
 
 
 @triton.jit
-def digit_of_count(ptr, size, found, step, rank, SEARCH: tl.constexpr):
-    """How many of the next two bits' values keep at least `rank` numbers."""
-    counts = tl.zeros((SEARCH,), tl.int64)  # of three digits, twenty bits each
-    for begin in range(0, size, SEARCH):
-        columns = begin + tl.arange(0, SEARCH)
-        key = ordered(tl.load(ptr + columns, mask=columns < size, other=LOWEST))
-        key = tl.where(columns < size, key, 0)
-        counts += (key >= found + step).to(tl.int64)
-        counts += tl.where(key >= found + 2 * step, 1 << 20, 0).to(tl.int64)
-        counts += tl.where(key >= found + 3 * step, 1 << 40, 0).to(tl.int64)
-    total = tl.sum(counts, 0)
-    digit = ((total & 0xFFFFF) >= rank).to(tl.uint32)
-    digit += (((total >> 20) & 0xFFFFF) >= rank).to(tl.uint32)
-    return digit + ((total >> 40) >= rank).to(tl.uint32)
-
-
-@triton.jit
-def masses(ptr, size, largest, least, found, step, SEARCH: tl.constexpr):
-    """Probability of the gathered numbers from `least` up that each of three digits keeps."""
-    sums_1 = tl.zeros((SEARCH,), tl.int64)
-    sums_2 = tl.zeros((SEARCH,), tl.int64)
-    sums_3 = tl.zeros((SEARCH,), tl.int64)
-    for begin in range(0, size, SEARCH):
-        columns = begin + tl.arange(0, SEARCH)
-        inside = columns < size
-        x = tl.load(ptr + columns, mask=inside, other=0.0)
-        part, key = mass(x, largest, least, inside), ordered(x)
-        sums_1 += tl.where(key >= found + step, part, 0)
-        sums_2 += tl.where(key >= found + 2 * step, part, 0)
-        sums_3 += tl.where(key >= found + 3 * step, part, 0)
-    return tl.sum(sums_1, 0), tl.sum(sums_2, 0), tl.sum(sums_3, 0)
-
-
-@triton.jit
 def search_kernel(
     threshold_ptr,  # [R] float32
     gathered_ptr,  # [R, V] float32
@@ -281,22 +246,16 @@ def search_kernel(
     kth = LOWEST
     if tl.load(k_ptr + row) < num_columns:
         rank = tl.load(brackets_ptr + row * 4 + 1)
-        found = tl.full((), 0, tl.uint32)
-        step = tl.full((), 0x40000000, tl.uint32)
-        for _ in range(16):
-            found += digit_of_count(of_k_ptr, num_k, found, step, rank, SEARCH) * step
-            step = step >> 2
-        kth = number(found)
+        kth = of_rank(of_k_ptr, num_k, rank, SEARCH)
     threshold = kth
     if top_p < 1.0:
-        none = tl.full((), 0, tl.uint32)
-        total, _, _ = masses(of_k_ptr, num_k, largest, kth, none, none, SEARCH)
+        found = tl.full((), 0, tl.uint32)
+        step = tl.full((), 0x40000000, tl.uint32)
+        total, _, _ = masses(of_k_ptr, num_k, largest, kth, found, found, SEARCH)
         for i in tl.static_range(PARTS + 2):
             total += tl.load(sums_ptr + row * (PARTS + 2) + i)
         _, _, above = narrowed(sums_ptr, brackets_ptr, bounds_ptr, row, top_p, PARTS)
         wanted = tl.ceil(total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64) - above
-        found = tl.full((), 0, tl.uint32)
-        step = tl.full((), 0x40000000, tl.uint32)
         for _ in range(16):
             one, two, three = masses(of_p_ptr, num_p, largest, LOWEST, found, step, SEARCH)
             k_1, k_2, k_3 = masses(of_k_ptr, num_k, largest, kth, found, step, SEARCH)

@@ -1,4 +1,4 @@
-"""Thresholds of top-k and top-p: one kernel each, one program a row.
+"""Thresholds of top-k and top-p apart: one kernel each, one program a row, as `select` must find.
 
 Both find the bits of the threshold from the highest down. They count what lies above it: tokens for
 top-k, probability as integers for top-p. No sum depends on an order, so a row has the same
@@ -33,6 +33,58 @@ def number(key):
 
 
 @triton.jit
+def digit_of_count(ptr, size, found, step, rank, BLOCK: tl.constexpr):
+    """How many of the next two bits' values keep at least `rank` numbers."""
+    counts = tl.zeros((BLOCK,), tl.int64)  # of three digits, twenty bits each
+    for begin in range(0, size, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        key = ordered(tl.load(ptr + columns, mask=columns < size, other=LOWEST))
+        key = tl.where(columns < size, key, 0)
+        counts += (key >= found + step).to(tl.int64)
+        counts += tl.where(key >= found + 2 * step, 1 << 20, 0).to(tl.int64)
+        counts += tl.where(key >= found + 3 * step, 1 << 40, 0).to(tl.int64)
+    total = tl.sum(counts, 0)
+    digit = ((total & 0xFFFFF) >= rank).to(tl.uint32)
+    digit += (((total >> 20) & 0xFFFFF) >= rank).to(tl.uint32)
+    return digit + ((total >> 40) >= rank).to(tl.uint32)
+
+
+@triton.jit
+def mass(x, largest, least, inside):
+    """exp(x - largest) in units of 2**-40, of numbers from `least` up."""
+    weight = tl.where(x == largest, 1.0, tl.exp(x - largest))
+    return tl.where(inside & (x >= least), (weight * UNIT).to(tl.int64), 0)
+
+
+@triton.jit
+def masses(ptr, size, largest, least, found, step, BLOCK: tl.constexpr):
+    """Probability of the numbers from `least` up that each of three digits keeps."""
+    sums_1 = tl.zeros((BLOCK,), tl.int64)
+    sums_2 = tl.zeros((BLOCK,), tl.int64)
+    sums_3 = tl.zeros((BLOCK,), tl.int64)
+    for begin in range(0, size, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        inside = columns < size
+        x = tl.load(ptr + columns, mask=inside, other=0.0)
+        part, key = mass(x, largest, least, inside), ordered(x)
+        sums_1 += tl.where(key >= found + step, part, 0)
+        sums_2 += tl.where(key >= found + 2 * step, part, 0)
+        sums_3 += tl.where(key >= found + 3 * step, part, 0)
+    return tl.sum(sums_1, 0), tl.sum(sums_2, 0), tl.sum(sums_3, 0)
+
+
+@triton.jit
+def of_rank(ptr, size, rank, BLOCK: tl.constexpr):
+    """The number of a rank, 1 for the largest: two bits a pass."""
+    found = tl.full((), 0, tl.uint32)
+    step = tl.full((), 0x40000000, tl.uint32)
+    for _ in range(16):
+        found += digit_of_count(ptr, size, found, step, rank, BLOCK) * step
+        step = step >> 2
+    return number(found)
+
+
+@triton.jit
 def kth_largest_kernel(
     x_ptr,  # [R, V] float32
     k_ptr,  # [R] int32, 1 to V
@@ -41,38 +93,13 @@ def kth_largest_kernel(
     num_columns,
     BLOCK: tl.constexpr,
 ):
-    """Grid (R,): two bits a pass. A row that keeps all gets -inf."""
+    """Grid (R,). A row that keeps all gets -inf."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.load(k_ptr + row)
     kth = LOWEST
     if k < num_columns:
-        found = tl.full((), 0, tl.uint32)
-        step = tl.full((), 0x40000000, tl.uint32)
-        for _ in range(16):
-            one, two, three = found + step, found + 2 * step, found + 3 * step
-            counts = tl.zeros((BLOCK,), tl.int32)  # of three digits, ten bits each
-            for first in range(0, num_columns, BLOCK):
-                columns = first + tl.arange(0, BLOCK)
-                inside = columns < num_columns
-                x = tl.load(x_ptr + row * stride + columns, mask=inside, other=LOWEST)
-                key = tl.where(inside, ordered(x), 0)
-                counts += (key >= one).to(tl.int32)
-                counts += tl.where(key >= two, 1 << 10, 0)
-                counts += tl.where(key >= three, 1 << 20, 0)
-            digit = (tl.sum(counts & 0x3FF, 0) >= k).to(tl.uint32)
-            digit += (tl.sum((counts >> 10) & 0x3FF, 0) >= k).to(tl.uint32)
-            digit += (tl.sum(counts >> 20, 0) >= k).to(tl.uint32)
-            found += digit * step
-            step = step >> 2
-        kth = number(found)
+        kth = of_rank(x_ptr + row * stride, num_columns, k, BLOCK)
     tl.store(kth_ptr + row, kth)
-
-
-@triton.jit
-def mass(x, largest, least, inside):
-    """exp(x - largest) in units of 2**-40, of numbers from `least` up."""
-    weight = tl.where(x == largest, 1.0, tl.exp(x - largest))
-    return tl.where(inside & (x >= least), (weight * UNIT).to(tl.int64), 0)
 
 
 @triton.jit
@@ -88,36 +115,19 @@ def nucleus_kernel(
 ):
     """Grid (R,): two bits a pass. A row of top_p 1 or more gets -inf."""
     row = tl.program_id(0).to(tl.int64)
+    row_ptr = x_ptr + row * stride
     largest, least = tl.load(largest_ptr + row), tl.load(least_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     threshold = LOWEST
     if top_p < 1.0:
-        sums = tl.zeros((BLOCK,), tl.int64)
-        for first in range(0, num_columns, BLOCK):
-            columns = first + tl.arange(0, BLOCK)
-            inside = columns < num_columns
-            x = tl.load(x_ptr + row * stride + columns, mask=inside, other=0.0)
-            sums += mass(x, largest, least, inside)
-        wanted = tl.ceil(tl.sum(sums, 0).to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
         found = tl.full((), 0, tl.uint32)
         step = tl.full((), 0x40000000, tl.uint32)
+        total, _, _ = masses(row_ptr, num_columns, largest, least, found, found, BLOCK)
+        wanted = tl.ceil(total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
         for _ in range(16):
-            one, two, three = found + step, found + 2 * step, found + 3 * step
-            sums_1 = tl.zeros((BLOCK,), tl.int64)
-            sums_2 = tl.zeros((BLOCK,), tl.int64)
-            sums_3 = tl.zeros((BLOCK,), tl.int64)
-            for first in range(0, num_columns, BLOCK):
-                columns = first + tl.arange(0, BLOCK)
-                inside = columns < num_columns
-                x = tl.load(x_ptr + row * stride + columns, mask=inside, other=0.0)
-                part, key = mass(x, largest, least, inside), ordered(x)
-                sums_1 += tl.where(key >= one, part, 0)
-                sums_2 += tl.where(key >= two, part, 0)
-                sums_3 += tl.where(key >= three, part, 0)
-            digit = (tl.sum(sums_1, 0) >= wanted).to(tl.uint32)
-            digit += (tl.sum(sums_2, 0) >= wanted).to(tl.uint32)
-            digit += (tl.sum(sums_3, 0) >= wanted).to(tl.uint32)
-            found += digit * step
+            one, two, three = masses(row_ptr, num_columns, largest, least, found, step, BLOCK)
+            digit = (one >= wanted).to(tl.uint32) + (two >= wanted).to(tl.uint32)
+            found += (digit + (three >= wanted).to(tl.uint32)) * step
             step = step >> 2
         threshold = number(found)
     tl.store(threshold_ptr + row, threshold)
@@ -153,5 +163,5 @@ def nucleus(x: torch.Tensor, least: torch.Tensor, top_p: torch.Tensor) -> torch.
 
 
 def _checked(x: torch.Tensor) -> torch.Tensor:
-    assert x.shape[1] < 1023 * BLOCK, "ten bits of a lane count the blocks of a row"
+    assert x.shape[1] < 1 << 20, "twenty bits count a row's numbers"
     return x if x.stride(1) == 1 else x.contiguous()

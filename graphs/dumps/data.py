@@ -78,7 +78,7 @@ def session_data(session: Any) -> dict[str, Any]:
         **report.as_dict(),
         "verdict": str(report),
         "block_size": session.cache.block_size,
-        "modules": module_rows(session.original),
+        "modules": module_rows(session.original, session.specs, session.cache.own_blocks),
         "attention": attention_groups(session.specs),
         "memory": {
             "weights": sum(p.untyped_storage().nbytes() for p in weights.values()),

@@ -8,29 +8,62 @@ from typing import Any
 
 import torch
 
+from attn_ops.integrations.transformers.layers import cache_index, is_causal
 from attn_ops.metadata.features import AttentionSpec
 
 _MOST_ROWS = 400
 _SHAPED = re.compile(r"^\w+\[(?:1, )?(\w+)[,\]]")
 
 
-def module_rows(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Rows of the module tree: depth, path, class, how many are equal, bytes of parameters."""
-    return [row for row, _ in zip(_rows(model, "", 0), range(_MOST_ROWS), strict=False)]
+def module_rows(
+    model: torch.nn.Module, specs: Sequence[AttentionSpec] = (), own_blocks: Sequence[bool] = ()
+) -> list[dict[str, Any]]:
+    """Rows of the module tree: depth, path, class, how many are equal, bytes of parameters.
+
+    "attention" is what an attention module asks for; if modules that are built alike differ in it,
+    all of that, and how many ask for each.
+
+    Args:
+        model: a Transformers model.
+        specs: of its KV caches.
+        own_blocks: of each, whether its kind of layers has blocks of its own.
+    """
+    words = [_in_words(spec) for spec in specs]
+    if any(own_blocks):
+        kinds = "layers that see all keys", "layers with a window"
+        pairs = zip(words, own_blocks, strict=True)
+        words = [f"{what}, blocks of {kinds[own]}" for what, own in pairs]
+    found = _rows([model], "", 0, words)
+    return [row for row, _ in zip(found, range(_MOST_ROWS), strict=False)]
 
 
-def _rows(module: torch.nn.Module, path: str, depth: int) -> Iterator[dict[str, Any]]:
-    yield _row(module, path, depth, 1)
+def _rows(
+    twins: Sequence[torch.nn.Module], path: str, depth: int, words: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Of the first of modules that are built alike."""
+    module = twins[0]
+    yield _row(module, path, depth, 1) | {"attention": _attention_of(twins, words)}
     for name, child in module.named_children():
         inside = f"{path}.{name}" if path else name
         if not isinstance(child, torch.nn.ModuleList):
-            yield from _rows(child, inside, depth + 1)
+            yield from _rows([one.get_submodule(name) for one in twins], inside, depth + 1, words)
             continue
         for first, last, members in _runs(list(child)):
             span = f"{inside}.{first}" if first == last else f"{inside}.{first}-{last}"
             row = _row(members[0], span, depth + 1, len(members))
-            yield {**row, "bytes": sum(_bytes(one) for one in members)}
-            yield from list(_rows(members[0], f"{inside}.{first}", depth + 1))[1:]
+            yield {**row, "bytes": sum(_bytes(one) for one in members), "attention": ""}
+            yield from list(_rows(members, f"{inside}.{first}", depth + 1, words))[1:]
+
+
+def _attention_of(twins: Sequence[Any], words: Sequence[str]) -> str:
+    """What attention modules ask for, and how often; of other modules nothing."""
+    if "attention" not in type(twins[0]).__name__.lower() or not hasattr(twins[0], "layer_idx"):
+        return ""
+    indices = [cache_index(one) for one in twins if is_causal(one)]
+    asked = collections.Counter(words[i] for i in indices if i < len(words))
+    if len(asked) < 2:
+        return next(iter(asked), "")
+    return "; ".join(f"{number} x {what}" for what, number in asked.items())
 
 
 def _runs(layers: list[torch.nn.Module]) -> list[tuple[int, int, list[torch.nn.Module]]]:
@@ -71,20 +104,28 @@ def attention_groups(specs: Sequence[AttentionSpec]) -> list[dict[str, Any]]:
     found: dict[AttentionSpec, list[int]] = {}
     for i, spec in enumerate(specs):
         found.setdefault(spec, []).append(i)
-    groups = []
-    for spec, layers in found.items():
-        default = {f.name: f.default for f in dataclasses.fields(spec)}
-        fields = {name: getattr(spec, name) for name in default}
-        words = [f"{spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_size}"]
-        words += [
-            f"{name} {value}"
-            for name, value in fields.items()
-            if name not in ("num_heads", "num_kv_heads", "head_size", "dtype")
-            and value != default[name]
-        ]
-        dtype = str(spec.dtype).removeprefix("torch.")
-        groups.append({"layers": _spans(layers), "num": len(layers), "words": [*words, dtype]})
-    return groups
+    return [
+        {"layers": _spans(layers), "num": len(layers), "words": _words_of(spec)}
+        for spec, layers in found.items()
+    ]
+
+
+def _words_of(spec: AttentionSpec) -> list[str]:
+    """Heads, what is no default, and the dtype."""
+    default = {f.name: f.default for f in dataclasses.fields(spec)}
+    fields = {name: getattr(spec, name) for name in default}
+    words = [f"{spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_size}"]
+    words += [
+        f"{name} {value}"
+        for name, value in fields.items()
+        if name not in ("num_heads", "num_kv_heads", "head_size", "dtype")
+        and value != default[name]
+    ]
+    return [*words, str(spec.dtype).removeprefix("torch.")]
+
+
+def _in_words(spec: AttentionSpec) -> str:
+    return ", ".join(_words_of(spec))
 
 
 def _spans(numbers: list[int]) -> str:

@@ -8,7 +8,7 @@ function model() {
     s.modules.forEach((one, i) => {
       const name = one.count > 1 ? `${one.count} x ${one.kind}, ${layerGraphs(one) ? `compiled ${layerGraphs(one)}` : "in one graph"}` : one.kind;
       modules.append(make("tr", i > 24 ? { hidden: "" } : {}, make("td", { style: `padding-left:${one.depth * 18}px`, class: "wrap" }, graphWith(firstOf(one)) ? make("a", { href: `#module=${firstOf(one)}` }, one.path) : one.path || "model"),
-        make("td", {}, one.count > 1 ? make("b", {}, name) : name), make("td", { class: "dim wrap" }, one.shapes, ...layerLinks(one)), make("td", { class: "nowrap" }, one.bytes ? human(one.bytes) : "")));
+        make("td", {}, one.count > 1 ? make("b", {}, name) : name), make("td", { class: "dim wrap" }, [one.attention, one.shapes].filter(Boolean).join("; "), ...layerLinks(one)), make("td", { class: "nowrap" }, one.bytes ? human(one.bytes) : "")));
     });
     const groups = make("table", {}, head("layers", "attention", "group of the KV cache"));
     s.attention.forEach((one, i) => groups.append(row(`${one.num} (${one.layers})`, one.words.join(", "), `${i + 1} of ${s.attention.length}`)));

@@ -15,12 +15,8 @@ eagerly, operator by operator, are shown but have no bar: the host's time is par
 
 import argparse
 import dataclasses
-import datetime
-import json
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +25,7 @@ from rich.table import Table
 
 from attn_ops import AttentionSpec, backend_names, select_backend
 from attn_ops.backends.measure import interval_us
-from attn_ops.backends.measurements import library_versions
-from benchmarks.attention_bars import Bar, all_bars
+from benchmarks.attention_bars import all_bars
 from benchmarks.attention_cases import (
     Case,
     Interval,
@@ -38,8 +33,8 @@ from benchmarks.attention_cases import (
     Setting,
     measure_case,
     measure_overhead,
-    release,
 )
+from benchmarks.figures import bar_table, free, number, origin, parser_of, verdicts, write
 from benchmarks.timing import copy_bandwidth
 
 CASES = {
@@ -100,7 +95,7 @@ def make_setting(
         flops_per_second=matmul_rate(device),
         prepare_seconds=args.prepare_seconds,
     )
-    release(device)
+    free()
     return setting
 
 
@@ -130,18 +125,6 @@ def selected(spec: AttentionSpec, setting: Setting) -> str | None:
     return selection.backend.name
 
 
-def commit() -> str | None:
-    """The checkout's commit; None outside of one."""
-    root = Path(__file__).parents[1]
-    try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(
-            command, cwd=root, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def measure(args: argparse.Namespace, interval: Interval | None = None) -> dict[str, Any]:
     """All figures; `interval` times one run in microseconds, None: the device's clock."""
     began = time.perf_counter()
@@ -156,18 +139,15 @@ def measure(args: argparse.Namespace, interval: Interval | None = None) -> dict[
         default = selected(spec, setting)
         for case in cases:
             rows += measure_case(case, dtype, spec, default, setting)
-            release(device)
+            free()
     calls = CALLS[device.type][args.quick]
     spec = make_spec(args.dtypes[0], device)
     for name in setting.names:
         overhead.append(measure_overhead(name, args.dtypes[0], spec, calls, setting))
     bars = all_bars(rows, overhead)
     return {
-        "commit": args.commit or commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        **origin(args),
         "cuda": torch.version.cuda,
-        "versions": library_versions(),
         "heads, kv heads, head size": HEADS[device.type],
         "block_size": args.block_size,
         "copy_bytes_per_second": setting.bytes_per_second,
@@ -187,10 +167,6 @@ def refusals(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         reasons.setdefault(row["backend"], set()).add(row["reason"])
     alike = {name: next(iter(found)) for name, found in reasons.items() if len(found) == 1}
     return {name: reason for name, reason in alike.items() if reason is not None}
-
-
-def number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def row_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
@@ -233,17 +209,6 @@ def overhead_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def bar_table(bars: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="bars")
-    for column in ("bar", "asked", "measured", "verdict"):
-        table.add_column(column)
-    for fields in bars:
-        bar = Bar(*(fields[name] for name in ("what", "relation", "asked", "measured")))
-        asked = f"{bar.relation} {bar.asked:g}"
-        table.add_row(bar.what, asked, number(bar.measured, 3), bar.verdict)
-    return table
-
-
 def show(result: dict[str, Any], console: Console) -> None:
     """All tables, and the count of bars."""
     for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
@@ -257,21 +222,16 @@ def show(result: dict[str, Any], console: Console) -> None:
             console.print(f"{name}, {dtype}: {reason}", markup=False, highlight=False)
     console.print(overhead_table(result["overhead"]))
     console.print(bar_table(result["bars"]))
-    verdicts = [bar["verdict"] for bar in result["bars"]]
-    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("met", "missed", "not measured"))
     console.print(
-        f"bars: {counts}; copy {result['copy_bytes_per_second'] / 1e12:.3f} TB/s, "
+        f"bars: {verdicts(result['bars'])}; "
+        f"copy {result['copy_bytes_per_second'] / 1e12:.3f} TB/s, "
         f"matmul {result['matmul_flops_per_second'] / 1e12:.1f} TFLOP/s, "
         f"{result['seconds']:.0f} s, commit {result['commit']}"
     )
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    found.add_argument("--device", default=default, choices=sorted(CASES))
+    found = parser_of(__doc__)
     found.add_argument("--backends", nargs="*", default=[], help="names; default: all that apply")
     found.add_argument("--shapes", nargs="*", default=[], help="REQUESTSxCONTEXT, or TOKENS")
     found.add_argument("--dtypes", nargs="+", default=["bf16", "fp8"], choices=KV_CACHE_DTYPES)
@@ -281,8 +241,6 @@ def parser() -> argparse.ArgumentParser:
         "--prepare-seconds", type=float, default=75,
         help="a backend whose shapes took longer to compile is skipped at the rest of them",
     )  # fmt: skip
-    found.add_argument("--commit", default=None, help="where the checkout has no .git")
-    found.add_argument("--json", default=None, help="write the figures here")
     return found
 
 
@@ -293,9 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
         result = measure(args)
     show(result, Console(width=200))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write(args.json, result)
 
 
 if __name__ == "__main__":

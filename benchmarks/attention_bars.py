@@ -3,11 +3,11 @@
 A bar without its figures, because a backend or a shape was not measured, is neither met nor missed.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from benchmarks.attention_cases import Row
 from benchmarks.direct import DIRECT
+from benchmarks.figures import Bar
 
 TRITON_AGAINST_FA3 = {"64x8192": (">=", 0.90), "8x4096": (">", 1.0), "1x32768": (">", 1.0),
                       "1x1024": (">", 1.0)}  # fmt: skip
@@ -15,31 +15,6 @@ TRITON_AGAINST_FA3 = {"64x8192": (">=", 0.90), "8x4096": (">", 1.0), "1x32768": 
 PREFILL_AGAINST_FA3 = 0.70
 OPERATOR, DEFAULT = 0.98, 0.98
 OVERHEAD_US = 12.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """One figure and its bound."""
-
-    what: str
-    relation: str  # >=, > or <=
-    asked: float
-    measured: float | None
-
-    @property
-    def met(self) -> bool | None:
-        if self.measured is None:
-            return None
-        if self.relation == "<=":
-            return self.measured <= self.asked
-        return self.measured > self.asked if self.relation == ">" else self.measured >= self.asked
-
-    @property
-    def verdict(self) -> str:
-        return {None: "not measured", True: "met", False: "missed"}[self.met]
-
-    def as_dict(self) -> dict:
-        return dataclasses.asdict(self) | {"verdict": self.verdict}
 
 
 def all_bars(rows: Sequence[Row], overhead: Sequence[dict]) -> list[Bar]:

@@ -28,6 +28,7 @@ from attn_ops.backends.measure import (
     repeat_layers,
 )
 from benchmarks.direct import DIRECT, Attend
+from benchmarks.figures import free
 
 L2_BYTES = 50 << 20  # of an H200
 UNLIMITED = ("AUTO", "FLASH_ATTN", "TRITON", "FLASHINFER")
@@ -187,7 +188,7 @@ def prepare(row: Row, layers: Layers, setting: Setting) -> dict[str, Callable[[]
         runs["ours"] = warmed(layers, ours, step.captured, setting)
     except Exception as error:
         row.reason = brief(error)
-        release(setting.device)
+        free()
         return {}
     if step.captured and plans_on_device(step):
         with contextlib.suppress(Exception):  # a plan that cannot be captured has no such figure
@@ -196,7 +197,7 @@ def prepare(row: Row, layers: Layers, setting: Setting) -> dict[str, Callable[[]
         runs |= prepare_direct(row, layers, out, setting)
     except Exception as error:
         row.direct_reason = brief(error)
-        release(setting.device)
+        free()
     return runs
 
 
@@ -263,13 +264,6 @@ def fill(
         row.percent = 100 * case.kv_bytes(spec) * per_second / setting.bytes_per_second
     else:
         row.percent = 100 * case.flops(spec) * per_second / setting.flops_per_second
-
-
-def release(device: torch.device) -> None:
-    """Give unused memory back."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def host_us(

@@ -40,9 +40,10 @@ from attn_ops.backends.measure import (
     repeat_layers,
 )
 from attn_ops.block_layout import BlockLayout, BlockTables, flex_block_mask
-from benchmarks.attention import after_itself_us, commit, copy_rate
-from benchmarks.attention_cases import Case, release
+from benchmarks.attention import after_itself_us, copy_rate
+from benchmarks.attention_cases import Case
 from benchmarks.direct import flash_attn
+from benchmarks.figures import commit, free
 
 CASES = {
     "cuda": [
@@ -344,7 +345,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             else measure_case(case, setting, not args.only_ours)
         )
         (show_forms if args.tune else show)(rows[-1:], console)
-        release(device)
+        free()
     result = {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

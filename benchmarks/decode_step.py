@@ -57,6 +57,15 @@ def build(config: Any, implementation: str, device: str = "cuda") -> torch.nn.Mo
     return model.eval().requires_grad_(False)
 
 
+def merged(config: Any, device: str) -> Any:
+    """The model with merged projections; on a GPU compiled, with our passes."""
+    model: Any = build(config, "attn_ops", device)
+    merge_projections(model)
+    if device == "cuda":
+        model = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    return model
+
+
 def our_session(
     model: Any,
     options: dict[str, Any],

@@ -17,7 +17,6 @@ the median of their times: in turns of one prefill of 0.4 s (Llama, 4x4096, one 
 
 import argparse
 import dataclasses
-import json
 import math
 import statistics
 import time
@@ -29,10 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 import fx_passes
-from benchmarks.attention import bar_table, commit, library_versions
-from benchmarks.attention_bars import Bar
 from benchmarks.decode_step import build, llama_3_8b
-from benchmarks.graphs import free
+from benchmarks.figures import Bar, bar_table, free, origin, write
 from benchmarks.timing import median_ms
 from fx_passes.observe import recording
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
@@ -285,7 +282,7 @@ def measure_shape(name: str, cases: list[Prompts], args: Any) -> dict[str, Any]:
     sides = [Side(compiled(model, mode)) for mode in ("off", "on")]
     for chunk in sorted({chunk for _, _, chunk in cases}):
         measure_chunk(sides, cases, chunk, args)
-        free(args.device)
+        free()
     off, on = sides
     rows = [
         Case.of(name, case, off.ms[case], on.ms[case], theory(model, on.facts, *case[:2]))
@@ -367,20 +364,11 @@ def main() -> None:
     console, shapes = Console(width=120), []
     for name in args.shapes:
         shapes.append(measure_shape(name, cases, args))
-        free(args.device)
+        free()
         console.print(table_of(shapes[-1]))
-    bars = list(all_bars(shapes))
-    console.print(bar_table([bar.as_dict() for bar in bars]))
-    if args.json:
-        result = {
-            "commit": args.commit or commit(),
-            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-            "versions": library_versions(),
-            "shapes": shapes,
-            "bars": [bar.as_dict() for bar in bars],
-        }
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
+    found = [bar.as_dict() for bar in all_bars(shapes)]
+    console.print(bar_table(found))
+    write(args.json, {**origin(args), "shapes": shapes, "bars": found})
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ taken for computed. In parentheses: what was predicted before the first run.
 
 import argparse
 import dataclasses
-import gc
 import importlib.util
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,10 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import fx_passes
-from attn_ops.integrations.merged import merge_projections
-from benchmarks.attention import bar_table, commit, library_versions, number
-from benchmarks.decode_step import build, llama_3_8b
+from benchmarks.decode_step import llama_3_8b, merged
+from benchmarks.figures import bar_table, free, number, origin, parser_of, verdicts, write
 from benchmarks.floor import Shape, Weights, floor_graph
 from benchmarks.graphs_bars import (
     CONTEXT,
@@ -125,15 +121,9 @@ def measure_sessions(model: Any, args: argparse.Namespace, lengths: Lengths) -> 
             found.backend = one.backend
         session.release()
         del session
-        free(args.device)
+        free()
         found.left_bytes.append(torch.cuda.memory_allocated() if args.device == "cuda" else 0)
     return found
-
-
-def free(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def floors_ms(config: Any, batches: Sequence[int], context: int) -> dict[int, float]:
@@ -158,14 +148,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     quick = {"warm": 8, "timed": 16, "repeats": 8, "rounds": 2}
     lengths = Lengths(args.context, **(quick if args.quick else {}))
     config = llama_3_8b(args.layers) if on_gpu else tiny_llama(args.layers)
-    model: Any = build(config, "attn_ops", args.device)
-    merge_projections(model)
-    if on_gpu:
-        model = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    model = merged(config, args.device)
     figures = measure_sessions(model, args, lengths)
     del model
     torch._dynamo.reset()
-    free(args.device)
+    free()
     if on_gpu and args.floor:
         floors = floors_ms(config, args.cases, args.context)
         for row in figures.rows:
@@ -173,9 +160,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     is_bar = on_gpu and (args.layers, args.context) == (LAYERS, CONTEXT) and not args.quick
     bars = all_bars(figures.rows, figures.captures, figures.address_check_us, is_bar)
     return {
-        "commit": args.commit or commit(),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu, no graphs",
-        "versions": library_versions(),
+        **origin(args),
         "layers": args.layers,
         "lengths": dataclasses.asdict(lengths),
         "backend": figures.backend,
@@ -257,25 +242,18 @@ def show(result: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     console.print(bar_table(result["bars"]))
-    verdicts = [bar["verdict"] for bar in result["bars"]]
-    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("met", "missed", "not measured"))
+    counts = verdicts(result["bars"])
     console.print(f"bars: {counts}; {result['seconds']:.0f} s, commit {result['commit']}")
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    found.add_argument("--device", default=default, choices=("cpu", "cuda"))
+    found = parser_of(__doc__)
     found.add_argument("--backend", default=None)
     found.add_argument("--layers", type=int, default=None, help="default: 32; 2 with --quick")
     found.add_argument("--cases", nargs="+", type=int, default=[1, 8, 64, 256], help="batches")
     found.add_argument("--context", type=int, default=CONTEXT)
     found.add_argument("--no-floor", dest="floor", action="store_false")
     found.add_argument("--quick", action="store_true", help="few layers and tokens; no bars")
-    found.add_argument("--commit", default=None, help="where the checkout has no .git")
-    found.add_argument("--json", default=None, help="write the figures here")
     return found
 
 
@@ -288,9 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("the floor needs vllm_flash_attn; without it: --no-floor")
     result = measure(args)
     show(result, Console(width=200))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write(args.json, result)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Both are for the 8B shape at 1024 tokens on one H200, and for nothing else.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.attention_bars import Bar
+from benchmarks.figures import Bar
 from benchmarks.graphs_steps import Captures, Row
 
 LAYERS, CONTEXT, NUM_GRAPHS = 32, 1024, 35

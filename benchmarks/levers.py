@@ -19,8 +19,8 @@ from rich.table import Table
 
 from attn_ops.early_launch import launched_in_turn
 from attn_ops.integrations.merged import merge_projections
-from benchmarks.attention import commit
 from benchmarks.decode_step import build, filled_graph, llama_3_8b, our_session, ours_ms
+from benchmarks.figures import commit
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
 from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import DecodeSession

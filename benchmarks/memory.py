@@ -8,7 +8,6 @@ prefixes        32 groups of 8 prompts, 1,024 tokens of each group the same: pro
 
 import argparse
 import dataclasses
-import json
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,13 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import fx_passes
-from attn_ops.integrations.merged import merge_projections
-from benchmarks.attention import bar_table, commit, library_versions, number
-from benchmarks.attention_bars import Bar
-from benchmarks.decode_step import build, llama_3_8b
+from benchmarks.decode_step import llama_3_8b, merged
+from benchmarks.figures import Bar, bar_table, free, number, origin, parser_of, write
 from benchmarks.graphs import tiny_llama
-from benchmarks.workload.__main__ import LAYERS, free
+from benchmarks.workload.__main__ import LAYERS
 from benchmarks.workload.ours import make_session, run_all
 from benchmarks.workload.requests import SMALL, Wish, Workload, num_output_tokens
 
@@ -150,17 +146,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     workload = Workload() if on_gpu else SMALL
     config = llama_3_8b(args.layers) if on_gpu else tiny_llama(args.layers)
     torch.manual_seed(0)
-    model: Any = build(config, "attn_ops", args.device)
-    merge_projections(model)
-    if on_gpu:
-        model = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    model = merged(config, args.device)
     small = small_rows(model, workload, on_gpu, args.rounds)
     prefixes = prefix_rows(model, on_gpu, args.rounds)
     whole = on_gpu and args.layers == LAYERS
     return {
-        "commit": args.commit or commit(),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu, no graphs",
-        "versions": library_versions(),
+        **origin(args),
         "layers": args.layers,
         "small": [dataclasses.asdict(row) for row in small],
         "prefixes": [dataclasses.asdict(row) for row in prefixes],
@@ -192,22 +183,14 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    found.add_argument("--device", default=default, choices=("cpu", "cuda"))
+    found = parser_of(__doc__)
     found.add_argument("--layers", type=int, default=None, help="default: 32; 2 on a CPU")
     found.add_argument("--rounds", type=int, default=2, help="timed runs, the fastest counts")
-    found.add_argument("--commit", default=None, help="where the checkout has no .git")
-    found.add_argument("--json", default=None, help="write the figures here")
     args = found.parse_args(arguments)
     args.layers = args.layers or (LAYERS if args.device == "cuda" else 2)
     result = measure(args)
     show(result, Console(width=160))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write(args.json, result)
 
 
 if __name__ == "__main__":

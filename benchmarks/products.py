@@ -17,7 +17,7 @@ from rich.table import Table
 from attn_ops.backends.measure import interleaved_us, interval_us, l2_bytes
 from attn_ops.ops.skinny_constants import skinny_constants
 from attn_ops.ops.triton.skinny import launch_skinny
-from benchmarks.attention import commit
+from benchmarks.figures import commit
 from benchmarks.timing import capture, copy_bandwidth
 
 SHAPES = {

@@ -42,8 +42,8 @@ from attn_ops.backends.measure import (
 )
 from attn_ops.output_quant.quantize import quantize_output, reference_quantize
 from attn_ops.output_quant.schemes import SCHEMES, OutputQuant
-from benchmarks.attention import commit
 from benchmarks.attention_cases import Case
+from benchmarks.figures import commit
 
 CASES = ["1x1024", "8x1024", "64x1024", "256x1024", "512", "2048", "8192"]
 MIN_LAYERS = 16

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attn_ops.backends.measure import interleaved_us, interval_us
-from benchmarks.attention import commit
+from benchmarks.figures import commit
 from benchmarks.timing import capture
 from graphs.sampling import FIELDS, sample
 from graphs.sampling.argmax import argmax, torch_argmax

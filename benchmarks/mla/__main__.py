@@ -15,8 +15,6 @@ given in percent of the measured copy bandwidth (latents read once; whole operat
 
 import argparse
 import dataclasses
-import datetime
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -26,13 +24,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from attn_ops.backends.measurements import library_versions
 from attn_ops.metadata import LatentShape
-from benchmarks.attention import commit, copy_rate, matmul_rate
+from benchmarks.attention import copy_rate, matmul_rate
+from benchmarks.figures import free, origin, parser_of, write
 from benchmarks.mla.decode import measure_decode
 from benchmarks.mla.inputs import DEEPSEEK, Shape
 from benchmarks.mla.prefill import measure_chunks, measure_prompts, measure_ways
-from benchmarks.mla.runs import brief, release
+from benchmarks.mla.runs import brief
 from benchmarks.mla.step import measure_step
 from benchmarks.mla.tune import tune_decode, tune_project
 
@@ -96,7 +94,7 @@ def measure_one(
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     began, device = time.perf_counter(), torch.device(args.device)
     rates = {"bytes_per_second": copy_rate(device), "flops_per_second": matmul_rate(device)}
-    release()
+    free()
     rows: list[dict[str, Any]] = []
     for heads in [16] if args.what == "step" else args.heads:  # DeepSeek-V2-Lite has 16
         if args.what == "tune":
@@ -109,16 +107,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     rows += measure_one(args, shape, device, rates)
                 except Exception as error:  # out of memory, most likely
                     print(f"{shape.name}: {brief(error)}", flush=True)
-                release()
+                free()
                 if time.perf_counter() - began > args.seconds:
                     print(f"stopped after {shape.name}: --seconds {args.seconds}", flush=True)
                     break
     return {
         "what": args.what,
-        "commit": args.commit or commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": library_versions(),
+        **origin(args),
         **rates,
         "rows": rows,
         "seconds": time.perf_counter() - began,
@@ -213,11 +208,8 @@ def _thresholds(rows: list[dict[str, Any]]) -> Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    found = parser_of(__doc__)
     found.add_argument("what", choices=("decode", "tune", "project", "step", *PREFILLS))
-    found.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     found.add_argument("--heads", type=int, nargs="+", default=[16, 128])
     found.add_argument("--shapes", nargs="*", default=[], help="REQUESTSxCONTEXT, or QUERYxKEYS")
     found.add_argument("--dtype", default="bf16", choices=("bf16", "fp8"))
@@ -233,8 +225,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--profile", action="store_true", help="decode: microseconds by kernel")
     found.add_argument("--seconds", type=float, default=480.0, help="no new shape after them")
     found.add_argument("--lines", type=int, default=10, help="of a table")
-    found.add_argument("--commit", default=None, help="where the checkout has no .git")
-    found.add_argument("--json", default=None, help="write the figures here")
     return found
 
 
@@ -242,9 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     result = measure(args)
     show(result, Console(width=160), args.lines)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write(args.json, result)
 
 
 if __name__ == "__main__":

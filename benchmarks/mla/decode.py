@@ -13,9 +13,10 @@ import torch
 
 from attn_ops import backend_names, get_backend
 from attn_ops.backends.measure import can_capture, capture_metadata
+from benchmarks.figures import free
 from benchmarks.mla.direct import DIRECT, Attend, triton_mla_project
 from benchmarks.mla.inputs import Layers, Shape, make_layers
-from benchmarks.mla.runs import kernel_us, layer_us, prepared, record, release
+from benchmarks.mla.runs import kernel_us, layer_us, prepared, record
 
 
 def by_hand(name: str) -> Callable[[Layers], Attend]:
@@ -103,7 +104,7 @@ def measure_decode(
     rows = _rows("attention", layers, runs, errors, failed, rounds, rates, profile)
     if whole:
         runs.clear()
-        release()
+        free()
         candidates = {f"{name} by hand": by_hand(name) for name in DIRECT if name not in failed}
         candidates["TRITON_MLA fused"] = fused
         candidates["TRITON_MLA fused, absorb"] = fused_early

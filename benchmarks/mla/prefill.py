@@ -18,10 +18,11 @@ import torch
 from attn_ops import get_backend
 from attn_ops.backends.mla import plan as planning
 from attn_ops.backends.mla.workspace import MLAWorkspace
+from benchmarks.figures import free
 from benchmarks.mla.decode import operators
 from benchmarks.mla.direct import Attend
 from benchmarks.mla.inputs import Layers, Shape, make_layers
-from benchmarks.mla.runs import brief, layer_us, over_layers, prepared, record, release
+from benchmarks.mla.runs import brief, layer_us, over_layers, prepared, record
 
 MAX_LAYERS = 2
 
@@ -107,7 +108,7 @@ def measure_chunks(shape: Shape, device: torch.device, rounds: int) -> list[dict
                 )  # fmt: skip
             except Exception as error:  # out of memory, most likely
                 rows += _failed(layers, "chunks", {label: brief(error)})
-            release()
+            free()
     return rows
 
 
@@ -121,7 +122,7 @@ def _peak_bytes(run: Callable[[], object]) -> int:
     """Memory that a call takes beyond what was there before it."""
     if not torch.cuda.is_available():
         return 0
-    release()
+    free()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()

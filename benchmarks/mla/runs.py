@@ -1,12 +1,12 @@
 """Runs of all layers, timed against each other; replays of CUDA graphs on a GPU."""
 
-import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from attn_ops.backends.measure import capture, interleaved_us, interval_us
+from benchmarks.figures import free
 from benchmarks.mla.direct import Attend
 from benchmarks.mla.inputs import Layers
 
@@ -17,13 +17,6 @@ def brief(error: BaseException) -> str:
     """An exception as one line of a table."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:200]
-
-
-def release() -> None:
-    """Give unused memory back."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def over_layers(layers: Layers, attend: Attend, captured: bool = True) -> Run:
@@ -63,7 +56,7 @@ def prepared(
             runs[name] = over_layers(layers, attend)
         except Exception as error:  # a library's own; the others can still be timed
             failed[name] = brief(error)
-            release()
+            free()
     return runs, errors, failed
 
 

@@ -16,9 +16,10 @@ import torch
 
 from attn_ops import get_backend
 from benchmarks.decode_step import build, filled_graph, our_session
+from benchmarks.figures import free
 from benchmarks.mla.decode import operator, operators
 from benchmarks.mla.inputs import Shape, make_layers
-from benchmarks.mla.runs import brief, over_layers, record, release
+from benchmarks.mla.runs import brief, over_layers, record
 
 Kernel = tuple[str, float]
 """Name, microseconds."""
@@ -84,7 +85,7 @@ def measure_step(
         except Exception as error:  # the others can still be measured
             made = make_layers(shape, device, 1)
             rows.append(record(name, made, float("nan"), kind="step", reason=brief(error)))
-        release()
+        free()
     return rows
 
 
@@ -98,7 +99,7 @@ def _measure(
     alone_us = _median([sums_of(kernels_of(run), names) for _ in range(rounds)])
     row = record(f"{name} alone", alone, alone_us, kind="step", kernels=dict.fromkeys(names, 0.0))
     del alone, run
-    release()
+    free()
     torch._dynamo.reset()
     model = build(deepseek_v2_lite(layers), "attn_ops")
     case = (shape.num_reqs, shape.context)

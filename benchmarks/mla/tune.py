@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.figures import free
 from benchmarks.mla.direct import Attend, triton_mla
 from benchmarks.mla.inputs import Layers, Shape, make_layers
-from benchmarks.mla.runs import layer_us, prepared, record, release
+from benchmarks.mla.runs import layer_us, prepared, record
 
 SHARED_MEMORY = 232448
 """Bytes a program may take on Hopper."""
@@ -113,7 +114,7 @@ def tune_decode(
         form = next(f for f in forms if describe(f) == best["name"])
         found += _time_splits(layers, form, best["splits"], rounds)
         del layers
-        release()
+        free()
     return found
 
 
@@ -176,7 +177,7 @@ def tune_project(
         for num_splits in sorted({1, 4, 16, _default_splits(layers)}):
             found += _time_project(layers, num_splits, rounds)
         del layers
-        release()
+        free()
     return found
 
 

@@ -11,8 +11,6 @@ tokens a step; bf16, random weights, greedy. Beside it Transformers' continuous 
 
 import argparse
 import dataclasses
-import gc
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import fx_passes
-from attn_ops.integrations.merged import merge_projections
-from benchmarks.attention import bar_table, commit, library_versions, number
-from benchmarks.decode_step import build, llama_3_8b
+from benchmarks.decode_step import build, llama_3_8b, merged
+from benchmarks.figures import bar_table, free, number, origin, parser_of, verdicts, write
 from benchmarks.graphs import tiny_llama
 from benchmarks.workload import ours, theirs
 from benchmarks.workload.bars import all_bars
@@ -47,9 +43,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     compare_tokens(rows, other)
     whole = on_gpu and args.layers == LAYERS and not args.requests
     return {
-        "commit": args.commit or commit(),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu, no graphs",
-        "versions": library_versions(),
+        **origin(args),
         "layers": args.layers,
         "workload": dataclasses.asdict(workload),
         "num_output_tokens": num_output_tokens(wishes),
@@ -66,10 +60,7 @@ def our_rows(
     """One session after the other on one compiled model."""
     on_gpu = args.device == "cuda"
     torch.manual_seed(0)  # both models have the same weights
-    model: Any = build(config, "attn_ops", args.device)
-    merge_projections(model)
-    if on_gpu:
-        model = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    model = merged(config, args.device)
     rows = []
     for mode, decode_steps in RUNS:
         if args.modes and mode not in args.modes:
@@ -107,12 +98,6 @@ def compare_tokens(rows: list[Ours], other: Theirs | None) -> None:
         pairs = list(zip(rows[0].tokens, one.tokens, strict=True)) if rows else []
         if pairs:
             one.same_tokens = sum(a == b for a, b in pairs) / len(pairs)
-
-
-def free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def without_tokens(row: Ours | Theirs) -> dict[str, Any]:
@@ -176,17 +161,12 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(row_table(result))
     console.print(kind_table(result))
     console.print(bar_table(result["bars"]))
-    verdicts = [bar["verdict"] for bar in result["bars"]]
-    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("met", "missed", "not measured"))
+    counts = verdicts(result["bars"])
     console.print(f"bars: {counts}; {result['seconds']:.0f} s, commit {result['commit']}")
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    found.add_argument("--device", default=default, choices=("cpu", "cuda"))
+    found = parser_of(__doc__)
     found.add_argument("--backend", default=None)
     found.add_argument("--layers", type=int, default=None, help="default: 32; 2 on a CPU")
     found.add_argument("--requests", type=int, default=None, help="fewer of them; no bars")
@@ -194,8 +174,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rounds", type=int, default=2, help="timed runs, the fastest counts")
     found.add_argument("--no-transformers", dest="transformers", action="store_false")
     found.add_argument("--report", action="store_true", help="print the report of every session")
-    found.add_argument("--commit", default=None, help="where the checkout has no .git")
-    found.add_argument("--json", default=None, help="write the figures here")
     return found
 
 
@@ -204,9 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.layers = args.layers or (LAYERS if args.device == "cuda" else 2)
     result = measure(args)
     show(result, Console(width=200))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write(args.json, result)
 
 
 if __name__ == "__main__":

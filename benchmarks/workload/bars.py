@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.attention_bars import Bar
+from benchmarks.figures import Bar
 from benchmarks.workload.ours import Ours
 from benchmarks.workload.theirs import Theirs
 

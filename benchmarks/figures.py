@@ -1,0 +1,111 @@
+"""Figures of a benchmark: where they are from, what is asked of them, and the file they go to."""
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from attn_ops.backends.measurements import library_versions
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """One figure and its bound."""
+
+    what: str
+    relation: str  # >=, > or <=
+    asked: float
+    measured: float | None
+
+    @property
+    def met(self) -> bool | None:
+        if self.measured is None:
+            return None
+        if self.relation == "<=":
+            return self.measured <= self.asked
+        return self.measured > self.asked if self.relation == ">" else self.measured >= self.asked
+
+    @property
+    def verdict(self) -> str:
+        return {None: "not measured", True: "met", False: "missed"}[self.met]
+
+    def as_dict(self) -> dict:
+        return dataclasses.asdict(self) | {"verdict": self.verdict}
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Arguments that every benchmark has."""
+    found = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    found.add_argument("--device", default=default, choices=("cpu", "cuda"))
+    found.add_argument("--commit", default=None, help="where the checkout has no .git")
+    found.add_argument("--json", default=None, help="write the figures here")
+    return found
+
+
+def origin(args: argparse.Namespace) -> dict[str, Any]:
+    """What was measured, on what and when."""
+    return {
+        "commit": args.commit or commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "versions": library_versions(),
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit; None outside of one."""
+    root = Path(__file__).parents[1]
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(
+            command, cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write(path: str | None, result: Mapping[str, Any]) -> None:
+    """The figures as JSON; without a path nothing."""
+    if path:
+        Path(path).write_text(json.dumps(result, indent=1))
+
+
+def free() -> None:
+    """Give unused memory back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def bar_table(bars: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="bars")
+    for column in ("bar", "asked", "measured", "verdict"):
+        table.add_column(column)
+    for fields in bars:
+        asked = f"{fields['relation']} {fields['asked']:g}"
+        table.add_row(fields["what"], asked, number(fields["measured"], 3), fields["verdict"])
+    return table
+
+
+def verdicts(bars: Sequence[dict[str, Any]]) -> str:
+    """How many bars were met."""
+    found = [bar["verdict"] for bar in bars]
+    return ", ".join(f"{found.count(v)} {v}" for v in ("met", "missed", "not measured"))

@@ -58,6 +58,15 @@ def only_our_backends() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small models run faster on it; for tests of hundreds of steps."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., Batch]:
     return build_batch

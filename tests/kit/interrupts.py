@@ -1,7 +1,8 @@
 """Interrupts at any line of chosen files."""
 
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 SESSION = tuple(
@@ -69,3 +70,34 @@ class Interrupt:
             return []
         finally:
             sys.settrace(before)
+
+
+Stepped = tuple[Interrupt, Any, Sequence[int], list[Any]]
+"""An interrupt, a session at its end, its requests, and what its steps have returned."""
+
+
+def stepped(
+    begun: Callable[[], tuple[Any, Sequence[int]]], number: int, files: tuple[str, ...]
+) -> Iterator[Stepped]:
+    """Sessions that were stepped to their ends: one as it is, and some with an interrupt.
+
+    Args:
+        begun: makes a session, and ids of its requests.
+        number: of random lines, each for another session.
+        files: where those lines are; the session without an interrupt counts them.
+    """
+    count = Interrupt(0, files)
+    session, ids = begun()
+    yield count, session, ids, _outputs(session, count)
+    for at in random.Random(0).sample(range(1, count.num_lines), number):
+        interrupt = Interrupt(at, files)
+        session, ids = begun()
+        yield interrupt, session, ids, _outputs(session, interrupt)
+
+
+def _outputs(session: Any, interrupt: Interrupt) -> list[Any]:
+    outputs = []
+    for _ in range(100):
+        if session.num_unfinished:
+            outputs += interrupt.during(session.step)
+    return outputs

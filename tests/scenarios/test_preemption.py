@@ -1,12 +1,9 @@
 """Sessions whose requests grow out of the cache: the tokens of sessions with room for all."""
 
 # pyright: reportOptionalMemberAccess=false
-import random
-
 import pytest
-import torch
 
-from tests.kit.interrupts import SHARING, Interrupt
+from tests.kit.interrupts import SHARING, stepped
 from tests.kit.models import build_model
 from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import (
@@ -19,18 +16,12 @@ from tests.kit.sessions import (
     uncaptured,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 6, [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 1], [9]]
 FAMILIES = ("mistral", "gemma2", "gpt_oss", "deepseek_v2")
 DRAWN = {"temperature": 1.0, "seed": 3}
 PENALIZED = DRAWN | {"presence_penalty": 0.5, "repetition_penalty": 1.2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tight(model, make=make_session, **options):
@@ -127,21 +118,12 @@ def test_interrupted_anywhere(model, number, shares):
         session = tight(model, captured_lazily, **options)
         return session, [session.add(p, 12) for p in PROMPTS[:4]]
 
-    session, _ = begun()
-    count = Interrupt(0, SHARING)
-    while session.num_unfinished:
-        count.during(session.step)
-    assert session.report().preemptions.num_preemptions > 0
-    for at in random.Random(0).sample(range(1, count.num_lines), number):
-        session, ids = begun()
-        interrupt = Interrupt(at, SHARING)
-        for _ in range(100):
-            if session.num_unfinished:
-                interrupt.during(session.step)
-        assert [session.result(i) for i in ids] == want, at
+    for interrupt, session, ids, _ in stepped(begun, number, SHARING):
+        assert [session.result(i) for i in ids] == want, interrupt.at
+        assert interrupt.at or session.report().preemptions.num_preemptions > 0
         for request in ids:
             session.discard(request)
-        assert is_empty(session), at
+        assert is_empty(session), interrupt.at
 
 
 @pytest.mark.slow

@@ -1,29 +1,21 @@
 """Sessions whose requests share prefixes: the tokens of sessions without, and fewer computed."""
 
 # pyright: reportOptionalMemberAccess=false
-import functools
-import random
-
 import pytest
 import torch
 
-from tests.kit.interrupts import SHARING, Interrupt
+from tests.kit.interrupts import SHARING, stepped
 from tests.kit.models import build_model
+from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import captured_lazily, drain, is_empty, make_session, poisoned, tokens_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SYSTEM = [5, 9, 33, 60, 2, 41, 17, 8, 8, 21, 50]
 PROMPTS = [SYSTEM + rest for rest in ([1], [2, 3], [], [1, 4, 4, 7, 30], [1], [2, 3, 5])]
 DRAWN = {"temperature": 1.0, "seed": 3}
 PENALIZED = DRAWN | {"presence_penalty": 0.5}
 FAMILIES = ("mistral", "gemma2", "gpt_oss", "deepseek_v2", "gemma3n")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sharing(model, make=make_session, **options):
@@ -243,93 +235,14 @@ def test_interrupted_anywhere(model, number):
         session.generate(PROMPTS[:1], 2)
         return session, [session.add(p, 7) for p in PROMPTS]
 
-    session, _ = begun()
-    count = Interrupt(0, SHARING)
-    while session.num_unfinished:
-        count.during(session.step)
-    assert count.seen == set(count.files)
-    for at in random.Random(0).sample(range(1, count.num_lines), number):
-        session, ids = begun()
-        interrupt = Interrupt(at, SHARING)
-        for _ in range(100):
-            if session.num_unfinished:
-                interrupt.during(session.step)
-        assert [session.result(i) for i in ids] == want, at
-        assert is_empty_after_discards(session, ids), at
-
-
-class Schedule:
-    """Random calls of a session, some of them interrupted; every result is that of one alone.
-
-    Args:
-        model: small.
-        alone: tokens of each of `PROMPTS`.
-        seed: of the schedule.
-    """
-
-    def __init__(self, model, alone, seed):
-        self.rng, self.alone = random.Random(seed), alone
-        choice = self.rng.choice
-        self.session = sharing(
-            model,
-            choice([make_session, captured_lazily]),
-            max_batch_size=choice([1, 2, 4]),
-            max_tokens_per_step=choice([3, 8, 64]),
-            cache_tokens=choice([40, 80, 200]),
-            decode_steps=choice([1, 3]),
-            num_draft_tokens=2,
-        )
-        self.want: dict[int, list[int]] = {}
-
-    def run(self):
-        for _ in range(self.rng.randrange(10, 40)):
-            action = self.rng.random()
-            if action < 0.35:
-                self.add()
-            elif action < 0.45 and self.want:
-                self.discard(self.rng.choice(list(self.want)))
-            elif action < 0.5:
-                self.session.forget_prefixes()
-            else:
-                self.step()
-        drain(self.session)
-        for request, tokens in self.want.items():
-            assert self.session.result(request).token_ids == tokens
-        assert is_empty_after_discards(self.session, self.want)
-
-    def add(self):
-        number, length = self.rng.randrange(len(PROMPTS)), self.rng.randrange(1, 9)
-        tokens, stop = self.alone[number][:length], []
-        if self.rng.random() < 0.3:
-            stop = [self.rng.choice(tokens)]
-            tokens = tokens[: tokens.index(stop[0]) + 1]
-        shares = self.rng.random() < 0.9
-        more = {"stop_token_ids": stop, "share_prefix": shares}
-        self.want[self.session.add(PROMPTS[number], length, **more)] = tokens
-
-    def discard(self, request):
-        del self.want[request]
-        at = self.rng.randrange(1, 200)
-        Interrupt(at, SHARING).during(lambda: self.session.discard(request))
-        self.session.discard(request)
-
-    def step(self):
-        run = self.session.step
-        if self.rng.random() < 0.3:
-            drafts = {request: self.draft(request) for request in self.want}
-            run = functools.partial(self.session.verify_draft, drafts)
-        at = self.rng.choice([0, self.rng.randrange(1, 1500)])
-        Interrupt(at, SHARING).during(run)
-
-    def draft(self, request):
-        known = len(self.session._requests[request].token_ids)
-        right = [*self.want[request][known:], 1, 2][:2]
-        return self.rng.choice([right, [right[0], 5], [3, 4]])
+    for interrupt, session, ids, _ in stepped(begun, number, SHARING):
+        assert [session.result(i) for i in ids] == want, interrupt.at
+        assert is_empty_after_discards(session, ids), interrupt.at
+        assert interrupt.at or interrupt.seen == set(interrupt.files)
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(400, marks=pytest.mark.slow)])
-def test_random_schedules(model, rounds):
-    alone = make_session(model, max_batch_size=1)
-    want = [alone.generate([p], 9)[0].token_ids for p in PROMPTS]
-    for seed in range(rounds):
-        Schedule(model, want, seed).run()
+def test_random_sessions(model, rounds):
+    alone = results_alone(model)
+    for seed in range(20_000, 20_000 + rounds):
+        run_session(model, alone, seed, share_prefixes=True)

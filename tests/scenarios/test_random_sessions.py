@@ -1,9 +1,10 @@
 """Random sessions: added, discarded, stopped, drafted, shared and interrupted at random places."""
 
 import pytest
-import torch
 
 from tests.kit.random_sessions import results_alone, run_session
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -14,9 +15,6 @@ def alone(model):
 @pytest.mark.parametrize("number", [20, pytest.param(400, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_requests_alone(model, alone, number):
     """`python -m tests.kit.random_sessions` runs thousands."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     first = 0 if number == 20 else 1000
     for seed in range(first, first + number):
         run_session(model, alone, seed)
-    torch.set_num_threads(before)

@@ -2,22 +2,15 @@
 
 # pyright: reportOptionalMemberAccess=false
 import pytest
-import torch
 
 from tests.kit.models import build_model
 from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import captured_lazily, is_empty, make_session, poisoned
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [list(range(1, 41)), [7] * 9, [3, 4], list(range(5, 30))]
 OPTIONS = {"max_batch_size": 4, "max_tokens_per_step": 8, "max_tokens": 64, "block_size": 4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -232,14 +232,12 @@ class Schedule:
         return found
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("number", [150, pytest.param(4000, marks=pytest.mark.slow)])
 def test_random_schedules(number):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     first = 0 if number == 150 else 1000
     for seed in range(first, first + number):
         try:
             Schedule(seed).run()
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
-    torch.set_num_threads(before)

@@ -7,6 +7,7 @@ import torch
 import fx_passes
 from graphs.cache import windows
 from graphs.verify.verifier import VerificationError
+from tests.kit.marks import slow
 from tests.kit.models import build_model
 from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import captured_lazily, is_empty, make_session, poisoned
@@ -14,7 +15,6 @@ from tests.kit.sessions import captured_lazily, is_empty, make_session, poisoned
 PROMPTS = [list(range(1, 61)), [7] * 30, [3, 4], list(range(5, 50)), [9] * 8]
 OPTIONS = {"max_tokens": 96, "max_tokens_per_step": 8}
 SAMPLED = {"temperature": 1.5, "seed": 5}
-FAMILIES = ["gemma2", "gpt_oss", "gemma3n"]
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_tokens_are_right_and_blocks_few(model, want, make, decode_steps):
     assert is_empty(session)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma2", *slow("gpt_oss", "gemma3n")])
 def test_families(family):
     """Compiled, in one graph; with layers that share caches and compute last rows only."""
     made = longer(family)

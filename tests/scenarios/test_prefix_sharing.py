@@ -225,7 +225,7 @@ def test_bad_arguments(model, arguments):
 # -- interrupts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_interrupted_anywhere(model, number):
     options = {"max_batch_size": 3, "max_tokens_per_step": 8, "cache_tokens": 72}
     want = make_session(model, **options).generate(PROMPTS, 7)

@@ -19,6 +19,7 @@ from tests.fx_passes.passes.fast_prefill_models import (
     seeded,
     write,
 )
+from tests.kit.marks import slow
 
 LAYERS = 5  # the last three see logits rows only
 
@@ -67,7 +68,7 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("case", TAKEN)
+@pytest.mark.parametrize("case", ["with what follows", *slow(*TAKEN)])
 def test_what_is_read_is_copied(case):
     """Two of five columns; the value itself is read by the copy and by the gather alone."""
     model = seeded(Inputs(TAKEN[case]))
@@ -122,7 +123,7 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("case", LEFT)
+@pytest.mark.parametrize("case", ["a part is read", "it is written", *slow(*LEFT)])
 def test_left_alone(case):
     model = seeded(Inputs(**LEFT[case]))
     fast, graph = graph_of(model)

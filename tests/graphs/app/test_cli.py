@@ -19,6 +19,7 @@ from graphs.app.presets import PRESETS, load
 from graphs.app.prompts import read_lines
 from graphs.app.run import run
 from graphs.app.tables import RunReport, print_run
+from tests.kit.marks import slow
 
 ROOT = Path(__file__).parents[3]
 
@@ -162,6 +163,7 @@ def test_token_ids_in_and_out(saved, prompts):
     assert "0 1 2 3 ... 40 tokens ->" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_drawn_at_random_in_another_dtype(saved, prompts):
     def tokens(*options: str) -> list[list[int]]:
@@ -243,7 +245,10 @@ def test_a_tokenizer_that_does_not_load_is_named(saved):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("-tiny")])
+@pytest.mark.parametrize(
+    "preset",
+    ["llama-tiny", *slow(*(n for n in PRESETS if n.endswith("-tiny") and n != "llama-tiny"))],
+)
 def test_presets_vary_and_equal_transformers(preset):
     report = run(RunArguments(model=preset, max_new_tokens=8))
     assert report.ok

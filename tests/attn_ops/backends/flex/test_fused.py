@@ -31,7 +31,8 @@ def random_batch(make_batch, generator, **options):
     return make_batch(query, [n + pick(0, 90) for n in query], backend=BACKEND, **options)
 
 
-@pytest.mark.parametrize("custom", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("custom", [False, True])
 def test_fused_graphs_do_not_depend_on_lengths(make_batch, fused, num_graphs, custom):
     """One for short queries, one for long ones; window, scale and cap are no part of them."""
     generator, before = torch.Generator().manual_seed(3), num_graphs()

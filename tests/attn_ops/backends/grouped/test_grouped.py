@@ -42,6 +42,7 @@ from tests.attn_ops.backends.grouped.grouped_layers import (
     mixed_batch,
     three_groups,
 )
+from tests.kit.marks import slow
 
 
 @pytest.fixture
@@ -306,8 +307,10 @@ def test_unavailable_group(three):
     ("family", "compiled", "options"),
     [
         ("gemma2", False, {"cudagraph_mode": "NONE"}),
-        ("gemma3", False, {"cudagraph_mode": "PIECEWISE", "debug": "eager_replay"}),
-        pytest.param("gemma2", True, {"cudagraph_mode": "NONE"}, marks=pytest.mark.slow),
+        *slow(
+            ("gemma3", False, {"cudagraph_mode": "PIECEWISE", "debug": "eager_replay"}),
+            ("gemma2", True, {"cudagraph_mode": "NONE"}),
+        ),
     ],
 )
 def test_session_generates_the_same_tokens(make_model, monkeypatch, family, compiled, options):

@@ -11,7 +11,8 @@ _RULES = (
     (
         SAMPLING,
         r"argmax|race_kernel|finish_kernel|finish_step|advance_step|take_tokens|kth_largest|"
-        r"nucleus|multinomial|topk|argsort|radixsort|softmax_warp",
+        r"nucleus|multinomial|topk|argsort|radixsort|softmax_warp|"
+        r"\b(?:count|bracket|narrow|gather_bins|search)_kernel",  # top-k and top-p
     ),
     (
         ATTENTION,
@@ -22,7 +23,7 @@ _RULES = (
     (
         PRODUCTS,
         r"gemm|gemv|nvjet|cutlass|cublas|splitk|skinny|\b(?:add|b|badd|scaled_)*mm\b|_scaled_mm|"
-        r"triton_tem|linear|matmul|mkl|xmma",
+        r"triton_tem|linear|matmul|mkl|xmma|norm_mm|gated_mlp|\bfused_kernel",
     ),
     (
         POINTWISE,
@@ -30,6 +31,7 @@ _RULES = (
         r"softmax|cat|index|copy_kernel|fill|where|pow|mean|mul|add|silu|rsqrt|embedding",
     ),
 )
+_OURS = re.compile(r"\battn_ops(?:\.|::)")
 _COMPILED = tuple((group, re.compile(rule, re.IGNORECASE)) for group, rule in _RULES)
 
 
@@ -38,4 +40,5 @@ def group_of(name: str) -> str:
     # A fused kernel of Inductor is named after all that is in it, also attention that it prepares.
     if re.match(r"(?:triton_(?:poi|red|per|unk|for)|cpp)_fused", name):
         return KV_WRITE if "index_put" in name else POINTWISE
+    name = _OURS.sub("", name)  # else all of our operators were attention
     return next((group for group, rule in _COMPILED if rule.search(name)), OTHER)

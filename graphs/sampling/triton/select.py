@@ -4,7 +4,7 @@
 2. `bracket_kernel`: the bin of the k-th largest, and the bins between which top-p ends. A count
    says of a bin's probability as much as its width: a factor of exp(1 / STEPS).
 3. `narrow_kernel`: the probability of PARTS of those bins, and of all that lies above them.
-4. `gather_kernel`: the numbers of the k-th's bin, and of the part in which top-p ends.
+4. `gather_bins_kernel`: the numbers of the k-th's bin, and of the part in which top-p ends.
 5. `search_kernel`: the thresholds among the gathered numbers, from the highest bit down.
 
 Counts and probabilities are integers, so no sum depends on an order: a row has the same thresholds
@@ -181,7 +181,7 @@ def narrowed(sums_ptr, brackets_ptr, bounds_ptr, row, top_p, PARTS: tl.constexpr
 
 
 @triton.jit
-def gather_kernel(
+def gather_bins_kernel(
     gathered_ptr,  # [R, V] float32: of the k-th's bin from the left, of top-p from the right
     sizes_ptr,  # [R, 2] int32, zero: how many
     x_ptr,  # [R, V] float32
@@ -295,7 +295,7 @@ def thresholds(x: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor) -> torch.T
         count_kernel[grid](counts, *row, *size, **chunks)
         bracket_kernel[(num_rows,)](brackets, bounds, counts, k, top_p, num_columns, **bins)
         narrow_kernel[grid](sums, *row, brackets, top_p, *size, PARTS=PARTS, **chunks)
-        gather_kernel[grid](
+        gather_bins_kernel[grid](
             gathered, sizes, *row, brackets, bounds, sums, top_p, *size, PARTS=PARTS, **chunks
         )
         search_kernel[(num_rows,)](

@@ -170,10 +170,29 @@ def test_sizes(text, words, at_3):
         ("race_kernel", "sampling"),
         ("finish_step_kernel", "sampling"),
         ("Memcpy DtoD (Device -> Device)", "other"),
+        ("torch.ops.attn_ops.skinny_mm.default", "products"),
+        ("torch.ops.attn_ops.norm_mm.default", "products"),
+        ("attn_ops::gated_mlp", "products"),
+        ("torch.ops.attn_ops.attention.default", "attention"),
+        ("attn_ops::write_kv", "KV write"),
+        ("attn_ops::slot_mapping", "other"),
+        ("fused_kernel", "products"),
     ],
 )
 def test_groups(name, group):
     assert group_of(name) == group
+
+
+@pytest.mark.parametrize("folder", ["sampling", "step"])
+def test_all_kernels_around_the_model_are_sampling(folder):
+    found = {
+        node.name: group_of(node.name)
+        for path in Path(graphs.__file__).parent.glob(f"{folder}/triton/*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    }
+    assert len(found) > 1
+    assert set(found.values()) == {"sampling"}, found
 
 
 def test_of_what_inductor_writes_now(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from attn_ops.compat.cuda_driver import Status, driver
 from graphs.capture.addresses import AddressBook
 from graphs.capture.failures import CaptureError, Failure, diagnosing
-from graphs.capture.pool import GraphPool, capturing
+from graphs.capture.pool import GraphPool, capturing, paused_collector
 
 pytestmark = pytest.mark.gpu
 
@@ -62,8 +62,9 @@ class Step:
         self.tokens.copy_(self.sample(self.model(self.x)))
 
     def captured(self, pool):
+        """As recorders do: a graph that the collector frees meanwhile would end the capture."""
         graph = torch.cuda.CUDAGraph()
-        with pool.capturing(graph):
+        with paused_collector(), pool.capturing(graph):
             self()
         return graph
 

@@ -47,6 +47,7 @@ class AutoMetadataBuilder(AttentionMetadataBuilder):
     """A builder of each backend; every batch goes to one of them."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
+    takes_windows = True
 
     def used(self) -> set[str]:
         """Names of the backends that batches may go to."""

@@ -120,5 +120,14 @@ class Backend:
         options: AttentionOptions | LatentOptions,
         spec: AttentionSpec,
     ) -> Layer:
-        """What computes a call that the backend supports."""
+        """What computes a call that the backend supports.
+
+        Raises:
+            ValueError: the layer has blocks of its own, and the metadata only those of the others.
+        """
+        if spec.sliding_window is not None and meta.common.window_block_table_tensor is not None:
+            raise ValueError(
+                "attn_metadata must be that of a builder with takes_windows, as layers with a "
+                f"window have blocks of their own, got that of another with backend {self.name}"
+            )
         return Layer(None if self.plan_of is None else self.plan_of(meta, spec))

@@ -232,13 +232,12 @@ class AttentionMetadata(OpaqueBase):
         options: AttentionOptions,
         attention_chunk_size: int | None,
     ) -> Layer:
-        window = self.views.window
-        if window is not None and options.sliding_window is not None:
-            return window.layer(q, kv_cache, options).of_part(window)
-        if attention_chunk_size is None:
+        part = self.views.window if options.sliding_window is not None else None
+        if attention_chunk_size is not None:
+            part = self._virtual(attention_chunk_size, options)
+        if part is None:
             return self.backend.resolve(self, q, kv_cache, options)
-        virtual = self._virtual(attention_chunk_size, options)
-        return virtual.layer(q, kv_cache, options).of_part(virtual)
+        return part.layer(q, kv_cache, options).of_part(part)
 
     def _virtual(self, chunk: int, options: AttentionOptions) -> "AttentionMetadata":
         """The virtual batches for layers of chunked local attention."""

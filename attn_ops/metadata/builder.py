@@ -49,6 +49,8 @@ class AttentionMetadataBuilder(Generic[M]):
         needs_mirrors: no plan can be made where they are missing.
         plans_in_turn: a plan may overwrite one that the device has yet to copy: it is made only
             after the step before has begun.
+        takes_windows: layers with a window may have blocks of their own. False of a class that
+            overrides what builds metadata, unless it says otherwise.
 
     Raises:
         ValueError: the backend does not support a geometry; the reasons are in the message.
@@ -59,6 +61,13 @@ class AttentionMetadataBuilder(Generic[M]):
     plans_on_host: ClassVar[bool] = False
     needs_mirrors: ClassVar[bool] = False
     plans_in_turn: ClassVar[bool] = False
+    takes_windows: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        builds = {"build", "build_for_cudagraph_capture", "prepare_capture"}
+        if builds & vars(cls).keys() and "takes_windows" not in vars(cls):
+            cls.takes_windows = False
 
     def __init__(
         self,
@@ -176,7 +185,7 @@ class AttentionMetadataBuilder(Generic[M]):
         return Views(chunked=self._chunked(common), logits_rows=rows, **parts)
 
     def _chunked(self, common: CommonAttentionMetadata) -> Mapping[int, AttentionMetadata]:
-        chunked, common = {}, common.of_windows()
+        chunked = {}
         on_device = not self.plans_on_host or common.query_start_loc_cpu is None
         for chunk in {s.attention_chunk_size for s in self.specs if s.attention_chunk_size}:
             virtual = make_local_attention_virtual_batches(

@@ -60,6 +60,8 @@ def make_local_attention_virtual_batches(
 ) -> CommonAttentionMetadata:
     """The batch's virtual batches, as a batch; rows and slots are those of the batch.
 
+    Where layers with a window have blocks of their own, so have layers that attend in chunks.
+
     Args:
         attn_chunk_size: C, a multiple of the block size.
         common_attn_metadata: the batch; its CPU mirrors are read, unless `on_device`.
@@ -81,7 +83,7 @@ def make_local_attention_virtual_batches(
         ValueError: the chunk is not a multiple of the block size, mirrors are needed and not there,
             the bound or `out` is too small, or `out` holds the batch itself. Nothing is written.
     """
-    common, chunk = common_attn_metadata, attn_chunk_size
+    common, chunk = common_attn_metadata.of_windows(), attn_chunk_size
     block_size = block_size or common.block_size or 0
     _check_chunk(chunk, block_size)
     if on_device:

@@ -91,8 +91,9 @@ class CommonAttentionMetadata:
 
     def of_windows(self) -> "CommonAttentionMetadata":
         """The batch as layers with a window have it: over blocks of their own, if there are any."""
-        if self.window_block_table_tensor is None or self.window_slot_mapping is None:
+        if self.window_block_table_tensor is None:
             return self
+        assert self.window_slot_mapping is not None, "both are given, or none"
         return self.replace(
             block_table_tensor=self.window_block_table_tensor,
             slot_mapping=self.window_slot_mapping,

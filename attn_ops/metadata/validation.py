@@ -56,6 +56,8 @@ class Batch(Protocol):
     encoder_seq_lens: np.ndarray | torch.Tensor | None
     seq_lens_cpu_upper_bound: torch.Tensor | None
     positions: torch.Tensor | None
+    window_block_table_tensor: torch.Tensor | None
+    window_slot_mapping: torch.Tensor | None
     logits_indices: torch.Tensor | None
     logits_indices_cpu: torch.Tensor | None
 
@@ -88,6 +90,11 @@ def check_form(common: Batch) -> None:
             raise ValueError(
                 f"{name} must have contiguous entries, got a stride of {tensor.stride(-1)}"
             )
+    if (common.window_block_table_tensor is None) != (common.window_slot_mapping is None):
+        raise ValueError(
+            "window_block_table_tensor and window_slot_mapping must both be given or both be None, "
+            "got one of them"
+        )
 
 
 def check_values(
@@ -164,10 +171,12 @@ def _check_counts(common: Batch) -> None:
             f"got {rows_cpu.shape[0]}"
         )
     rows = common.slot_mapping.shape[0]
-    if common.positions is not None and common.positions.shape[0] != rows:
-        raise ValueError(
-            f"positions must have {rows} entries like slot_mapping, got {common.positions.shape[0]}"
-        )
+    for name in ("positions", "window_slot_mapping"):
+        tensor = getattr(common, name)
+        if tensor is not None and tensor.shape[0] != rows:
+            raise ValueError(
+                f"{name} must have {rows} entries like slot_mapping, got {tensor.shape[0]}"
+            )
     encoder = common.encoder_seq_lens
     if encoder is not None and len(encoder) != common.num_reqs:
         raise ValueError(
@@ -238,6 +247,9 @@ def _check_slots(common: Batch, num_blocks: int | None, block_size: int | None) 
         limit = num_blocks * block_size
     outside_T = (slots_T < -1) | (slots_T >= limit)
     _refuse(outside_T, "slot_mapping", slots_T, f"hold -1 or slots from 0 to {limit - 1}")
+    if common.window_slot_mapping is not None:
+        own_T = common.window_slot_mapping.cpu().numpy()
+        _refuse(own_T < -1, "window_slot_mapping", own_T, "hold -1 or slots")
 
 
 def _check_padding(common: Batch, start: np.ndarray, seq_lens: np.ndarray) -> None:

@@ -34,7 +34,7 @@ class Windows:
         """What layers need.
 
         All have the same blocks where prefixes are shared, where whole lengths are reserved, and
-        where the backend plans in turn on the host.
+        where the backend's builder does not take two kinds.
 
         Args:
             specs: of the layers.
@@ -48,7 +48,7 @@ class Windows:
         config = model.config.get_text_config()
         may = getattr(config, "_attn_implementation", None) == "attn_ops"
         may = may and not options.share_prefixes and options.lookahead is not None
-        if not (may and whole and windowed and not builder.plans_in_turn):
+        if not (may and whole and windowed and builder.takes_windows):
             return cls(None, *sizes)
         return cls(_blocks_of_a_batch(windowed, options), *sizes)
 

@@ -1,10 +1,15 @@
 """Sessions of models in which some layers have a window: those have few blocks of their own."""
 
 # pyright: reportOptionalMemberAccess=false
+import dataclasses
+
 import pytest
 import torch
 
 import fx_passes
+from attn_ops import get_backend, register_backend
+from attn_ops.backends import registry
+from attn_ops.metadata import AttentionMetadata
 from graphs.cache import windows
 from graphs.verify.verifier import VerificationError
 from tests.kit.marks import slow
@@ -142,6 +147,20 @@ def test_where_all_layers_have_the_same_blocks(model, options):
     session = make_session(model, **(OPTIONS | options))
     assert session.cache.window_pool is None
     assert len({cache.shape[0] for cache in session.cache.tensors}) == 1
+
+
+class OwnBuilder(get_backend("TORCH").builder):
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        return AttentionMetadata(common_attn_metadata, self.backend, {}, self.block_size)
+
+
+def test_a_backend_that_builds_by_itself(model, want, monkeypatch):
+    """It knows nothing of blocks of windows: all layers share theirs."""
+    monkeypatch.setattr(registry, "_registered", {})
+    register_backend(dataclasses.replace(get_backend("TORCH"), name="OWN", builder=OwnBuilder))
+    session = poisoned(make_session(model, backend="OWN", **OPTIONS))
+    assert session.cache.window_pool is None
+    assert session.generate(PROMPTS, 20, **SAMPLED) == want
 
 
 @pytest.mark.parametrize("number", [10, pytest.param(300, marks=pytest.mark.slow)])

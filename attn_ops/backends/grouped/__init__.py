@@ -88,6 +88,7 @@ def grouped_backend(
             "cudagraph_support": _weakest(parts),
             "plans_on_host": any(part.builder.plans_on_host for part in parts),
             "plans_in_turn": any(getattr(part.builder, "plans_in_turn", False) for part in parts),
+            "takes_windows": all(getattr(part.builder, "takes_windows", False) for part in parts),
         },
     )
     unavailable = functools.partial(_unavailable, tuple(parts))

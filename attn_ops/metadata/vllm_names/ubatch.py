@@ -97,6 +97,8 @@ def _make_metadata_with_slice(
         dcp_local_seq_lens=None if cut else _part(attn_metadata.dcp_local_seq_lens, requests),
         positions=_part(attn_metadata.positions, tokens),
         num_logits=None,
+        window_block_table_tensor=_part(attn_metadata.window_block_table_tensor, requests),
+        window_slot_mapping=_part(attn_metadata.window_slot_mapping, tokens),
         **changes,
     )
 

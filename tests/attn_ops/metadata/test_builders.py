@@ -7,8 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from attn_ops import PAD_SLOT_ID, AttentionSpec, CommonAttentionMetadata, get_backend
-from attn_ops.metadata import AttentionCGSupport, AttentionMetadataBuilder
+from attn_ops import (
+    PAD_SLOT_ID,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    get_backend,
+    grouped_backend,
+)
+from attn_ops.metadata import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    make_local_attention_virtual_batches,
+)
 from attn_ops.ops import attention, write_kv
 from tests.attn_ops.metadata.ragged import int32, int64
 
@@ -167,6 +178,68 @@ def test_layers_with_a_window_read_blocks_of_their_own(feature, backend):
         want = attention(q, cache, plain, 0.25, **option)
         assert want[:9].isfinite().all()
         assert torch.equal(attention(q, cache, meta, 0.25, **option)[:9], want[:9])
+
+
+@pytest.fixture
+def split() -> CommonAttentionMetadata:
+    """Layers with a window have other blocks."""
+    tables = table(1), table(1) + 4
+    batch, own = (CommonAttentionMetadata.from_lengths([2], [7], t, 4) for t in tables)
+    return batch.replace(
+        window_block_table_tensor=own.block_table_tensor, window_slot_mapping=own.slot_mapping
+    )
+
+
+@pytest.mark.parametrize("method", ["build", "build_for_cudagraph_capture", "prepare_capture"])
+def test_a_builder_that_may_leave_the_windows_out_does_not_take_them(split, method):
+    """Their layers are never sent to blocks of the others."""
+
+    def without(self, *args: Any, **keywords: Any) -> AttentionMetadata:
+        return AttentionMetadata(split, self.backend, {}, self.block_size)
+
+    base = get_backend("TORCH")
+    own = type("OwnBuilder", (base.builder,), {method: without})
+    assert base.builder.takes_windows
+    assert not own.takes_windows
+    assert type("Declared", (own,), {method: without, "takes_windows": True}).takes_windows
+    backend = dataclasses.replace(base, name="OWN", builder=own)
+    spec = AttentionSpec(2, 1, 8, torch.float32, sliding_window=4)
+    builder = backend.builder(backend, [spec], 4, "cpu")
+    arguments = (0, split) if method == "build" else (split,)
+    meta = getattr(builder, method)(*arguments)
+    q, cache = torch.ones(2, 2, 8), torch.ones(9, 2, 4, 1, 8)
+    assert attention(q, cache, meta, 1.0).eq(1).all()
+    with pytest.raises(ValueError, match="attn_metadata must be that of a builder with takes_wind"):
+        attention(q, cache, meta, 1.0, sliding_window=4)
+
+
+def test_grouped_builders_take_windows_if_all_groups_do(split):
+    base = get_backend("TORCH")
+
+    class OwnBuilder(base.builder):
+        def build(self, *args: Any, **keywords: Any) -> Any:
+            return super().build(*args, **keywords)
+
+    other = dataclasses.replace(base, name="OTHER", builder=OwnBuilder)
+    for group, takes in ((get_backend("TRITON"), True), (other, False)):
+        grouped = grouped_backend({lambda spec: bool(spec.sliding_window): group}, default=base)
+        assert grouped.builder.takes_windows == takes
+
+
+def test_a_layer_has_a_window_or_chunks(split):
+    backend = get_backend("TORCH")
+    spec = AttentionSpec(2, 1, 8, torch.float32, sliding_window=4)
+    meta = backend.builder(backend, [spec], 4, "cpu").build(0, split)
+    q, cache = torch.ones(2, 2, 8), torch.ones(9, 2, 4, 1, 8)
+    with pytest.raises(ValueError, match="sliding_window must be None with attention_chunk_size"):
+        attention(q, cache, meta, 1.0, sliding_window=4, attention_chunk_size=4)
+
+
+def test_chunks_are_those_of_windows(split):
+    virtual = make_local_attention_virtual_batches(4, split, 4)
+    own = make_local_attention_virtual_batches(4, split.of_windows(), 4)
+    assert torch.equal(virtual.block_table_tensor, own.block_table_tensor)
+    assert virtual.slot_mapping is own.slot_mapping
 
 
 def test_slots_of_two_kinds_must_be_given():

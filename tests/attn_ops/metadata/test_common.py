@@ -338,6 +338,30 @@ def test_form_is_checked(common, name):
             common.replace(**{name: torch.cat([right, right[:1]])})
 
 
+WINDOWS = {
+    "window_block_table_tensor": int32([[1, 2], [3, 4]]),
+    "window_slot_mapping": int64([8, 12, 13]),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_blocks_of_windows_come_with_their_slots(common, name):
+    split = common.replace(**WINDOWS)
+    assert split.of_windows().slot_mapping is WINDOWS["window_slot_mapping"]
+    with pytest.raises(ValueError, match="must both be given or both be None"):
+        common.replace(**{name: WINDOWS[name]})
+    for wrong in (WINDOWS[name].double(), WINDOWS[name][None, None]):
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            split.replace(**{name: wrong})
+
+
+def test_slots_of_windows_are_validated(common):
+    common.replace(**WINDOWS).validate()
+    for wrong in (int64([8, 12]), int64([8, -2, 13])):
+        with pytest.raises(ValueError, match=r"^window_slot_mapping must"):
+            common.replace(**WINDOWS | {"window_slot_mapping": wrong}).validate()
+
+
 @pytest.mark.parametrize("name", [n for n in FORMS if n not in ("seq_lens", "is_prefilling")])
 def test_device_is_checked(common, name):
     with pytest.raises(ValueError, match=f"^{name} must"):

@@ -303,6 +303,20 @@ def test_micro_batches_and_logits_rows():
     assert len({t.data_ptr() for t in (*kept, rows)}) == 4
 
 
+def test_blocks_of_windows_are_cut_like_those_of_other_layers():
+    tables = int32([[1, 2], [3, 4]]), int32([[5, 6], [7, 8]])
+    common, own = (from_lengths([1, 4], [5, 4], table, 4) for table in tables)
+    split = common.replace(
+        window_block_table_tensor=own.block_table_tensor, window_slot_mapping=own.slot_mapping
+    )
+    for requests, tokens in ((slice(0, 2), slice(0, 3)), (slice(1, 2), slice(2, 5))):
+        cut = UBatchSlice(requests, tokens)
+        got = _make_metadata_with_slice(cut, split).of_windows()
+        want = _make_metadata_with_slice(cut, own)
+        assert torch.equal(got.block_table_tensor, want.block_table_tensor)
+        assert torch.equal(got.slot_mapping, want.slot_mapping)
+
+
 def test_padding_cut_in_two():
     common = from_lengths([3, 3], [9, 3], [[1, 2, 3], [0, 0, 0]], 4)
     for lens in (common.seq_lens, common.seq_lens_cpu):

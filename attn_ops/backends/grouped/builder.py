@@ -210,7 +210,9 @@ def _planless(
 ) -> AttentionMetadata:
     """Metadata made before the capture of a group that has nothing to compute in the graph."""
     metadata = builder.build_for_cudagraph_capture(common)
-    if not metadata.views.chunked and all(plan is None for plan in metadata.plans.values()):
+    views, window = metadata.views, metadata.views.window
+    plans = [*metadata.plans.values(), *(window.plans.values() if window is not None else ())]
+    if not views.chunked and all(plan is None for plan in plans):
         return metadata
     raise ValueError(
         f"group {builder.backend.name} must plan nothing in a captured graph beside "

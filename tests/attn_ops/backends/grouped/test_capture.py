@@ -123,6 +123,20 @@ def test_plans_in_the_graph_beside_plans_on_the_host(on_host, builder, specs, re
         assert made.prepare_capture(decode()) is not None
 
 
+def test_plans_of_windows_beside_plans_on_the_host(on_host):
+    """Layers with a window, whose blocks are their own, are planned apart from the others."""
+    common = decode()
+    common = common.replace(
+        window_block_table_tensor=common.block_table_tensor, window_slot_mapping=common.slot_mapping
+    )
+    on_device = fake("DEVICE", Level.ALWAYS, InGraph)
+    host = fake("HOST", Level.UNIFORM_SINGLE_TOKEN_DECODE, on_host)
+    backend = grouped_backend({SLIDING: on_device}, default=host)
+    made = backend.builder(backend, [FULL, SLIDING], 16, "cpu")
+    with pytest.raises(ValueError, match="group DEVICE must plan nothing in a captured graph"):
+        made.prepare_capture(common)
+
+
 def test_a_group_too_weak_for_a_capture_refuses_to_be_in_it(make_batch, three):
     batch = mixed_batch(make_batch)
     builder = three.builder(three, list(LAYERS), 16, "cpu")

@@ -18,7 +18,6 @@ import dataclasses
 import datetime
 import importlib
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,7 +42,7 @@ from attn_ops.block_layout import BlockLayout, BlockTables, flex_block_mask
 from benchmarks.attention import after_itself_us, copy_rate
 from benchmarks.attention_cases import Case
 from benchmarks.direct import flash_attn
-from benchmarks.figures import commit, free
+from benchmarks.figures import commit, free, write
 
 CASES = {
     "cuda": [
@@ -358,9 +357,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     }
     if not args.tune:
         show(rows, console)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write(args.json, result)
     return result
 
 

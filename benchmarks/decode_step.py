@@ -26,6 +26,7 @@ from rich.table import Table
 import fx_passes
 from attn_ops.integrations import transformers as integration
 from attn_ops.integrations.merged import merge_projections
+from benchmarks.figures import write
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
 from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
@@ -300,9 +301,7 @@ def main() -> None:
     result = measure(args)
     show(result)
     print(json.dumps(result, indent=1))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write(args.json, result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the smallest case. The floor is that of `benchmarks.floor`.
 import argparse
 import contextlib
 import gc
-import json
 import time
 from typing import Any
 
@@ -20,7 +19,7 @@ from rich.table import Table
 from attn_ops.early_launch import launched_in_turn
 from attn_ops.integrations.merged import merge_projections
 from benchmarks.decode_step import build, filled_graph, llama_3_8b, our_session, ours_ms
-from benchmarks.figures import commit
+from benchmarks.figures import commit, write
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
 from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import DecodeSession
@@ -92,9 +91,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             result["rows"][label], caches = measure_lever(model, name, cases, args.repeats)
         except Exception as error:
             result["rows"][label] = {"error": f"{type(error).__name__}: {error}"[:300]}
-        if args.json:  # what is measured is kept if the time runs out
-            with open(args.json, "w") as file:
-                json.dump(result, file)
+        write(args.json, result)  # what is measured is kept if the time runs out
     if args.floor and caches is not None:
         del model
         gc.collect()
@@ -131,9 +128,7 @@ def main() -> None:
     parser.add_argument("--json", default=None, help="write the result here")
     args = parser.parse_args()
     result = measure(args)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file)
+    write(args.json, result)
     show(result, args.cases)
 
 

@@ -30,6 +30,7 @@ from attn_ops.metadata import (
     split_attn_metadata,
     split_decodes_and_prefills,
 )
+from benchmarks.figures import write
 from benchmarks.timing import capture, median_ms
 
 SIZES = (1, 16, 64, 256, 1024)
@@ -240,9 +241,7 @@ def main() -> None:
     }
     show(result)
     print(json.dumps(result))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write(args.json, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ the chunks 2 us, with an early start 5 us; 14 were measured.
 """
 
 import argparse
-import json
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attn_ops.backends.measure import interleaved_us, interval_us
-from benchmarks.figures import commit
+from benchmarks.figures import commit, write
 from benchmarks.timing import capture
 from graphs.sampling import FIELDS, sample
 from graphs.sampling.argmax import argmax, torch_argmax
@@ -83,9 +82,7 @@ def main() -> None:
     parser.add_argument("--json", default=None, help="write the result here")
     args = parser.parse_args()
     rows = [r for n in args.rows for scale in args.scale for r in measure(n, scale, args.rounds)]
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"commit": commit(), "rows": rows}, file)
+    write(args.json, {"commit": commit(), "rows": rows})
     table = Table(title="microseconds")
     for column in ("what", "rows", "scale", "equal", "ours", "before"):
         table.add_column(column, justify="right")

@@ -90,7 +90,8 @@ class BlockPool:
         blocks = [*old.blocks, *match.blocks]
         blocks += [self._taken() for _ in range(-(-num_tokens // self.block_size) - len(blocks))]
         for block in blocks[len(old.blocks) :]:
-            self._owners[block] += 1
+            if block != NULL_BLOCK:
+                self._owners[block] += 1
         copied = old.copied
         if match.source is not None:
             copied = match.source, blocks[len(match.blocks)]

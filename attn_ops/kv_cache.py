@@ -4,6 +4,7 @@ P physical blocks (block 0 is the null block), B block size, K kv heads, H head 
 M blocks a request may own.
 """
 
+import functools
 import math
 import os
 from collections.abc import Hashable, Sequence
@@ -161,7 +162,7 @@ class PagedKVCache:
         if window is None:
             return True
         wanted = num_tokens if window_tokens is None else window_tokens
-        return window.needed(request, wanted) + spare <= window.num_available
+        return window.needed(request, wanted, match.of_windows) + spare <= window.num_available
 
     def reserve(
         self,
@@ -190,14 +191,14 @@ class PagedKVCache:
             return self.pool.reserve(request, num_tokens, match)
         wanted = num_tokens if window_tokens is None else window_tokens
         window = self.window_pool
-        needed = window.needed(request, wanted)
+        needed = window.needed(request, wanted, match.of_windows)
         if needed > window.num_available:
             raise OutOfBlocksError(
                 f"request {request!r} needs {needed} more blocks for layers with a window, "
                 f"{window.num_available} of {window.num_blocks - 1} are free"
             )
         blocks = self.pool.reserve(request, num_tokens, match)
-        window.reserve(request, wanted, NO_MATCH)
+        window.reserve(request, wanted, match.of_windows)
         return blocks
 
     def rooms(self, request: Hashable) -> tuple[int, int]:
@@ -237,7 +238,8 @@ class PagedKVCache:
         self._known(request)
         (self.window_pool or self.pool).release(request, num_blocks)
 
-    @property
+    # Cached: asked for every request of a step.
+    @functools.cached_property
     def window(self) -> int | None:
         """Tokens that the layers see whose blocks `release` gives back, the newest one among them;
         None: one of them sees all, and has no blocks of its own.
@@ -258,9 +260,32 @@ class PagedKVCache:
     # -- prefixes ----------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int], keys: Sequence[Key]) -> Match:
-        """What is held of `tokens`, which a request begins with; `keys`: their `block_keys`."""
+        """What is held of `tokens`, which a request begins with; `keys`: their `block_keys`.
+
+        Where layers with a window have blocks of their own: full blocks, of which those hold the
+        ones that the next token sees.
+        """
         self.pool.settle()
-        return self.pool.index.find(tokens, keys, self.block_size)
+        found = self.pool.index.find(tokens, keys, self.block_size)
+        if self.window_pool is None:
+            return found
+        self.window_pool.settle()
+        held = [self.window_pool.index.block_of(key) for key in keys[: len(found.blocks)]]
+        number = len(held)
+        while number and None in held[self.first_seen(number * self.block_size) : number]:
+            number -= 1
+        first = self.first_seen(number * self.block_size)
+        own = [NULL_BLOCK] * first + [block for block in held[first:number] if block is not None]
+        return Match(found.blocks[:number], number * self.block_size, None, tuple(own))
+
+    def first_seen(self, num_computed: int) -> int:
+        """The first block that layers with a window see of so many computed tokens, or later.
+
+        One that is not full is kept: every slot of the first block is written.
+        """
+        assert self.window is not None, "some layers have a window"
+        window = max(self.window, self.block_size + 1)
+        return max(0, (num_computed - window + 1) // self.block_size)
 
     def keep(self, request: Hashable, tokens: Sequence[int], keys: Sequence[Key]) -> None:
         """The blocks of `request` hold `tokens`, its first ones; from here on others find them.
@@ -269,17 +294,23 @@ class PagedKVCache:
         `keys`: their `block_keys`. Of a request whose partial block is not copied yet, nothing is
         kept.
         """
-        table, size = self._known(request), self.block_size
-        if table.copied is not None:
+        if self._known(request).copied is not None:
             return
-        parents, known = [ROOT, *keys], self.pool.index.contents
+        for pool in (self.window_pool, self.pool):
+            if pool is not None:
+                self._keep(pool, pool.tables[request].blocks, tokens, keys)
+
+    def _keep(
+        self, pool: BlockPool, blocks: Sequence[int], tokens: Sequence[int], keys: Sequence[Key]
+    ) -> None:
+        parents, known, size = [ROOT, *keys], pool.index.contents, self.block_size
         contents = {}
-        for i, (block, key) in enumerate(zip(table.blocks, keys, strict=False)):
+        for i, (block, key) in enumerate(zip(blocks, keys, strict=False)):
             if block == NULL_BLOCK:
                 continue  # given back: nobody sees its tokens any more
             if block not in known or known[block].key != key:
                 contents[block] = Content(key, parents[i], tuple(tokens[i * size : (i + 1) * size]))
-        self.pool.keep(contents)
+        pool.keep(contents)
 
     def copy_partial(self) -> None:
         """Launch the copies of partial blocks that `reserve` has promised, without a host wait.
@@ -298,6 +329,8 @@ class PagedKVCache:
 
     def forget_prefixes(self) -> None:
         """Find no tokens any more that were kept; requests go on as they are."""
+        if self.window_pool is not None:
+            self.window_pool.forget()
         self.pool.forget()
 
     @property

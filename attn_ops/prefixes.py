@@ -35,11 +35,19 @@ class Match:
         blocks: full blocks, which several requests may own.
         num_tokens: that need not be computed: those of `blocks`, and those that are copied.
         source: the block whose first tokens are copied; None: none are.
+        window_blocks: the same blocks of layers with a window, where they have their own: the null
+            block for those behind it. None: they have not.
     """
 
     blocks: tuple[int, ...] = ()
     num_tokens: int = 0
     source: int | None = None
+    window_blocks: tuple[int, ...] | None = None
+
+    @property
+    def of_windows(self) -> "Match":
+        """The match in the blocks of layers with a window."""
+        return Match(self.window_blocks or (), self.num_tokens)
 
 
 NO_MATCH = Match()
@@ -117,6 +125,10 @@ class PrefixIndex:
         parent = keys[len(blocks) - 1] if blocks else ROOT
         source, number = self._longest(parent, tuple(tokens[begin : begin + block_size]))
         return Match(tuple(blocks), begin + number, source)
+
+    def block_of(self, key: Key) -> int | None:
+        """The full block with a key; None: it is not held."""
+        return self._blocks.get(key)
 
     def _longest(self, parent: Key, rest: tuple[int, ...]) -> tuple[int | None, int]:
         """The block that begins with the most tokens of `rest`, and how many they are."""

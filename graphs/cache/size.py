@@ -11,12 +11,9 @@ import torch
 
 from attn_ops import AttentionSpec
 from graphs.cache.device import StepMemory, memory_of
-from graphs.cache.windows import Windows
+from graphs.cache.windows import SHARED_TIMES, Windows
 from graphs.capture.memory import human
 from graphs.options import SessionOptions
-
-SHARED_TIMES = 8
-"""Where requests share prefixes, blocks stay after them: room for so many times the batch."""
 
 
 @dataclasses.dataclass(frozen=True)

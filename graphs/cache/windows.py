@@ -13,6 +13,9 @@ from attn_ops.kv_cache import bytes_per_block, has_window, window_of
 from graphs.options import SessionOptions
 from graphs.requests.reservations import STRIDE
 
+SHARED_TIMES = 8
+"""Where requests share prefixes, blocks stay after them: room for so many times the batch."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
@@ -33,8 +36,8 @@ class Windows:
     def of(cls, specs: Sequence[AttentionSpec], options: SessionOptions, model: Any, builder: Any):
         """What layers need.
 
-        All have the same blocks where prefixes are shared, where whole lengths are reserved, and
-        where the backend's builder does not take two kinds.
+        All have the same blocks where whole lengths are reserved, and where the backend's builder
+        does not take two kinds.
 
         Args:
             specs: of the layers.
@@ -47,10 +50,11 @@ class Windows:
         sizes = [bytes_per_block(some, options.block_size) for some in (whole, windowed)]
         config = model.config.get_text_config()
         may = getattr(config, "_attn_implementation", None) == "attn_ops"
-        may = may and not options.share_prefixes and options.lookahead is not None
+        may = may and options.lookahead is not None
         if not (may and whole and windowed and builder.takes_windows):
             return cls(None, *sizes)
-        return cls(_blocks_of_a_batch(windowed, options), *sizes)
+        times = SHARED_TIMES if options.share_prefixes else 1
+        return cls(times * _blocks_of_a_batch(windowed, options), *sizes)
 
     def num_bytes(self, num_blocks: int) -> int:
         """Of so many blocks of layers that see all keys, the null block among them."""

@@ -136,10 +136,8 @@ class Reservations:
         """Give blocks back that lie behind the window of all layers."""
         if self._window is None:
             return
-        size = self.cache.block_size
-        window = max(self._window, size + 1)  # every slot of the first block that stays is written
         for request in running:
-            number = (request.num_computed - window + 1) // size
+            number = self.cache.first_seen(request.num_computed)
             if number > request.num_released:
                 self.num_released += 1  # first: a table is never older than it seems
                 self.cache.release(request.id, number)

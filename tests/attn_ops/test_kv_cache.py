@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from attn_ops import AttentionSpec, LatentShape, PagedKVCache, kv_cache
 from attn_ops.kv_cache import NULL_BLOCK, OutOfBlocksError
 from attn_ops.metadata import set_kv_cache_layout
+from attn_ops.prefixes import block_keys
 
 SPEC = AttentionSpec(4, 2, 8, torch.float32)
 
@@ -299,6 +300,35 @@ def test_too_few_blocks_of_either_kind_change_nothing(num_tokens, window_tokens)
     with pytest.raises(OutOfBlocksError, match=r"needs .* more blocks"):
         cache.reserve("a", num_tokens, window_tokens=window_tokens)
     assert (snapshot(cache), cache.rooms("a")) == before
+
+
+def test_a_prefix_is_as_long_as_both_kinds_hold_it():
+    """A window of 8 tokens: what follows 16 tokens sees the last two blocks, or a part of three."""
+    cache, tokens = split_cache(window_blocks=9), list(range(18))
+    keys = block_keys(tokens, 4)
+    cache.reserve("a", 18, window_tokens=18)
+    cache.keep("a", tokens, keys)
+    cache.release("a", cache.first_seen(18))
+    assert cache.first_seen(18) == 2
+    cache.free("a")
+    assert cache.window_pool is not None
+    match = cache.match(tokens[:17], keys)
+    assert match.num_tokens == 16
+    assert match.source is None, "parts of blocks are not copied"
+    assert match.window_blocks is not None
+    assert len(match.blocks) == len(match.window_blocks) == 4
+    assert match.window_blocks[:2] == (NULL_BLOCK, NULL_BLOCK)
+    assert NULL_BLOCK not in match.window_blocks[2:]
+    assert cache.has_room("b", 40, match, 20)
+    cache.reserve("b", 40, match, 20)
+    assert cache.rooms("b") == (40, 20)
+    assert cache.window_pool.tables["b"].blocks[:4] == list(match.window_blocks)
+    cache.free("b")
+    cache.window_pool.index.drop(match.window_blocks[3])
+    assert cache.match(tokens[:17], keys).num_tokens == 12, "those behind the window are kept too"
+    cache.forget_prefixes()
+    assert cache.match(tokens[:17], keys).num_tokens == 0
+    assert (cache.num_free_blocks, cache.window_pool.num_available) == (10, 8)
 
 
 @pytest.mark.parametrize("specs", [[SPEC], [WINDOWED], [SPEC, WINDOWED]])

@@ -24,8 +24,9 @@ SAMPLED = {"temperature": 1.5, "seed": 5}
 
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
-    """For a batch of requests that reserve few tokens in advance."""
+    """For a batch of requests that reserve few tokens in advance, and nothing behind them."""
     monkeypatch.setattr(windows, "STRIDE", 4)
+    monkeypatch.setattr(windows, "SHARED_TIMES", 1)
 
 
 def longer(family):
@@ -140,9 +141,59 @@ def test_a_small_cache(model, want):
     assert is_empty(session)
 
 
-@pytest.mark.parametrize(
-    "options", [{"share_prefixes": True}, {"reserve": "length"}, {"max_tokens": 16}], ids=str
-)
+SYSTEM = list(range(1, 42))
+"""Ten blocks of four tokens, of which layers with a window see the last two."""
+
+
+def shared(model, **options):
+    session = poisoned(captured_lazily(model, share_prefixes=True, **(OPTIONS | options)))
+    assert session.cache.window_pool
+    return session
+
+
+def test_a_prefix_is_found_in_both_kinds_of_blocks(model):
+    prompts = [[*SYSTEM, last] for last in (50, 51, 52)]
+    alone = make_session(model, max_batch_size=1, reserve="length", **OPTIONS)
+    want = alone.generate(prompts, 12, **SAMPLED)
+    session = shared(model)
+    assert [session.generate([p], 12, **SAMPLED)[0] for p in prompts] == want
+    counts = session.report().prefixes
+    assert (counts.num_hits, counts.num_shared_tokens) == (2, 2 * 40)
+    assert session.generate(prompts, 12, **SAMPLED) == want
+    assert is_empty(session)
+
+
+def test_a_prefix_whose_window_is_gone_is_computed_again(model):
+    """Its blocks of layers that see all keys alone are of no use."""
+    alone = make_session(model, max_batch_size=1, reserve="length", **OPTIONS)
+    want = alone.generate([[*SYSTEM, 50]], 12, **SAMPLED)
+    session = shared(model)
+    assert session.generate([[*SYSTEM, 50]], 12, **SAMPLED) == want
+    window = session.cache.window_pool
+    for block in list(window.index.contents):
+        window.index.drop(block)
+        window.kept.pop(block, None)
+        window.free_blocks.append(block)
+    found = session.report().prefixes.num_shared_tokens
+    assert session.generate([[*SYSTEM, 50]], 12, **SAMPLED) == want
+    assert session.report().prefixes.num_shared_tokens == found
+    session.forget_prefixes()
+    assert session.generate([[*SYSTEM, 50]], 12, **SAMPLED) == want
+
+
+def test_prefixes_in_a_small_cache(model):
+    """Requests are preempted, and find what they had computed."""
+    prompts = [[*SYSTEM, last] for last in (50, 51, 52, 53)] + PROMPTS[1:]
+    alone = make_session(model, max_batch_size=1, reserve="length", **OPTIONS)
+    want = alone.generate(prompts, 20, **SAMPLED)
+    session = shared(model, cache_tokens=130)
+    for _ in range(2):
+        assert session.generate(prompts, 20, **SAMPLED) == want
+    assert session.report().prefixes.num_hits > 4
+    assert is_empty(session)
+
+
+@pytest.mark.parametrize("options", [{"reserve": "length"}, {"max_tokens": 16}], ids=str)
 def test_where_all_layers_have_the_same_blocks(model, options):
     session = make_session(model, **(OPTIONS | options))
     assert session.cache.window_pool is None
@@ -165,7 +216,7 @@ def test_a_backend_that_builds_by_itself(model, want, monkeypatch):
 
 @pytest.mark.parametrize("number", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_random_sessions(number, monkeypatch):
-    """With as few blocks as let the longest chunk of one request run, or some more."""
+    """With as few blocks as let the longest chunk of one request run, or some more; half share."""
     made = build_model("gemma2")
     alone = results_alone(made, share_prefixes=False, reserve="need")
     for seed in range(number):
@@ -174,4 +225,4 @@ def test_random_sessions(number, monkeypatch):
             lambda _, options, more=seed % 4: 8 + options.max_tokens_per_step // 4 + 2 * more,
         )  # fmt: skip
         options = {"cache_tokens": 256, "max_tokens_per_step": [3, 8, 16][seed % 3]}
-        run_session(made, alone, seed, share_prefixes=False, reserve="need", **options)
+        run_session(made, alone, seed, reserve="need", **options)

@@ -77,6 +77,7 @@ def session_data(session: Any) -> dict[str, Any]:
     return {
         **report.as_dict(),
         "verdict": str(report),
+        "backends_against": session.backend_selection.reasons_against,
         "block_size": session.cache.block_size,
         "modules": module_rows(session.original, session.specs, session.cache.own_blocks),
         "attention": attention_groups(session.specs),

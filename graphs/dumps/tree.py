@@ -157,7 +157,7 @@ def live_rows(graphs: list[dict[str, Any]]) -> list[dict[str, int]]:
 
 def _symbols(nodes: list[dict[str, Any]]) -> list[str]:
     """Numbers of rows of products and attentions, in order."""
-    wanted = ("mm", "addmm", "bmm", "_scaled_mm", "linear")
-    ours = (n for n in nodes if n["op"] in wanted or n["target"].startswith("attn_ops.attention"))
+    wanted = re.compile(r"mm$|^linear$|^gated_mlp$|attention")
+    ours = (n for n in nodes if wanted.search(n["op"]))
     shapes = (_SHAPED.match(node["type"]) for node in ours)
     return [match[1] for match in shapes if match and not match[1].isdigit()]

@@ -40,6 +40,15 @@ function partOf(graph, path) { // the nodes of a module and, without their own i
   const read = new Set([...own].flatMap(node => node.inputs));
   return graph.nodes.filter(node => own.has(node) || read.has(node.name)).map(node => own.has(node) ? node : { ...node, inputs: [], outside: true });
 }
+function around(graph, wanted) { // the nodes next to one, as far as a picture takes
+  const at = new Map(graph.nodes.map(node => [node.name, node])), readers = new Map(), own = new Set([wanted]);
+  for (const node of graph.nodes) for (const name of node.inputs) readers.set(name, [...readers.get(name) || [], node.name]);
+  for (let edge = [wanted]; edge.length && own.size < 40;) {
+    edge = [...new Set(edge.flatMap(name => [...at.get(name).inputs, ...readers.get(name) || []]))].filter(name => at.has(name) && !own.has(name)).slice(0, 40 - own.size);
+    edge.forEach(name => own.add(name));
+  }
+  return graph.nodes.filter(node => own.has(node.name));
+}
 const layerOf = node => /^(.*?\.\d+)(?=[. ])/.exec(node.module)?.[1];
 const layersIn = graph => [...new Set(graph.nodes.map(layerOf).filter(Boolean))];
 function layerLinks(one) { // of a run of layers, those that have nodes of their own in a graph
@@ -51,8 +60,9 @@ const layerGraphs = one => {
   const found = data.graphs.filter(graph => graph.num_calls > 1 && layerKind(graph) === one.kind);
   return found.length === 1 && found[0].num_calls === one.count ? "once" : found.length ? `as ${found.map(g => `${g.num_calls} equal`).join(" and ")}` : "";
 };
+const prefillRuns = () => data.passes.filter(one => one.name === "fast_prefill");
 function rowsText() {
-  const runs = data.passes.filter(one => one.name === "fast_prefill");
+  const runs = prefillRuns();
   if (!runs.length) return note("Rows: every layer computes all tokens; the pass fast_prefill is off (fast_prefill='auto' drops rows that no logits need).");
   const text = runs.map(one => one.summary || one.in_words).join("; ");
   return make("p", {}, "Dead rows, by ", make("a", { href: `#pass=${data.passes.indexOf(runs[0])}` }, "fast_prefill"), `: ${text}. What is “of logits rows” above leaves the other rows out.`);
@@ -86,7 +96,8 @@ function drawModule(path, wanted) {
 function draw(number, wanted, path = "") {
   const graph = data.graphs[number], out = document.getElementById("drawn");
   if (!graph) return;
-  const own = path ? partOf(graph, path) : graph.nodes, which = data.sessions.flatMap(s => s.modules).find(one => firstOf(one) === path);
+  const near = !path && graph.nodes.length > 500 && graph.nodes.some(node => node.name === wanted && !layerOf(node));
+  const own = path ? partOf(graph, path) : near ? around(graph, wanted) : graph.nodes, which = data.sessions.flatMap(s => s.modules).find(one => firstOf(one) === path);
   chosen = number;
   document.querySelectorAll("tr[data-graph]").forEach(one => one.classList.toggle("on", +one.dataset.graph === number));
   const layer = layerOf(graph.nodes.find(node => node.name === wanted) || { module: "" });

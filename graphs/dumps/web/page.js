@@ -1,8 +1,9 @@
 const entries = [
-  ...data.graphs.flatMap((graph, i) => graph.nodes.map(n => ({ text: `${n.name}  ${n.op}  ${n.module}  (${graph.name})`, href: `#graph=${i}=${n.name}` }))),
-  ...data.kernels.flatMap((code, i) => [...new Set(code.calls.map(call => call.name))].map(name => ({ text: `kernel ${name}`, href: `#kernel=${i}=${name}` }))),
-  ...data.passes.map((one, i) => ({ text: `pass ${one.name} on ${one.graph}`, href: `#pass=${i}` })),
   ...data.sessions.flatMap(s => s.modules.map(one => ({ text: `module ${one.path} ${one.kind}`, href: `#module=${firstOf(one)}` }))),
+  ...data.passes.map((one, i) => ({ text: `pass ${one.name} on ${one.graph}`, href: `#pass=${i}` })),
+  ...prefillRuns().length ? [] : [{ text: "pass fast_prefill, which leaves out dead rows: off", href: "#model" }],
+  ...data.kernels.flatMap((code, i) => [...new Set(code.calls.map(call => call.name))].map(name => ({ text: `kernel ${name} of ${code.graph === null ? `code ${i + 1}` : graphName(code.graph)}`, href: `#kernel=${i}=${name}` }))),
+  ...data.graphs.flatMap((graph, i) => graph.nodes.map(n => ({ text: `${n.name}  ${n.op}  ${n.module}  (${graph.name})`, href: `#graph=${i}=${n.name}` }))),
   ...data.files.map(file => ({ text: `file ${file}`, href: link(file).getAttribute("href") })),
 ];
 function search(text) {

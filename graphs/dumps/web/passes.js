@@ -3,7 +3,7 @@ function ran() {
   const out = place("ran");
   if (!data.sessions.length) out.append(make("h1", { class: "big" }, "A dump without a session"), note("No decode session ran inside this dump; the graphs and kernels are those of other compiled functions."));
   for (const s of data.sessions) {
-    const levels = Object.entries(s.levels).map(([group, level]) => `${group} ${level}`).join(", ");
+    const levels = Object.entries(s.levels).map(([group, level]) => `${group}: ${level.toLowerCase().replaceAll("_", " ")}`).join(", ");
     const matched = data.passes.filter(one => one.matches), changed = data.passes.filter(one => one.difference);
     const memory = sum(Object.values(s.memory)), step = data.timeline?.replay_us;
     const tile = (value, text, href) => make("div", { class: "tile" }, make("b", {}, href ? make("a", { href }, value) : value), make("span", {}, text));
@@ -13,21 +13,25 @@ function ran() {
         step ? tile(time(step), `a decode step of ${plural(batch(), "request")}`, "#timeline") : tile(human(memory), "held"), tile(`${s.compile_seconds.toFixed(1)} s`, "to compile")),
       make("h2", {}, "Memory"), owners(s.memory),
       make("h2", {}, "Chosen, and why"),
-      make("table", { class: "facts" }, row("backend", `${s.backend}: ${s.backend_why}`), row("layer groups", levels || "none"),
+      make("table", { class: "facts" }, row("backend", make("span", {}, `${s.backend}: ${s.backend_why}`, against(s.backends_against))), row("may be captured", levels || "no layer"),
         row("CUDA graphs", `asked ${s.mode_asked}, used ${s.mode_used}: ${s.mode_why}`), row("captured", s.graphs.length ? `${plural(s.graphs.length, "step")}, ${human(s.graph_bytes)}, ${s.capture_seconds.toFixed(1)} s` : "nothing"),
-        row("decode steps", `${s.decode_steps.used} a launch of ${s.decode_steps.asked} asked: ${s.decode_steps.why}`), row("steps", Object.entries(s.num_steps).map(([how, n]) => `${n} ${how}`).join(", ")),
+        row("decode steps", `${s.decode_steps.used} a launch${s.decode_steps.used === s.decode_steps.asked ? "" : `, ${s.decode_steps.asked} asked: ${s.decode_steps.why}`}`), row("steps", Object.entries(s.num_steps).map(([how, n]) => `${n} ${how === "captured" ? "replayed" : how}`).join(", ")),
         row("products", s.products), row("passes", matched.length ? make("span", {}, ...matched.flatMap((one, i) => [i ? ", " : "", make("a", { href: `#pass=${data.passes.indexOf(one)}` }, `${one.name} ${one.in_words}`)])) : "none found anything"),
         row("compiled", `by ${s.compiler || "nobody"}, ${s.compile_seconds.toFixed(1)} s`)));
     for (const failure of s.failures) out.append(note(`not captured: ${typeof failure === "string" ? failure : JSON.stringify(failure)}`));
   }
   if (data.index.notes.length) out.append(make("h2", {}, "Notes"), ...data.index.notes.map(note));
 }
+function against(reasons) { // each of the others, in the order of preference
+  const all = Object.entries(reasons || {});
+  return all.length ? make("details", {}, make("summary", {}, `the ${plural(all.length, "other")}`), make("table", {}, ...all.map(([name, why]) => row(name, why.join("; ") || "behind it in the order of preference")))) : null;
+}
 function owners(memory) {
   const colours = ["--product", "--attention", "--kernel"], all = Object.entries(memory), total = sum(Object.values(memory)) || 1;
   const bar = make("div", { class: "bar" });
   all.forEach(([name, bytes], i) => { if (bytes) bar.append(make("div", { style: `width:${100 * bytes / total}%;background:var(${colours[i]})`, title: `${name} ${human(bytes)}` })); });
   const text = keys(all.map(([name, bytes], i) => [`${name} ${human(bytes)}`, colours[i]]));
-  return make("div", {}, bar, text, note("Graph pools hold the activations of captured steps; activations of called steps are not measured."));
+  return make("div", {}, bar, text, note(`${human(total)} in all. Graph pools hold the activations of captured steps; activations of called steps are not measured.`));
 }
 
 function passes() {

@@ -11,8 +11,8 @@ function kernels() {
         make("td", {}, call.aten.join(", ") || dim("not named"), make("details", {}, make("summary", {}, `${plural(call.graph_nodes.length, "node")}, source`), make("p", { class: "wrap" }, ...nodes), make("pre", {}, `${call.call}\n\n${call.source}`.trim()))),
         make("td", { class: "nowrap" }, known == null ? dim("not known") : human(known))));
     });
-    const total = sum(code.calls.map(call => moved(call) || 0));
-    out.append(make("h2", {}, code.graph === null ? `Code ${i + 1}` : graphName(code.graph)), make("p", {}, `${plural(code.calls.length, "call")}, ${human(total)}${code.num_calls > 1 ? ` each, ${human(total * code.num_calls)} in all` : ""}   `, link(code.file)), table);
+    const total = sum(code.calls.map(call => moved(call) || 0)), unknown = code.calls.filter(call => moved(call) == null).length;
+    out.append(make("h2", {}, code.graph === null ? `Code ${i + 1}` : graphName(code.graph)), make("p", {}, `${plural(code.calls.length, "call")}, ${unknown ? "at least " : ""}${human(total)}${code.num_calls > 1 ? ` each, ${human(total * code.num_calls)} in all` : ""}${unknown ? `, not known of ${unknown}` : ""}   `, link(code.file)), table);
   });
 }
 
@@ -27,7 +27,7 @@ function timeline() {
   if (!gpu) out.append(note("On a CPU these are operators that torch calls; its profiler does not see Inductor's C++ kernels, so they are gaps."));
   for (const text of t.notes) out.append(note(text));
   out.append(make("table", { class: "facts" }, row(`sum of ${what}`, `${time(t.sum_us)}${t.replay_us ? `, ${(100 * t.sum_us / t.replay_us).toFixed(0)} % of the measured step` : ""}`),
-    row("first to last", `${time(t.span_us)}, of which ${time(t.gap_us)} is gaps`),
+    row("first to last", `${time(t.span_us)}, of which ${time(t.gap_us)} is gaps${gpu ? "; a kernel's time begins when those before have ended" : ""}`),
     row("measured", t.replay_us ? `${time(t.replay_us)} a replay without the profiler` : "only under the profiler")));
   const kind = one => { const call = one.graph >= 0 ? data.kernels[one.graph].calls[one.call] : null; return call ? callKind(call) : "other"; };
   const most = Math.max(...t.largest.map(one => one.total_us), 1), table = make("table", {}, head("", "in the step", "each", "where", what.slice(0, -1), "bytes each", "of bandwidth"));

@@ -38,6 +38,13 @@ def test_keys_and_search(copied):
         key("Enter", input);
         await wait();
         out.went = [href, location.hash];
+        await search_("lm_head");
+        out.first = texts("#found a")[0];
+        await search_("mm decoder");
+        const node = [...document.querySelectorAll("#found a")].find(one => one.hash.startsWith("#graph="));
+        out.node = node.hash.split("=").pop();
+        node.click();
+        await wait();
         out.selected = texts("#drawn g.on title");
         await search_("no such thing");
         out.nothing = texts("#found");
@@ -52,7 +59,9 @@ def test_keys_and_search(copied):
     assert out["focused"]
     assert out["found"]
     assert all("attention" in one and "decoder" in one for one in map(str.lower, out["found"]))
+    assert out["first"].startswith("module "), "those before nodes"
     assert out["went"][0] == out["went"][1] != ""
+    assert out["node"] in out["selected"][0]
     assert len(out["selected"]) == 1
     assert out["nothing"] == ["nothing found"]
 

@@ -12,6 +12,7 @@ import torch
 
 from graphs.ahead import DecodeLauncher, LaunchedSteps
 from graphs.modes import CUDAGraphMode
+from graphs.step.tensors import StepTensors
 
 Stamp = torch.cuda.Event | float
 """A moment on the device; on a CPU a time of the host, in seconds."""
@@ -71,6 +72,7 @@ def kind_of(launched: LaunchedSteps) -> str:
 def timed_launches(device: torch.device) -> Iterator[list[Launch]]:
     """Launches inside the block. Read their times after the device is done."""
     found: list[Launch] = []
+    begins: list[Stamp] = []  # of the launches that are being made
 
     def stamp() -> Stamp:
         if device.type != "cuda":
@@ -82,8 +84,11 @@ def timed_launches(device: torch.device) -> Iterator[list[Launch]]:
     def timed(original: Callable[..., LaunchedSteps]) -> Callable[..., LaunchedSteps]:
         @functools.wraps(original)
         def launch(self: DecodeLauncher, *arguments: Any, **keywords: Any) -> LaunchedSteps:
-            begin = stamp()
-            launched = original(self, *arguments, **keywords)
+            begins.append(stamp())
+            try:
+                launched = original(self, *arguments, **keywords)
+            finally:
+                begin = begins.pop()
             num_tokens = sum(s.num_tokens for s in launched.rows)
             found.append(
                 Launch(
@@ -95,7 +100,16 @@ def timed_launches(device: torch.device) -> Iterator[list[Launch]]:
 
         return launch
 
+    upload = StepTensors.upload
+
+    def uploading(self: StepTensors) -> None:
+        """What the host did before is none of the device's time, though the device may be idle."""
+        if begins:
+            begins[-1] = stamp()
+        upload(self)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(StepTensors, "upload", uploading))
         for name in ("launch", "call", "follow"):
             replaced = timed(getattr(DecodeLauncher, name))
             stack.enter_context(mock.patch.object(DecodeLauncher, name, replaced))

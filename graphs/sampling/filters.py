@@ -22,16 +22,20 @@ _INF = torch.inf
 _UNIT = 2.0**40
 """Integers that make a weight of 1; 2**22 weights of 1 still fit."""
 
+_MOST_COUNTED = 2**20
+"""Numbers of a row that the kernels count in twenty bits; longer rows are sorted."""
+
 
 def filtered(logits: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Logits [R, V] in float32, -inf where top_k, top_p and min_p forbid the token.
 
-    Five kernels find the thresholds on CUDA, a sort elsewhere.
+    Five kernels find the thresholds on CUDA, a sort elsewhere and in larger vocabularies.
     """
     logits_RV = logits.float().nan_to_num(nan=-_INF, posinf=_INF, neginf=-_INF)
     temperature_R1 = fields["temperature"].unsqueeze(1)
     scaled_RV = logits_RV / temperature_R1.clamp(min=LEAST_TEMPERATURE)
-    keep = kernel_keep if logits.device.type == "cuda" else reference_keep
+    on_gpu = logits.device.type == "cuda" and logits.shape[1] < _MOST_COUNTED
+    keep = kernel_keep if on_gpu else reference_keep
     kept_RV = keep(scaled_RV, fields["top_k"], fields["top_p"], fields["min_p"])
     return logits_RV.masked_fill(~(kept_RV | (temperature_R1 <= 0)), -_INF)
 

@@ -41,7 +41,7 @@ def test_keys_and_search(copied):
         await search_("lm_head");
         out.first = texts("#found a")[0];
         await search_("mm decoder");
-        const node = [...document.querySelectorAll("#found a")].find(one => one.hash.startsWith("#graph="));
+        const node = all("#found a").find(one => one.hash.startsWith("#graph="));
         out.node = node.hash.split("=").pop();
         node.click();
         await wait();

@@ -31,6 +31,7 @@ class BlockTable:
     blocks: list[int]
     num_tokens: int = 0  # tokens that fit into its blocks, as reserved
     copied: tuple[int, int] | None = None  # block to read and own block to write, not copied yet
+    num_released: int = 0  # of its first blocks, that were given back or never taken
 
 
 class BlockPool:
@@ -97,7 +98,11 @@ class BlockPool:
             copied = match.source, blocks[len(match.blocks)]
             if match.source in self.kept:
                 self.kept[match.source] = self.kept.pop(match.source)  # used most recently
-        self.tables[request] = BlockTable(blocks, max(old.num_tokens, num_tokens), copied)
+        number = max(old.num_tokens, num_tokens)
+        behind = old.num_released
+        while behind < len(match.blocks) and match.blocks[behind] == NULL_BLOCK:
+            behind += 1
+        self.tables[request] = BlockTable(blocks, number, copied, behind)
         self._settled = True
         return list(blocks)
 
@@ -112,12 +117,14 @@ class BlockPool:
         """Give the first blocks of `request` back; in its table stands the null block instead."""
         self.settle()
         table = self.tables[request]
-        gone = table.blocks[:number]
-        if table.copied is not None or not any(gone):
+        first, number = table.num_released, min(number, len(table.blocks))
+        gone = table.blocks[first:number]
+        if table.copied is not None or not gone:
             return  # a block that is yet to be copied is not given away
         self._settled = False
-        blocks = [NULL_BLOCK] * len(gone) + table.blocks[number:]
-        self.tables[request] = BlockTable(blocks, table.num_tokens)
+        blocks = table.blocks.copy()
+        blocks[first:number] = [NULL_BLOCK] * len(gone)
+        self.tables[request] = BlockTable(blocks, table.num_tokens, num_released=number)
         self._disown(gone)
         self._settled = True
 

@@ -70,14 +70,28 @@ class Reservations:
             return None
         return PreemptionCounts(self._num_preemptions, self._num_recomputed_tokens)
 
-    def fits(self, request: Request, match: Match, num_running: int) -> bool:
+    def fits(
+        self, request: Request, match: Match, running: Sequence[Request], releases: bool
+    ) -> bool:
         """Whether a request that waits can be admitted beside those that run.
 
         A block for each of them stays free, so that the next ones need not be preempted at once.
+
+        Args:
+            request: that waits.
+            match: what it shares.
+            running: those that run.
+            releases: give blocks of those back that lie behind the window, if others are too few.
         """
-        spare = 0 if self.by_length else num_running
+        spare = 0 if self.by_length else len(running)
         first = self._first(request, match)
-        return self.cache.has_room(request.id, first.whole, match, first.window, spare)
+        asked = (request.id, first.whole, match, first.window, spare)
+        if self.cache.has_room(*asked):
+            return True
+        needed = self.cache.blocks_needed(request.id, first.whole, match) + spare
+        if not releases or (self._is_split and needed > self.cache.num_free_blocks):
+            return False  # blocks of layers that see all keys do not go back
+        return self.release(running) and self.cache.has_room(*asked)
 
     def admit(self, request: Request, match: Match) -> None:
         """Take its first blocks. What was interrupted can be done again after `give_back`."""
@@ -98,13 +112,19 @@ class Reservations:
         ]  # fmt: skip
         return [r for r in near if self._lacks(r, self._wanted(r, after))]
 
-    def extend(self, request: Request, after: After) -> bool:
-        """Take blocks for the next steps; False: too few are free, and nothing has changed."""
+    def extend(self, request: Request, running: Sequence[Request], after: After) -> bool:
+        """Take blocks for the next steps; False: too few are free.
+
+        Blocks behind the window go back first, and those of all that run, if they are needed. So
+        tables change rarely.
+        """
+        self._release(request)
         wanted = self._wanted(request, after)
-        if not self.cache.has_room(request.id, wanted.whole, window_tokens=wanted.window):
-            return False
-        self._reserve(request, wanted)
-        return True
+        fits = self._has_room(request, wanted)
+        fits = fits or (self.release(running) and self._has_room(request, wanted))
+        if fits:
+            self._reserve(request, wanted)
+        return fits
 
     def extend_all(self, requests: Sequence[Request], after: After) -> None:
         """Take more blocks than the next steps need, as long as nobody else needs them soon."""
@@ -112,9 +132,8 @@ class Reservations:
             wanted = self._wanted(request, after, max(STRIDE, self.lookahead))
             if not self._lacks(request, wanted):
                 continue
-            if not self.cache.has_room(
-                request.id, wanted.whole, window_tokens=wanted.window, spare=len(requests)
-            ):
+            self._release(request)
+            if not self._has_room(request, wanted, spare=len(requests)):
                 return
             self._reserve(request, wanted)
 
@@ -132,16 +151,22 @@ class Reservations:
             request.num_lost = max(request.num_lost, request.num_computed)
             request.num_computed = 0
 
-    def release(self, running: Iterable[Request]) -> None:
-        """Give blocks back that lie behind the window of all layers."""
+    def release(self, running: Iterable[Request]) -> bool:
+        """Give blocks of all that run back which lie behind the window; whether there were any."""
+        before = self.num_released
+        for request in running:
+            self._release(request)
+        return self.num_released != before
+
+    def _release(self, request: Request) -> None:
+        """Give blocks back that lie behind the window of the layers."""
         if self._window is None:
             return
-        for request in running:
-            number = self.cache.first_seen(request.num_computed)
-            if number > request.num_released:
-                self.num_released += 1  # first: a table is never older than it seems
-                self.cache.release(request.id, number)
-                request.num_released = number
+        number = self.cache.first_seen(request.num_computed)
+        if number > request.num_released:
+            self.num_released += 1  # first: a table is never older than it seems
+            self.cache.release(request.id, number)
+            request.num_released = number
 
     def _first(self, request: Request, match: Match) -> _Tokens:
         """Those for which a request takes blocks when it is admitted."""
@@ -161,6 +186,11 @@ class Reservations:
             for most in (self._most, self._chunk)
         )
         return _Tokens(whole, window)
+
+    def _has_room(self, request: Request, wanted: _Tokens, spare: int = 0) -> bool:
+        return self.cache.has_room(
+            request.id, wanted.whole, window_tokens=wanted.window, spare=spare
+        )
 
     def _lacks(self, request: Request, wanted: _Tokens) -> bool:
         if self._is_split:

@@ -66,7 +66,7 @@ class Scheduler:
         if self.prefixes.is_on:
             self.prefixes.refresh()
             self.prefixes.keep_prompts(self.running, after)
-        self.reservations.release(self.running)
+            self.reservations.release(self.running)
         number = len(self.running)
         if not self._extend(after):
             return Rows()
@@ -80,7 +80,7 @@ class Scheduler:
         """Give requests the blocks of their next steps; False: wait for those that have ended."""
         short = self.reservations.short(self.running, after)
         for request in sorted(short, key=lambda r: r.id):
-            while request in self.running and not self.reservations.extend(request, after):
+            while request in self.running and not self._extends(request, after):
                 if any(map(after.has_ended, self.running)):
                     return False  # one launch later is better than computing a prompt again
                 self._preempted.append(max(self.running, key=lambda r: r.id))
@@ -88,6 +88,9 @@ class Scheduler:
         if short:
             self.reservations.extend_all(self.running, after)
         return True
+
+    def _extends(self, request: Request, after: After) -> bool:
+        return self.reservations.extend(request, self.running, after)
 
     def _filled(self, after: After) -> Rows:
         """Rows of running requests up to the budget: one of every decode, then of prompts."""
@@ -118,11 +121,16 @@ class Scheduler:
 
     def stays(self, rows: Rows, after: After) -> bool:
         """Whether the next step after the launched ones has the requests and blocks of `rows`."""
-        if self.waiting and not self.prefixes.is_on:  # which keep blocks in `next_step` alone
-            self.reservations.release(self.running)
-        if rows.num_released != self.reservations.num_released:
+        if rows.requests != self.running or self._is_older(rows):
             return False
-        return rows.requests == self.running and next(self._admissible(after), None) is None
+        releases = not self.prefixes.is_on  # which keep blocks in `next_step` alone
+        if next(self._admissible(after, releases=releases), None) is not None:
+            return False
+        return not self._is_older(rows)
+
+    def _is_older(self, rows: Rows) -> bool:
+        """Whether blocks behind a window have gone back since the rows were scheduled."""
+        return rows.num_released != self.reservations.num_released
 
     @property
     def may_share(self) -> bool:
@@ -170,10 +178,12 @@ class Scheduler:
             self.running.append(request)
             self.waiting.remove(request)
 
-    def _admissible(self, after: After) -> Iterator[tuple[Request, Match]]:
+    def _admissible(
+        self, after: After, *, releases: bool = True
+    ) -> Iterator[tuple[Request, Match]]:
         """Requests that can run, and what each shares; the caller admits one before the next.
 
-        Meanwhile others may join the queue's end.
+        Meanwhile others may join the queue's end. `releases`: see `Reservations.fits`.
         """
         passed, promised = 0, None
         num_ended = after.num_ended(self.running) if self.waiting else 0
@@ -189,7 +199,7 @@ class Scheduler:
             if self.prefixes.awaits(request, match, promised):
                 passed += 1
                 continue
-            if not self.reservations.fits(request, match, len(self.running)):
+            if not self.reservations.fits(request, match, self.running, releases):
                 return
             yield request, match
             self.prefixes.promise(request, promised)

@@ -60,13 +60,13 @@ class BlockRows:
         self._tables[row] = None
         self._num_written += 1
         self.versions[row] = self._num_written
-        self.blocks[row] = 0
-        self.blocks[row, : len(table.blocks)] = table.blocks
+        behind, number = table.num_released, len(table.blocks)
+        self.blocks[row, behind:number] = table.blocks[behind:]
+        self.blocks[row, number:] = NULL_BLOCK
         # Kernels read, and mask, keys behind the window. In the null block others may write NaN, so
         # that blocks given back are named by the first one that is the request's.
-        behind = next((i for i, block in enumerate(table.blocks) if block != NULL_BLOCK), 0)
-        self.blocks[row, :behind] = self.blocks[row, behind]
-        self.num_blocks[row] = len(table.blocks)
+        self.blocks[row, :behind] = table.blocks[behind] if behind < number else NULL_BLOCK
+        self.num_blocks[row] = number
         self._tables[row] = table
 
     def _claim(self, request: Hashable) -> int:

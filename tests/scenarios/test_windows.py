@@ -70,6 +70,20 @@ def test_more_run_in_a_small_cache(model):
     assert running >= 3, "by whole prompts two fit"
 
 
+def test_blocks_go_back_when_they_are_needed(model, monkeypatch):
+    """Replays go on by themselves beside requests that wait; a change of tables ends that."""
+    session = captured_lazily(model, **OPTIONS | {"max_batch_size": 2})
+    fills, fill = [], session.runner.fill
+    monkeypatch.setattr(session.runner, "fill", lambda *a: (fills.append(a), fill(*a)))
+    for first in range(4):
+        session.add([first + 1] * 4, 56, eos=())
+    num_steps = 0
+    while session.scheduler.waiting:
+        num_steps += len(session.step()) // 2
+    assert num_steps > 50
+    assert len(fills) < 8
+
+
 def test_verified(model):
     """Replays are compared with calls, and writes to blocks that they do not own are seen."""
     session = make_session(model, verify="always", debug="eager_replay", **OPTIONS)

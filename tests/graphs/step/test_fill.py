@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from attn_ops import AttentionSpec, PagedKVCache
+from attn_ops.block_pool import NULL_BLOCK, BlockPool
+from attn_ops.prefixes import NO_MATCH, Match
 from benchmarks import host_step
 from graphs.requests.requests import Request
 from graphs.requests.scheduled import Rows, Scheduled
@@ -121,3 +123,14 @@ def test_blocks_given_back_are_named_by_the_first_that_is_left():
 def test_the_benchmark_runs(capsys):
     host_step.main(["--batches", "2", "--context", "40", "--rounds", "2"])
     assert "schedule + moved" in capsys.readouterr().out
+
+
+def test_blocks_that_a_request_never_took_are_named_by_the_first_it_has():
+    """Those of a prefix that lie behind the window of the layers."""
+    pool = BlockPool(9, BLOCK)
+    (kept,) = pool.reserve("a", BLOCK, NO_MATCH)
+    blocks = BlockRows(pool, BLOCKS, 1)
+    pool.reserve("b", 3 * BLOCK, Match((NULL_BLOCK, kept), 2 * BLOCK))
+    (row,) = blocks.find(["b"])
+    last = pool.tables["b"].blocks[2]
+    assert blocks.blocks[row].tolist()[:4] == [kept, kept, last, 0]

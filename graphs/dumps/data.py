@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from fx_passes.observe import PassRecord, Recorder
+from fx_passes.pipeline import pass_classes
 from graphs.dumps.folder import is_dump
 from graphs.dumps.index import Index
 from graphs.dumps.tree import attention_groups, live_rows, module_rows
@@ -93,6 +95,7 @@ def _pass(record: PassRecord, files: list[str], pictures: list[str]) -> dict[str
     before, after = record.operators or ({}, {})
     return {
         "name": record.pass_name,
+        "purpose": _purpose(record.pass_name),
         "stage": record.stage,
         "graph": record.graph_name,
         "num_calls": record.num_calls,
@@ -107,6 +110,13 @@ def _pass(record: PassRecord, files: list[str], pictures: list[str]) -> dict[str
         "facts": record.facts,
         "pictures": pictures,
     }
+
+
+def _purpose(name: str) -> str:
+    """What a pass is for: the first paragraph of its class."""
+    found = next((one for one in pass_classes() if one.name == name), None)
+    text = inspect.getdoc(found) if found is not None and found.__doc__ else None
+    return " ".join((text or "").partition("\n\n")[0].split()).replace("`", "")
 
 
 def read(directory: Path) -> dict[str, Any]:

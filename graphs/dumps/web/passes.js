@@ -58,7 +58,7 @@ function showPass(number) {
   pass = number;
   document.querySelectorAll("tr[data-pass]").forEach(each => each.classList.toggle("on", +each.dataset.pass === number));
   const parts = [make("div", { class: "tools" }, make("button", { onclick: () => step(-1), title: "k" }, "← previous"), make("button", { onclick: () => step(1), title: "j" }, "next →"),
-    dim("passes that changed their graph; keys k and j")), make("h1", { class: "big" }, one.name), note(`on ${one.graph}${one.num_calls > 1 ? `, which runs ${one.num_calls} times` : ""}: ${one.in_words}`)];
+    dim("passes that changed their graph; keys k and j")), make("h1", { class: "big" }, one.name), one.purpose ? make("p", {}, one.purpose) : null, note(`on ${one.graph}${one.num_calls > 1 ? `, which runs ${one.num_calls} times` : ""}: ${one.in_words}`)];
   if (one.summary) parts.push(make("p", {}, one.summary));
   if (one.error) parts.push(make("p", {}, `failed: ${one.error}`));
   if (one.difference && changes(one)) parts.push(make("p", {}, make("code", {}, changes(one))));
@@ -79,7 +79,7 @@ function showPass(number) {
     const more = one.difference.num_left_out ? ` ${plural(one.difference.num_left_out, "more row")} in the files` : "";
     parts.push(make("h3", {}, "Line by line"), make("p", {}, dim("before "), link(one.files[0]), dim("   after "), link(one.files[1]), dim(more)), make("div", { class: "diff" }, table));
   } else parts.push(note("The graph stayed as it was."));
-  out.replaceChildren(...parts);
+  out.replaceChildren(...parts.filter(Boolean));
 }
 
 // The flowcharts of a dump are of one form: `id["label"]:::rows` and `a --> b`; anything else is shown as text.

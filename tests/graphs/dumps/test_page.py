@@ -133,3 +133,10 @@ def call(args):
     assert call["name"] == "triton_poi_fused_add_mul_0"
     assert call["aten"] == ["aten.mul", "aten.add"]
     assert call["graph_nodes"] == ["mul", "add"]
+
+
+def test_every_pass_says_what_it_is_for(copied):
+    passes = block(copied / "index.html")["passes"]
+    said = {one["name"]: one["purpose"] for one in passes}
+    assert said["outline_layers"].startswith("Replace repeated layers by calls of one submodule")
+    assert all(purpose.endswith(".") for purpose in said.values()), said

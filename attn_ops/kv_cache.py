@@ -90,9 +90,7 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.tensors = self._allocate_all(torch.device(device), num_tokens)
         self.pool = BlockPool(num_blocks, block_size)
-        self.window_pool = None
-        if window_blocks is not None:
-            self.window_pool = BlockPool(window_blocks, block_size)
+        self.window_pool = BlockPool(window_blocks, block_size) if window_blocks else None
 
     def _allocate_all(self, device: torch.device, num_tokens: int | None) -> list[torch.Tensor]:
         """Tensors of all layers, or a ValueError that says how many bytes they would take."""
@@ -207,10 +205,8 @@ class PagedKVCache:
         Raises:
             ValueError: the request owns none.
         """
-        number = len(self._known(request).blocks)
-        window = number
-        if self.window_pool is not None:
-            window = len(self.window_pool.tables[request].blocks)
+        own = self.window_pool or self.pool
+        number, window = len(self._known(request).blocks), len(own.tables[request].blocks)
         return number * self.block_size, window * self.block_size
 
     def free(self, request: Hashable) -> None:
@@ -345,14 +341,21 @@ class PagedKVCache:
         table = self.pool.tables.get(request)
         return list(table.blocks) if table else []
 
-    def block_table(self, requests: Sequence[Hashable], width: int | None = None) -> torch.Tensor:
+    def block_table(
+        self, requests: Sequence[Hashable], width: int | None = None, *, windows: bool = False
+    ) -> torch.Tensor:
         """[S, M] int32 on the CPU: blocks of each request, then the null block.
 
+        `windows`: those of layers with a window, where they have their own.
+
         Raises:
-            ValueError: a request owns no blocks (never reserved, or freed), or `width` is too
-                small.
+            ValueError: a request owns no blocks (never reserved, or freed), `width` is too
+                small, or layers with a window have no blocks of their own.
         """
-        rows = [self._known(request).blocks for request in requests]
+        pool = self.window_pool if windows else self.pool
+        if pool is None:
+            raise ValueError("windows must be False without window_blocks, got True")
+        rows = [pool.tables[request].blocks for request in requests if self._known(request)]
         longest = max([1, *map(len, rows)])
         if width is not None and width < longest:
             raise ValueError(f"width must be at least {longest}, got {width}")

@@ -153,7 +153,7 @@ class Attention(nn.Module):
         check_layout(self.blocksparse, q, attn_metadata)
         if k is not None and v is not None:  # as checked: it owns the cache
             windowed = self.sliding_window is not None or self.attention_chunk_size is not None
-            slots_T = slots_of_layer(slot_mapping, windowed)
+            slots_T = slots_of_layer(slot_mapping, windowed, attn_metadata)
             write_kv(k, v, kv_cache, attn_metadata, slot_mapping=slots_T, **stored)
         return attention(
             q,

@@ -88,11 +88,26 @@ def _slots_of(meta: AttentionMetadata) -> torch.Tensor:
     return meta.common.slot_mapping
 
 
-def slots_of_layer(slot_mapping: SlotMapping | None, has_window: bool) -> torch.Tensor | None:
-    """The slots [T] of a layer: of one tensor for all of them, or of a pair by their windows."""
-    if slot_mapping is None or isinstance(slot_mapping, torch.Tensor):
-        return slot_mapping
-    return slot_mapping[1 if has_window else 0]
+def slots_of_layer(
+    slot_mapping: SlotMapping | None, has_window: bool, meta: AttentionMetadata
+) -> torch.Tensor | None:
+    """The slots [T] of a layer: of one tensor for all of them, or of a pair by their windows.
+
+    Raises:
+        ValueError: a pair is given for a batch of one kind of blocks, or one tensor for two kinds.
+            A traced graph cannot read the batch.
+    """
+    if slot_mapping is None:
+        return None
+    is_pair = isinstance(slot_mapping, tuple)
+    readable = not torch.compiler.is_compiling() and isinstance(meta, AttentionMetadata)
+    if readable and is_pair == (meta.common.window_slot_mapping is None):
+        wanted, got = ("a tensor", "a pair") if is_pair else ("a pair", "a tensor")
+        raise ValueError(
+            f"slot_mapping must be {wanted}, as attn_metadata has "
+            f"{'no ' if is_pair else ''}window_slot_mapping, got {got}"
+        )
+    return slot_mapping[1 if has_window else 0] if is_pair else slot_mapping
 
 
 @torch.library.register_fake("attn_ops::slot_mapping", lib=LIBRARY)

@@ -292,6 +292,18 @@ def test_layers_with_a_window_have_blocks_of_their_own():
     assert cache.window_pool.num_available == 4
 
 
+def test_both_kinds_have_block_tables():
+    cache = split_cache()
+    cache.reserve("a", 12)
+    cache.release("a", 1)
+    assert cache.block_table(["a"]).tolist() == [cache.blocks("a")]
+    own = cache.block_table(["a"], 4, windows=True)
+    assert cache.window_pool is not None
+    assert own.tolist() == [[*cache.window_pool.tables["a"].blocks, NULL_BLOCK]]
+    with pytest.raises(ValueError, match="windows must be False without window_blocks"):
+        PagedKVCache([SPEC], num_tokens=40).block_table([], windows=True)
+
+
 @pytest.mark.parametrize(("num_tokens", "window_tokens"), [(41, 4), (8, 17)])
 def test_too_few_blocks_of_either_kind_change_nothing(num_tokens, window_tokens):
     cache = split_cache()

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import fx_passes
-from attn_ops import get_backend, register_backend
+from attn_ops import CommonAttentionMetadata, PagedKVCache, get_backend, register_backend
 from attn_ops.backends import registry
+from attn_ops.integrations.transformers import attention_specs
 from attn_ops.metadata import AttentionMetadata
+from attn_ops.prefixes import NO_MATCH
 from graphs.cache import windows
 from graphs.verify.verifier import VerificationError
 from tests.kit.marks import slow
@@ -226,3 +228,36 @@ def test_random_sessions(number, monkeypatch):
         )  # fmt: skip
         options = {"cache_tokens": 256, "max_tokens_per_step": [3, 8, 16][seed % 3]}
         run_session(made, alone, seed, reserve="need", **options)
+
+
+def test_by_hand(model):
+    """Slots of both kinds reach their layers; those of one kind are refused."""
+    specs = attention_specs(model)
+    cache = PagedKVCache(specs, num_tokens=40, window_blocks=9, block_size=4)
+    cache.window_pool.reserve("other", 8, NO_MATCH)  # so that tables differ
+    cache.reserve("a", 20)
+    tables = [cache.block_table(["a"], windows=windows) for windows in (False, True)]
+    whole, own = (CommonAttentionMetadata.from_lengths([20], [20], table, 4) for table in tables)
+    split = whole.replace(
+        window_block_table_tensor=own.block_table_tensor, window_slot_mapping=own.slot_mapping
+    )
+    backend = get_backend("TORCH")
+    builder = backend.builder(backend, specs, 4, "cpu")
+    pair = (whole.slot_mapping, own.slot_mapping)
+    same = PagedKVCache(specs, num_tokens=40, block_size=4)
+    logits = []
+    for batch, slots, caches in (
+        (split, pair, cache),
+        (whole, pair[0], same),
+        (split, pair[0], cache),
+        (whole, pair, same),
+    ):
+        arguments = {"attn_metadata": builder.build(0, batch), "slot_mapping": slots}
+        arguments |= {"kv_caches": caches.tensors, "use_cache": False}
+        ids = torch.arange(20).unsqueeze(0)
+        if len(logits) < 2:
+            logits.append(model(input_ids=ids, position_ids=ids, **arguments).logits)
+            continue
+        with pytest.raises(ValueError, match=r"slot_mapping must be a (pair|tensor), as attn_meta"):
+            model(input_ids=ids, position_ids=ids, **arguments)
+    assert torch.equal(*logits)

@@ -154,7 +154,7 @@ def attention_forward(
         check_keeps_latent(module)
         _refuse_features(module, options)
         latents = (_rows(value)[:, 0], _rows(key)[:, 0])
-        slots = slots_of_layer(slots_T, False)
+        slots = slots_of_layer(slots_T, False, meta)
         batch, asked = (meta, _cache_of(module, caches), slots), options.get("causal")
         out = latent_attention(module, q_TNH, latents, batch, scale, kv_cache_dtype, asked)
         return out.unsqueeze(0), None
@@ -162,7 +162,7 @@ def attention_forward(
     stored = _storage(module, kv_cache_dtype)
     options |= {"attention_chunk_size": chunk_size(module) if causal else None, **stored}
     windowed = any(options.get(n) is not None for n in ("sliding_window", "attention_chunk_size"))
-    batch = (meta, caches, slots_of_layer(slots_T, windowed))
+    batch = (meta, caches, slots_of_layer(slots_T, windowed, meta))
     kv_cache = _written_cache(module, key, value, batch, stored)
     return attention(q_TNH, kv_cache, meta, scale, **options).unsqueeze(0), None
 

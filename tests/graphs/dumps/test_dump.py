@@ -172,6 +172,7 @@ def test_skip_reasons_are_listed(tmp_path):
         assert "reluctant 0: it is [not]" in (directory / name).read_text()
 
 
+@pytest.mark.slow
 def test_fast_prefill_is_pictured(make_model, expected, tmp_path):
     """Its graphs are drawn, and what it saves is in the index and in the session's report."""
     session = compiled_session(make_model("llama"), fast_prefill="on")

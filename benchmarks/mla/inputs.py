@@ -27,7 +27,7 @@ class Shape:
     context: int  # keys of a request, the new ones included
     query_len: int = 1
     kv_cache_dtype: str = "auto"
-    block_size: int = 64
+    block_size: int = 32
     latent: LatentShape = DEEPSEEK
 
     @property

@@ -33,7 +33,9 @@ class Windows:
     bytes_window: int
 
     @classmethod
-    def of(cls, specs: Sequence[AttentionSpec], options: SessionOptions, model: Any, builder: Any):
+    def of(
+        cls, specs: Sequence[AttentionSpec], options: SessionOptions, model: Any, builder: Any
+    ) -> "Windows":
         """What layers need.
 
         All have the same blocks where whole lengths are reserved, and where the backend's builder

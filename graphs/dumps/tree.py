@@ -57,7 +57,8 @@ def _rows(
 
 def _attention_of(twins: Sequence[Any], words: Sequence[str]) -> str:
     """What attention modules ask for, and how often; of other modules nothing."""
-    if "attention" not in type(twins[0]).__name__.lower() or not hasattr(twins[0], "layer_idx"):
+    number = getattr(twins[0], "layer_idx", None)
+    if "attention" not in type(twins[0]).__name__.lower() or not isinstance(number, int):
         return ""
     indices = [cache_index(one) for one in twins if is_causal(one)]
     asked = collections.Counter(words[i] for i in indices if i < len(words))

@@ -193,9 +193,7 @@ class Reservations:
         )
 
     def _lacks(self, request: Request, wanted: _Tokens) -> bool:
-        if self._is_split:
-            return request.room < wanted.window or request.whole_room < wanted.whole
-        return request.room < wanted.whole
+        return request.room < wanted.window or request.whole_room < wanted.whole
 
     def _reserve(self, request: Request, wanted: _Tokens, match: Match = NO_MATCH) -> None:
         self.cache.reserve(request.id, wanted.whole, match, wanted.window)

@@ -104,7 +104,7 @@ class VerifiedReplay:
         planned = metadata_now(self._builder, tensors) if metadata is None else metadata
         rows_S = tensors.device["seq_lens"] > 0
         rows_R = rows_S.repeat_interleave(key.query_len or 1)[: tensors.num_rows]
-        if key.query_len is not None:  # drafts behind a request's end: their keys are nowhere
+        if (key.query_len or 1) > 1:  # drafts behind a request's end: their keys are nowhere
             rows_R = rows_R & (tensors.device["slot_mapping"][: tensors.num_rows] >= 0)
 
         def replay() -> None:

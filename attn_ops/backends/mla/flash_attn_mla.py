@@ -6,9 +6,8 @@
 
 The decode way gives FA3 the rotated part as query and key, and the latent as value and, by `q_v`,
 as the other part of the scores. A plan for its tile scheduler is computed on the device, once a
-step and geometry, so that a captured step computes it anew. Of pages of 64 tokens FA3 loads whole
-ones where a request has more than 64 pairs of row and head: a NaN behind its last token would reach
-the output.
+step and geometry, so that a captured step computes it anew. With pages of 64 tokens a NaN behind a
+request's last token reaches the output (docs/decisions.md).
 
 T tokens, D rows of the decode way, N query heads, P head size without RoPE, R with RoPE, V head
 size of values, Lkv latent, P blocks, B block size.

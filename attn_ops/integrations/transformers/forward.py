@@ -160,10 +160,11 @@ def attention_forward(
         return out.unsqueeze(0), None
     check_layout(tables, query, meta)
     stored = _storage(module, kv_cache_dtype)
-    options |= {"attention_chunk_size": chunk_size(module) if causal else None, **stored}
-    windowed = any(options.get(n) is not None for n in ("sliding_window", "attention_chunk_size"))
+    chunk = chunk_size(module) if causal else None
+    windowed = options["sliding_window"] is not None or chunk is not None
     batch = (meta, caches, slots_of_layer(slots_T, windowed, meta))
     kv_cache = _written_cache(module, key, value, batch, stored)
+    options |= {"attention_chunk_size": chunk, **stored}
     return attention(q_TNH, kv_cache, meta, scale, **options).unsqueeze(0), None
 
 

@@ -3,12 +3,14 @@
 The Llama-3-8B shape, bf16, merged projections, one process. Every row of LEVERS is a session of its
 own over the same weights, measured as `benchmarks.decode_step` measures ours; the first one is
 measured again at the end, so that a drift of the clock shows. `kernels` is those of one replay of
-the smallest case. The floor is that of `benchmarks.floor`.
+the smallest case. `prompt ms` and `prompts ms` are called steps that read 512 tokens, and 16 times
+as many. The floor is that of `benchmarks.floor`.
 """
 
 import argparse
 import contextlib
 import gc
+import statistics
 import time
 from typing import Any
 
@@ -23,6 +25,9 @@ from benchmarks.figures import commit, write
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
 from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import DecodeSession
+
+PROMPT_LEN, MANY_PROMPTS = 512, 16
+"""Tokens of a prompt, and prompts of a large step."""
 
 FUSED = {"norm_products": "always", "fused_mlp": "always"}
 
@@ -51,6 +56,19 @@ def num_kernels(session: DecodeSession, batch: int, context: int) -> int:
     return sum(not e.name.startswith(("Memcpy", "Memset")) for e in events)
 
 
+def prompt_ms(session: DecodeSession, batch: int, length: int) -> float:
+    """Wall time of a step that reads prompts, called: the median of five."""
+    times = []
+    for turn in range(6):
+        firsts = range(turn * batch, (turn + 1) * batch)  # no two prompts share a prefix
+        prompts = [[1 + first, *range(2, length + 1)] for first in firsts]
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        session.generate(prompts, 1)
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times[1:])
+
+
 def measure_lever(
     model: Any, name: str, cases: list[tuple[int, int]], repeats: int
 ) -> tuple[dict[str, Any], Any]:
@@ -63,6 +81,9 @@ def measure_lever(
     row: dict[str, Any] = {"options": options, "seconds": time.perf_counter() - begin}
     row["matches"] = session.compile_record.matches_in_words()
     row["kernels"] = num_kernels(session, *cases[0])
+    batch, length = cases[-1][0], min(PROMPT_LEN, cases[-1][1] - 1)
+    row["prompt ms"] = prompt_ms(session, 1, length)
+    row["prompts ms"] = prompt_ms(session, min(batch, MANY_PROMPTS), length)
     for batch, context in cases:
         times = [ours_ms(session, batch, context) for _ in range(repeats)]
         row[f"{batch}x{context}"] = sorted(times)[len(times) // 2]
@@ -107,14 +128,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def show(result: dict[str, Any], cases: list[str]) -> None:
     table = Table(title=f"decode step, ms; {result['gpu']}, {result['commit']}")
-    for column in ("lever", *cases, *(f"{case} / floor" for case in cases), "kernels"):
+    over_floor = [f"{case} / floor" for case in cases]
+    for column in ("lever", *cases, *over_floor, "prompt ms", "prompts ms", "kernels"):
         table.add_column(column, justify="right")
     rows = result["rows"]
     floor = rows.get("floor", {})
     for name, row in rows.items():
         times = [f"{row[case]:.3f}" if case in row else row.get("error", "") for case in cases]
         over = [f"{row[c] / floor[c]:.3f}" if c in row and c in floor else "" for c in cases]
-        table.add_row(name, *times, *over, str(row.get("kernels", "")))
+        prompts = [f"{row[key]:.2f}" if key in row else "" for key in ("prompt ms", "prompts ms")]
+        table.add_row(name, *times, *over, *prompts, str(row.get("kernels", "")))
     Console(width=170).print(table)
 
 

@@ -208,11 +208,12 @@ def _time_absorb(layers: Layers, rounds: int) -> list[dict[str, Any]]:
 
 def _default_splits(layers: Layers) -> int:
     from attn_ops.backends.mla.triton.launch import decode_launch
+    from attn_ops.backends.triton.tiles import num_sms
 
     shape = layers.shape
     form = decode_launch(
         shape.heads * shape.query_len, torch.bfloat16, shape.fp8 is not None,
-        shape.latent.kv_lora_rank,
+        shape.latent.kv_lora_rank, shape.num_reqs > num_sms(layers.device),
     )  # fmt: skip
     return _chosen_splits(layers, form)
 

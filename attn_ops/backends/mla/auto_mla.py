@@ -2,13 +2,15 @@
 
 | batch | backend |
 |---|---|
-| at least 128 requests, at most 16 heads | TRITON_MLA |
+| at most 16 heads | TRITON_MLA |
+| 1 or 2 requests of at most 8,192 tokens | TRITON_MLA |
 | any other | FLASH_ATTN_MLA |
 | any, with an FP8 cache | TRITON_MLA, which alone takes it |
 
-On Hopper GPUs alone (sm_90). TRITON_MLA's decode took 78 us at 256 requests x 1,024 tokens and 16
-heads, where FA3 took 97; at 64 x 8,192 178 and 153, at 128 heads twice as long as FA3
-(docs/performance.md). A batch's metadata names the backend that was chosen for it.
+On Hopper GPUs alone (sm_90). At 16 heads TRITON_MLA took 0.53 to 0.96 of the time of FA3, at 32 x
+65,536 1.03; at 32 to 128 heads 0.66 to 0.97 for few short requests, up to 2.4 for others
+(docs/performance.md). A captured step goes by the length that its requests may reach. A batch's
+metadata names the backend that was chosen for it.
 """
 
 import dataclasses
@@ -24,21 +26,29 @@ from attn_ops.backends.mla.builder import MLAMetadataBuilder
 from attn_ops.backends.mla.workspace import MLAWorkspace
 from attn_ops.metadata import AttentionSpec, CommonAttentionMetadata
 
-MANY, OTHER = "TRITON_MLA", "FLASH_ATTN_MLA"
-
-MANY_REQUESTS = 128
-"""Requests from which TRITON_MLA is faster."""
+FEW, OTHER = "TRITON_MLA", "FLASH_ATTN_MLA"
 
 FEW_HEADS = 16
-"""Heads up to which it is."""
+"""Heads up to which TRITON_MLA is faster."""
+
+FEW_REQUESTS = 2
+"""Requests up to which it is faster with more heads, if they are short."""
+
+SHORT = 8192
+"""Tokens of a request that is short."""
 
 
-def choose(specs: Sequence[AttentionSpec], num_reqs: int) -> str:
+def choose(specs: Sequence[AttentionSpec], num_reqs: int, max_seq_len: int) -> str:
     """Name of the backend for a batch, from what a captured graph may freeze."""
-    if any(spec.kv_cache_dtype != "auto" for spec in specs):
-        return MANY
+    fp8 = any(spec.kv_cache_dtype != "auto" for spec in specs)
     few_heads = all(spec.num_heads <= FEW_HEADS for spec in specs)
-    return MANY if few_heads and num_reqs >= MANY_REQUESTS else OTHER
+    few_keys = num_reqs <= FEW_REQUESTS and max_seq_len <= SHORT
+    return FEW if fp8 or few_heads or few_keys else OTHER
+
+
+def _used(specs: Sequence[AttentionSpec]) -> set[str]:
+    """Names of the backends that batches may go to."""
+    return {choose(specs, 1, 1), choose(specs, FEW_REQUESTS + 1, SHORT + 1)}
 
 
 class AutoMLAMetadataBuilder(auto.AutoMetadataBuilder):
@@ -63,10 +73,10 @@ class AutoMLAMetadataBuilder(auto.AutoMetadataBuilder):
             builder.workspace = self.workspace
 
     def used(self) -> set[str]:
-        return {choose(self.specs, 1), choose(self.specs, MANY_REQUESTS)}
+        return _used(self.specs)
 
     def chosen(self, common: CommonAttentionMetadata) -> str:
-        return choose(self.specs, common.num_reqs)
+        return choose(self.specs, common.num_reqs, common.max_seq_len)
 
 
 class AutoMLABackend(Backend):
@@ -79,7 +89,7 @@ class AutoMLABackend(Backend):
         if reasons or spec.latent is None:
             return reasons
         parts = (flash_attn_mla.BACKEND, triton_mla.BACKEND)
-        used = {choose((spec,), num_reqs) for num_reqs in (1, MANY_REQUESTS)}
+        used = _used((spec,))
         return [
             f"{part.name}: {reason}"
             for part in parts

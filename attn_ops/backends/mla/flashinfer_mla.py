@@ -36,7 +36,14 @@ class Planned:
     back when this does.
     """
 
-    def __init__(self, wrappers: Wrappers, device: torch.device, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        wrappers: Wrappers,
+        device: torch.device,
+        arguments: dict[str, Any],
+        empty_D: torch.Tensor | None,
+    ) -> None:
+        self.empty_D = empty_D  # bool: rows of requests without tokens; None: there is none
         self._wrappers, self._device, self._arguments = wrappers, device, arguments
         self._by_scale: dict[float, Wrapper] = {}
 
@@ -82,7 +89,9 @@ class FlashInferMLAMetadataBuilder(MLAMetadataBuilder):
             "q_data_type": spec.dtype,
             "kv_data_type": spec.dtype,
         }
-        return Planned(self._wrappers, common.device, arguments)
+        empty_D = torch.repeat_interleave(seq_lens == 0, starts.diff())
+        empty_D = empty_D.to(common.device, non_blocking=True) if empty_D.any() else None
+        return Planned(self._wrappers, common.device, arguments, empty_D)
 
 
 def _pages(block_table_SM: torch.Tensor, pages_S: torch.Tensor) -> torch.Tensor:
@@ -120,6 +129,8 @@ def decode(
         kv_cache[..., rank:], out=out_DNL[:rows], lse=None if lse is None else lse[:rows],
         return_lse=lse is not None, return_lse_base_on_e=True,
     )  # fmt: skip
+    if lse is not None and plan.empty_D is not None:  # the library does not write -inf there
+        lse[:rows].masked_fill_(plan.empty_D[:, None], float("-inf"))
     return out_DNL
 
 

@@ -306,10 +306,11 @@ def _ranges(
     """The launch, programs over the rows of a request, and ranges of its keys."""
     _, num_heads, latent = ql_nope.shape
     rows = max(max_query_len, 1) * num_heads
-    launch = launch or decode_launch(rows, ql_nope.dtype, fp8 is not None, latent)
+    sms = num_sms(ql_nope.device)
+    launch = launch or decode_launch(rows, ql_nope.dtype, fp8 is not None, latent, num_reqs > sms)
     row_tiles = triton.cdiv(rows, launch.rows)
     if num_splits is None:
-        slots = launch.programs_per_sm * num_sms(ql_nope.device)
+        slots = launch.programs_per_sm * sms
         num_splits = choose_num_splits(num_reqs * row_tiles, max_seq_len, slots)
     return launch, row_tiles, num_splits
 

@@ -151,20 +151,27 @@ class ProjectLaunch(NamedTuple):
 
 
 def project_launch(
-    num_rows: int, num_heads: int, latent: int, value: int, dtype: torch.dtype
+    num_rows: int, num_heads: int, latent: int, value: int, dtype: torch.dtype, num_splits: int = 1
 ) -> ProjectLaunch:
-    """Not measured yet: benchmarks.mla has a tuning mode."""
+    """For parts of `num_splits` ranges.
+
+    Of few rows, wider tiles of W_UV merge their ranges fewer times; without ranges to merge more
+    programs are faster (one H200, 2026-11-23, `python -m benchmarks.mla project`).
+    """
     padded_latent = max(triton.next_power_of_2(latent), 16)
     padded_value = max(triton.next_power_of_2(value), 16)
     rows = min(triton.next_power_of_2(num_rows), 64)
     if dtype == torch.float32:
         return ProjectLaunch(min(rows, 16), min(padded_value, 32), min(padded_latent, 32), 4, 1)
     if rows <= 16:
-        values = min(padded_value, 32 if num_heads >= 64 else 16)
-        return ProjectLaunch(rows, values, padded_latent, 4, 1)
+        wide = num_splits >= 8 if rows == 1 else 1 < num_splits and rows <= 4
+        values = min(padded_value, 64 if wide else 32)
+        return ProjectLaunch(rows, values, padded_latent, 8 if wide and rows > 1 else 4, 1)
     values, programs = min(padded_value, 128), num_heads * triton.cdiv(num_rows, rows)
     while values > 16 and programs * triton.cdiv(value, values) < MIN_PROGRAMS:
         values //= 2
+    if values == 128:
+        return ProjectLaunch(rows, values, min(padded_latent, 128), 8, 3)
     return ProjectLaunch(rows, values, min(padded_latent, 64 if values > 32 else 128), 4, 3)
 
 
@@ -204,8 +211,8 @@ def combine_project(
     """
     num_rows, num_heads, num_splits, latent = parts.part.shape
     value, dtype, device = w_uv.shape[1], w_uv.dtype, w_uv.device
-    launch = launch or project_launch(num_rows, num_heads, latent, value, dtype)
-    fitted = fits(quant, launch, value)
+    chosen = launch or project_launch(num_rows, num_heads, latent, value, dtype, num_splits)
+    fitted = fits(quant, chosen, value)
     if quant is not None and (fitted is None or not_counted(quant, parts)):
         return launch_quantize(combine_project(parts, w_uv, None, lse, launch), quant)
     assert fitted is not None
@@ -213,7 +220,8 @@ def combine_project(
         max_fused_splits = _fused_splits(fitted, latent)
     if parts.lse is not None and num_splits > max_fused_splits:
         merged = combine(parts.part, parts.lse, dtype, lse)
-        parts, num_splits, lse = Parts(merged, None, parts.counters), 1, None
+        whole = Parts(merged[:, :, None], None, parts.counters)
+        return combine_project(whole, w_uv, quant, None, launch)
     split = parts.lse is not None
     out = quant.out if quant is not None else None
     if out is None:

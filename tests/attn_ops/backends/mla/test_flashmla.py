@@ -38,8 +38,8 @@ class Library(types.ModuleType):
         assert q.is_contiguous()
         assert not q.isnan().any()
         self.shapes.append(q.shape)
-        out = torch.zeros(*q.shape[:3], head_dim_v, dtype=q.dtype)
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.inf)
+        out = q.new_zeros(*q.shape[:3], head_dim_v)
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.inf, device=q.device)
         for request, length in enumerate(cache_seqlens.tolist()):
             latents = k_cache[block_table[request].long()].flatten(0, 2)[:length].float()
             for row in range(q.shape[1]):
@@ -68,7 +68,7 @@ def batch_of(case, num_rows: int) -> CommonAttentionMetadata:
         max_query_len=case.options["max_query_len"],
         max_seq_len=case.options["max_seq_len"],
         block_table_tensor=case.block_table,
-        slot_mapping=torch.zeros(num_rows, dtype=torch.int64),
+        slot_mapping=torch.zeros(num_rows, dtype=torch.int64, device=case.seq_lens.device),
         block_size=case.kv_cache.shape[1],
     )
 
@@ -79,8 +79,8 @@ def test_decode(library, batch, absorbed):
     case = make_case(*batch, latent=32, rope=64)
     rows, q = sum(case.query_lens), case.ql_nope
     if absorbed:  # as `absorb` leaves it
-        q = torch.full((*q.shape[:2], 96), math.nan, dtype=q.dtype)[..., :32].copy_(q)
-    lse = torch.full(q.shape[:2], math.nan)
+        q = q.new_full((*q.shape[:2], 96), math.nan)[..., :32].copy_(q)
+    lse = torch.full(q.shape[:2], math.nan, device=q.device)
     out = flashmla.decode(
         q, case.q_pe, case.kv_cache, batch_of(case, rows), scale=case.options["scale"],
         kv_cache_dtype="auto", kv_scale=None, lse=lse,
@@ -88,7 +88,7 @@ def test_decode(library, batch, absorbed):
     wanted, wanted_lse = case.wanted()
     assert out.is_contiguous()
     assert_near(out, wanted, TOLERANCE[out.dtype])
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.double().cpu(), wanted_lse, rtol=2e-3, atol=2e-3)
     counts = [n for n in case.query_lens if n]
     longest = max(counts, default=0)
     assert library.shapes == ([(len(case.query_lens), longest, 4, 96)] if rows else [])

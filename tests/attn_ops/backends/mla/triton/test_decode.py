@@ -96,7 +96,7 @@ def test_many_splits():
 
 @pytest.mark.parametrize(
     ("programs", "max_keys", "slots", "wanted"),
-    [(64, 8192, 264, 4), (256, 1024, 264, 1), (1, 65536, 264, 128), (1, 100, 264, 2)],
+    [(64, 8192, 264, 4), (256, 1024, 264, 1), (1, 65536, 264, 128), (1, 100, 264, 3)],
 )
 def test_choice_of_splits(programs, max_keys, slots, wanted):
     from attn_ops.backends.mla.triton.launch import choose_num_splits

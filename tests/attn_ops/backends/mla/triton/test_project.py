@@ -90,7 +90,7 @@ def test_many_ranges_are_merged_before_the_product(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "values"), [(1, 16, 16), (1, 128, 32), (32, 16, 16), (256, 16, 64),
+    ("rows", "heads", "values"), [(1, 16, 32), (1, 128, 32), (32, 16, 16), (256, 16, 64),
                                   (64, 128, 128), (256, 128, 128)]
 )  # fmt: skip
 def test_few_heads_are_cut_into_more_programs(rows, heads, values):

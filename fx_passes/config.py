@@ -12,7 +12,8 @@ class PassConfig:
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
     `attn_quant`, of the pass `quantize_output`, is "never", "auto", where a backend gains by it, or
     "always". `skinny_products` takes the same words: "auto" is where our kernel was measured.
-    So do `fused_mlp` and `norm_products`; of them nothing was measured yet: "auto" is off.
+    So do `fused_mlp` and `norm_products`: "auto" is off, as called steps lose more than replays
+    gain.
     `early_launch`, of no pass, is "auto", where the GPU launches kernels before those in front have
     ended, "on", an error where it cannot, or "off", for our own kernels, too.
 

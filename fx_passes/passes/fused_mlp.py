@@ -72,7 +72,7 @@ class FusedMlp(Pass):
 
     Skipped when:
         - something else reads a value between the first addition and the last;
-        - the mode is "auto": no gain was measured yet.
+        - the mode is "auto": called steps lose more than replays gain.
     """
 
     name = "fused_mlp"
@@ -103,7 +103,7 @@ class FusedMlp(Pass):
             self.skip(reason, node.name)
             return False
         if self.mode == "auto":
-            self.skip("no gain was measured yet", node.name)
+            self.skip("called steps lose more than replays gain", node.name)
             return False
         with graph.inserting_before(node):
             first, second = (as_rows(graph, cast(Node, x), mlp.up.x) for x in mlp.total.args)

@@ -44,7 +44,7 @@ class NormProducts(Pass):
 
     Skipped when:
         - something else reads the normalized rows, such as another product;
-        - the mode is "auto": no gain was measured yet.
+        - the mode is "auto": called steps lose more than replays gain.
     """
 
     name = "norm_products"
@@ -84,7 +84,7 @@ class NormProducts(Pass):
             self.skip("something else reads the normalized rows", node.name)
             return False
         if self.mode == "auto":
-            self.skip("no gain was measured yet", node.name)
+            self.skip("called steps lose more than replays gain", node.name)
             return False
         with graph.inserting_before(node):
             rows = as_rows(graph, norm.source, product.x)

@@ -95,7 +95,8 @@ class QuantizeOutput(Pass):
         - attention writes float64;
         - a shape is neither a number nor a multiple of the row count;
         - `attn_quant` is "auto", and no backend on the device writes the scheme itself: none does
-          where a group lies in several heads.
+          where a group lies in several heads;
+        - `attn_quant` is "auto", and a scale is that of the whole batch: a kernel behind is faster.
     """
 
     name = "quantize_output"
@@ -160,6 +161,8 @@ def pays(
     how: OutputQuant, head_size: int, device: torch.device, latent: bool = False
 ) -> str | None:
     """Why attention should not write FP8 itself on `device`; None: it should."""
+    if how.scheme == "fp8_tensor":  # 11.8 for 8.9 us at 1 request (docs/performance.md)
+        return "a scale of the whole batch waits for all of attention: a kernel behind it is faster"
     if how.group and not how.within_heads(head_size):
         return f"a scale of {how.scheme} is that of values of several heads"
     for name in backend_names():

@@ -12,7 +12,7 @@ from fx_passes import PassConfig
 from fx_passes.inductor_slot import AtenPipeline
 from fx_passes.passes import quantize_output
 from fx_passes.passes.quantize_output import QuantizeOutput, pays
-from tests.fx_passes.passes.quantize_models import SCALE, Behind, given, group
+from tests.fx_passes.passes.quantize_models import SCALE, Behind, given, group, tensor
 
 
 def writes_static(name: str) -> bool:
@@ -20,7 +20,7 @@ def writes_static(name: str) -> bool:
     return backend is not None and "fp8_static" in backend.support.output_quant
 
 
-@pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto"')
+@pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto", and no backend')
 def test_auto_asks_whether_a_backend_writes_the_scheme(batch, monkeypatch):
     cpu, static = torch.device("cpu"), OutputQuant("fp8_static")
     names = [name for name in registry.backend_names() if not writes_static(name)]
@@ -40,7 +40,7 @@ def test_auto_asks_whether_a_backend_writes_the_scheme(batch, monkeypatch):
     assert pays(static, 64, cpu) is not None
 
 
-@pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto"')
+@pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto", and no backend')
 def test_auto_leaves_groups_of_several_heads(batch):
     """A group of 128 lies in two heads of 64."""
     one = QuantizeOutput.of(PassConfig())
@@ -61,3 +61,12 @@ def test_the_option():
         PassConfig.split({"quantize_output": "always"})
     keys = {AtenPipeline(PassConfig(attn_quant=o)).uuid() for o in ("auto", "always", "never")}
     assert len(keys) == 3
+
+
+@pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto", and a scale')
+def test_auto_leaves_a_scale_of_the_batch(batch):
+    one = QuantizeOutput.of(PassConfig())
+    assert one.run(Behind(batch(), tensor).graph) == 0
+    (reason,) = one.reasons
+    assert reason.startswith("a scale of the whole batch waits for all of attention")
+    assert QuantizeOutput("always").run(Behind(batch(), tensor).graph) == 1

@@ -85,7 +85,7 @@ def measure_one(
     if args.what == "chunks":
         return measure_chunks(shape, device, args.rounds)
     if args.what == "step":
-        return measure_step(shape, device, args.rounds, args.layers)
+        return measure_step(shape, device, args.rounds, args.layers, args.backends)
     if args.what == "prompts":
         return measure_prompts(shape, device, args.rounds, rates, args.flashinfer)
     return measure_decode(shape, device, args.rounds, rates, not args.kernels, args.profile)
@@ -219,6 +219,7 @@ def parser() -> argparse.ArgumentParser:
                        metavar=("LKV", "P", "R", "V"))  # fmt: skip
     found.add_argument("--rounds", type=int, default=11)
     found.add_argument("--layers", type=int, default=4, help="step: of the model")
+    found.add_argument("--backends", nargs="+", help="step: these; default: all")
     found.add_argument("--processes", type=int, default=12, help="that compile")
     found.add_argument("--flashinfer", action="store_true", help="prompts: FlashInfer too")
     found.add_argument("--kernels", action="store_true", help="no whole operators")

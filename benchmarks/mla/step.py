@@ -72,11 +72,15 @@ def layer_of(kernels: Sequence[Kernel], layers: int) -> list[str]:
 
 
 def measure_step(
-    shape: Shape, device: torch.device, rounds: int, layers: int
+    shape: Shape,
+    device: torch.device,
+    rounds: int,
+    layers: int,
+    backends: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """A row a backend: microseconds a layer in the step, alone, and their ratio."""
     rows = []
-    for name in operators():
+    for name in backends or operators():
         reasons = get_backend(name).reasons_against(shape.spec, shape.block_size, device)
         try:
             if reasons:

@@ -69,7 +69,7 @@ def our_rows(
             model, workload, mode, decode_steps, on_gpu, backend=args.backend
         )
         rows.append(ours.measure(session, wishes, args.rounds))
-        print(f"{mode}, {decode_steps} steps: {rows[-1].wall_s:.2f} s", flush=True)
+        write(args.json, {"rows": [row_fields(row) for row in rows]})  # kept if the time runs out
         if args.report:
             print(session.report())
         session.release()

@@ -28,6 +28,15 @@ def is_long(case: ConformanceCase) -> bool:
     return case.rule is latent.latent_beyond_64k
 
 
+def is_shown_again(case: ConformanceCase) -> bool:
+    """Whether a mixed batch, called or compiled, shows the same of TRITON's kernels or FLEX."""
+    if case.backend.name not in ("TRITON", "FLEX"):
+        return False
+    if case.rule is rules.features:
+        return "mixed" not in case.parameters
+    return case.rule is rules.compiled_features and "sinks, window" not in case.parameters
+
+
 def all_cases() -> list:
     """Of every backend on every device type that it declares."""
     found = []
@@ -36,7 +45,8 @@ def all_cases() -> list:
             marks = [pytest.mark.gpu] if case.device == "cuda" else []
             interpreted = case.device == "cpu" and backend.name == "TRITON_MLA"
             mixed = case.rule in QUANTIZED and "mixed" in case.parameters
-            if mixed or (interpreted and is_long(case)):
+            again = case.device == "cpu" and is_shown_again(case)
+            if mixed or again or (interpreted and is_long(case)):
                 marks.append(pytest.mark.slow)
             if backend.name == "BLOCKSPARSE" and case.parameters[-2:] != ("mixed", "blocksparse"):
                 marks.append(pytest.mark.slow)  # others: TRITON's kernels, which run by its name

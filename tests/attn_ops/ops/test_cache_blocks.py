@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_ops import copy_blocks, gather_kv, swap_blocks
 from attn_ops.ops.cache_blocks import _runs
+from tests.kit.marks import slow
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -100,7 +101,7 @@ def test_no_caches_and_caches_of_different_sizes():
         copy_blocks([large, small], pairs_of((1, 3)))
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, *slow(*FLOATS[:3])], ids=str)
 def test_opcheck_copy_and_swap(dtype):
     for pairs in (pairs_of((1, 2), (2, 3)), pairs_of((4, 1)), NONE):
         caches = [make_cache(dtype=dtype), make_cache(8, dtype)]

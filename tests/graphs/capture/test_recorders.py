@@ -56,7 +56,7 @@ def recorded_by(name, model, **options):
     return session
 
 
-@pytest.mark.parametrize("prepares", [False, True])
+@pytest.mark.parametrize("prepares", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RECORDERS)
 def test_replays_give_the_tokens_of_calls(model, name, prepares):
     """Prompts in chunks, and requests that come while others decode.

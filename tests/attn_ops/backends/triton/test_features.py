@@ -164,7 +164,7 @@ def test_non_causal_prompt_crosses_unmasked_tiles():
 @BATCHES
 @pytest.mark.parametrize("kv_cache_dtype", FP8)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("scales", [SCALES, {}], ids=["scaled", "plain"])
+@pytest.mark.parametrize("scales", [SCALES, *slow({})], ids=["scaled", "plain"])
 def test_fp8_cache(lengths, kv_cache_dtype, dtype, scales):
     case = make_case(lengths, kv_cache_dtype, dtype)
     check(case, kv_cache_dtype=kv_cache_dtype, **scales)
@@ -205,7 +205,7 @@ FEATURES = {
 }
 
 
-@BATCHES
+@pytest.mark.parametrize("lengths", [PREFILL, *slow((DECODE,))], ids=["prefill", "decode"])
 @pytest.mark.parametrize("pair", list(itertools.combinations(FEATURES, 2)), ids="-".join)
 def test_pairs(lengths, pair):
     options = {name: FEATURES[name] for name in pair}
@@ -216,7 +216,7 @@ def test_pairs(lengths, pair):
 
 
 @BATCHES
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, *slow(False)])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_all_at_once(lengths, causal, dtype):
     case = make_case(lengths, FP8[0], dtype, head_size=80, causal=causal)

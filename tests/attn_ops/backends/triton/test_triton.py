@@ -122,7 +122,13 @@ def test_groups_and_dtypes(lengths, dtype, num_heads, num_kv_heads):
 
 
 @pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
-@pytest.mark.parametrize("head_size", BACKEND.support.head_sizes)
+@pytest.mark.parametrize(
+    "head_size",
+    [
+        pytest.param(n, marks=[] if n in (80, 256) else pytest.mark.slow)
+        for n in BACKEND.support.head_sizes
+    ],
+)
 def test_head_sizes(lengths, head_size):
     case = make_case(lengths, 4, 2, head_size, dtype=torch.float16)
     assert_right(run(*case), *case)
@@ -152,8 +158,8 @@ def test_long_prompts_cross_unmasked_tiles(sliding_window, causal):
     assert_right(run(*case, sliding_window=sliding_window), *case, sliding_window=sliding_window)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3, 17, *slow(2, 7)])
-@pytest.mark.parametrize("sliding_window", [None, 100])
+@pytest.mark.parametrize("num_splits", [1, 17, *slow(2, 3, 7)])
+@pytest.mark.parametrize("sliding_window", [100, *slow(None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_splits_of_decode(num_splits, sliding_window, dtype):
     from attn_ops.backends.triton.decode import decode_attention

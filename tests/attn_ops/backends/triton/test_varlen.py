@@ -121,7 +121,7 @@ def make_qkv(head_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
     return q, k, v
 
 
-@CAUSAL
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=SLOW)])
 @OPTIONS
 def test_varlen_options(causal, options):
     check_varlen(*make_qkv(16, torch.float32), causal, **options)
@@ -129,7 +129,7 @@ def test_varlen_options(causal, options):
 
 @CAUSAL
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("head_size", [64, 80])
+@pytest.mark.parametrize("head_size", [80, pytest.param(64, marks=SLOW)])
 def test_varlen_dtypes_and_head_sizes(causal, dtype, head_size):
     check_varlen(*make_qkv(head_size, dtype), causal)
 
@@ -156,7 +156,7 @@ def check_launch(launch, case, **options) -> None:
 
 @CAUSAL
 @OPTIONS
-@pytest.mark.parametrize(("tile", "heads"), [(32, None), (64, 2)])
+@pytest.mark.parametrize(("tile", "heads"), [(64, 2), pytest.param(32, None, marks=SLOW)])
 def test_gathered_keys(causal, options, tile, heads):
     from attn_ops.backends.triton.prefill_launch import Launch
 

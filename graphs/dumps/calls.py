@@ -16,7 +16,9 @@ def beside_graph(
     origins: dict[str, list[str]],
     block_size: int,
 ) -> list[dict[str, Any]]:
-    """The calls with "graph_nodes", "aten" and "bytes" as far as they are known.
+    """The calls with "graph_nodes", "aten", "module" and "bytes" as far as they are known.
+
+    "module" is that of the last node that has one.
 
     "bytes" are {"fixed", "per_token", "per_cached_token"}, of a decode step: every symbol of a size
     counts its tokens, which are as many as its requests and its rows of logits.
@@ -34,11 +36,13 @@ def beside_graph(
         names = call["graph_nodes"] or origins.get(f"{call['name']}:{number}", [])
         names = sorted((n for n in names if n in order), key=order.__getitem__) or names
         targets = [found[name]["target"] for name in names if name in found]
+        modules = [m for name in names if name in found if (m := found[name]["module"])]
         operators = [one.rpartition(".")[0] for one in targets if "." in one]
         full.append(
             {
                 **call,
                 "graph_nodes": names,
+                "module": modules[-1].split(" ")[0] if modules else "",
                 "aten": list(dict.fromkeys(operators)) or call["aten"],
                 "bytes": _bytes(call, names, found, block_size),
             }

@@ -82,7 +82,7 @@ def session_data(session: Any) -> dict[str, Any]:
         "backends_against": session.backend_selection.reasons_against,
         "block_size": session.cache.block_size,
         "modules": module_rows(session.original, session.specs, session.cache.own_blocks),
-        "attention": attention_groups(session.specs),
+        "attention": attention_groups(session.original, session.specs),
         "memory": {
             "weights": sum(p.untyped_storage().nbytes() for p in weights.values()),
             "cache": session.cache.num_bytes,

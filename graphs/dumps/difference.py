@@ -20,7 +20,7 @@ def rows(before: str, after: str) -> dict[str, Any]:
     Kinds: "=" equal, "~" changed, "-" only before, "+" only after, "..." left out. `num_left_out`
     counts rows beyond the limit; the raw files have them.
     """
-    a, b = _lines(before), _lines(after)
+    a, b = lines(before), lines(after)
     texts = [[text for _, text in side] for side in (a, b)]
     matcher = difflib.SequenceMatcher(None, *texts, autojunk=False)
     found: list[list[Any]] = []
@@ -35,7 +35,7 @@ def rows(before: str, after: str) -> dict[str, Any]:
     return {"rows": found[:_MOST_ROWS], "num_left_out": max(0, len(found) - _MOST_ROWS)}
 
 
-def _lines(text: str) -> list[tuple[int, str]]:
+def lines(text: str) -> list[tuple[int, str]]:
     """Numbers and texts of the lines that say something."""
     return [
         (number, _END.sub("", line.rstrip()))

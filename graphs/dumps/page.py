@@ -14,6 +14,7 @@ from graphs.dumps.data import raw, read
 from graphs.dumps.difference import rows
 from graphs.dumps.folder import put
 from graphs.dumps.index import Entry, Index
+from graphs.dumps.places import places
 from graphs.dumps.timeline.assigned import beside_calls
 from graphs.dumps.trace import origins
 
@@ -80,6 +81,7 @@ def _fill(data: dict[str, Any], index: Index, directory: Path) -> None:
     for record in data["passes"]:
         texts = [raw(directory, name) for name in record["files"]]
         record["difference"] = rows(*texts) if len(texts) == 2 else None
+        record["places"] = places(*texts) if texts and not record["pictures"] else []
         record["drawn"] = [raw(directory, name) for name in record["pictures"]]
     data["kernels"] = _kernels(data, directory)
     data["files"] = [name for entry in index.entries for name in entry.files]

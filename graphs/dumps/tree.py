@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from attn_ops.integrations.transformers.layers import cache_index, is_causal
+from attn_ops.integrations.transformers.layers import (
+    cache_index,
+    cache_owner,
+    is_causal,
+    shares_cache,
+)
+from attn_ops.integrations.transformers.specs import attention_layers
 from attn_ops.metadata.features import AttentionSpec
 
 _MOST_ROWS = 400
@@ -60,8 +66,8 @@ def _attention_of(twins: Sequence[Any], words: Sequence[str]) -> str:
     number = getattr(twins[0], "layer_idx", None)
     if "attention" not in type(twins[0]).__name__.lower() or not isinstance(number, int):
         return ""
-    indices = [cache_index(one) for one in twins if is_causal(one)]
-    asked = collections.Counter(words[i] for i in indices if i < len(words))
+    indices = [(cache_index(one), _whose(one)) for one in twins if is_causal(one)]
+    asked = collections.Counter(words[i] + whose for i, whose in indices if i < len(words))
     if len(asked) < 2:
         return next(iter(asked), "")
     return "; ".join(f"{number} x {what}" for what, number in asked.items())
@@ -100,15 +106,34 @@ def _bytes(module: torch.nn.Module) -> int:
     return sum(p.untyped_storage().nbytes() for p in storages.values())
 
 
-def attention_groups(specs: Sequence[AttentionSpec]) -> list[dict[str, Any]]:
-    """Layers of equal attention, which share one cache group: numbers, heads and options."""
-    found: dict[AttentionSpec, list[int]] = {}
-    for i, spec in enumerate(specs):
-        found.setdefault(spec, []).append(i)
-    return [
-        {"layers": _spans(layers), "num": len(layers), "words": _words_of(spec)}
-        for spec, layers in found.items()
-    ]
+def _whose(layer: Any) -> str:
+    return f", cache of layer {cache_owner(layer)}" if shares_cache(layer) else ""
+
+
+def attention_groups(
+    model: torch.nn.Module, specs: Sequence[AttentionSpec]
+) -> list[dict[str, Any]]:
+    """Layers of equal attention, which share one cache group: numbers, heads and options.
+
+    "shared" is by the layer whose cache others read: the numbers of those.
+    """
+    found: dict[AttentionSpec, list[Any]] = {}
+    for layer in attention_layers(model):
+        found.setdefault(specs[cache_index(layer)], []).append(layer)
+    groups = []
+    for spec, layers in found.items():
+        readers: dict[int, list[int]] = {}
+        for layer in filter(shares_cache, layers):
+            readers.setdefault(cache_owner(layer), []).append(layer.layer_idx)
+        groups.append(
+            {
+                "layers": _spans([layer.layer_idx for layer in layers]),
+                "num": len(layers),
+                "words": _words_of(spec),
+                "shared": {owner: _spans(numbers) for owner, numbers in readers.items()},
+            }
+        )
+    return groups
 
 
 def _words_of(spec: AttentionSpec) -> list[str]:

@@ -1,12 +1,15 @@
-"""The call of a compiled graph that each kernel of a timeline belongs to, and the longest calls.
+"""The call of a compiled graph that each kernel of a timeline belongs to, its layer, and times.
 
 Calls are found by their order in Inductor's code and by names. Times in microseconds.
 """
 
 import dataclasses
+import re
 from typing import Any
 
 from graphs.dumps.output_code.groups import ATTENTION, PRODUCTS, group_of
+
+_NUMBERED = re.compile(r"((?:.*?\.)?)(\d+)(?:\.|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +37,13 @@ def _kind(call: dict[str, Any]) -> str:
     return {PRODUCTS: "product", ATTENTION: "attention"}.get(call["group"], "operator")
 
 
-def assigned(names: list[str], graphs: list[list[Call]]) -> list[Call | None]:
+def assigned(names: list[str], graphs: list[list[Call]], on_gpu: bool) -> list[Call | None]:
     """The call of every kernel; None: what stands around the graphs, as sampling.
 
-    The best path by scores: a kernel follows in its call, in the next one, or begins a graph.
+    The best path by scores: a kernel follows in its call, in the next one, or begins a graph. On a
+    CPU a call is rarely more than one operator.
     """
+    again = 0.5 if on_gpu else 2.0
     states: list[Call | None] = [None, *(call for calls in graphs for call in calls)]
     own = {call.name for call in states if call is not None and call.kind == "kernel"}
     moves = _moves(graphs)
@@ -48,7 +53,7 @@ def assigned(names: list[str], graphs: list[list[Call]]) -> list[Call | None]:
         new, source = [-1e9] * len(states), [0] * len(states)
         for at in range(len(states)):
             for before, cost in moves[at]:
-                stays = 0.5 if before == at and at and scores[at] > 0 else 0.0
+                stays = again if before == at and at and scores[at] > 0 else 0.0
                 value = best[before] + cost + scores[at] - stays
                 if value > new[at]:
                     new[at], source[at] = value, before
@@ -99,10 +104,10 @@ def _score(name: str, state: Call | None, own: set[str]) -> float:
 def beside_calls(
     timeline: dict[str, Any], kernels: list[list[dict[str, Any]]], calls: list[int], on_gpu: bool
 ) -> dict[str, Any]:
-    """The timeline with names once, rows of numbers, and the ten calls that took longest.
+    """The timeline with names once, rows of numbers, and the calls, those that took longest first.
 
-    A row: begin, duration, number of the name, graph, call, number of the layer's call from 1, and
-    bytes; -1 and -1 for a kernel of no call, 0 outside of layers.
+    A row: begin, duration, number of the name, graph, call, number of the layer from 1, and bytes;
+    -1 and -1 for a kernel of no call, 0 outside of layers.
 
     Args:
         timeline: as `dump.json` holds it.
@@ -111,21 +116,60 @@ def beside_calls(
         on_gpu: whether the trace shows Inductor's kernels.
     """
     ran = timeline["kernels"]
-    path = assigned([one["name"] for one in ran], calls_of(kernels, on_gpu))
+    path = assigned([one["name"] for one in ran], calls_of(kernels, on_gpu), on_gpu)
     number = {name: i for i, name in enumerate(dict.fromkeys(one["name"] for one in ran))}
-    rows, layer, last = [], 0, None
-    for one, call in zip(ran, path, strict=True):
-        repeated = call is not None and calls[call.graph] > 1
-        if call is not None and _begins(call, last):
-            layer += repeated
+    rows = []
+    for one, call, layer in zip(ran, path, _layers(path, kernels, calls), strict=True):
         place = (call.graph, call.number) if call else (-1, -1)
         times = one["start_us"], one["us"], number[one["name"]]
-        rows.append([*times, *place, layer if repeated else 0, one["bytes"]])
-        last = call or last
+        rows.append([*times, *place, layer, one["bytes"]])
     names = list(number)
-    largest = _largest(rows, names, timeline, kernels)
     rest = {name: value for name, value in timeline.items() if name != "kernels"}
-    return {**rest, "names": names, "rows": rows, "largest": largest}
+    times = _times(rows, names, timeline, kernels)
+    return {**rest, "names": names, "rows": rows, "calls": times}
+
+
+def _layers(
+    path: list[Call | None], kernels: list[list[dict[str, Any]]], calls: list[int]
+) -> list[int]:
+    """The layer of every kernel, from 1; 0: of none.
+
+    Calls of a graph that equal layers share are counted. In other graphs a call is of the layer of
+    its module; without one, of that of the call before.
+    """
+    stated = _stated_layers(kernels)
+    found, layer, last = [], 0, None
+    for call in path:
+        own = stated[call.graph][call.number] if call else 0
+        if call and calls[call.graph] > 1:
+            if _begins(call, last):
+                pairs = zip(kernels[call.graph], stated[call.graph], strict=True)
+                layer = max(layer + 1, *(n for one, n in pairs if one["group"] == ATTENTION), 0)
+            own = layer
+        elif call and call.kind == "attention":
+            layer = own  # those that are counted go on from here
+        found.append(own)
+        last = call or last
+    return found
+
+
+def _stated_layers(kernels: list[list[dict[str, Any]]]) -> list[list[int]]:
+    """By graph and call, the number in its module: `model.layers.3` where attentions are so."""
+    lists = {
+        match[1]
+        for calls in kernels
+        for call in calls
+        if call["group"] == ATTENTION and (match := _NUMBERED.match(call["module"]))
+    }
+    stated = []
+    for calls in kernels:
+        layers = [0]
+        for call in calls:
+            match = _NUMBERED.match(call["module"])
+            own = int(match[2]) + 1 if match and match[1] in lists else 0
+            layers.append(own if call["module"] else layers[-1])
+        stated.append(layers[1:])
+    return stated
 
 
 def _begins(call: Call, last: Call | None) -> bool:
@@ -133,10 +177,10 @@ def _begins(call: Call, last: Call | None) -> bool:
     return last is None or call.graph != last.graph or call.number < last.number
 
 
-def _largest(
+def _times(
     rows: list[list[Any]], names: list[str], timeline: dict[str, Any], kernels: list[list[dict]]
 ) -> list[dict[str, Any]]:
-    """Calls, and kernels of no call by name, by their time in the step, the ten longest."""
+    """Calls, and kernels of no call by name, by their time in the step, the longest first."""
     groups: dict[tuple[int, int], list[list[Any]]] = {}
     for row in rows:
         groups.setdefault((row[3], row[4]) if row[3] >= 0 else (-1, row[2]), []).append(row)
@@ -155,11 +199,12 @@ def _largest(
                 "num": num_calls,
                 "total_us": round(total, 3),
                 "each_us": round(each, 3),
+                "of_step": total / timeline["sum_us"] if total else 0.0,
                 "bytes": moved,
                 "of_bandwidth": moved / (1e-6 * each * peak) if moved and peak and each else None,
             }
         )
-    return sorted(found, key=lambda one: -one["total_us"])[:10]
+    return sorted(found, key=lambda one: -one["total_us"])
 
 
 def _moved(

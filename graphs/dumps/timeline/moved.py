@@ -60,13 +60,20 @@ def note_kernels(rows: Sequence[Row], graphs: Sequence[Row], num_tokens: int) ->
 def note_attention(
     rows: Sequence[Row], specs: Sequence[AttentionSpec], num_reqs: int, seq_len: int
 ) -> str:
-    """Give the largest attention kernel of each layer its bytes; why not, if they are not known."""
+    """Give the largest attention kernel of each layer its bytes; why not, if they are not known.
+
+    Args:
+        specs: of every layer that attends, those that read another one's cache included.
+    """
     layers: dict[int, list[Row]] = {}
-    for row in rows:
-        if row["layer"] is not None and row["group"] == ATTENTION:
+    attending = [row for row in rows if row["group"] == ATTENTION]
+    for row in attending:
+        if row["layer"] is not None:
             layers.setdefault(row["layer"], []).append(row)
+    if len(attending) == len(specs):
+        layers = {layer: [row] for layer, row in enumerate(attending)}
     if len(layers) != len(specs):
-        return f"{len(specs)} layers have a cache, attention was found in {len(layers)}"
+        return f"{len(specs)} layers attend, attention was found in {len(layers)}"
     for layer, spec in enumerate(specs):
         row = max(layers[layer], key=lambda one: one["us"])
         read = cached_bytes(spec, seq_len)

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from attn_ops import AttentionSpec
+from attn_ops.integrations.transformers.layers import cache_index
+from attn_ops.integrations.transformers.specs import attention_layers
 from graphs.context import surroundings
 from graphs.dumps.output_code.groups import group_of
 from graphs.dumps.timeline.layers import repeats
@@ -61,8 +64,10 @@ def _timeline(
         path.unlink()
         return None, "the profiler saw no kernel"
     bandwidth, source = _bandwidth(device)
-    rows, found = rows_of(kernels, len(session.cache.specs))
-    notes = _note_bytes(rows, graphs, session, measured)
+    layers = attention_layers(session.original)
+    specs = [session.cache.specs[cache_index(layer)] for layer in layers]
+    rows, found = rows_of(kernels, len(specs))
+    notes = _note_bytes(rows, graphs, specs, measured)
     for row in rows:
         if bandwidth and row["bytes"] is not None and row["us"]:
             row["share"] = row["bytes"] / (row["us"] * 1e-6) / bandwidth
@@ -136,10 +141,13 @@ def groups_of(rows: Sequence[Row], bandwidth: float | None) -> dict[str, dict[st
 
 
 def _note_bytes(
-    rows: Sequence[Row], graphs: Sequence[Row], session: Any, measured: Measured
+    rows: Sequence[Row],
+    graphs: Sequence[Row],
+    specs: Sequence[AttentionSpec],
+    measured: Measured,
 ) -> list[str]:
     """Bytes into the rows; for what they are not known."""
-    key, specs = measured.key, session.cache.specs
+    key = measured.key
     products = note_products(rows, graphs, key.num_tokens)
     attention = note_attention(rows, specs, key.num_reqs, measured.seq_len)
     note_kernels(rows, graphs, key.num_tokens)

@@ -10,8 +10,8 @@ function model() {
       modules.append(make("tr", i > 24 ? { hidden: "" } : {}, make("td", { style: `padding-left:${one.depth * 18}px`, class: "wrap" }, graphWith(firstOf(one)) ? make("a", { href: `#module=${firstOf(one)}` }, one.path) : one.path || "model"),
         make("td", {}, one.count > 1 ? make("b", {}, name) : name), make("td", { class: "dim wrap" }, [one.attention, one.shapes].filter(Boolean).join("; "), ...layerLinks(one)), make("td", { class: "nowrap" }, one.bytes ? human(one.bytes) : "")));
     });
-    const groups = make("table", {}, head("layers", "attention", "group of the KV cache"));
-    s.attention.forEach((one, i) => groups.append(row(`${one.num} (${one.layers})`, one.words.join(", "), `${i + 1} of ${s.attention.length}`)));
+    const groups = make("table", {}, head("layers", "attention", "group of the KV cache", "whose cache"));
+    s.attention.forEach((one, i) => groups.append(row(`${one.num} (${one.layers})`, one.words.join(", "), `${i + 1} of ${s.attention.length}`, Object.entries(one.shared || {}).map(([owner, readers]) => `${/^\d+$/.test(readers) ? `layer ${readers} reads` : `layers ${readers} read`} that of layer ${owner}`).join("; ") || dim("each its own"))));
     out.append(make("h2", {}, "Modules"), modules);
     if (s.modules.length > 25) out.append(make("p", {}, make("button", { onclick: event => { modules.querySelectorAll("[hidden]").forEach(one => { one.hidden = false; }); event.target.remove(); } }, `show ${s.modules.length - 25} more`)));
     out.append(make("h2", {}, "Attention"), groups);

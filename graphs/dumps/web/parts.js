@@ -35,6 +35,5 @@ const moved = call => call.bytes && call.bytes.fixed + call.bytes.per_token * ba
 // A name stands for its first call; later ones have their number behind it.
 const kernelHref = (i, j) => { const { calls } = data.kernels[i], { name } = calls[j]; return `#kernel=${i}=${name}${calls.findIndex(one => one.name === name) === j ? "" : `=${j}`}`; };
 // The module of a call's last node, without the number of its layer: `self_attn.q_proj`.
-const moduleOf = (code, call) => { const graph = data.graphs[code.graph], name = call.graph_nodes.at(-1);
-  return (graph?.nodes.find(node => node.name === name)?.module || "").split(" ")[0].replace(/^.*\.\d+\./, ""); };
+const moduleOf = call => call.module.replace(/^.*\.\d+\./, "");
 const callKind = call => call.source ? "kernel" : call.name.includes("attention") ? "attention" : /mm|linear|product/.test(call.name) ? "product" : "other";

@@ -61,7 +61,7 @@ function showPass(number) {
     dim("passes that changed their graph; keys k and j")), make("h1", { class: "big" }, one.name), one.purpose ? make("p", {}, one.purpose) : null, note(`on ${one.graph}${one.num_calls > 1 ? `, which runs ${one.num_calls} times` : ""}: ${one.in_words}`)];
   if (one.summary) parts.push(make("p", {}, one.summary));
   if (one.error) parts.push(make("p", {}, `failed: ${one.error}`));
-  if (one.difference && changes(one)) parts.push(make("p", {}, make("code", {}, changes(one))));
+  if (one.difference && !one.places.length && changes(one)) parts.push(make("p", {}, make("code", {}, changes(one))));
   const reasons = {};
   for (const why of one.skipped) { const text = why.replace(/^\w+: /, ""); (reasons[text] ||= []).push(/^(\w+): /.exec(why)?.[1] || ""); }
   if (one.skipped.length) parts.push(make("h3", {}, `Left alone: ${plural(one.skipped.length, "place")}`),
@@ -75,7 +75,7 @@ function showPass(number) {
       table.append(make("tr", {}, make("td", { class: "n" }, i || ""), make("td", { class: "~-".includes(mark) ? "del" : "" }, before),
         make("td", { class: "n" }, j || ""), make("td", { class: "~+".includes(mark) ? "add" : "" }, after)));
     }
-    if (one.drawn.length !== 2) parts.push(...placePictures(one));
+    if (one.places.length) parts.push(...placePictures(one));
     const more = one.difference.num_left_out ? ` ${plural(one.difference.num_left_out, "more row")} in the files` : "";
     parts.push(make("h3", {}, "Line by line"), make("p", {}, dim("before "), link(one.files[0]), dim("   after "), link(one.files[1]), dim(more)), make("div", { class: "diff" }, table));
   } else parts.push(note("The graph stayed as it was."));

@@ -3,19 +3,26 @@ function kernels() {
   if (!data.kernels.length) out.append(note("Inductor compiled nothing inside this dump."));
   else out.append(note(data.timeline ? `Bytes are of the recorded decode step: ${plural(batch(), "request")}, ${cached()} tokens in the cache.` : "Bytes are of a decode step of one request with an empty cache."));
   data.kernels.forEach((code, i) => {
-    const table = make("table", { class: "calls" }, head("", "kernel", "ATen operators it came from", "bytes moved"));
+    const table = make("table", { class: "calls" }, head("", "kernel", "ATen operators it came from", data.timeline ? "in the step" : "", "bytes moved"));
     code.calls.forEach((call, j) => {
-      const where = kernelHref(i, j), known = moved(call);
+      const where = kernelHref(i, j), known = bytesOf(i, j);
       const nodes = call.graph_nodes.map(name => code.graph === null ? name : make("a", { href: `#graph=${code.graph}=${name}`, title: data.graphs[code.graph].nodes.find(node => node.name === name)?.line || "no source line" }, name)).flatMap((one, k) => k ? [", ", one] : [one]);
-      table.append(make("tr", { id: where.slice(1) }, make("td", { class: "dim nowrap" }, `k${j + 1}`), make("td", { class: "wrap" }, make("a", { href: where }, call.name), make("div", { class: "dim" }, moduleOf(code, call))),
+      table.append(make("tr", { id: where.slice(1) }, make("td", { class: "dim nowrap" }, `k${j + 1}`), make("td", { class: "wrap" }, make("a", { href: where }, call.name), make("div", { class: "dim" }, moduleOf(call))),
         make("td", {}, call.aten.join(", ") || dim("not named"), make("details", {}, make("summary", {}, `${plural(call.graph_nodes.length, "node")}, source`), make("p", { class: "wrap" }, ...nodes), make("pre", {}, `${call.call}\n\n${call.source}`.trim()))),
-        make("td", { class: "nowrap" }, known == null ? dim("not known") : human(known))));
+        make("td", {}, ...inStep(i, j)), make("td", { class: "nowrap" }, known == null ? dim("not known") : human(known))));
     });
-    const total = sum(code.calls.map(call => moved(call) || 0)), unknown = code.calls.filter(call => moved(call) == null).length;
+    const total = sum(code.calls.map((call, j) => bytesOf(i, j) || 0)), unknown = code.calls.filter((call, j) => bytesOf(i, j) == null).length;
     out.append(make("h2", {}, code.graph === null ? `Code ${i + 1}` : graphName(code.graph)), make("p", {}, `${plural(code.calls.length, "call")}, ${unknown ? "at least " : ""}${human(total)}${code.num_calls > 1 ? ` each, ${human(total * code.num_calls)} in all` : ""}${unknown ? `, not known of ${unknown}` : ""}   `, link(code.file)), table);
   });
 }
 
+// A call in the recorded step, as the timeline has it.
+const stepOf = (i, j) => data.timeline?.calls.find(one => one.graph === i && one.call === j);
+const bytesOf = (i, j) => stepOf(i, j)?.bytes ?? moved(data.kernels[i].calls[j]);
+function inStep(i, j) {
+  const ran = stepOf(i, j);
+  return ran ? [`${ran.num} x ${time(ran.each_us)}`, make("div", { class: "dim" }, `${(100 * ran.of_step).toFixed(1)} %`)] : [data.timeline ? dim("not seen") : ""];
+}
 const COLOURS = { product: "--product", attention: "--attention", kernel: "--kernel", other: "--other" };
 const rowCall = one => one[3] >= 0 ? data.kernels[one[3]].calls[one[4]] : null;
 function timeline() {
@@ -30,11 +37,11 @@ function timeline() {
     row("first to last", `${time(t.span_us)}, of which ${time(t.gap_us)} is gaps${gpu ? "; a kernel's time begins when those before have ended" : ""}`),
     row("measured", t.replay_us ? `${time(t.replay_us)} a replay without the profiler` : "only under the profiler")));
   const kind = one => { const call = one.graph >= 0 ? data.kernels[one.graph].calls[one.call] : null; return call ? callKind(call) : "other"; };
-  const most = Math.max(...t.largest.map(one => one.total_us), 1), table = make("table", {}, head("", "in the step", "each", "where", what.slice(0, -1), "bytes each", "of bandwidth"));
-  t.largest.forEach((one, i) => { const call = one.graph >= 0 ? data.kernels[one.graph].calls[one.call] : null;
-    table.append(make("tr", {}, make("td", { class: "dim" }, i + 1), make("td", { class: "nowrap" }, make("span", { class: "share", style: `width:${Math.round(90 * one.total_us / most)}px;background:var(${COLOURS[kind(one)]})` }), ` ${time(one.total_us)}, ${(100 * one.total_us / t.sum_us).toFixed(0)} %`),
+  const most = Math.max(t.calls[0]?.total_us || 1, 1), table = make("table", {}, head("", "in the step", "each", "where", what.slice(0, -1), "bytes each", "of bandwidth"));
+  t.calls.slice(0, 10).forEach((one, i) => { const call = one.graph >= 0 ? data.kernels[one.graph].calls[one.call] : null;
+    table.append(make("tr", {}, make("td", { class: "dim" }, i + 1), make("td", { class: "nowrap" }, make("span", { class: "share", style: `width:${Math.round(90 * one.total_us / most)}px;background:var(${COLOURS[kind(one)]})` }), ` ${time(one.total_us)}, ${(100 * one.of_step).toFixed(0)} %`),
       make("td", { class: "nowrap" }, `${one.num} x ${time(one.each_us)}`), make("td", {}, one.graph >= 0 ? graphName(data.kernels[one.graph].graph ?? -1) : "around the graphs"),
-      make("td", { class: "wrap" }, call ? make("a", { href: kernelHref(one.graph, one.call) }, moduleOf(data.kernels[one.graph], call) || call.name) : "", call ? make("div", { class: "dim" }, one.names.join(", ").slice(0, 120)) : one.names.join(", ").slice(0, 120)),
+      make("td", { class: "wrap" }, call ? make("a", { href: kernelHref(one.graph, one.call) }, moduleOf(call) || call.name) : "", call ? make("div", { class: "dim" }, one.names.join(", ").slice(0, 120)) : one.names.join(", ").slice(0, 120)),
       make("td", { class: "nowrap" }, one.bytes == null ? dim("not known") : human(one.bytes)), make("td", { class: "nowrap" }, one.of_bandwidth == null ? "" : `${(100 * one.of_bandwidth).toFixed(0)} %`))); });
   out.append(make("h2", {}, "The ten largest"), table, make("h2", {}, "Layer by layer"), keys([["product", "--product"], ["attention", "--attention"], ["Inductor's kernel", "--kernel"], ["other", "--other"]]));
   lanes(out, t);

@@ -8,8 +8,9 @@ from graphs.dumps.timeline.assigned import beside_calls
 SIZES = {"fixed": 1000, "per_token": 10, "per_cached_token": 0}
 
 
-def call(name, source="", sizes=None):
-    return {"name": name, "source": source, "bytes": sizes, "group": group_of(name)}
+def call(name, source="", sizes=None, module=""):
+    group = group_of(name)
+    return {"name": name, "source": source, "bytes": sizes, "group": group, "module": module}
 
 
 LAYER = [
@@ -36,7 +37,7 @@ BEFORE = [("prepare_varlen_num_blocks_kernel", 1.0, -1), ("triton_poi_fused_embe
 AFTER = [("triton_red_fused_0", 2.0, 0), ("nvjet_tst_192x8", 40.0, 1), ("_argmax_kernel", 3.0, -1)]
 TIMELINE = {
     "what": "replay of a captured step", "num_reqs": 8, "num_tokens": 8, "seq_len": 125,
-    "bandwidth": 4.8e12, "replay_us": 152.0,
+    "bandwidth": 4.8e12, "replay_us": 152.0, "sum_us": 155.0,
 }  # fmt: skip
 
 
@@ -62,15 +63,16 @@ def test_kernels_are_assigned_to_calls_and_layers():
 def test_times_and_bandwidth():
     given, kernels = step()
     found = beside_calls(given, GRAPHS, [1, 3, 1], on_gpu=True)
-    first, second = found["largest"][:2]
+    first, second = found["calls"][:2]
     assert (first["graph"], first["call"], first["num"], first["total_us"]) == (1, 1, 3, 51.0)
     assert first["bytes"] == 48_000_008
     assert first["of_bandwidth"] == pytest.approx(48_000_008 / (17e-6 * 4.8e12))
     assert (second["graph"], second["call"], second["num"]) == (2, 1, 1)
-    attention = next(one for one in found["largest"] if one["call"] == 3)
+    attention = next(one for one in found["calls"] if one["call"] == 3)
     assert attention["bytes"] == 1000 + 8 * 10 + 1000 * 4
-    assert len(found["largest"]) == 10
-    assert sum(one["total_us"] for one in found["largest"]) <= sum(us for _, us, _ in kernels)
+    assert first["of_step"] == pytest.approx(51 / 155)
+    assert sum(one["total_us"] for one in found["calls"]) == sum(us for _, us, _ in kernels) == 155
+    assert sum(one["of_step"] for one in found["calls"]) == pytest.approx(1)
 
 
 def test_bytes_of_the_timeline_come_first():
@@ -79,7 +81,7 @@ def test_bytes_of_the_timeline_come_first():
         if "FlashAttnFwdSm90" in name:
             row["bytes"] = 7_000_000
     found = beside_calls(given, GRAPHS, [1, 3, 1], on_gpu=True)
-    attention = next(one for one in found["largest"] if one["call"] == 3)
+    attention = next(one for one in found["calls"] if one["call"] == 3)
     assert (attention["num"], attention["each_us"], attention["bytes"]) == (3, 8.0, 7_000_000)
     assert attention["of_bandwidth"] == pytest.approx(7e6 / (8e-6 * 4.8e12))
 
@@ -93,4 +95,49 @@ def test_operators_of_a_cpu_leave_out_its_kernels():
     found = beside_calls(given, [LAYER], [1], on_gpu=False)
     assert [row[4] for row in found["rows"]] == [-1, 1, 3, 4, -1]
     empty = beside_calls({**given, "kernels": []}, [LAYER], [1], on_gpu=False)
-    assert (empty["rows"], empty["largest"]) == ([], [])
+    assert (empty["rows"], empty["calls"]) == ([], [])
+
+
+def timeline_of(names):
+    rows = [
+        {"name": n, "start_us": 10.0 * i, "us": 5.0, "bytes": None} for i, n in enumerate(names)
+    ]
+    return {**TIMELINE, "bandwidth": None, "sum_us": 5.0 * len(names), "kernels": rows}
+
+
+def test_the_head_of_a_cpu_is_no_part_of_the_last_layer():
+    head = [call("cpp_fused_0", "def"), call("extern_kernels.mm", module="lm_head")]
+    names = ["aten::mm", "attn_ops::attention", "aten::mm"] * 2 + ["aten::mm", "aten::argmax"]
+    found = beside_calls(timeline_of(names), [LAYER, head], [2, 1], on_gpu=False)
+    assert [row[3:6] for row in found["rows"]] == [
+        [0, 1, 1], [0, 3, 1], [0, 4, 1], [0, 1, 2], [0, 3, 2], [0, 4, 2], [1, 1, 0], [-1, -1, 0],
+    ]  # fmt: skip
+
+
+def layer_of(number):
+    at = f"model.layers.{number}"
+    return [
+        call("extern_kernels.mm", module=f"{at}.self_attn.q_proj"),
+        call("torch.ops.attn_ops.attention.default", module=f"{at}.self_attn"),
+        call("extern_kernels.mm"),  # of a pass: without a module
+    ]
+
+
+def test_layers_of_graphs_that_are_called_once_are_those_of_modules():
+    """Layer 0 alone, layers 1 and 2 by one graph, layers 3 and 4 in the graph of the head."""
+    first = call("extern_kernels.mm", module="model.projections.0")
+    last = call("extern_kernels.mm", module="lm_head")
+    code = [[first, *layer_of(0)], layer_of(1), [*layer_of(3), *layer_of(4), last]]
+    layer = ["aten::mm", "attn_ops::attention", "aten::mm"]
+    names = ["aten::mm", *layer * 5, "aten::mm", "attn_ops::advance_step"]
+    found = beside_calls(timeline_of(names), code, [1, 2, 1], on_gpu=False)
+    wanted = [0, *(number for number in range(1, 6) for _ in layer), 0, 0]
+    assert [row[5] for row in found["rows"]] == wanted
+
+
+def test_layers_go_on_after_one_that_is_called_alone():
+    layer = ["aten::mm", "attn_ops::attention", "aten::mm"]
+    code = [layer_of(0), [call("extern_kernels.bmm"), *layer_of(2)]]
+    names = [*layer * 2, "aten::bmm", *layer * 2]
+    found = beside_calls(timeline_of(names), code, [3, 1], on_gpu=False)
+    assert [row[5] for row in found["rows"] if row[4] >= 0][-6:] == [3, 3, 3, 4, 4, 4]

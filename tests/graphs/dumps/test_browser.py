@@ -1,6 +1,7 @@
 """The page of a dump in a browser: keys, search, addresses, and that names stay text."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,14 @@ def test_the_views_hold_what_the_data_says(copied):
         out.every = texts("#drawn g.node title");
         await open_("#kernel");
         out.calls = all("#kernel tr[id]").length;
+        out.times = texts("#kernel tr[id] td:nth-child(4)").filter(text => text.includes(" x "));
+        await open_(`#pass=${data.passes.findIndex(one => one.places.length)}`);
+        const rows = all("#shown tr.link");
+        out.became = rows.map(one => [...one.cells].map(cell => cell.textContent));
+        const boxes = () => texts("#shown .flow g title").map(text => text.split(" ")[0]);
+        out.first = boxes();
+        rows.at(-1).click();
+        out.last = boxes();
         """,
     )
     data = block(page)
@@ -101,6 +110,15 @@ def test_the_views_hold_what_the_data_says(copied):
     assert ours < {title.splitlines()[0] for title in out["few"]} < names
     assert {title.splitlines()[0] for title in out["every"]} == names
     assert out["calls"] == sum(len(code["calls"]) for code in data["kernels"])
+    ran = [one for one in data["timeline"]["calls"] if one["graph"] >= 0]
+    assert len(out["times"]) == len(ran) > 0
+    assert f"{100 * ran[0]['of_step']:.1f} %" in "".join(out["times"])
+    places = next(one["places"] for one in data["passes"] if one["places"])
+    assert [row[0] for row in out["became"]] == [str(kind["num"]) for kind in places]
+    assert out["became"][0][1:] == ["2 x view, permute", "view by strides"]
+    for found, kind in ((out["first"], places[0]), (out["last"], places[-1])):
+        drawn = kind["drawn"][0]
+        assert found == [node["name"] for side in drawn.values() for node in side]
     assert all(width <= 1280 for name, width in out.items() if name.startswith("width"))
 
 
@@ -171,8 +189,10 @@ def test_names_stay_text(copied):
 def test_a_page_of_32_layers_is_small_and_quick(make_model, tmp_path):
     """Hidden sizes are small, so that it compiles here; graphs and pages have no weights."""
     model = make_model("llama", num_hidden_layers=32)
-    options = {"fast_prefill": "on"}
-    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=options)
+    options: Any = {"fast_prefill": "on"}
+    compiled: Any = torch.compile(
+        model, backend=fx_passes.attn_ops, fullgraph=True, options=options
+    )
     session = graphs.DecodeSession(compiled, max_batch_size=2, max_tokens=32)
     with graphs.dump(tmp_path / "dump") as directory:
         session.generate([[1, 2, 3]], 2)

@@ -3,13 +3,16 @@
 from graphs.dumps.calls import beside_graph
 
 
-def node(name, kind, inputs=(), target=""):
-    return {"name": name, "op": name, "type": kind, "inputs": list(inputs), "target": target}
+def node(name, kind, inputs=(), target="", module=""):
+    return {
+        "name": name, "op": name, "type": kind, "inputs": list(inputs), "target": target,
+        "module": module,
+    }  # fmt: skip
 
 
 NODES = [
     node("cache", "bfloat16[100, 8, 16, 2, 128]"),
-    node("mm", "bfloat16[s0, 1024]", [], "aten.mm.default"),
+    node("mm", "bfloat16[s0, 1024]", [], "aten.mm.default", "model.layers.0.q Linear"),
     node("q", "bfloat16[s0, 32, 128]", ["mm"], "aten.view.default"),
     node("attention", "bfloat16[s0, 32, 128]", ["q", "cache"], "attn_ops.attention.default"),
 ]
@@ -40,6 +43,7 @@ def test_bytes_of_a_decode_step():
     ]
     assert [one["graph_nodes"] for one in found] == [["mm", "q"], ["attention"], [], ["gone"]]
     assert [one["aten"] for one in found][:2] == [["aten.mm", "aten.view"], ["attn_ops.attention"]]
+    assert [one["module"] for one in found] == ["model.layers.0.q", "", "", ""]
     assert found[2]["aten"] == ["by.comment"]
 
 

@@ -16,6 +16,7 @@ from graphs.dumps.timeline.layers import Repeats, repeats
 from graphs.dumps.timeline.moved import cached_bytes, token_bytes
 from graphs.dumps.timeline.record import groups_of, rows_of, timeline_of, times_of
 from graphs.dumps.timeline.trace import Kernel, idle_before, in_turn, kernels_in
+from tests.kit.models import build_model
 from tests.kit.sessions import captured, drain, make_session
 
 PROMPTS = [[1, 2, 3], list(range(20))]
@@ -120,6 +121,23 @@ def test_a_replay_leaves_the_tensors_as_they_were(model, monkeypatch):
     assert graph.num_replays == 5
     streamed = drain(session, outputs)
     assert [streamed[i] for i in ids] == [one.token_ids for one in expected]
+
+
+def test_layers_that_read_the_cache_of_another(tmp_path):
+    """Of five layers the last two do; 0, 1 and 3 see six tokens."""
+    session = make_session(build_model("gemma4"))
+    timeline, why = timeline_of(session, tmp_path, [])
+    assert timeline is not None, why
+    rows = [row for row in timeline["kernels"] if row["name"] == "attn_ops::attention"]
+    num_reqs, seq_len = timeline["num_reqs"], timeline["seq_len"]
+    head_size, heads, kv_heads = {False: 32, True: 16}, 4, 2
+    assert [row["bytes"] for row in rows] == [
+        num_reqs * 4 * head_size[short] * (2 * kv_heads * (6 if short else seq_len) + 2 * heads)
+        for short in (True, True, False, True, False)
+    ]
+    assert timeline["notes"] == ["bytes of products are not known: 0 products are called, "
+                                 f"{sum(r['group'] == 'products' for r in timeline['kernels'])} "
+                                 "kernels have their names"]  # fmt: skip
 
 
 def test_not_while_steps_are_launched(model, monkeypatch):

@@ -2,7 +2,7 @@
 
 from attn_ops import AttentionSpec
 from attn_ops.integrations.transformers import attention_specs
-from graphs.dumps.tree import module_rows
+from graphs.dumps.tree import attention_groups, module_rows
 from tests.kit.models import build_model
 
 
@@ -34,5 +34,21 @@ def test_layers_that_are_built_alike_and_attend_otherwise():
 def test_a_layer_without_a_cache_of_its_own():
     """Of Gemma 3n's five layers the last two read the caches of others."""
     model = build_model("gemma3n")
-    found = attention_rows(model, attention_specs(model))
+    specs = attention_specs(model)
+    found = attention_rows(model, specs)
     assert sum(int(part[0]) for words in found.values() for part in words.split("; ")) == 5
+    assert ["cache of" in words for words in found.values()] == [False, True]
+    sliding, full = found["model.layers.3.self_attn"].split("; ")
+    assert sliding.endswith(", cache of layer 1")
+    assert full.endswith(", cache of layer 2")
+    groups = attention_groups(model, specs)
+    assert [(one["layers"], one["num"], one["shared"]) for one in groups] == [
+        ("0-1, 3", 3, {1: "3"}), ("2, 4", 2, {2: "4"}),
+    ]  # fmt: skip
+    assert "sliding_window 6" in groups[0]["words"]
+
+
+def test_layers_with_caches_of_their_own():
+    model = build_model("gemma2", num_layers=3)
+    groups = attention_groups(model, attention_specs(model))
+    assert [(one["layers"], one["shared"]) for one in groups] == [("0, 2", {}), ("1", {})]

@@ -300,7 +300,8 @@ def _work(config: Config, results: Any, worker: int, seeds: list[int], deadline:
     torch.set_num_threads(1)
     for outcome in run_here(config, seeds, deadline):
         results.put((worker, outcome))
-        if outcome.kind == "error" and "CUDA error" in outcome.reason:
+        lost = "CUDA error" in outcome.reason or "Triton Error [CUDA]" in outcome.reason
+        if outcome.kind == "error" and lost:
             results.close()
             results.join_thread()  # the context is lost: another process takes the rest
             raise SystemExit(TOLD)

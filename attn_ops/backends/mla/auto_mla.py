@@ -2,15 +2,15 @@
 
 | batch | backend |
 |---|---|
-| at most 16 heads | TRITON_MLA |
-| 1 or 2 requests of at most 8,192 tokens | TRITON_MLA |
+| at most 16 rows a request: heads times query tokens | TRITON_MLA |
+| single tokens of 1 or 2 requests, at most 8,192 keys together | TRITON_MLA |
 | any other | FLASH_ATTN_MLA |
 | any, with an FP8 cache | TRITON_MLA, which alone takes it |
 
-On Hopper GPUs alone (sm_90). At 16 heads TRITON_MLA took 0.53 to 0.96 of the time of FA3, at 32 x
-65,536 1.03; at 32 to 128 heads 0.66 to 0.97 for few short requests, up to 2.4 for others
-(docs/performance.md). A captured step goes by the length that its requests may reach. A batch's
-metadata names the backend that was chosen for it.
+On Hopper GPUs alone (sm_90). Of single tokens at 16 heads TRITON_MLA took 0.53 to 0.96 of the time
+of FA3, at 32 x 65,536 1.03; at 32 to 128 heads 0.66 to 0.97 for few short requests, up to 2.4 for
+others; of prompts more (docs/performance.md). A captured step goes by the length that its requests
+may reach. A batch's metadata names the backend that was chosen for it.
 """
 
 import dataclasses
@@ -28,27 +28,31 @@ from attn_ops.metadata import AttentionSpec, CommonAttentionMetadata
 
 FEW, OTHER = "TRITON_MLA", "FLASH_ATTN_MLA"
 
-FEW_HEADS = 16
-"""Heads up to which TRITON_MLA is faster."""
+FEW_ROWS = 16
+"""Heads times query tokens of a request up to which TRITON_MLA is faster."""
 
 FEW_REQUESTS = 2
-"""Requests up to which it is faster with more heads, if they are short."""
+"""Requests of single tokens up to which it is faster with more heads, if they are short."""
 
-SHORT = 8192
-"""Tokens of a request that is short."""
+FEW_KEYS = 8192
+"""Tokens that they may have together."""
 
 
-def choose(specs: Sequence[AttentionSpec], num_reqs: int, max_seq_len: int) -> str:
+def choose(
+    specs: Sequence[AttentionSpec], num_reqs: int, max_query_len: int, max_seq_len: int
+) -> str:
     """Name of the backend for a batch, from what a captured graph may freeze."""
-    fp8 = any(spec.kv_cache_dtype != "auto" for spec in specs)
-    few_heads = all(spec.num_heads <= FEW_HEADS for spec in specs)
-    few_keys = num_reqs <= FEW_REQUESTS and max_seq_len <= SHORT
-    return FEW if fp8 or few_heads or few_keys else OTHER
+    if any(spec.kv_cache_dtype != "auto" for spec in specs):
+        return FEW
+    few_rows = all(spec.num_heads * max_query_len <= FEW_ROWS for spec in specs)
+    short = num_reqs <= FEW_REQUESTS and num_reqs * max_seq_len <= FEW_KEYS
+    return FEW if few_rows or (max_query_len <= 1 and short) else OTHER
 
 
 def _used(specs: Sequence[AttentionSpec]) -> set[str]:
     """Names of the backends that batches may go to."""
-    return {choose(specs, 1, 1), choose(specs, FEW_REQUESTS + 1, SHORT + 1)}
+    fp8 = any(spec.kv_cache_dtype != "auto" for spec in specs)
+    return {FEW} if fp8 else {FEW, OTHER}
 
 
 class AutoMLAMetadataBuilder(auto.AutoMetadataBuilder):
@@ -76,7 +80,7 @@ class AutoMLAMetadataBuilder(auto.AutoMetadataBuilder):
         return _used(self.specs)
 
     def chosen(self, common: CommonAttentionMetadata) -> str:
-        return choose(self.specs, common.num_reqs, common.max_seq_len)
+        return choose(self.specs, common.num_reqs, common.max_query_len, common.max_seq_len)
 
 
 class AutoMLABackend(Backend):

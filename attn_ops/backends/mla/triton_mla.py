@@ -32,10 +32,11 @@ from attn_ops.metadata import (
 )
 
 ABSORB_ROWS = 64
-"""Rows up to which q goes through W_UK by our kernel, which loads its weights early; with more of
-them by a batched product of torch. On one H200 (2026-11-23, `benchmarks.mla decode`) the whole
-operator took 13.7 for 14.9 us at 1 request x 1,024 tokens and 16 heads, 98.7 for 102.1 at 64 and
-128 heads, as long from 128 requests on."""
+"""Rows up to which q goes through W_UK by our kernel; with more of them by a batched product of
+torch. On one H200 (2026-11-23, `benchmarks.mla decode`) the whole operator took 13.7 for 14.9 us at
+1 request x 1,024 tokens and 16 heads, 98.7 for 102.1 at 64 and 128 heads, as long from 128 requests
+on. The kernel then loaded its weights before it waited, which it may not, and has not been measured
+since."""
 
 
 # Cached: imports in a function take microseconds a call.

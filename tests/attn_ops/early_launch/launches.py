@@ -30,7 +30,6 @@ PREFILL = ([1, 18, 0, 35], [1, 18, 7, 61])
 NEVER_WRITTEN = {
     "attn_ops.ops.triton.skinny.skinny_kernel": {"w_ptr"},
     "attn_ops.ops.triton.fused_products.fused_kernel": {"w_ptr"},
-    "attn_ops.backends.mla.triton.absorb.absorb_kernel": {"w_ptr"},
     "attn_ops.backends.mla.triton.project.project_kernel": {"w_ptr", "quant.1"},
     "attn_ops.backends.triton.decode_parts.combine_kernel": {"quant.1"},
     "attn_ops.backends.triton.prefill_parts.combine_rows_kernel": {"quant.1"},

@@ -1,6 +1,6 @@
 """q through W_UK, head by head, launched early: beside `torch.bmm`, for few rows.
 
-The kernel loads its weights before the kernel that writes q has ended.
+It is set up while the kernel before still runs, and reads nothing of it before that has ended.
 
 D rows, N heads, P columns of q without RoPE, L columns of the latent, M rows of a product.
 """
@@ -38,12 +38,12 @@ def absorb_kernel(
     head = tl.program_id(1).to(tl.int64)
     p_P = tl.arange(0, PADDED_NOPE)
     l_L = tl.program_id(0) * TILE_L + tl.arange(0, TILE_L)
+    wait_for_inputs(PDL)  # weights, too: a step may dequantize kv_b in the kernel before this one
     w_PL = tl.load(
         w_ptr + head * stride_w_head + (p_P * stride_w_row)[:, None] + l_L[None, :],
         mask=(p_P < NOPE)[:, None] & (l_L < LATENT)[None, :],
         other=0.0,
     )
-    wait_for_inputs(PDL)
     row_M = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     inside_M = row_M < num_rows
     q_MP = tl.load(
@@ -70,7 +70,7 @@ class AbsorbLaunch(NamedTuple):
 
 
 def absorb_launch(num_rows: int, dtype: torch.dtype) -> AbsorbLaunch:
-    """Within 6 percent of the best form (one H200, 2026-11-23, `benchmarks.mla project`)."""
+    """Within 8 percent of the best form (one H200, 2026-11-23, `benchmarks.mla project`)."""
     if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         return AbsorbLaunch(16, 32, 4)
     rows = min(max(triton.next_power_of_2(num_rows), 16), 64)

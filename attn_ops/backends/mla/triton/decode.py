@@ -20,7 +20,12 @@ from triton import knobs
 
 from attn_ops.backends.mla.triton.combine import combine
 from attn_ops.backends.mla.triton.decode_loop import attend_latents
-from attn_ops.backends.mla.triton.launch import DecodeLaunch, choose_num_splits, decode_launch
+from attn_ops.backends.mla.triton.launch import (
+    DecodeLaunch,
+    choose_num_splits,
+    decode_launch,
+    has_room,
+)
 from attn_ops.backends.triton.tiles import LN_2, LOG2_E, num_sms, widened
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 
@@ -307,7 +312,8 @@ def _ranges(
     _, num_heads, latent = ql_nope.shape
     rows = max(max_query_len, 1) * num_heads
     sms = num_sms(ql_nope.device)
-    launch = launch or decode_launch(rows, ql_nope.dtype, fp8 is not None, latent, num_reqs > sms)
+    small = num_reqs > sms or not has_room(ql_nope.device)
+    launch = launch or decode_launch(rows, ql_nope.dtype, fp8 is not None, latent, small)
     row_tiles = triton.cdiv(rows, launch.rows)
     if num_splits is None:
         slots = launch.programs_per_sm * sms

@@ -35,13 +35,13 @@ class DecodeLaunch(NamedTuple):
 
 
 def decode_launch(
-    num_rows: int, dtype: torch.dtype, fp8: bool, latent: int, many: bool = False
+    num_rows: int, dtype: torch.dtype, fp8: bool, latent: int, small: bool = False
 ) -> DecodeLaunch:
-    """For requests of `num_rows` rows each; `many`, if they are more than the device has SMs.
+    """For requests of `num_rows` rows each; `small`: with tiles of few keys.
 
     Up to 16 rows, tiles of 64 keys are within 2.2 percent of the best form on average, with one
-    program an SM. Many requests are faster with two (76.9 for 82.5 us at 256 x 1,024; one H200,
-    2026-11-23, `python -m benchmarks.mla tune`).
+    program an SM. More requests than SMs are faster with two (76.9 for 82.5 us at 256 x 1,024; one
+    H200, 2026-11-23, `python -m benchmarks.mla tune`).
 
     64 rows need two warp groups, as their result fills the registers of one. Triton gives both the
     same scores to compute, because a product that feeds another has all warps along its rows. That
@@ -56,12 +56,21 @@ def decode_launch(
             return DecodeLaunch(rows, 32, 4, 4)
         if fp8 and rows == 32:  # four warps would spill
             return DecodeLaunch(rows, 32, 8, 3, programs_per_sm=1)
-        if fp8 or rows == 32 or many:
+        if fp8 or rows == 32 or small or latent > 512:
             return DecodeLaunch(rows, 32, 4, 2 if fp8 else 3)
         return DecodeLaunch(rows, 64, 4, 3, programs_per_sm=1)
     if latent <= 256:
         return DecodeLaunch(rows, 64, 8, 2, programs_per_sm=1, chains=1)
     return DecodeLaunch(rows, 32 if fp8 else 64, 8, 2, programs_per_sm=1, chains=1)
+
+
+# Cached: a property of the device, asked by each launch.
+@functools.cache
+def has_room(device: torch.device) -> bool:
+    """Whether a program may take the shared memory of tiles of 64 keys: 168 KB at 512 + 64."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 170_000
 
 
 # Cached: every layer of a step asks the same.

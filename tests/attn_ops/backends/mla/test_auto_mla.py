@@ -11,16 +11,18 @@ DEEPSEEK = LatentShape(512, 128, 64, 128)
 
 
 @pytest.mark.parametrize(
-    ("heads", "num_reqs", "max_seq_len", "kv_cache_dtype", "name"),
+    ("heads", "num_reqs", "max_query_len", "max_seq_len", "kv_cache_dtype", "name"),
     [
-        (16, 1, 512, "auto", "TRITON_MLA"), (16, 256, 65536, "auto", "TRITON_MLA"),
-        (128, 2, 8192, "auto", "TRITON_MLA"), (128, 3, 8192, "auto", "FLASH_ATTN_MLA"),
-        (17, 1, 8193, "auto", "FLASH_ATTN_MLA"), (128, 256, 8193, "fp8_e4m3", "TRITON_MLA"),
+        (16, 1, 1, 512, "auto", "TRITON_MLA"), (16, 256, 1, 65536, "auto", "TRITON_MLA"),
+        (16, 1, 2, 512, "auto", "FLASH_ATTN_MLA"), (8, 64, 2, 512, "auto", "TRITON_MLA"),
+        (128, 2, 1, 4096, "auto", "TRITON_MLA"), (128, 2, 1, 4097, "auto", "FLASH_ATTN_MLA"),
+        (128, 3, 1, 10, "auto", "FLASH_ATTN_MLA"), (128, 1, 2, 10, "auto", "FLASH_ATTN_MLA"),
+        (128, 256, 9, 8193, "fp8_e4m3", "TRITON_MLA"),
     ],
 )  # fmt: skip
-def test_choice(heads, num_reqs, max_seq_len, kv_cache_dtype, name):
+def test_choice(heads, num_reqs, max_query_len, max_seq_len, kv_cache_dtype, name):
     spec = AttentionSpec.of_latent(heads, DEEPSEEK, torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
-    assert auto_mla.choose([spec], num_reqs, max_seq_len) == name
+    assert auto_mla.choose([spec], num_reqs, max_query_len, max_seq_len) == name
 
 
 def test_supports_what_its_parts_do():

@@ -109,3 +109,12 @@ def test_splits_fill_the_last_wave():
     from attn_ops.backends.mla.triton.launch import choose_num_splits
 
     assert choose_num_splits(100, 8192, 264) == 5
+
+
+@pytest.mark.parametrize(
+    ("latent", "small", "keys"), [(512, False, 64), (512, True, 32), (1024, False, 32)]
+)
+def test_tiles_that_fit_into_shared_memory(latent, small, keys):
+    from attn_ops.backends.mla.triton.launch import decode_launch
+
+    assert decode_launch(16, torch.bfloat16, False, latent, small).keys == keys

@@ -140,6 +140,8 @@ def _report(
                 "stray writes": kinds["stray"],
                 "errors": kinds["error"],
                 "refused": kinds["refused"],
+                "quantized": sum(o.scheme != "" for o in mine),
+                "in the kernel": sum(o.in_kernel for o in mine),
                 "worst error": max((o.error for o in mine if o.kind == "ok"), default=0.0),
             }
         )

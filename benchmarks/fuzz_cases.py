@@ -77,13 +77,13 @@ def geometries_of(
         draw = _draw_latent
     found: dict[Geometry, None] = {}
     for _ in range(20 * count):
-        found[draw(rng, backend)] = None
+        found[draw(rng, backend, device)] = None
         if len(found) == count:
             break
     return list(found)
 
 
-def _draw_geometry(rng: random.Random, backend: Backend) -> Geometry:
+def _draw_geometry(rng: random.Random, backend: Backend, device: torch.device) -> Geometry:
     support = backend.support
 
     def asked(declared: bool, odds: float) -> bool:
@@ -110,11 +110,11 @@ def _draw_geometry(rng: random.Random, backend: Backend) -> Geometry:
         lse=asked(support.lse, 0.4),
         cache_layout=rng.choice(("NHD", "NHD", "HND")),
         cross=cross,
-        quant=_draw_quant(rng, spec) if rng.random() < 0.5 else None,
+        quant=_draw_quant(rng, backend, spec, device) if rng.random() < 0.5 else None,
     )
 
 
-def _draw_latent(rng: random.Random, backend: Backend) -> Geometry:
+def _draw_latent(rng: random.Random, backend: Backend, device: torch.device) -> Geometry:
     spec = draw_latent_spec(rng, backend)
     return Geometry(
         spec=spec,
@@ -123,20 +123,29 @@ def _draw_latent(rng: random.Random, backend: Backend) -> Geometry:
         lse=rng.random() < 0.4 and backend.support.lse,
         cache_layout="NHD",
         cross=False,
-        quant=_draw_quant(rng, spec) if rng.random() < 0.5 else None,
+        quant=_draw_quant(rng, backend, spec, device) if rng.random() < 0.5 else None,
     )
 
 
-def _draw_quant(rng: random.Random, spec: AttentionSpec) -> OutputQuant | None:
-    """A scheme that the heads allow; None for float64, which is not quantized."""
-    how = rng.choice([how for scheme in SCHEMES for how in forms_of(scheme)])
+def _draw_quant(
+    rng: random.Random, backend: Backend, spec: AttentionSpec, device: torch.device
+) -> OutputQuant | None:
+    """A scheme that the heads allow; None for float64, which is not quantized.
+
+    On a CPU it is one that the backend writes itself: others are written there by the reference,
+    which is what they are compared with.
+    """
+    schemes = SCHEMES if device.type == "cuda" else backend.support.output_quant
+    if not schemes:
+        return None
+    how = rng.choice([how for scheme in schemes for how in forms_of(scheme)])
     size = spec.head_size if spec.latent is None else spec.latent.v_head_dim
     width = spec.num_heads * size
     fits = width % (how.group or 1) == 0 and not (how.scheme == "nvfp4" and size % 2)
     return how if fits and spec.dtype != torch.float64 else None
 
 
-def _draw_conformance(rng: random.Random, backend: Backend) -> Geometry:
+def _draw_conformance(rng: random.Random, backend: Backend, device: torch.device) -> Geometry:
     """Only what the conformance suite has compiled anyway: FlashInfer takes minutes a module."""
     support = backend.support
     feature = rng.choice(("plain", "plain", "window", "soft_cap"))

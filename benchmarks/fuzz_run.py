@@ -74,6 +74,8 @@ class Outcome:
     error: float = 0.0  # relative to the float64 oracle
     reason: str = ""
     case: str = ""  # its description, unless ok
+    scheme: str = ""  # in which the output was compared too
+    in_kernel: bool = False  # by the backend's own kernels, not by one behind them
 
 
 class Fuzzer:
@@ -103,7 +105,10 @@ class Fuzzer:
             kind, reason = "refused", str(refused)
         except Exception as failure:  # a run goes on, whatever a backend raises
             kind, reason = "error", f"{type(failure).__name__}: {failure}"
-        return Outcome(seed, case.backend, kind, error, reason, "" if kind == "ok" else str(case))
+        described, how = "" if kind == "ok" else str(case), case.geometry.quant
+        scheme = "" if how is None else how.scheme
+        in_kernel = scheme in backend.support.output_quant
+        return Outcome(seed, backend.name, kind, error, reason, described, scheme, in_kernel)
 
 
 def _call(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -213,10 +213,18 @@ class PrefillLaunch(NamedTuple):
     num_stages: int
 
 
-def prefill_launch(max_query_len: int, dtype: torch.dtype) -> PrefillLaunch:
-    """Not measured yet: benchmarks.mla has a tuning mode."""
+def prefill_launch(max_query_len: int, dtype: torch.dtype, *, aligned: bool) -> PrefillLaunch:
+    """By rows; `aligned`: every stride of k and v is a multiple of 16 elements.
+
+    Other strides leave loads of two bytes, which are not loaded ahead. Of that loop ptxas 12.8,
+    which comes with Triton 3.6, makes wrong code as soon as its products are those of a warp group:
+    20 of 256 forms gave wrong results or left their memory on one H200 (2026-11-23), none by ptxas
+    13.0. Less than 64 rows are multiplied warp by warp.
+    """
     if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         return PrefillLaunch(16, 16, 8, 1)
+    if not aligned:
+        return PrefillLaunch(32, 64, 4, 3)
     if max_query_len <= 64:
         return PrefillLaunch(64, 64, 4, 3)
     return PrefillLaunch(128, 64, 8, 3)
@@ -261,7 +269,10 @@ def mla_prefill(
         lse = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q.device)
     if num_rows == 0:
         return out, lse
-    launch = launch or prefill_launch(max_q, q.dtype)
+    strides = (*k.stride()[:2], *v.stride()[:2])
+    launch = launch or prefill_launch(
+        max_q, q.dtype, aligned=all(stride % 16 == 0 for stride in strides)
+    )
     prefill_kernel[(num_rows // launch.rows + num_reqs + 1, num_heads)](
         out,
         q,

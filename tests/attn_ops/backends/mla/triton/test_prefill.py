@@ -72,6 +72,17 @@ def test_lengths(lengths, causal):
     check(lengths, causal, launch=PrefillLaunch(16, 16, 4, 1))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "sizes", [(40, 8), (40, 16), (35, 7), (24, 8), (56, 24), (192, 128)], ids=str
+)
+def test_strides_that_are_not_loaded_ahead(sizes, causal):
+    """Of which ptxas 12.8 made wrong code: see `prefill_launch`."""
+    for dtype in (torch.float16, torch.bfloat16):
+        check(([79, 325], [79, 325]), causal, dtype=dtype, sizes=sizes)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_dtypes(dtype):
     check(CONTEXT, True, dtype)

@@ -108,6 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 except Exception as error:  # out of memory, most likely
                     print(f"{shape.name}: {brief(error)}", flush=True)
                 free()
+                write(args.json, {"rows": rows})  # kept if the time runs out
                 if time.perf_counter() - began > args.seconds:
                     print(f"stopped after {shape.name}: --seconds {args.seconds}", flush=True)
                     break

@@ -1,13 +1,15 @@
 """Attention inside a captured step of DeepSeek-V2-Lite, beside the operator alone.
 
-step    the operator's kernels of a layer, by their times in one replay of the whole step
+step    from the end of the kernel before a layer's attention to the end of its last kernel
 alone   the same operator in a graph of its own, one call a layer over distinct caches
 
-A layer's kernels are found in the step by the names and the order that they have alone. Mean of
-all layers; medians of replays.
+A layer's kernels are found in the step by the names and the order that they have alone. Their own
+times do not add up: one that is launched early waits for the one before it. Mean of all layers;
+medians of replays.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +24,7 @@ from benchmarks.mla.inputs import Shape, make_layers
 from benchmarks.mla.runs import brief, over_layers, record
 
 Kernel = tuple[str, float]
-"""Name, microseconds."""
+"""Name, and the moment of its end, microseconds."""
 
 
 def deepseek_v2_lite(layers: int) -> Any:
@@ -42,16 +44,19 @@ def kernels_of(replay: Callable[[], object]) -> list[Kernel]:
         torch.cuda.synchronize()
     events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda e: e.time_range.start)
-    return [(e.name, e.time_range.elapsed_us()) for e in events]
+    return [(e.name, e.time_range.end) for e in events]
 
 
-def sums_of(kernels: Sequence[Kernel], names: Sequence[str]) -> list[float]:
-    """Times of every run of kernels with exactly these names one after the other."""
+def spans_of(kernels: Sequence[Kernel], names: Sequence[str]) -> list[float]:
+    """Of every run of kernels with exactly these names, from the end of the kernel before it.
+
+    NaN for one that is the first of all: nothing ended before.
+    """
     found, at = [], 0
     while at + len(names) <= len(kernels):
         part = kernels[at : at + len(names)]
         if names and [name for name, _ in part] == list(names):
-            found.append(sum(us for _, us in part))
+            found.append(part[-1][1] - kernels[at - 1][1] if at else math.nan)
             at += len(names)
         else:
             at += 1
@@ -100,7 +105,7 @@ def _measure(
     run = over_layers(alone, operator(name)(alone))
     count = len(alone.caches)
     names = layer_of(kernels_of(run), count)
-    alone_us = _median([sums_of(kernels_of(run), names) for _ in range(rounds)])
+    alone_us = _median([spans_of(kernels_of(run), names) for _ in range(rounds)])
     row = record(f"{name} alone", alone, alone_us, kind="step", kernels=dict.fromkeys(names, 0.0))
     del alone, run
     free()
@@ -110,14 +115,16 @@ def _measure(
     session = our_session(model, {}, [case], name, shape.block_size)
     captured, graphs = filled_graph(session, *case), session.graphs
     assert graphs is not None, "the session captures"
-    found = [sums_of(kernels_of(lambda: graphs.replay(captured)), names) for _ in range(rounds)]
-    if any(len(sums) != layers for sums in found):
+    found = [spans_of(kernels_of(lambda: graphs.replay(captured)), names) for _ in range(rounds)]
+    if any(len(spans) != layers for spans in found):
         raise ValueError(f"a step must run {json.dumps(names)} {layers} times, got {found}")
     inside_us = _median(found)
     inside = {"name": f"{name} in the step", "us": inside_us, "alone_us": alone_us, "kernels": {}}
     return [row, row | inside]
 
 
-def _median(sums: Sequence[Sequence[float]]) -> float:
+def _median(spans: Sequence[Sequence[float]]) -> float:
     """Of replays, of the mean over layers."""
-    return statistics.median(statistics.mean(one) for one in sums)
+    return statistics.median(
+        statistics.mean(us for us in one if not math.isnan(us)) for one in spans
+    )

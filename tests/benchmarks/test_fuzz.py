@@ -97,7 +97,7 @@ def test_every_dimension_is_drawn():
 
 
 def test_schemes_are_drawn():
-    """On a CPU those that the backend's kernels write: else the reference is compared with itself."""
+    """On a CPU those that the backend writes: else the reference is compared with itself."""
 
     def drawn(name, device):
         geometries = geometries_of(get_backend(name), torch.device(device), 200)

@@ -1,6 +1,7 @@
 """The benchmark of latent attention, small and interpreted: it runs, and its kernels are right."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from attn_ops.backends.triton import BACKEND
 from benchmarks.mla import __main__ as program
 from benchmarks.mla.inputs import Shape, make_layers
-from benchmarks.mla.step import layer_of, sums_of
+from benchmarks.mla.step import layer_of, spans_of
 from tests.kit.marks import slow
 
 pytestmark = pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs TRITON_INTERPRET")
@@ -38,9 +39,13 @@ def test_kernels_of_a_layer_are_found_in_a_step():
     assert layer_of(one * 3, 3) == ["absorb", "attend", "attend"]
     with pytest.raises(ValueError, match="each of 2 layers must run the same kernels, got 5"):
         layer_of([*one, *one[:2]], 2)
-    step = [("norm", 9.0), *one, ("product", 9.0), ("absorb", 9.0), *one, ("attend", 9.0)]
-    assert sums_of(step, layer_of(one, 1)) == [8.0, 8.0]
-    assert sums_of(step, []) == []
+    names = ["norm", *layer_of(one, 1), "product", "absorb", *layer_of(one, 1), "attend"]
+    step = [(name, 10.0 * (at + 1)) for at, name in enumerate(names)]
+    assert spans_of(step, layer_of(one, 1)) == [30.0, 30.0]
+    first, second = spans_of(step[1:], layer_of(one, 1))
+    assert math.isnan(first), "nothing has ended before it"
+    assert second == 30.0
+    assert spans_of(step, []) == []
 
 
 @pytest.mark.slow

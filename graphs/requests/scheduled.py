@@ -53,9 +53,11 @@ class Rows(list[Scheduled]):
 
     Attributes:
         num_released: `Reservations.num_released` when the step was scheduled.
+        prefix_len: tokens that all requests share and that are attended to apart; 0 for none.
     """
 
     num_released = 0
+    prefix_len = 0
 
     # Cached: launches in a row ask again and again.
     @functools.cached_property

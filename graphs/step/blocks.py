@@ -56,6 +56,22 @@ class BlockRows:
                 self._write(row, found[i])
         return np.array(rows, dtype=np.int64)
 
+    def num_shared(self, requests: Sequence[Hashable], most: int) -> int:
+        """How many of the first `most` blocks are the same of all these requests.
+
+        Blocks are found from a prompt's first one on, so a shared one has the same before it.
+        """
+        rows = self.find(requests)
+        low, high = 0, most  # the first `low` are shared, and none from `high` on
+        while low < high:
+            middle = (low + high + 1) // 2
+            column = self.blocks[rows, middle - 1]
+            if (column == column[0]).all():
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def _write(self, row: int, table: BlockTable) -> None:
         self._tables[row] = None
         self._num_written += 1

@@ -69,9 +69,11 @@ class StepTensors:
         `graphs.sampling.FIELDS` [S]; stop_tokens [S, K] int64; remaining [S] int32, tokens that a
         request may still get; active [S] bool, requests that go on; sources [S] int32, rows of the
         step before whose tokens are the requests' inputs, -1 for none; step [1] int64; num_logits
-        [1] int32, rows of logits that are a request's; tokens [N, R] int64, what was drawn. R is T
-        in a batch of equal queries of several rows, else S; 0 where no `logits` are wanted. With
-        `windows`, window_block_table and window_slot_mapping too, of layers with a window.
+        [1] int32, rows of logits that are a request's; prefix_len [1] int32, tokens that all
+        requests share and that are attended to apart, 0 for none; tokens [N, R] int64, what was
+        drawn. R is T in a batch of equal queries of several rows, else S; 0 where no `logits` are
+        wanted. With `windows`, window_block_table and window_slot_mapping too, of layers with a
+        window.
         """
         num_rows = num_tokens if query_len is not None else num_reqs
         num_rows = num_rows if logits else 0
@@ -165,6 +167,7 @@ class StepTensors:
         host["remaining"][:num_reqs] = [s.request.end - s.length for s in step]
         host["sources"][:num_reqs] = [s.source for s in step]
         host["active"][:num_reqs] = True
+        host["prefix_len"][0] = step.prefix_len
 
     def _fill_blocks(self, name: str, blocks: BlockRows, rows: np.ndarray) -> None:
         """Rows of a block table; where it was interrupted, they are written again."""
@@ -313,6 +316,7 @@ def _layout(
         "sources": ((num_reqs,), torch.int32),
         "step": ((1,), torch.int64),
         "num_logits": ((1,), torch.int32),
+        "prefix_len": ((1,), torch.int32),
         "tokens": ((num_steps, num_rows), torch.int64),
     }
 

@@ -6,6 +6,7 @@ import torch
 
 from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, get_backend
 from benchmarks import cascade
+from graphs.step import shared
 
 
 def test_it_runs(tmp_path, capsys):
@@ -15,6 +16,16 @@ def test_it_runs(tmp_path, capsys):
     (row,) = json.loads(path.read_text())["rows"]
     assert all(row[way] > 0 for way in cascade.WAYS)
     assert "3x32" in capsys.readouterr().out
+
+
+def test_samples_of_a_prompt(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared, "LEAST_REQUESTS", 2)
+    monkeypatch.setattr(shared, "LEAST_TOKENS", 1)
+    path = tmp_path / "cascade.json"
+    asked = ["--cases", "--samples", "3x32", "--json", str(path)]
+    cascade.main(["--device", "cpu", *asked])
+    (row,) = json.loads(path.read_text())["samples"]
+    assert row["graphs"] == ["decode 3", "decode 3, prefix apart"]
 
 
 def test_shared_blocks_stand_for_equal_keys():

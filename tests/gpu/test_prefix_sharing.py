@@ -7,6 +7,7 @@ import torch
 from attn_ops import AttentionSpec, PagedKVCache
 from attn_ops.prefixes import block_keys
 from graphs import DecodeSession
+from graphs.step import shared
 from tests.gpu import graph_cases as cases
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +29,47 @@ def test_replays_are_right(make_model, mode, decode_steps):
     assert counts.num_shared_tokens > 0.8 * counts.num_prompt_tokens
     assert session.verifier.num_checked > 0
     assert session.cache.num_free_blocks == session.cache.num_blocks - 1
+
+
+@pytest.fixture
+def small_prefixes_pay(monkeypatch):
+    monkeypatch.setattr(shared, "LEAST_REQUESTS", 2)
+    monkeypatch.setattr(shared, "LEAST_TOKENS", 1)
+
+
+@pytest.mark.parametrize("backend", ["AUTO", "TRITON", "FLASH_ATTN"])
+@pytest.mark.usefixtures("small_prefixes_pay")
+def test_a_prefix_is_attended_to_apart(make_model, backend):
+    """In captured steps, whose batch and prefix change; every replay is compared with a call."""
+    model = cases.compiled(cases.wide(make_model, "llama"))
+    session = DecodeSession(
+        model, max_batch_size=8, max_tokens=160, max_tokens_per_step=64, verify="always",
+        backend=cases.available(backend), share_prefixes=True, capture_sizes=[1, 2, 4, 8],
+    )  # fmt: skip
+    for shared_len in (32, 50, 96):
+        prompts = [[shared_len] * shared_len + list(range(1, last)) for last in range(2, 10)]
+        for number in (5, 8):
+            session.generate(prompts[:number], 20)
+    apart = {captured.key: captured for captured in session.graphs or () if captured.key.cascade}
+    assert {key.num_reqs for key in apart} == {8}
+    assert sum(captured.num_replays for captured in apart.values()) > 60
+    assert session.verifier.num_checked == session.num_steps["captured"]
+    assert session.counters.num_recompiles == 0
+    assert session.cache.num_free_blocks == session.cache.num_blocks - 1
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+@pytest.mark.usefixtures("small_prefixes_pay")
+def test_a_prefix_apart_changes_no_token(make_model, decode_steps):
+    """In float32."""
+    model = cases.wide(make_model, "llama", dtype=torch.float32)
+    prompts = [[5] * 40 + list(range(1, last)) for last in range(2, 9)]
+    options = {"max_batch_size": 8, "max_tokens": 160, "backend": "TRITON"}
+    plain = DecodeSession(model, **options, cudagraph_mode="NONE")
+    session = DecodeSession(model, **options, share_prefixes=True, decode_steps=decode_steps)
+    got, want = (cases.tokens(s.generate(prompts, 30)) for s in (session, plain))
+    assert got == want
+    assert any(captured.key.cascade and captured.num_replays for captured in session.graphs or ())
 
 
 @pytest.mark.parametrize("cache_layout", ["NHD", "HND"])

@@ -138,6 +138,11 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         """Of all groups: each keeps its own."""
         return sum(b.profile_run(max_num_tokens) for b in self._builders.values())
 
+    @property
+    def cascades_on_device(self) -> bool:
+        """No: groups take a prefix apart by `build` alone."""
+        return False
+
     def use_cascade_attention(self, *args: Any, **keywords: Any) -> bool:
         """Whether every group with layers that see all of the prefix would take it apart."""
         asked = [b for b in self._builders.values() if any(s.cascades for s in b.specs)]

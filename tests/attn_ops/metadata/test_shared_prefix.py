@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attn_ops import AttentionSpec, CommonAttentionMetadata, get_backend
+from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, get_backend
 from attn_ops.metadata.shared_prefix import split_shared_prefix
 
 TABLE = [[7, 3, 9, 1], [7, 3, 2, 8]]
@@ -99,3 +99,37 @@ def test_a_chunk_must_hold_whole_blocks():
     message = "attention_chunk_size must be a multiple of block_size 4, got 6"
     with pytest.raises(ValueError, match=message):
         builder_of(attention_chunk_size=6)
+
+
+@pytest.mark.parametrize("length", [0, 4, 12])
+def test_the_device_may_hold_the_length(length):
+    """Decodes, one of them of padding, by cascade: as plain attention, where a row has keys."""
+    spec, backend = AttentionSpec(2, 1, 8, torch.float64), get_backend("TORCH")
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(40, 2, 4, 1, 8, dtype=torch.float64, generator=generator)
+    q = torch.randn(4, 2, 8, dtype=torch.float64, generator=generator)
+    table = torch.arange(1, 33, dtype=torch.int32).view(4, 8)
+    table[:3, : length // 4] = table[0, : length // 4]
+    common = CommonAttentionMetadata.from_lengths([1] * 4, [13, 20, 32, 1], table, 4)
+    common = common.replace(seq_lens=torch.tensor([13, 20, 32, 0], dtype=torch.int32))
+    builder = backend.builder(backend, [spec], 4, "cpu")
+    prefix_len = torch.tensor([length], dtype=torch.int32)
+    want = attention(q, cache, builder.build(0, common), 0.3)
+    got = attention(q, cache, builder.build_cascade(common, prefix_len), 0.3)
+    torch.testing.assert_close(got[:3], want[:3], rtol=1e-6, atol=1e-6)
+    assert got.isfinite().all()
+
+
+def test_what_cannot_be_taken_apart_on_the_device_is_refused(monkeypatch):
+    spec, backend = AttentionSpec(2, 1, 8, torch.float64), get_backend("TORCH")
+    common = CommonAttentionMetadata.from_lengths([1], [13], [[1, 2, 3, 4]], 4)
+    builder, length = backend.builder(backend, [spec], 4, "cpu"), torch.tensor([4]).int()
+    windows = common.replace(
+        window_block_table_tensor=common.block_table_tensor,
+        window_slot_mapping=common.slot_mapping,
+    )
+    with pytest.raises(ValueError, match="prefix_len must be None with window_block_table_tensor"):
+        builder.build_cascade(windows, length)
+    monkeypatch.setattr(type(builder), "needs_mirrors", True)
+    with pytest.raises(ValueError, match="got a tensor; it needs the lengths on the host"):
+        builder.build_cascade(common, length)

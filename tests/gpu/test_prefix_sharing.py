@@ -51,7 +51,7 @@ def test_a_prefix_is_attended_to_apart(make_model, backend):
         for number in (5, 8):
             session.generate(prompts[:number], 20)
     apart = {captured.key: captured for captured in session.graphs or () if captured.key.cascade}
-    assert {key.num_reqs for key in apart} == {8}
+    assert 8 in {key.num_reqs for key in apart}
     assert sum(captured.num_replays for captured in apart.values()) > 60
     assert session.verifier.num_checked == session.num_steps["captured"]
     assert session.counters.num_recompiles == 0

@@ -44,6 +44,7 @@ def fill_by_rows(
     host["slot_mapping"].fill(PAD_SLOT_ID)
     host["stop_tokens"].fill(-1)
     host["sources"].fill(-1)
+    host["group_starts"][1:] = tensors.num_reqs
     for name, (_, neutral) in FIELDS.items():
         host[name].fill(neutral)
     query = np.array([s.num_tokens for s in step], dtype=np.int32)

@@ -212,8 +212,8 @@ class StepLoop:
 
     def _captured(self, step: Rows) -> CapturedStep | None:
         """The graph that holds the step, captured if need be; None: it is called."""
-        shared = self.runner.shared_prefix(step) if self.scheduler.prefixes.is_on else 0
-        step.prefix_len = shared
+        shared = self.runner.shared_prefixes(step) if self.scheduler.prefixes.is_on else None
+        step.shared = shared
         if self.graphs is None:
             return None
         mode, key = self.plan.dispatcher.dispatch(
@@ -222,15 +222,15 @@ class StepLoop:
             step.query_len,
             self._kind(step),
             logits=self._wants_logits(step),
-            cascade=shared > 0,
+            groups=0 if shared is None else shared.num_groups,
         )
         if key is None or (step[0].draft and not key.uniform):  # mixed: logits of last rows only
             return None
         captured = self._capture(key, mode)  # first: a new graph is timed
         if captured is None or not self.gains.pays(key, step.num_tokens):
             return None
-        if mode is CUDAGraphMode.FULL and not key.cascade:
-            step.prefix_len = 0  # the graph attends to all keys at once
+        if mode is CUDAGraphMode.FULL and not key.groups:
+            step.shared = None  # the graph attends to all keys at once
         return captured
 
     def _capture(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:

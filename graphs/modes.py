@@ -80,7 +80,7 @@ class BatchDescriptor:
     uniform: bool = False  # every request brings num_tokens / num_reqs tokens
     sampling: Sampling = Sampling.GREEDY
     logits: bool = True  # False: chunks of prompts, none of which ends; no token is drawn
-    cascade: bool = False  # a prefix that all requests share is attended to apart
+    groups: int = 0  # most groups of requests whose shared prefixes are attended to apart
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_reqs"):
@@ -90,9 +90,8 @@ class BatchDescriptor:
             raise ValueError(
                 f"num_reqs must be from 1 to num_tokens={self.num_tokens}, got {self.num_reqs}"
             )
-        for name in ("logits", "cascade"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if type(self.logits) is not bool:
+            raise ValueError(f"logits must be True or False, got {self.logits!r}")
         if self.uniform and not self.logits:
             raise ValueError("logits must be True in a uniform batch, got False")
         if self.uniform and self.num_tokens % self.num_reqs:
@@ -100,8 +99,10 @@ class BatchDescriptor:
                 f"num_tokens of a uniform batch must be a multiple of num_reqs={self.num_reqs}, "
                 f"got {self.num_tokens}"
             )
-        if self.cascade and self.query_len != 1:
-            raise ValueError("cascade must be False but for single tokens, got True")
+        if type(self.groups) is not int or self.groups < 0:
+            raise ValueError(f"groups must be an int of at least 0, got {self.groups!r}")
+        if self.groups and self.query_len != 1:
+            raise ValueError(f"groups must be 0 but for single tokens, got {self.groups}")
 
     @property
     def query_len(self) -> int | None:
@@ -109,11 +110,12 @@ class BatchDescriptor:
         return self.num_tokens // self.num_reqs if self.uniform else None
 
     def in_words(self) -> str:
-        """decode 8; decode 8, prefix apart; uniform 8 x 4; mixed 64 tokens, 9 requests; chunks of
-        64 tokens, 9 requests, no logits.
+        """decode 8; decode 8, up to 2 prefixes apart; uniform 8 x 4; mixed 64 tokens, 9 requests;
+        chunks of 64 tokens, 9 requests, no logits.
         """
         if self.query_len == 1:
-            return f"decode {self.num_reqs}{', prefix apart' if self.cascade else ''}"
+            apart = f", up to {self.groups} prefixes apart" if self.groups else ""
+            return f"decode {self.num_reqs}{apart}"
         if self.uniform:
             return f"uniform {self.num_reqs} x {self.query_len}"
         if not self.logits:

@@ -29,7 +29,7 @@ from graphs.sampling.params import Sampling
 from graphs.step.blocks import BlockRows
 from graphs.step.finish import finish_step
 from graphs.step.inputs import ModelInputs, slots_of
-from graphs.step.shared import shared_prefix
+from graphs.step.shared import SharedPrefixes, shared_prefixes
 from graphs.step.sources import take_tokens
 from graphs.step.tensors import StepTensors
 
@@ -57,7 +57,7 @@ class StepRunner:
         on_logits: called in every step that is called and wants logits, not in replays.
         drops_rows: whether some layers see only the rows whose logits are wanted (fast prefill), so
             that a step without any is worth its own graph. Known when the model was compiled.
-        cascades: whether attention to a prefix that requests share can be had apart.
+        cascades: whether attention to prefixes that requests share can be had apart.
         keeps_rows_why: why not, where the model could not be called without any; else None.
     """
 
@@ -153,11 +153,11 @@ class StepRunner:
             state = self._penalty_state().view(tensors.num_reqs)
             state.rebuild([r.prompt for r in requests], [r.token_ids for r in requests])
 
-    def shared_prefix(self, step: Rows) -> int:
-        """Tokens that all requests share and that are worth to be attended to apart."""
-        if not self.cascades:
-            return 0
-        return shared_prefix(step, self.blocks[0], self.cache.block_size)
+    def shared_prefixes(self, step: Rows) -> SharedPrefixes | None:
+        """Those of decodes that are worth to be attended to apart."""
+        if not self.cascades or step.query_len != 1:
+            return None
+        return shared_prefixes(step, self.blocks[0], self.cache.block_size)
 
     def take_tokens(self, tensors: StepTensors, step: Rows, last_R: torch.Tensor) -> None:
         """Behind `fill`: rows whose tokens the host does not know take them from `last_R`."""
@@ -216,8 +216,8 @@ class StepRunner:
         metadata: AttentionMetadata | None,
     ) -> torch.Tensor:
         """Metadata to tokens, and of a decode step the next one's inputs; the logits [R, V]."""
-        if metadata is None and key.cascade:
-            metadata = self.builder.build_cascade(common, tensors.device["prefix_len"])
+        if metadata is None and key.groups:
+            metadata = self.builder.build_cascade(common, *tensors.groups(key.groups))
         elif metadata is None:
             metadata = self.builder.build_for_cudagraph_capture(common)
         logits_RV = self._logits(tensors, metadata)

@@ -92,10 +92,13 @@ class AutoMetadataBuilder(AttentionMetadataBuilder):
         return self._own(builder.build_for_cudagraph_capture(common_attn_metadata))
 
     def build_cascade(
-        self, common_attn_metadata: CommonAttentionMetadata, prefix_len: torch.Tensor
+        self,
+        common_attn_metadata: CommonAttentionMetadata,
+        shared_lens: torch.Tensor,
+        group_starts: torch.Tensor,
     ) -> AttentionMetadata:
         builder = self._builder(common_attn_metadata)
-        return self._own(builder.build_cascade(common_attn_metadata, prefix_len))
+        return self._own(builder.build_cascade(common_attn_metadata, shared_lens, group_starts))
 
     def profile_run(self, max_num_tokens: int) -> int:
         """Of the part that takes most: a batch goes to one of them."""

@@ -211,27 +211,39 @@ class AttentionMetadataBuilder(Generic[M]):
         return self._cascaded(prefix, rest, common)
 
     def build_cascade(
-        self, common_attn_metadata: CommonAttentionMetadata, prefix_len: torch.Tensor
+        self,
+        common_attn_metadata: CommonAttentionMetadata,
+        shared_lens: torch.Tensor,
+        group_starts: torch.Tensor,
     ) -> M:
-        """`build` with a shared prefix whose length the device holds; capturable.
+        """`build` of decodes that share prefixes in groups, which the device knows; capturable.
 
         Args:
-            common_attn_metadata: the batch; its `max_seq_len` must bound that of every replay.
-            prefix_len: [1] int32, tokens that all requests share, a multiple of the block size. It
-                must not reach into any request's query tokens.
+            common_attn_metadata: the batch, one row a request; its `max_seq_len` must bound that of
+                every replay.
+            shared_lens: [S] int32, tokens that a request shares with its whole group: a multiple of
+                the block size, without its query token. 0 is none.
+            group_starts: [G + 1] int32, the first request of each group of neighbours, and S behind
+                the last; groups may be empty.
 
         Raises:
-            ValueError: the backend cannot take a prefix apart, or not on the device.
+            ValueError: the backend cannot take prefixes apart, or not on the device; the batch is
+                not of single tokens; the tensors do not fit it.
         """
         common = common_attn_metadata
-        self._check_cascade("prefix_len must be None", "a tensor", common)
+        self._check_cascade("shared_lens must be None", "a tensor", common)
         if not self.cascades_on_device:
             raise ValueError(
-                f"prefix_len must be None with backend {self.backend.name}, got a tensor; "
+                f"shared_lens must be None with backend {self.backend.name}, got a tensor; "
                 "it needs the lengths on the host"
             )
-        prefix, rest = split_on_device(prefix_len, common, self.block_size)
-        return self._cascaded(prefix, rest, common)  # type: ignore
+        if common.max_query_len > 1 or shared_lens.shape != common.seq_lens.shape:
+            raise ValueError(
+                f"shared_lens must be [{common.num_reqs}] of requests with one row each, got "
+                f"{list(shared_lens.shape)} and max_query_len {common.max_query_len}"
+            )
+        parts = split_on_device(shared_lens, group_starts, common, self.block_size)
+        return self._cascaded(*parts, common)  # type: ignore
 
     def _check_cascade(self, must: str, got: str, common: CommonAttentionMetadata) -> None:
         if not self.cascades:

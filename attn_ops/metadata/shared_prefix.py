@@ -52,45 +52,51 @@ def split_shared_prefix(
 
 
 def split_on_device(
-    prefix_len: torch.Tensor, common: CommonAttentionMetadata, block_size: int
+    shared_lens: torch.Tensor,
+    group_starts: torch.Tensor,
+    common: CommonAttentionMetadata,
+    block_size: int,
 ) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata]:
-    """The same where the device holds the length, as in a captured step: no host mirror is read.
+    """The same of decodes, where the device holds what is shared, as in a captured step.
 
-    Requests of padding may stand behind the others, without keys. Their rows belong to the first
-    batch too: they come out as anything finite.
+    The first batch has a request for each of G groups of neighbours: their rows over the prefix
+    that they share. No host mirror is read.
 
     Args:
-        prefix_len: [1] int32, a multiple of B; 0 is no prefix.
-        common: the batch; its `max_seq_len` bounds both batches'.
+        shared_lens: [S] int32, tokens that a request shares with its group: the same of the whole
+            group, a multiple of B, less than the request has; 0 is none.
+        group_starts: [G + 1] int32, the first request of each group, and S; groups may be empty.
+        common: the batch, one row a request; its `max_seq_len` bounds both batches'. Requests
+            without keys may stand among the others.
         block_size: B.
     """
     table_SM = common.block_table_tensor
-    rows, device = common.num_actual_tokens, table_SM.device
-    starts = torch.zeros(2, dtype=torch.int32, device=device)
-    starts[1:] = rows
+    num_reqs, width = table_SM.shape
+    first_G = group_starts[:-1].clamp(max=num_reqs - 1)
+    filled_G = group_starts[1:] > group_starts[:-1]
     prefix = CommonAttentionMetadata(
-        query_start_loc=starts,
+        query_start_loc=group_starts,
         query_start_loc_cpu=None,
-        seq_lens=prefix_len,
-        num_reqs=1,
-        num_actual_tokens=rows,
-        max_query_len=rows,
+        seq_lens=shared_lens.index_select(0, first_G) * filled_G,
+        num_reqs=first_G.shape[0],
+        num_actual_tokens=common.num_actual_tokens,
+        max_query_len=common.num_actual_tokens,
         max_seq_len=common.max_seq_len,
-        block_table_tensor=table_SM[:1],
+        block_table_tensor=table_SM.index_select(0, first_G),
         slot_mapping=common.slot_mapping,
         causal=False,
         block_size=common.block_size,
     )
-    last = table_SM.shape[1] - 1
-    block_M = torch.arange(table_SM.shape[1], device=device) + prefix_len // block_size
+    block_M = torch.arange(width, device=table_SM.device)
+    block_SM = (block_M + (shared_lens // block_size).unsqueeze(1)).clamp_(max=width - 1)
     rest = common.replace(
-        seq_lens=(common.seq_lens - prefix_len).clamp_(min=0),
+        seq_lens=(common.seq_lens - shared_lens).clamp_(min=0),
         seq_lens_cpu=None,
         query_start_loc_cpu=None,
         num_computed_tokens_cpu=None,
         seq_lens_cpu_upper_bound=None,
-        block_table_tensor=table_SM.index_select(1, block_M.clamp_(max=last)),
-        positions=None if common.positions is None else common.positions - prefix_len,
+        block_table_tensor=table_SM.gather(1, block_SM),
+        positions=None if common.positions is None else common.positions - shared_lens,
     )
     return prefix, rest
 

@@ -95,7 +95,7 @@ class CudagraphDispatcher:
         sampling: Sampling = Sampling.GREEDY,
         *,
         logits: bool = True,
-        cascade: bool = False,
+        groups: int = 0,
     ) -> tuple[CUDAGraphMode, BatchDescriptor | None]:
         """Runtime mode and key of a batch; NONE without a key if no key holds it.
 
@@ -108,7 +108,8 @@ class CudagraphDispatcher:
             uniform_query_len: tokens of every request; None: a mixed batch.
             sampling: the strongest kind that a request wants; the key has the same.
             logits: whether any row's are wanted; if not, the key of a mixed batch says so.
-            cascade: whether requests share a prefix; the key of single tokens under FULL says so.
+            groups: of requests that share prefixes; the key of single tokens under FULL has room
+                for as many, and one of padding: a power of two.
 
         Raises:
             ValueError: the numbers contradict each other, `sampling` is no `Sampling`, or `logits`
@@ -126,8 +127,9 @@ class CudagraphDispatcher:
                     continue
                 key = self._smallest(query_len, num_tokens, num_reqs)
                 if key is not None:
-                    apart = cascade and key.query_len == 1 and mode is CUDAGraphMode.FULL
-                    return mode, self._for(key, sampling, logits, apart, mode)
+                    apart = key.query_len == 1 and mode is CUDAGraphMode.FULL
+                    room = 1 << groups.bit_length() if groups and apart else 0
+                    return mode, self._for(key, sampling, logits, room, mode)
         return CUDAGraphMode.NONE, None
 
     def _table(self, query_len: int | None) -> list[BatchDescriptor]:
@@ -155,11 +157,11 @@ class CudagraphDispatcher:
         key: BatchDescriptor,
         sampling: Sampling,
         logits: bool,
-        cascade: bool,
+        groups: int,
         mode: CUDAGraphMode,
     ) -> BatchDescriptor:
-        if (sampling, logits, cascade) != (key.sampling, key.logits, key.cascade):
-            key = dataclasses.replace(key, sampling=sampling, logits=logits, cascade=cascade)
+        if (sampling, logits, groups) != (key.sampling, key.logits, key.groups):
+            key = dataclasses.replace(key, sampling=sampling, logits=logits, groups=groups)
             self._keys[mode].add(key)
         return key
 

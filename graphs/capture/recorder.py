@@ -94,8 +94,8 @@ def metadata_now(builder: Builder, tensors: StepTensors) -> AttentionMetadata:
     """Metadata for the batch that the host side of `tensors` holds, planned for its lengths."""
     longest = int(tensors.arrays["seq_lens"].max(initial=1))
     common = tensors.common(tensors.max_query_len, longest)
-    if tensors.arrays["prefix_len"][0]:
-        return builder.build_cascade(common, tensors.device["prefix_len"])
+    if number := tensors.num_groups:
+        return builder.build_cascade(common, *tensors.groups(number))
     return builder.build(0, common)
 
 

@@ -7,6 +7,7 @@ step before are still drawn: such a row takes its last token on the device.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from graphs.requests.requests import Request
 from graphs.sampling.params import Sampling
@@ -53,11 +54,11 @@ class Rows(list[Scheduled]):
 
     Attributes:
         num_released: `Reservations.num_released` when the step was scheduled.
-        prefix_len: tokens that all requests share and that are attended to apart; 0 for none.
+        shared: prefixes that are attended to apart, a `SharedPrefixes`; None: there are none.
     """
 
     num_released = 0
-    prefix_len = 0
+    shared: Any = None
 
     # Cached: launches in a row ask again and again.
     @functools.cached_property

@@ -56,20 +56,19 @@ class BlockRows:
                 self._write(row, found[i])
         return np.array(rows, dtype=np.int64)
 
-    def num_shared(self, requests: Sequence[Hashable], most: int) -> int:
-        """How many of the first `most` blocks are the same of all these requests.
+    def num_common(self, requests: Sequence[Hashable], most: np.ndarray) -> np.ndarray:
+        """[S - 1]: how many of its first `most` blocks each request shares with the one before it.
 
         Blocks are found from a prompt's first one on, so a shared one has the same before it.
         """
         rows = self.find(requests)
-        low, high = 0, most  # the first `low` are shared, and none from `high` on
-        while low < high:
+        low, high = np.zeros_like(most), most  # `low` are shared, and none from `high` on
+        while (low < high).any():
             middle = (low + high + 1) // 2
-            column = self.blocks[rows, middle - 1]
-            if (column == column[0]).all():
-                low = middle
-            else:
-                high = middle - 1
+            same = self.blocks[rows[:-1], middle - 1] == self.blocks[rows[1:], middle - 1]
+            open_ones = low < high
+            low = np.where(open_ones & same, middle, low)
+            high = np.where(open_ones & ~same, middle - 1, high)
         return low
 
     def _write(self, row: int, table: BlockTable) -> None:

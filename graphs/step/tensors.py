@@ -20,6 +20,7 @@ from graphs.requests.requests import MAX_STOP_TOKENS, PACKED
 from graphs.requests.scheduled import Rows
 from graphs.sampling import FIELDS
 from graphs.step.blocks import BlockRows
+from graphs.step.shared import SharedPrefixes
 
 TABLES = {"block_table": "slot_mapping", "window_block_table": "window_slot_mapping"}
 """Block tables, and the slots that follow from each."""
@@ -69,11 +70,11 @@ class StepTensors:
         `graphs.sampling.FIELDS` [S]; stop_tokens [S, K] int64; remaining [S] int32, tokens that a
         request may still get; active [S] bool, requests that go on; sources [S] int32, rows of the
         step before whose tokens are the requests' inputs, -1 for none; step [1] int64; num_logits
-        [1] int32, rows of logits that are a request's; prefix_len [1] int32, tokens that all
-        requests share and that are attended to apart, 0 for none; tokens [N, R] int64, what was
-        drawn. R is T in a batch of equal queries of several rows, else S; 0 where no `logits` are
-        wanted. With `windows`, window_block_table and window_slot_mapping too, of layers with a
-        window.
+        [1] int32, rows of logits that are a request's; shared_lens [S] int32, tokens of a prefix
+        that is attended to apart, 0 for none; group_starts [2S + 1] int32, the first of the
+        requests that share each, S behind the last; tokens [N, R] int64, what was drawn. R is T in
+        a batch of equal queries of several rows, else S; 0 where no `logits` are wanted. With
+        `windows`, window_block_table and window_slot_mapping too, of layers with a window.
         """
         num_rows = num_tokens if query_len is not None else num_reqs
         num_rows = num_rows if logits else 0
@@ -105,6 +106,7 @@ class StepTensors:
         """Make every row padding on the host, whose bytes are 0."""
         host = self.arrays
         self._pad(0, 0)
+        self._fill_groups(None, 0)
         if self.query_len is not None:
             host["query_start_loc"][:] = np.arange(self.num_reqs + 1) * self.query_len
             host["logits_indices"][:] = np.arange(self.num_tokens)
@@ -167,7 +169,24 @@ class StepTensors:
         host["remaining"][:num_reqs] = [s.request.end - s.length for s in step]
         host["sources"][:num_reqs] = [s.source for s in step]
         host["active"][:num_reqs] = True
-        host["prefix_len"][0] = step.prefix_len
+        self._fill_groups(step.shared, num_reqs)
+
+    def _fill_groups(self, shared: SharedPrefixes | None, num_reqs: int) -> None:
+        """Groups of requests that share a prefix; padding is one more, without."""
+        lens, starts = self.arrays["shared_lens"], self.arrays["group_starts"]
+        lens[:] = 0
+        starts[:] = self.num_reqs
+        starts[0] = 0
+        if shared is not None:
+            lens[:num_reqs] = shared.lens
+            starts[: shared.starts.size] = shared.starts
+
+    @property
+    def num_groups(self) -> int:
+        """Of requests that share a prefix, on the host side, padding included; 0: none do."""
+        if not self.arrays["shared_lens"].any():
+            return 0
+        return int((self.arrays["group_starts"] < self.num_reqs).sum())
 
     def _fill_blocks(self, name: str, blocks: BlockRows, rows: np.ndarray) -> None:
         """Rows of a block table; where it was interrupted, they are written again."""
@@ -223,6 +242,10 @@ class StepTensors:
             slots = table[request, block].astype(np.int64) * block_size + offset
             outside = positions >= room[request]
             host[TABLES[name]][:num_tokens] = np.where(outside, PAD_SLOT_ID, slots)
+
+    def groups(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the device: shared tokens of each request [S], and starts of groups [number + 1]."""
+        return self.device["shared_lens"], self.device["group_starts"][: number + 1]
 
     def upload(self) -> None:
         """Copy the host side but for `tokens` to the device, without waiting for it."""
@@ -316,7 +339,8 @@ def _layout(
         "sources": ((num_reqs,), torch.int32),
         "step": ((1,), torch.int64),
         "num_logits": ((1,), torch.int32),
-        "prefix_len": ((1,), torch.int32),
+        "shared_lens": ((num_reqs,), torch.int32),
+        "group_starts": ((2 * num_reqs + 1,), torch.int32),
         "tokens": ((num_steps, num_rows), torch.int64),
     }
 

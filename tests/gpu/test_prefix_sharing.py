@@ -50,7 +50,7 @@ def test_a_prefix_is_attended_to_apart(make_model, backend):
         prompts = [[shared_len] * shared_len + list(range(1, last)) for last in range(2, 10)]
         for number in (5, 8):
             session.generate(prompts[:number], 20)
-    apart = {captured.key: captured for captured in session.graphs or () if captured.key.cascade}
+    apart = {captured.key: captured for captured in session.graphs or () if captured.key.groups}
     assert 8 in {key.num_reqs for key in apart}
     assert sum(captured.num_replays for captured in apart.values()) > 60
     assert session.verifier.num_checked == session.num_steps["captured"]
@@ -69,7 +69,7 @@ def test_a_prefix_apart_changes_no_token(make_model, decode_steps):
     session = DecodeSession(model, **options, share_prefixes=True, decode_steps=decode_steps)
     got, want = (cases.tokens(s.generate(prompts, 30)) for s in (session, plain))
     assert got == want
-    assert any(captured.key.cascade and captured.num_replays for captured in session.graphs or ())
+    assert any(captured.key.groups and captured.num_replays for captured in session.graphs or ())
 
 
 @pytest.mark.parametrize("cache_layout", ["NHD", "HND"])

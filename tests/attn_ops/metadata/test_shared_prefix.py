@@ -101,21 +101,27 @@ def test_a_chunk_must_hold_whole_blocks():
         builder_of(attention_chunk_size=6)
 
 
-@pytest.mark.parametrize("length", [0, 4, 12])
-def test_the_device_may_hold_the_length(length):
+@pytest.mark.parametrize(
+    "groups",
+    [[(0, 3, 0)], [(0, 3, 4)], [(0, 3, 12)], [(0, 2, 8), (2, 3, 0)], [(0, 1, 0), (1, 3, 16)],
+     [(0, 2, 4), (2, 2, 0), (2, 3, 8)]],
+)  # fmt: skip
+def test_the_device_may_hold_what_is_shared(groups):
     """Decodes, one of them of padding, by cascade: as plain attention, where a row has keys."""
     spec, backend = AttentionSpec(2, 1, 8, torch.float64), get_backend("TORCH")
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(40, 2, 4, 1, 8, dtype=torch.float64, generator=generator)
     q = torch.randn(4, 2, 8, dtype=torch.float64, generator=generator)
-    table = torch.arange(1, 33, dtype=torch.int32).view(4, 8)
-    table[:3, : length // 4] = table[0, : length // 4]
+    table, shared_lens = torch.arange(1, 33).int().view(4, 8), torch.zeros(4).int()
+    for begin, end, length in groups:
+        table[begin:end, : length // 4] = table[begin, : length // 4].clone()
+        shared_lens[begin:end] = length
     common = CommonAttentionMetadata.from_lengths([1] * 4, [13, 20, 32, 1], table, 4)
     common = common.replace(seq_lens=torch.tensor([13, 20, 32, 0], dtype=torch.int32))
     builder = backend.builder(backend, [spec], 4, "cpu")
-    prefix_len = torch.tensor([length], dtype=torch.int32)
+    starts = torch.tensor([*(begin for begin, _, _ in groups), 3, 4, 4]).int()
     want = attention(q, cache, builder.build(0, common), 0.3)
-    got = attention(q, cache, builder.build_cascade(common, prefix_len), 0.3)
+    got = attention(q, cache, builder.build_cascade(common, shared_lens, starts), 0.3)
     torch.testing.assert_close(got[:3], want[:3], rtol=1e-6, atol=1e-6)
     assert got.isfinite().all()
 
@@ -123,13 +129,18 @@ def test_the_device_may_hold_the_length(length):
 def test_what_cannot_be_taken_apart_on_the_device_is_refused(monkeypatch):
     spec, backend = AttentionSpec(2, 1, 8, torch.float64), get_backend("TORCH")
     common = CommonAttentionMetadata.from_lengths([1], [13], [[1, 2, 3, 4]], 4)
-    builder, length = backend.builder(backend, [spec], 4, "cpu"), torch.tensor([4]).int()
+    builder, shared = backend.builder(backend, [spec], 4, "cpu"), torch.tensor([4]).int()
+    asked = shared, torch.tensor([0, 1]).int()
     windows = common.replace(
         window_block_table_tensor=common.block_table_tensor,
         window_slot_mapping=common.slot_mapping,
     )
-    with pytest.raises(ValueError, match="prefix_len must be None with window_block_table_tensor"):
-        builder.build_cascade(windows, length)
+    with pytest.raises(ValueError, match="shared_lens must be None with window_block_table_tensor"):
+        builder.build_cascade(windows, *asked)
+    two_rows = CommonAttentionMetadata.from_lengths([2], [13], [[1, 2, 3, 4]], 4)
+    for batch_of, lens in ((two_rows, shared), (common, torch.tensor([4, 4]).int())):
+        with pytest.raises(ValueError, match=r"shared_lens must be \[1\] of requests with one row"):
+            builder.build_cascade(batch_of, lens, asked[1])
     monkeypatch.setattr(type(builder), "needs_mirrors", True)
     with pytest.raises(ValueError, match="got a tensor; it needs the lengths on the host"):
-        builder.build_cascade(common, length)
+        builder.build_cascade(common, *asked)

@@ -1,5 +1,6 @@
 """Requests that share a prefix: attention reads it once, and the tokens stay what they were."""
 
+import numpy as np
 import pytest
 
 from graphs import BatchDescriptor
@@ -26,7 +27,7 @@ def small_prefixes_pay(monkeypatch):
 
 @pytest.fixture
 def lengths(monkeypatch):
-    """Prefixes of the steps whose metadata is made for a cascade."""
+    """What is shared in the steps whose metadata is made for a cascade."""
     found = []
     session_of = make_session
 
@@ -34,9 +35,9 @@ def lengths(monkeypatch):
         session = session_of(model, **({"share_prefixes": True, "debug": "eager_replay"} | options))
         build = session.builder.build_cascade
 
-        def watched(common, prefix_len):
-            found.append(int(prefix_len))
-            return build(common, prefix_len)
+        def watched(common, shared_lens, group_starts):
+            found.append((shared_lens.tolist(), group_starts.tolist()))
+            return build(common, shared_lens, group_starts)
 
         monkeypatch.setattr(session.builder, "build_cascade", watched)
         return poisoned(session)
@@ -56,26 +57,31 @@ def test_tokens_stay(model, lengths, mode, decode_steps):
     debug = None if mode == "NONE" else "eager_replay"
     session = make(model, cudagraph_mode=mode, debug=debug, decode_steps=decode_steps)
     assert tokens_of(session.generate(PROMPTS, 9)) == alone(model, PROMPTS, 9)
-    assert set(found) >= {8}, "two blocks of four tokens are shared"
+    assert [8, 8, 8, 8] in [lens for lens, _ in found], "two blocks of four tokens are shared"
     assert is_empty(session)
     if mode == "FULL_DECODE_ONLY":
         keys = {captured.key: captured.num_replays for captured in session.graphs or ()}
-        apart = BatchDescriptor(4, 4, uniform=True, cascade=True)
+        apart = BatchDescriptor(4, 4, uniform=True, groups=2)
         assert keys[apart] > 0
-        assert apart.in_words() == "decode 4, prefix apart"
-        assert "decode 4, prefix apart" in str(session.report())
+        assert apart.in_words() == "decode 4, up to 2 prefixes apart"
+        assert apart.in_words() in str(session.report())
 
 
-def test_a_request_that_does_not_share_makes_it_plain(model, lengths):
+def test_groups_of_neighbours(model, lengths):
+    """Requests that share nothing stand between groups; the cache has all prefixes."""
     make, found = lengths
-    session = make(model)
-    prompts = [*PROMPTS[:3], OTHER]
-    assert tokens_of(session.generate(prompts, 4)) == alone(model, prompts, 4)
-    found.clear()
-    session.generate([*PROMPTS[:2], OTHER], 6)
+    session = make(model, max_batch_size=8)
+    prompts = [*PROMPTS[:2], [8], [9], *[[*OTHER, i] for i in range(3)]]
+    for _ in range(2):
+        assert tokens_of(session.generate(prompts, 7)) == alone(model, prompts, 7)
+    wanted = [8, 8, 0, 0, 8, 8, 8], [0, 2, 4, 7]
+    assert any((lens[:7], starts[:4]) == wanted for lens, starts in found)
+
+
+def test_one_request_alone_shares_nothing(model, lengths):
+    make, found = lengths
+    make(model).generate([PROMPTS[0], OTHER, [5], [6, 7]], 5)
     assert not found
-    session.generate([OTHER, OTHER], 3)
-    assert set(found) <= {8}, "the first of nine tokens in whole blocks"
 
 
 def test_few_requests_or_tokens_do_not_pay(model, lengths, monkeypatch):
@@ -83,7 +89,7 @@ def test_few_requests_or_tokens_do_not_pay(model, lengths, monkeypatch):
     monkeypatch.setattr(shared, "LEAST_REQUESTS", 5)
     make(model).generate(PROMPTS, 4)
     monkeypatch.setattr(shared, "LEAST_REQUESTS", 2)
-    monkeypatch.setattr(shared, "LEAST_TOKENS", 4 * 8 + 1)
+    monkeypatch.setattr(shared, "LEAST_TOKENS", 3 * 8 + 1)
     make(model).generate(PROMPTS, 4)
     assert not found
 
@@ -99,7 +105,7 @@ def test_verified(model, lengths):
 
 def test_without_sharing_nobody_looks(model, monkeypatch):
     session = make_session(model, debug="eager_replay")
-    monkeypatch.setattr(session.runner, "shared_prefix", None)
+    monkeypatch.setattr(session.runner, "shared_prefixes", None)
     session.generate(PROMPTS, 3)
 
 
@@ -121,7 +127,24 @@ def test_random_sessions(model):
 
 
 def test_a_key_says_so_of_single_tokens_alone():
-    with pytest.raises(ValueError, match="cascade must be False but for single tokens, got True"):
-        BatchDescriptor(8, 4, uniform=True, cascade=True)
-    with pytest.raises(ValueError, match="cascade must be True or False, got 1"):
-        BatchDescriptor(4, 4, uniform=True, cascade=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="groups must be 0 but for single tokens, got 2"):
+        BatchDescriptor(8, 4, uniform=True, groups=2)
+    with pytest.raises(ValueError, match="groups must be an int of at least 0, got -1"):
+        BatchDescriptor(4, 4, uniform=True, groups=-1)
+
+
+@pytest.mark.parametrize(
+    ("common", "level", "want"),
+    [
+        ([2, 2, 2], 1, (6, [0, 4], [2, 2, 2, 2])),
+        ([5, 1, 5], 1, (3, [0, 4], [1, 1, 1, 1])),
+        ([5, 1, 5], 5, (10, [0, 2, 4], [5, 5, 5, 5])),
+        ([0, 0, 3], 3, (3, [0, 2, 4], [0, 0, 3, 3])),
+        ([4, 0, 0], 4, (4, [0, 2, 4], [4, 4, 0, 0])),
+        ([4, 0, 0, 0, 7], 4, (11, [0, 2, 4, 6], [4, 4, 0, 0, 7, 7])),
+    ],
+)
+def test_groups(common, level, want):
+    """The same for all requests of a group, and those without in one."""
+    saved, starts, lens = shared._groups(np.array(common), level)
+    assert (saved, starts.tolist(), lens.tolist()) == want

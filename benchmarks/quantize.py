@@ -31,7 +31,6 @@ import attn_ops
 from attn_ops import AttentionSpec, get_backend, select_backend
 from attn_ops.backends.measure import (
     Layers,
-    Step,
     capture,
     interleaved_us,
     interval_us,
@@ -40,6 +39,7 @@ from attn_ops.backends.measure import (
     make_step,
     repeat_layers,
 )
+from attn_ops.backends.measure_quant import quantized
 from attn_ops.output_quant.quantize import quantize_output, reference_quantize
 from attn_ops.output_quant.schemes import SCHEMES, OutputQuant
 from benchmarks.attention_cases import Case
@@ -68,21 +68,13 @@ def runs_of(layers: Layers, scheme: str, default: str) -> dict[str, Callable[[],
     compiled = torch.compile(
         lambda x: reference_quantize(x, how, out_scale), fullgraph=True, dynamic=False
     )
-    fields = dataclasses.asdict(how) | {"out_scale": out_scale}
-
-    def quantized(step: Step, fuse: bool) -> Callable[[int], object]:
-        return lambda i: torch.ops.attn_ops.attention_quant(
-            layers.queries[i], layers.caches[i], step.meta, layers.scale, fuse=fuse,
-            **fields, **layers.options,
-        )  # fmt: skip
-
     attends: dict[str, Callable[[int], object]] = {
         "bf16": lambda i: layers.attend(triton_step.meta, i),
-        "fused": quantized(triton_step, True),
-        "apart": quantized(triton_step, False),
+        "fused": quantized(layers, triton_step, how, out_scale, fuse=True),
+        "apart": quantized(layers, triton_step, how, out_scale, fuse=False),
         "inductor": lambda i: compiled(layers.attend(triton_step.meta, i)),
         "default bf16": lambda i: layers.attend(default_step.meta, i),
-        "auto": quantized(default_step, True),
+        "auto": quantized(layers, default_step, how, out_scale, fuse=True),
         "default": lambda i: compiled(layers.attend(default_step.meta, i)),
     }
     return {

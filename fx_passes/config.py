@@ -1,6 +1,7 @@
 """The package's configuration: which passes run."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -10,15 +11,17 @@ class PassConfig:
     """One switch per built-in pass; `options={"collapse_views": False}` turns one off.
 
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
-    `attn_quant`, of the pass `quantize_output`, is "never", "auto", where a backend gains by it, or
-    "always". `skinny_products` takes the same words: "auto" is where our kernel was measured.
+    `attn_quant`, of the pass `quantize_output`, is "never", "auto", for the batches that gain by
+    it, or "always". `measurements`, a path, lets "auto" measure on the device, once, and keep the
+    times in that file, which `select_backend` may share; None: it measures where nothing is known.
+    `skinny_products` takes the same words: "auto" is where our kernel was measured.
     So do `fused_mlp` and `norm_products`: "auto" is off, as called steps lose more than replays
     gain.
     `early_launch`, of no pass, is "auto", where the GPU launches kernels before those in front have
     ended, "on", an error where it cannot, or "off", for our own kernels, too.
 
     Raises:
-        ValueError: a switch has no such value.
+        ValueError: a switch has no such value, or `measurements` is no path.
     """
 
     device_constants: bool = True
@@ -32,10 +35,19 @@ class PassConfig:
     fused_mlp: Literal["auto", "always", "never"] = "auto"
     norm_products: Literal["auto", "always", "never"] = "auto"
     early_launch: Literal["auto", "on", "off"] = "auto"
+    # Not in `repr`, a part of saved compilations' keys: what is compiled depends on no path.
+    measurements: str | os.PathLike[str] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_switch(field.name, getattr(self, field.name))
+            if field.name != "measurements":
+                _check_switch(field.name, getattr(self, field.name))
+        path = self.measurements
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise ValueError(
+                f"options['measurements'] must be a path or None, got {path!r:.80}; "
+                "supported: str, PathLike"
+            )
 
     def is_on(self, switch: str) -> bool:
         """Whether the pass with that switch runs; one without a switch does."""

@@ -3,8 +3,10 @@
 T tokens, N query heads, K kv heads, H head size, P physical blocks, B block size.
 """
 
+import bisect
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +31,8 @@ from attn_ops.output_quant.schemes import (
 
 LIBRARY.define(
     f"attention_quant(Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
-    f"{HOW_SCHEMA}, bool fuse=True, {SCHEMA}, str kv_cache_dtype='auto', "
+    f"{HOW_SCHEMA}, bool fuse=True, int[] decodes_apart=[], int[] prompts_apart=[], "
+    f"{SCHEMA}, str kv_cache_dtype='auto', "
     "Tensor? k_scale=None, Tensor? v_scale=None, int? attention_chunk_size=None, "
     "bool? causal=None, bool logits_rows=False) -> (Tensor, Tensor)",
     tags=TAGS,
@@ -45,15 +48,21 @@ def _attention_quant(
     *,
     out_scale: torch.Tensor | None = None,
     fuse: bool = True,
+    decodes_apart: Sequence[int] = (),
+    prompts_apart: Sequence[int] = (),
     **keywords: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     fields = {name: keywords.pop(name) for name in HOW_FIELDS if name in keywords}
     how = known_output_quant(**fields)
     check_query(q)
     how.check(q, out_scale)
+    apart = (decodes_apart, prompts_apart) if fuse else _ALWAYS_APART
     return _attend_quant(
-        q, kv_cache, meta, scale, how=how, out_scale=out_scale, fuse=fuse, **keywords
+        q, kv_cache, meta, scale, how=how, out_scale=out_scale, apart=apart, **keywords
     )
+
+
+_ALWAYS_APART = ((0,), (0,))
 
 
 def _attend_quant(
@@ -64,7 +73,7 @@ def _attend_quant(
     *,
     how: OutputQuant,
     out_scale: torch.Tensor | None,
-    fuse: bool,
+    apart: tuple[Sequence[int], Sequence[int]],
     attention_chunk_size: int | None = None,
     causal: bool | None = None,
     logits_rows: bool = False,
@@ -75,7 +84,7 @@ def _attend_quant(
     if breaks.hooks:
         more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
         more |= {"logits_rows": logits_rows}
-        run = functools.partial(_attend_quant, how=how, out_scale=out_scale, fuse=fuse)
+        run = functools.partial(_attend_quant, how=how, out_scale=out_scale, apart=apart)
         call = AttentionCall(run, q, kv_cache, meta, scale, more, how.empty)
         if (results := breaks.asked(call)) is not None:
             return results[0], results[1]
@@ -85,7 +94,10 @@ def _attend_quant(
     if logits_rows:
         meta = meta.logits_rows(q.shape[0])
     layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
-    if not fuse or (how.group and not how.within_heads(q.shape[2])):
+    # A captured batch has its own rows and its kind, so it takes its own way.
+    turns = apart[meta.common.max_query_len > 1]
+    behind = turns and bisect.bisect_right(turns, q.shape[0]) % 2
+    if behind or (how.group and not how.within_heads(q.shape[2])):
         return quantize_output(attend(layer, q, kv_cache, meta, asked), how, out_scale)
     if layer.cascade is not None:
         out1, lse1, out2, lse2 = parts_of(layer, q, kv_cache, asked)
@@ -142,6 +154,9 @@ def attention_quant(
         ue8m0: with groups: scales are rounded up to powers of two.
         column_major: with groups: scales have strides (1, T).
         fuse: True by default; False: always by a kernel of its own.
+        decodes_apart, prompts_apart: ascending numbers of rows of q at which the kernel changes,
+            for batches of single tokens and for others: a kernel of its own from the first on, the
+            backend's again from the second on, and so on; the pass `quantize_output` measures them.
         options: the keywords from `min_amax` on, 0 and False by default, and the further ones of
             `attention`, but for `v_head_size`.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+import os
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from fx_passes.analysis.graph_ops import (
     computed_from,
 )
 from fx_passes.analysis.quantize_forms import ODD_SHAPE, Quantized, recognise
-from fx_passes.analysis.quantize_gains import GAINS, in_words
+from fx_passes.analysis.quantize_gains import Choice, choose
 from fx_passes.analysis.row_count import RowCount
 from fx_passes.analysis.sizes import equal, expression, multiple
 from fx_passes.analysis.steps import NotAFormError, converted, dtype_of
@@ -49,9 +50,11 @@ class QuantizeOutput(Pass):
 
     Latent attention becomes `mla_attention_quant`.
 
-    The operator chooses by the batch: the kernel that attends quantizes where that was faster, else
-    one behind it, so a captured step has the choice of its size. `facts` and the report have what
-    was measured (`quantize_gains`), which was not of latent attention.
+    With `attn_quant` "auto" a site is fused for the batches where that is faster than attention and
+    a quantize kernel behind it (`quantize_gains`): by a table on the GPU that it was measured on,
+    else by times taken once while it compiles, kept in the file `measurements`. The others, from
+    so many rows on, are named in the operator's `decodes_apart` and `prompts_apart`, so a captured
+    step has the choice of its size. `facts` and the report have both times and where they are from.
 
     A quantized model quantizes what attention wrote before the output projection. An attention
     kernel that writes FP8 saves that pass over the output.
@@ -96,7 +99,8 @@ class QuantizeOutput(Pass):
         - a shape is neither a number nor a multiple of the row count;
         - `attn_quant` is "auto", and no backend on the device writes the scheme itself: none does
           where a group lies in several heads;
-        - `attn_quant` is "auto", and a scale is that of the whole batch: a kernel behind is faster.
+        - `attn_quant` is "auto", and a scale is that of the whole batch: a kernel behind is faster;
+        - `attn_quant` is "auto", and a kernel behind was faster at every size that was measured.
     """
 
     name = "quantize_output"
@@ -105,51 +109,59 @@ class QuantizeOutput(Pass):
     needs_inference = True
     looks_for = "quantization behind attention"
 
-    def __init__(self, mode: str = "auto") -> None:
+    def __init__(
+        self, mode: str = "auto", measurements: str | os.PathLike[str] | None = None
+    ) -> None:
         super().__init__()
-        self.mode = mode
+        self.mode, self.measurements = mode, measurements
 
     @classmethod
     def of(cls, config: PassConfig) -> "QuantizeOutput":
-        return cls(config.attn_quant)
+        return cls(config.attn_quant, config.measurements)
 
     def settings(self) -> dict[str, object]:
-        return {"attn_quant": self.mode}
+        """Not which file: the times in it decide, and they become the operator's arguments."""
+        return {"attn_quant": self.mode, "measures": self.measurements is not None}
 
     def apply(self, graph: Graph) -> int:
         sites: dict[str, str] = {}
-        measured: set[str] = set()
+        choices: dict[str, Choice] = {}
         for values, attention in list(_candidates(graph)):
             try:
                 site = recognise(values, attention)
-                self._check(site)
+                choice = self._choice(site)
             except NotAFormError as reason:
                 self.skip(str(reason), attention.name)
                 continue
-            _rewrite(graph, site)
+            _rewrite(graph, site, choice.keywords())
             sites[site.attention.name] = site.form.scheme
-            measured |= set() if _is_latent(site.attention) else {site.form.scheme}
-        times = {
-            name: [gain._asdict() for gain in GAINS.get(name, ()) if name in measured]
-            for name in sorted(set(sites.values()))
-        }
-        self.facts = {"sites": sites, "measured": times} if sites else {}
+            choices[site.attention.name] = choice
+        facts = {name: choice.facts() for name, choice in choices.items()}
+        self.facts = {"sites": sites, "choices": facts} if sites else {}
         return len(sites)
 
-    def _check(self, site: Quantized) -> None:
-        """Refuse a site that would gain nothing."""
+    def _choice(self, site: Quantized) -> Choice:
+        """For which batches; refuse a site that would gain nothing."""
         if (reader := site.other_reader()) is not None:
             what = "the graph returns" if reader.op == "output" else f"{reader.name} reads"
             raise NotAFormError(f"{what} the unquantized output, or a value on its way")
         _check_shapes(site)
+        if self.mode != "auto":
+            return Choice(f"attn_quant is {self.mode!r}")
         out = value_of(site.attention)
-        where = (out.shape[2], out.device, _is_latent(site.attention))
-        if self.mode == "auto" and (reason := pays(site.how, *where)):
+        if reason := pays(site.how, out.shape[2], out.device, _is_latent(site.attention)):
             raise NotAFormError(reason)
+        choice = choose(site.attention, site.how, self.measurements)
+        if choice.loses:
+            raise NotAFormError(f"a kernel behind attention is faster, {choice.reason()}")
+        return choice
 
     def summary(self) -> str | None:
-        schemes = self.facts.get("measured", {}).items()
-        shown = [in_words(name) if times else name for name, times in schemes]
+        choices = self.facts.get("choices", {})
+        shown = dict.fromkeys(
+            f"{scheme} for {choices[name]['decision']} ({choices[name]['reason']})"
+            for name, scheme in self.facts.get("sites", {}).items()
+        )
         return f"attention writes {' and '.join(shown)}" if shown else None
 
 
@@ -204,16 +216,16 @@ def _check_shapes(site: Quantized) -> None:
             raise NotAFormError(ODD_SHAPE)
 
 
-def _rewrite(graph: Graph, site: Quantized) -> None:
+def _rewrite(graph: Graph, site: Quantized, apart: dict[str, list[int]]) -> None:
     """Put the operator behind attention and a given scale, and views of its results in place of
-    the nodes.
+    the nodes. `apart` are its keywords that say which batches it leaves to a kernel behind.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     inputs = [node for node in (site.attention, site.given) if node is not None]
     last = max(inputs, key=place.__getitem__)
     new = _New(graph, site.attention)
     with graph.inserting_before(last.next):
-        out, scales = new.operator(site)
+        out, scales = new.operator(site, apart)
         for node in site.sizes():
             size = RowCount(graph, out).argument(value_of(node))
             node.replace_all_uses_with(cast(Node, size))
@@ -230,7 +242,7 @@ class _New:
         own = ("val", _EAGER)
         self.meta = {key: what for key, what in origin.meta.items() if key not in own}
 
-    def operator(self, site: Quantized) -> tuple[Node, Node]:
+    def operator(self, site: Quantized, apart: dict[str, list[int]]) -> tuple[Node, Node]:
         """The quantized form with what attention was given: its output and its scales."""
         defaults = OutputQuant(site.form.scheme)
         how = {
@@ -244,7 +256,7 @@ class _New:
         unquantized = value_of(self.origin)
         with unquantized.fake_mode:
             values = site.how.empty(unquantized)
-        more = {"scheme": site.form.scheme, **given, **how}
+        more = {"scheme": site.form.scheme, **given, **how, **apart}
         keywords = {**more, **self.origin.kwargs}
         target = QUANTIZED_FORM[cast(Any, self.origin.target)]
         name = target.overloadpacket.__name__

@@ -1,7 +1,6 @@
 """q through W_UK, head by head, launched early: beside `torch.bmm`, for few rows.
 
-It is set up while the kernel before still runs, asks for its weights, and reads nothing before that
-one has ended.
+It is set up while the kernel before still runs, and reads nothing of it before that has ended.
 
 D rows, N heads, P columns of q without RoPE, L columns of the latent, M rows of a product.
 """
@@ -14,7 +13,6 @@ import triton.language as tl
 
 from attn_ops.backends.triton.tiles import widened
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from attn_ops.ops.triton.skinny import prefetch_tile
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -40,14 +38,7 @@ def absorb_kernel(
     head = tl.program_id(1).to(tl.int64)
     p_P = tl.arange(0, PADDED_NOPE)
     l_L = tl.program_id(0) * TILE_L + tl.arange(0, TILE_L)
-    LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
-    if PDL and LATENT % TILE_L == 0 and TILE_L % LINE == 0:
-        head_ptr = w_ptr + head * stride_w_head
-        rows_P = tl.minimum(p_P, NOPE - 1)
-        prefetch_tile(head_ptr, rows_P, stride_w_row, tl.program_id(0) * TILE_L, TILE_L)
-    # Only asked for: a step may dequantize kv_b in the kernel before this one, whose writes the L2
-    # cache sees.
-    wait_for_inputs(PDL)
+    wait_for_inputs(PDL)  # weights, too: a step may dequantize kv_b in the kernel before this one
     w_PL = tl.load(
         w_ptr + head * stride_w_head + (p_P * stride_w_row)[:, None] + l_L[None, :],
         mask=(p_P < NOPE)[:, None] & (l_L < LATENT)[None, :],

@@ -175,10 +175,10 @@ def measure_samples(args: argparse.Namespace) -> list[dict[str, Any]]:
             max_tokens_per_step=8192, lazy_capture=True,
         )  # fmt: skip
         prompts = [[3 + (i + g) % 50 for i in range(case.shared)] for g in range(case.groups)]
-        least = shared_prefixes.LEAST_TOKENS
+        least = shared_prefixes.LEAST_BYTES
         ms = {}
         for way, limit in (("plain", sys.maxsize), ("apart", least)):
-            with mock.patch.object(shared_prefixes, "LEAST_TOKENS", limit):
+            with mock.patch.object(shared_prefixes, "LEAST_BYTES", limit):
                 session.generate(prompts, STEPS[0], n=case.size)
                 few, many = (_seconds(session, prompts, steps, case.size) for steps in STEPS)
             ms[way] = 1e3 * (many - few) / (STEPS[1] - STEPS[0])

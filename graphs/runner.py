@@ -5,6 +5,7 @@ S requests, R rows of logits, V vocabulary.
 
 import functools
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -84,8 +85,10 @@ class StepRunner:
         self.on_logits: LogitsObserver | None = None
         self.drops_rows = False
         self.keeps_rows_why: str | None = None
-        sees_all = any(spec.cascades for spec in builder.specs)
-        self.cascades = sees_all and builder.cascades_on_device and not self._windows
+        whole = [spec for spec in builder.specs if spec.cascades]
+        self.cascades = bool(whole) and builder.cascades_on_device and not self._windows
+        sizes = [math.prod(s.cache_shape(1, 1)) * s.cache_dtype.itemsize for s in whole]
+        self._cascaded_bytes = max(sizes, default=0)  # of a token in a layer that sees all keys
         self._penalties: PenaltyState | None = None
 
     @property
@@ -157,7 +160,8 @@ class StepRunner:
         """Those of decodes that are worth to be attended to apart."""
         if not self.cascades or step.query_len != 1:
             return None
-        return shared_prefixes(step, self.blocks[0], self.cache.block_size)
+        size = self.cache.block_size
+        return shared_prefixes(step, self.blocks[0], size, self._cascaded_bytes)
 
     def take_tokens(self, tensors: StepTensors, step: Rows, last_R: torch.Tensor) -> None:
         """Behind `fill`: rows whose tokens the host does not know take them from `last_R`."""

@@ -12,11 +12,11 @@ from graphs.requests.scheduled import Scheduled
 from graphs.step.blocks import BlockRows
 
 LEAST_REQUESTS = 16
-LEAST_TOKENS = 60_000
-"""Keys that need not be read again, all requests together. On one H200 (`benchmarks.cascade`, 32
-query and 8 KV heads) attention to prefix and rest apart took 1.06 of plain attention's time at 64
-requests x 512 tokens, 0.83 at 64 x 1,024, 0.21 at 64 x 8,192, 0.52 at 256 x 1,024; of 8 requests
-1.6 at 2,048 tokens."""
+LEAST_BYTES = 60_000 * 4096
+"""Of a layer's keys and values that need not be read again, all requests together. On one H200
+(`benchmarks.cascade`, 4,096 bytes a token) attention to prefix and rest apart took 1.06 of plain
+attention's time at 64 requests x 512 tokens, 0.83 at 64 x 1,024, 0.21 at 64 x 8,192, 0.52 at 256 x
+1,024; of 8 requests 1.6 at 2,048 tokens."""
 
 MOST_LEVELS = 8
 """Lengths of a prefix that are tried: of a system prompt, of the prompts behind it."""
@@ -36,16 +36,23 @@ class SharedPrefixes:
 
 
 def shared_prefixes(
-    step: Sequence[Scheduled], blocks: BlockRows, block_size: int
+    step: Sequence[Scheduled], blocks: BlockRows, block_size: int, token_bytes: int
 ) -> SharedPrefixes | None:
     """Of decodes; None where they share too little for it to pay.
 
     Shared tokens are in the cache before the step, which computes the last of each request.
+
+    Args:
+        step: the requests.
+        blocks: of all requests.
+        block_size: B.
+        token_bytes: of a token's keys and values in a layer.
     """
+    least = LEAST_BYTES / (block_size * token_bytes)  # blocks
     if len(step) < LEAST_REQUESTS:
         return None
     computed_S = np.array([s.num_computed for s in step]) // block_size
-    if int(computed_S.sum()) * block_size < LEAST_TOKENS:
+    if computed_S.sum() < least:
         return None
     most = np.minimum(computed_S[:-1], computed_S[1:])
     common = blocks.num_common([s.request.id for s in step], most)
@@ -54,7 +61,7 @@ def shared_prefixes(
         levels = levels[np.linspace(0, levels.size - 1, MOST_LEVELS).astype(int)]
     found = [_groups(common, level) for level in levels]
     saved, starts, lens = max(found, key=lambda one: one[0], default=(0, None, None))
-    if starts is None or lens is None or saved * block_size < LEAST_TOKENS:
+    if starts is None or lens is None or saved < least:
         return None
     return SharedPrefixes(starts, lens * block_size)
 

@@ -28,7 +28,7 @@ def test_cases_of_another_form_are_refused(text):
 
 def test_samples_of_a_prompt(tmp_path, monkeypatch):
     monkeypatch.setattr(shared, "LEAST_REQUESTS", 2)
-    monkeypatch.setattr(shared, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(shared, "LEAST_BYTES", 1)
     path = tmp_path / "cascade.json"
     asked = ["--cases", "--samples", "3x32", "--json", str(path)]
     cascade.main(["--device", "cpu", *asked])

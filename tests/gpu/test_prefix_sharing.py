@@ -34,7 +34,7 @@ def test_replays_are_right(make_model, mode, decode_steps):
 @pytest.fixture
 def small_prefixes_pay(monkeypatch):
     monkeypatch.setattr(shared, "LEAST_REQUESTS", 2)
-    monkeypatch.setattr(shared, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(shared, "LEAST_BYTES", 1)
 
 
 @pytest.mark.parametrize("backend", ["AUTO", "TRITON", "FLASH_ATTN"])

@@ -22,7 +22,7 @@ def model():
 @pytest.fixture(autouse=True)
 def small_prefixes_pay(monkeypatch):
     monkeypatch.setattr(shared, "LEAST_REQUESTS", 2)
-    monkeypatch.setattr(shared, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(shared, "LEAST_BYTES", 1)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_few_requests_or_tokens_do_not_pay(model, lengths, monkeypatch):
     monkeypatch.setattr(shared, "LEAST_REQUESTS", 5)
     make(model).generate(PROMPTS, 4)
     monkeypatch.setattr(shared, "LEAST_REQUESTS", 2)
-    monkeypatch.setattr(shared, "LEAST_TOKENS", 3 * 8 + 1)
+    monkeypatch.setattr(shared, "LEAST_BYTES", 3 * 8 * 2 * 2 * 16 * 4 + 1)  # K, 2, H, float32
     make(model).generate(PROMPTS, 4)
     assert not found
 

@@ -48,6 +48,16 @@ def test_decode_llama(monkeypatch, capsys):
     assert capsys.readouterr().out.count("length") == 3
 
 
+def test_rollouts(monkeypatch, capsys):
+    """Samples get better as the trainer's weights reach the session."""
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)  # tested elsewhere
+    load("rollouts").main()
+    out = capsys.readouterr().out
+    rewards = [float(line.split("mean reward ")[1][:5]) for line in out.splitlines()[:8]]
+    assert rewards[-1] > rewards[0] + 0.1
+    assert "forgotten 7 times" in out
+
+
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
 def test_drafts_through_the_capture_path(example, mode):
     model, prompts = example.random_model(), [[1, 2, 3, 1, 2], [7], [5] * 9]

@@ -229,8 +229,8 @@ class StepLoop:
         captured = self._capture(key, mode)  # first: a new graph is timed
         if captured is None or not self.gains.pays(key, step.num_tokens):
             return None
-        if mode is CUDAGraphMode.FULL and not key.groups:
-            step.shared = None  # the graph attends to all keys at once
+        if key.query_len != 1 or (mode is CUDAGraphMode.FULL and not key.groups):
+            step.shared = None  # padding has more rows than one, or the graph sees all keys at once
         return captured
 
     def _capture(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:

@@ -178,7 +178,11 @@ def _run(
     if options.lse is None:
         return result
     rows = common.num_actual_tokens
-    options.lse[:rows] = result[1][:, :rows].transpose(0, 1)
+    lse_TN = result[1][:, :rows].transpose(0, 1)
+    if fa_version() == 2:  # +inf where a row sees no key, its output 0, and where it is NaN
+        empty_TN = (lse_TN == math.inf) & (result[0][:rows, :, 0] == 0)
+        lse_TN = lse_TN.masked_fill(empty_TN, -math.inf)
+    options.lse[:rows] = lse_TN
     return result[0]
 
 

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, get_backend
+from attn_ops import (
+    AttentionMetadata,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    attention,
+    get_backend,
+)
+from attn_ops.backends import flash_attn
+from attn_ops.backends.base import AttentionOptions
 from attn_ops.metadata.shared_prefix import split_shared_prefix
 
 TABLE = [[7, 3, 9, 1], [7, 3, 2, 8]]
@@ -144,3 +152,23 @@ def test_what_cannot_be_taken_apart_on_the_device_is_refused(monkeypatch):
     monkeypatch.setattr(type(builder), "needs_mirrors", True)
     with pytest.raises(ValueError, match="got a tensor; it needs the lengths on the host"):
         builder.build_cascade(common, *asked)
+
+
+def test_fa2_says_as_others_do_that_rows_saw_no_key(monkeypatch):
+    """It marks them, and rows of NaN, by +inf: rows of a group that shares nothing would be NaN."""
+    inf, nan = float("inf"), float("nan")
+
+    def fa2(q, out, **arguments):
+        out[:] = torch.tensor([0.5, 0.0, nan])[:, None, None]
+        return out, torch.tensor([[1.5, inf, inf]] * 4)
+
+    monkeypatch.setattr(flash_attn, "fa_version", lambda: 2)
+    monkeypatch.setattr(flash_attn, "varlen_function", lambda: fa2)
+    lse, common = (
+        torch.empty(3, 4),
+        CommonAttentionMetadata.from_lengths([1] * 3, [4] * 3, [[1]] * 3, 4),
+    )
+    meta = AttentionMetadata(common, flash_attn.BACKEND, block_size=4)
+    q, cache = torch.zeros(3, 4, 64), torch.zeros(2, 2, 4, 2, 64)
+    flash_attn.forward(q, cache, meta, AttentionOptions(0.3, lse=lse))
+    assert lse.tolist() == [[1.5] * 4, [-inf] * 4, [inf] * 4]

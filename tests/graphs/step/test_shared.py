@@ -67,6 +67,16 @@ def test_tokens_stay(model, lengths, mode, decode_steps):
         assert apart.in_words() in str(session.report())
 
 
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE"])
+def test_decodes_in_graphs_of_mixed_steps(model, lengths, mode):
+    """More than the sizes of decodes: the request of padding has several rows."""
+    make, found = lengths
+    session = make(model, cudagraph_mode=mode, capture_sizes=[1, 2])
+    assert tokens_of(session.generate(PROMPTS, 9)) == alone(model, PROMPTS, 9)
+    assert all(len(lens) <= 2 for lens, _ in found)
+    assert is_empty(session)
+
+
 def test_groups_of_neighbours(model, lengths):
     """Requests that share nothing stand between groups; the cache has all prefixes."""
     make, found = lengths

@@ -23,9 +23,7 @@ def is_long(case: ConformanceCase) -> bool:
     fp8 = any(str(parameter).startswith("fp8") for parameter in case.parameters)
     if case.rule is latent.latent_batches:
         return fp8 or "mixed" not in case.parameters
-    if case.rule is latent.latent_chunks:
-        return "two chunks" not in case.parameters
-    return case.rule is latent.latent_beyond_64k
+    return case.rule is latent.latent_chunks and "two chunks" not in case.parameters
 
 
 def is_shown_again(case: ConformanceCase) -> bool:
@@ -44,6 +42,8 @@ def all_cases() -> list:
         for case in conformance_cases(backend, backend.support.devices):
             marks = [pytest.mark.gpu] if case.device == "cuda" else []
             interpreted = case.device == "cpu" and backend.name == "TRITON_MLA"
+            if interpreted and case.rule is latent.latent_beyond_64k:
+                continue  # 90 s of the interpreter; on a GPU it runs
             mixed = case.rule in QUANTIZED and "mixed" in case.parameters
             again = case.device == "cpu" and is_shown_again(case)
             if mixed or again or (interpreted and is_long(case)):

@@ -47,11 +47,14 @@ class Interrupt:
     def __init__(self, at: int, files: tuple[str, ...] = (*SESSION, *CACHE)) -> None:
         self.at, self.files, self.num_lines = at, files, 0
         self.seen: set[str] = set()
+        self._found: dict[str, tuple[str, ...]] = {}  # by path: every call of a function is traced
 
     def __call__(self, frame, event, argument):
-        found = [name for name in self.files if frame.f_code.co_filename.endswith(name)]
-        self.seen.update(found)
-        return self.line if found else None
+        path = frame.f_code.co_filename
+        if path not in self._found:
+            self._found[path] = tuple(name for name in self.files if path.endswith(name))
+            self.seen.update(self._found[path])
+        return self.line if self._found[path] else None
 
     def line(self, frame, event, argument):
         if event == "line":

@@ -168,8 +168,9 @@ class RandomSession:
 
     def interrupted(self, call: Callable[[], Any]) -> Any:
         """What it returns; perhaps it is interrupted, and that is nothing."""
-        interrupts = self.interrupts and self.rng.random() < 0.4
-        return Interrupt(self.rng.randrange(1, 1500) if interrupts else 0, SHARING).during(call)
+        if not self.interrupts or self.rng.random() >= 0.4:
+            return call()
+        return Interrupt(self.rng.randrange(1, 1500), SHARING).during(call)
 
     def take(self, outputs: list[Any]) -> None:
         """Tokens come once and in order; an interrupt may have lost some on their way."""

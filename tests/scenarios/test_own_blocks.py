@@ -216,7 +216,7 @@ def test_a_backend_that_builds_by_itself(model, want, monkeypatch):
     assert session.generate(PROMPTS, 20, **SAMPLED) == want
 
 
-@pytest.mark.parametrize("number", [10, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [10, pytest.param(25, marks=pytest.mark.slow)])
 def test_random_sessions(number, monkeypatch):
     """With as few blocks as let the longest chunk of one request run, or some more; half share."""
     made = build_model("gemma2")

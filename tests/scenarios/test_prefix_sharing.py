@@ -225,7 +225,7 @@ def test_bad_arguments(model, arguments):
 # -- interrupts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [10, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [10, pytest.param(25, marks=pytest.mark.slow)])
 def test_interrupted_anywhere(model, number):
     options = {"max_batch_size": 3, "max_tokens_per_step": 8, "cache_tokens": 72}
     want = make_session(model, **options).generate(PROMPTS, 7)
@@ -241,7 +241,7 @@ def test_interrupted_anywhere(model, number):
         assert interrupt.at or interrupt.seen == set(interrupt.files)
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [10, pytest.param(25, marks=pytest.mark.slow)])
 def test_random_sessions(model, rounds):
     alone = results_alone(model)
     for seed in range(20_000, 20_000 + rounds):

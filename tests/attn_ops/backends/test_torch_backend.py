@@ -86,7 +86,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("compiled", "num_cases"),
-    [(False, 100), (True, 10), pytest.param(True, 40, marks=pytest.mark.slow)],
+    [(False, 100), (True, 10), pytest.param(True, 25, marks=pytest.mark.slow)],
 )
 def test_against_brute_force(make_batch, compiled, num_cases):
     @settings(

@@ -1,4 +1,4 @@
-"""Ten thousand steps leave nothing behind."""
+"""Steps leave nothing behind."""
 
 import gc
 import tracemalloc
@@ -14,7 +14,7 @@ from tests.attn_ops.metadata.ragged import int32
 
 
 @pytest.mark.slow
-def test_building_10_000_steps_keeps_no_memory():
+def test_building_steps_keeps_no_memory():
     query, seq = [1, 1, 5], [9, 1, 5]
     out = MetadataBuffers.allocate(3, 7, 3, "cpu")
     out.block_table.copy_(int32([[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
@@ -29,10 +29,10 @@ def test_building_10_000_steps_keeps_no_memory():
         run(100)
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
-        run(10_000)
+        run(3_000)
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    # One object kept a step would be 500 kB; what other threads of the process allocate counts too.
-    assert grown < 100_000, f"{grown} bytes in 10,000 steps"
+    # One object kept a step would be 150 kB; what other threads of the process allocate counts too.
+    assert grown < 50_000, f"{grown} bytes in 3,000 steps"

@@ -160,8 +160,8 @@ def test_random_forms(make_batch):
 
 
 @pytest.mark.slow
-def test_300_random_forms(make_batch):
-    check_random_forms(make_batch, 12, 312)
+def test_more_random_forms(make_batch):
+    check_random_forms(make_batch, 12, 72)
 
 
 def test_every_form_is_recognised():

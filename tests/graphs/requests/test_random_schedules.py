@@ -233,7 +233,7 @@ class Schedule:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("number", [150, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_schedules(number):
     first = 0 if number == 150 else 1000
     for seed in range(first, first + number):

@@ -58,7 +58,7 @@ def keep(request):
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
     ("temperature", "rounds"),
-    [(1.0, 1), *(pytest.param(t, 6, marks=pytest.mark.slow) for t in (0.4, 1.0, 3.0))],
+    [(1.0, 1), *(pytest.param(t, 2, marks=pytest.mark.slow) for t in (0.4, 3.0))],
 )
 def test_support_is_that_of_brute_force(exact, keep, ties, temperature, rounds):
     params = [SamplingParams(temperature, seed=1, **case) for case in CASES for _ in range(rounds)]
@@ -193,7 +193,7 @@ def test_thresholds_together_are_those_apart(shape, scale):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_thresholds(seed):
     """Peaks, plateaus and tails of any width, with top-p up to nearly 1."""
     pytest.importorskip("triton")
@@ -201,7 +201,7 @@ def test_random_thresholds(seed):
     from graphs.sampling.triton.thresholds import kth_largest, nucleus
 
     torch.manual_seed(seed)
-    for _ in range(8):
+    for _ in range(4):
         num_columns = int(torch.randint(1, 9000, ()))
         x = torch.randn(3, num_columns) * float(torch.rand(()) * 12)
         x += torch.randn(3, num_columns).exp().pow(2) * (torch.rand(3, 1) < 0.5)

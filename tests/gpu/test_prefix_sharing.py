@@ -50,6 +50,7 @@ def test_a_prefix_is_attended_to_apart(make_model, backend):
         prompts = [[shared_len] * shared_len + list(range(1, last)) for last in range(2, 10)]
         for number in (5, 8):
             session.generate(prompts[:number], 20)
+        session.generate(two_groups_and_others(shared_len), 20)
     apart = {captured.key: captured for captured in session.graphs or () if captured.key.groups}
     assert 8 in {key.num_reqs for key in apart}
     assert sum(captured.num_replays for captured in apart.values()) > 60
@@ -58,17 +59,24 @@ def test_a_prefix_is_attended_to_apart(make_model, backend):
     assert session.cache.num_free_blocks == session.cache.num_blocks - 1
 
 
+def two_groups_and_others(shared_len: int) -> list[list[int]]:
+    """Of 8 prompts three begin alike, two share nothing, and three begin alike again."""
+    one, two = ([token] * shared_len for token in (3, 9))
+    rows = [one, one, one, [11, 12], [13] * 5, two, two, two]
+    return [[*row, *range(20, 22 + i)] for i, row in enumerate(rows)]
+
+
 @pytest.mark.parametrize("decode_steps", [1, 4])
 @pytest.mark.usefixtures("small_prefixes_pay")
 def test_a_prefix_apart_changes_no_token(make_model, decode_steps):
     """In float32."""
     model = cases.wide(make_model, "llama", dtype=torch.float32)
-    prompts = [[5] * 40 + list(range(1, last)) for last in range(2, 9)]
     options = {"max_batch_size": 8, "max_tokens": 160, "backend": "TRITON"}
     plain = DecodeSession(model, **options, cudagraph_mode="NONE")
     session = DecodeSession(model, **options, share_prefixes=True, decode_steps=decode_steps)
-    got, want = (cases.tokens(s.generate(prompts, 30)) for s in (session, plain))
-    assert got == want
+    for prompts in ([[5] * 40 + list(range(1, n)) for n in range(2, 9)], two_groups_and_others(48)):
+        got, want = (cases.tokens(s.generate(prompts, 30)) for s in (session, plain))
+        assert got == want
     assert any(captured.key.groups and captured.num_replays for captured in session.graphs or ())
 
 

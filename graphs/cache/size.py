@@ -83,6 +83,9 @@ class Sizing:
         graphs = step.peak if self.graphs is None else self.graphs
         left = int(total * fraction) - step.after.in_use - step.peak - graphs
         block_size = self.options.block_size
+        windows = self.windows.within(left, self._blocks(self.options.num_cache_tokens))
+        if windows is not self.windows:
+            return dataclasses.replace(self, windows=windows)._left(step, wanted, why)
         num_tokens = max(0, self.windows.fitting(left) - 1) * block_size
         sizes = (
             f"{fraction} of {human(total)} less {human(step.after.in_use)} in use (weights "
@@ -114,4 +117,8 @@ class Sizing:
 
     def _bytes(self, num_tokens: int) -> int:
         """Of so many tokens."""
-        return self.windows.num_bytes(-(-num_tokens // self.options.block_size) + 1)
+        return self.windows.num_bytes(self._blocks(num_tokens))
+
+    def _blocks(self, num_tokens: int) -> int:
+        """That hold so many tokens, and the null block."""
+        return -(-num_tokens // self.options.block_size) + 1

@@ -26,11 +26,13 @@ class Windows:
             layers have the same blocks.
         bytes_whole, bytes_window: of a block in the caches of layers that see all keys, and of the
             others.
+        least_blocks: of `num_blocks`, those of a batch that keeps no prefixes.
     """
 
     num_blocks: int | None
     bytes_whole: int
     bytes_window: int
+    least_blocks: int = 0
 
     @classmethod
     def of(
@@ -56,12 +58,26 @@ class Windows:
         if not (may and whole and windowed and builder.takes_windows):
             return cls(None, *sizes)
         times = SHARED_TIMES if options.share_prefixes else 1
-        return cls(times * _blocks_of_a_batch(windowed, options), *sizes)
+        least = _blocks_of_a_batch(windowed, options)
+        return cls(times * least, sizes[0], sizes[1], least)
 
     def num_bytes(self, num_blocks: int) -> int:
         """Of so many blocks of layers that see all keys, the null block among them."""
         own = num_blocks if self.num_blocks is None else min(num_blocks, self.num_blocks)
         return num_blocks * self.bytes_whole + own * self.bytes_window
+
+    def within(self, num_bytes: int, wanted: int) -> "Windows":
+        """The same; with fewer blocks for prefixes, where so many bytes hold too few others.
+
+        Args:
+            num_bytes: that the cache may take.
+            wanted: blocks of layers that see all keys, the null block among them.
+        """
+        if self.num_blocks is None or self.fitting(num_bytes) >= wanted:
+            return self
+        left = (num_bytes - wanted * self.bytes_whole) // self.bytes_window
+        number = min(self.num_blocks, max(self.least_blocks, left))
+        return self if number == self.num_blocks else dataclasses.replace(self, num_blocks=number)
 
     def fitting(self, num_bytes: int) -> int:
         """The most blocks of layers that see all keys, in so many bytes."""

@@ -1,5 +1,6 @@
 """Blocks of layers with a window: the figures of docs/sessions.md."""
 
+import dataclasses
 import types
 
 import pytest
@@ -47,3 +48,22 @@ def test_tokens_in_80_gib():
     assert one_kind.fitting(80 * GIB) * options.block_size == 218_448
     for number in (2, 500, 10_000):
         assert found.num_bytes(found.fitting(number * GIB // 10)) <= number * GIB // 10
+
+
+def test_prefixes_leave_room_for_layers_that_see_all_keys():
+    """As many blocks of windows as leave every request its longest; at least those of a batch."""
+    options = SessionOptions(max_batch_size=64, max_tokens=32_768)
+    batch = windows_of("gemma-3-12b", options)
+    found = windows_of("gemma-3-12b", dataclasses.replace(options, share_prefixes=True))
+    wanted = options.num_cache_tokens // options.block_size + 1
+    assert (batch.num_blocks, found.num_blocks) == (batch.least_blocks, 8 * batch.least_blocks)
+    assert batch.within(80 * GIB, wanted) is batch
+    numbers = []
+    for size in (80, 140, 170, 400, 1000):
+        given = found.within(size * GIB, wanted)
+        assert given.within(size * GIB, wanted) is given
+        assert given.num_bytes(given.fitting(size * GIB)) <= size * GIB
+        numbers.append((given.num_blocks, given.fitting(size * GIB) >= wanted))
+    assert [room for _, room in numbers] == [False, False, True, True, True]
+    assert numbers[0][0] == batch.least_blocks
+    assert numbers[0][0] < numbers[2][0] < numbers[4][0] == found.num_blocks

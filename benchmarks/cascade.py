@@ -24,9 +24,10 @@ from rich.table import Table
 
 from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, get_backend
 from attn_ops.backends.measure import interleaved_us, interval_us
-from benchmarks.decode_step import llama_3_8b, merged
+from benchmarks.decode_step import merged
 from benchmarks.figures import free, number, origin, parser_of, write
 from benchmarks.graphs import tiny_llama
+from benchmarks.shapes import llama_3_8b
 from benchmarks.timing import capture
 from graphs import DecodeSession
 from graphs.step import shared as shared_prefixes

@@ -13,7 +13,8 @@ import torch
 import fx_passes
 import fx_passes.backend
 from attn_ops.integrations.merged import merge_projections
-from benchmarks.decode_step import build, llama_3_8b
+from benchmarks.decode_step import build
+from benchmarks.shapes import llama_3_8b
 from graphs import DecodeSession
 
 

@@ -1,4 +1,4 @@
-"""One decode step of the Llama-3-8B shape, four ways: `python -m benchmarks.decode_step`.
+"""One decode step of a model's shape, four ways: `python -m benchmarks.decode_step`.
 
     floor         products by cuBLAS and attention by FA3, in one CUDA graph (benchmarks/floor.py)
     ours          DecodeSession: attn_ops backend of torch.compile, the whole step in one CUDA graph
@@ -6,8 +6,9 @@
     transformers  the same through `generate`, per token
     static        `generate(cache_implementation="static")`: its own compiled mode, per token
 
-bf16, random weights; with `--fp8` the products of the layers are in FP8, a scale a row. A step's
-time is that of the device work, replayed; ours includes metadata and sampling.
+`--model` names one of `benchmarks.shapes`. bf16, random weights; with `--fp8` the products of the
+layers are in FP8, a scale a row. A step's time is that of the device work, replayed; ours includes
+metadata and sampling.
 """
 
 import argparse
@@ -28,23 +29,13 @@ from attn_ops.integrations import transformers as integration
 from attn_ops.integrations.merged import merge_projections
 from benchmarks.figures import write
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
+from benchmarks.shapes import MODELS
 from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.app.quantized_linear import quantize_linear_layers
 from graphs.capture.graphs import CapturedStep
 
 CASES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 8192), (64, 8192)]
-
-
-def llama_3_8b(layers: int = 32) -> Any:
-    """Config of the Llama-3-8B shape."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=16384,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False,
-    )  # fmt: skip
 
 
 def build(config: Any, implementation: str, device: str = "cuda") -> torch.nn.Module:
@@ -83,6 +74,7 @@ def our_session(
     session = DecodeSession(
         compiled, max_batch_size=max(batches), max_tokens=longest, cache_tokens=tokens,
         capture_sizes=batches, backend=backend, block_size=block_size,
+        reserve="length",  # all layers have the same blocks, which `filled_graph` fills
     )  # fmt: skip
     for cache in session.cache.tensors:
         cache[1:].normal_()
@@ -174,12 +166,12 @@ def transformers_forward_ms(model: Any, batch: int, context: int) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    config = llama_3_8b(args.layers)
+    config = MODELS[args.model](args.layers)
     shape = Shape.of(config)
     cases = [c for c in CASES if f"{c[0]}x{c[1]}" in args.cases] if args.cases else CASES
     result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "layers": args.layers, "options": args.options, "fp8": args.fp8,
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "model": args.model,
+        "layers": shape.layers, "options": args.options, "fp8": args.fp8,
         "copy_bytes_per_second": copy_bandwidth(), "rows": {f"{b}x{c}": {} for b, c in cases},
     }  # fmt: skip
     rows = result["rows"]
@@ -261,7 +253,7 @@ def profile(session: DecodeSession, path: str) -> None:
 
 def show(result: dict[str, Any]) -> None:
     table = Table(
-        title=f"decode step, ms; {result['gpu']}, torch {result['torch']}, "
+        title=f"decode step of {result['model']}, ms; {result['gpu']}, torch {result['torch']}, "
         f"backend {result['backend']}"
     )
     columns = [
@@ -284,7 +276,8 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", default=[], help="BATCHxCONTEXT; default: all")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
+    parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--options", default="{}", help="options of the attn_ops backend, JSON")
     parser.add_argument("--backend", default=None)
     parser.add_argument("--fp8", action="store_true", help="layers' products in FP8 by row")

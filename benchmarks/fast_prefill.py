@@ -28,8 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 import fx_passes
-from benchmarks.decode_step import build, llama_3_8b
+from benchmarks.decode_step import build
 from benchmarks.figures import Bar, bar_table, free, origin, write
+from benchmarks.shapes import llama_3_8b
 from benchmarks.timing import median_ms
 from fx_passes.observe import recording
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession

@@ -25,13 +25,16 @@ class Shape:
     kv_heads: int
     head_size: int
     vocab: int
+    windows: tuple[int | None, ...]  # of each layer; None: it sees all keys
 
     @classmethod
     def of(cls, config: Any) -> "Shape":
+        kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+        windows = (config.sliding_window if k == "sliding_attention" else None for k in kinds)
         return cls(
             config.hidden_size, config.intermediate_size, config.num_hidden_layers,
             config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-            config.vocab_size,
+            config.vocab_size, tuple(windows),
         )  # fmt: skip
 
     def weight_elements(self) -> int:
@@ -40,9 +43,10 @@ class Shape:
         layer = self.hidden * (qkv + self.heads * self.head_size + 3 * self.intermediate)
         return self.layers * layer + self.hidden * self.vocab
 
-    def kv_elements(self, tokens: int) -> int:
-        """Elements of keys and values of `tokens` tokens in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_size * tokens
+    def kv_elements(self, context: int) -> int:
+        """Elements of keys and values that a request of `context` tokens reads in all layers."""
+        tokens = sum(context if w is None else min(w, context) for w in self.windows)
+        return 2 * self.kv_heads * self.head_size * tokens
 
 
 def physical_limit_ms(
@@ -52,7 +56,7 @@ def physical_limit_ms(
 
     bf16, but for the layers' weights with `fp8`.
     """
-    num_bytes = 2 * (shape.weight_elements() + shape.kv_elements(batch * context))
+    num_bytes = 2 * (shape.weight_elements() + batch * shape.kv_elements(context))
     if fp8:
         num_bytes -= shape.weight_elements() - shape.hidden * shape.vocab
     return 1000 * num_bytes / bytes_per_second
@@ -126,16 +130,24 @@ def floor_graph(
     lens = torch.full((batch,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
 
+    sizes = {w: (-1, -1) if w is None else (w - 1, 0) for w in shape.windows}
+
     def step() -> None:
-        plan = get_scheduler_metadata(
-            batch, 1, context, shape.heads, shape.kv_heads, shape.head_size, lens,
-            qkv_dtype=torch.bfloat16, cu_seqlens_q=starts, page_size=block_size, causal=True,
-        )  # fmt: skip
-        for (qkv, o, gate_up, down), cache in zip(weights.layers, caches, strict=True):
+        plans = {
+            w: get_scheduler_metadata(
+                batch, 1, context, shape.heads, shape.kv_heads, shape.head_size, lens,
+                qkv_dtype=torch.bfloat16, cu_seqlens_q=starts, page_size=block_size, causal=True,
+                window_size=size,
+            )
+            for w, size in sizes.items()
+        }  # fmt: skip
+        layers = zip(weights.layers, caches, shape.windows, strict=True)
+        for (qkv, o, gate_up, down), cache, window in layers:
             qkv(*x_h)
             flash_attn_varlen_func(
                 x_q, cache[:, 0], cache[:, 1], 1, starts, context, seqused_k=lens, causal=True,
-                block_table=table, scheduler_metadata=plan, fa_version=3,
+                block_table=table, scheduler_metadata=plans[window], fa_version=3,
+                window_size=list(sizes[window]),
             )  # fmt: skip
             o(*x_a)
             gate_up(*x_h)

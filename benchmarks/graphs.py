@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.decode_step import llama_3_8b, merged
+from benchmarks.decode_step import merged
 from benchmarks.figures import bar_table, free, number, origin, parser_of, verdicts, write
 from benchmarks.floor import Shape, Weights, floor_graph
 from benchmarks.graphs_bars import (
@@ -40,6 +40,7 @@ from benchmarks.graphs_steps import (
     capture_all,
     measure_case,
 )
+from benchmarks.shapes import llama_3_8b
 from benchmarks.timing import median_ms
 from graphs import DecodeSession
 

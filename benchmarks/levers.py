@@ -1,10 +1,10 @@
 """What each option of a decode step gains: `python -m benchmarks.levers --cases 1x1024 8x1024`.
 
-The Llama-3-8B shape, bf16, merged projections, one process. Every row of LEVERS is a session of its
-own over the same weights, measured as `benchmarks.decode_step` measures ours; the first one is
-measured again at the end, so that a drift of the clock shows. `kernels` is those of one replay of
-the smallest case. `prompt ms` and `prompts ms` are called steps that read 512 tokens, and 16 times
-as many. The floor is that of `benchmarks.floor`.
+A model of `benchmarks.shapes`, bf16, merged projections, one process. Every row of LEVERS is a
+session of its own over the same weights, measured as `benchmarks.decode_step` measures ours; the
+first one is measured again at the end, so that a drift of the clock shows. `kernels` is those of
+one replay of the smallest case. `prompt ms` and `prompts ms` are called steps that read 512 tokens,
+and 16 times as many. The floor is that of `benchmarks.floor`.
 """
 
 import argparse
@@ -20,9 +20,10 @@ from rich.table import Table
 
 from attn_ops.early_launch import launched_in_turn
 from attn_ops.integrations.merged import merge_projections
-from benchmarks.decode_step import build, filled_graph, llama_3_8b, our_session, ours_ms
+from benchmarks.decode_step import build, filled_graph, our_session, ours_ms
 from benchmarks.figures import commit, write
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
+from benchmarks.shapes import MODELS
 from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import DecodeSession
 
@@ -94,11 +95,12 @@ def measure_lever(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     cases = [(int(b), int(c)) for b, c in (case.split("x") for case in args.cases)]
-    config = llama_3_8b(args.layers)
+    config = MODELS[args.model](args.layers)
     model = build(config, "attn_ops")
     merge_projections(model)
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit(),
+        "model": args.model,
         "copy_bytes_per_second": copy_bandwidth(), "rows": {},
     }  # fmt: skip
     caches: Any = None
@@ -145,7 +147,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=["1x1024", "8x1024", "64x1024"])
     parser.add_argument("--levers", nargs="+", default=list(LEVERS), choices=LEVERS)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
+    parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-floor", dest="floor", action="store_false")
     parser.add_argument("--json", default=None, help="write the result here")

@@ -16,9 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.decode_step import llama_3_8b, merged
+from benchmarks.decode_step import merged
 from benchmarks.figures import Bar, bar_table, free, number, origin, parser_of, write
 from benchmarks.graphs import tiny_llama
+from benchmarks.shapes import llama_3_8b
 from benchmarks.workload.__main__ import LAYERS
 from benchmarks.workload.ours import make_session, run_all
 from benchmarks.workload.requests import SMALL, Wish, Workload, num_output_tokens

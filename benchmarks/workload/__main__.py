@@ -19,9 +19,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.decode_step import build, llama_3_8b, merged
+from benchmarks.decode_step import build, merged
 from benchmarks.figures import bar_table, free, number, origin, parser_of, verdicts, write
 from benchmarks.graphs import tiny_llama
+from benchmarks.shapes import llama_3_8b
 from benchmarks.workload import ours, theirs
 from benchmarks.workload.bars import all_bars
 from benchmarks.workload.ours import RUNS, Ours

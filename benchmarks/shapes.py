@@ -1,0 +1,58 @@
+"""Configs of the models whose decode steps are measured."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def llama_3_8b(layers: int | None = None) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers or 32,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256,
+        max_position_embeddings=16384, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )  # fmt: skip
+
+
+def llama_3_70b(layers: int | None = None) -> Any:
+    """20 of its 80 layers: one GPU holds them."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers or 20,
+        num_attention_heads=64, num_key_value_heads=8, head_dim=128, vocab_size=128256,
+        max_position_embeddings=16384, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )  # fmt: skip
+
+
+def qwen3_8b(layers: int | None = None) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers or 36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936,
+        max_position_embeddings=16384, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    )  # fmt: skip
+
+
+def gemma_3_12b(layers: int | None = None) -> Any:
+    """Five layers of six see a window of 1,024 keys."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        hidden_size=3840, intermediate_size=15360, num_hidden_layers=layers or 48,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=256, vocab_size=262208,
+        max_position_embeddings=16384, sliding_window=1024,
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[int | None], Any]] = {
+    "llama-3-8b": llama_3_8b,
+    "qwen3-8b": qwen3_8b,
+    "gemma-3-12b": gemma_3_12b,
+    "llama-3-70b": llama_3_70b,
+}
+"""By name, a config with so many layers; None: as many as are measured."""

@@ -5,7 +5,7 @@ get more blocks as they grow. Where none is left, the youngest running request i
 gives its blocks back, and its known tokens are computed again when it is admitted again. The oldest
 one is never preempted, so every request ends. Younger ones pass a request that waits for an older
 one to compute the prefix that they share. A step takes one token of every decoding request first,
-then prompt chunks up to the token budget.
+requests with one prefix beside each other, then prompt chunks up to the token budget, oldest first.
 """
 
 from collections import deque
@@ -110,6 +110,7 @@ class Scheduler:
         if row and not prompts:
             step.query_len = 1
         budget -= row
+        prompts.sort(key=lambda prompt: prompt[0].id)  # those that run are neighbours by prefix
         for request, num_computed, length in prompts[: most - row]:
             if budget > 0:
                 chunk = min(length - num_computed, budget)
@@ -175,8 +176,20 @@ class Scheduler:
         for request, match in self._admissible(after):
             self.reservations.admit(request, match)
             self.prefixes.admit(request, match)
-            self.running.append(request)
+            self.running.insert(self._place(match), request)
             self.waiting.remove(request)
+
+    def _place(self, match: Match) -> int:
+        """Where a request joins those that run: behind the last that has the same prefix.
+
+        Neighbours may attend to it once; see `graphs.step.shared`.
+        """
+        number, tables = len(match.blocks), self.cache.pool.tables
+        for place in range(len(self.running), 0, -1) if number else ():
+            blocks = tables[self.running[place - 1].id].blocks
+            if len(blocks) >= number and blocks[number - 1] == match.blocks[-1]:
+                return place
+        return len(self.running)
 
     def _admissible(
         self, after: After, *, releases: bool = True

@@ -173,6 +173,35 @@ def test_32_groups_of_8():
     assert scheduler.cache.num_free_blocks == scheduler.cache.num_blocks - 1
 
 
+def test_those_with_one_prefix_are_neighbours():
+    """Also those that join later; of a shorter prefix behind all that have it."""
+    scheduler = make_scheduler(budget=64, num_tokens=512)
+    for number in range(6):
+        queue(scheduler, number, [1, 1, 1, 1, *[2 + number % 2] * 8, number])
+    assert step(scheduler) == {0: 13}
+    assert step(scheduler) == {0: 1, 1: 9, 2: 1, 4: 1}
+    assert step(scheduler) == dict.fromkeys((0, 2, 4, 1, 3, 5), 1)
+    queue(scheduler, 6, [1, 1, 1, 1, 2, 2, 2, 2, 6, 6])
+    queue(scheduler, 7, [1, 1, 1, 1, 7])
+    scheduler.next_step()
+    assert [r.id for r in scheduler.running] == [0, 2, 4, 6, 1, 3, 5, 7]
+    finish(scheduler)
+
+
+def test_an_older_prompt_comes_before_neighbours_of_others():
+    scheduler = make_scheduler(budget=8, num_tokens=512)
+    queue(scheduler, 0, [*PROMPT[:8], 1])
+    step(scheduler)
+    step(scheduler)
+    queue(scheduler, 1, [3] * 16)
+    assert step(scheduler) == {0: 1, 1: 7}
+    for number in range(2, 6):
+        queue(scheduler, number, [*PROMPT[:8], *[number] * 4])
+    assert step(scheduler)[1] == 7
+    assert [r.id for r in scheduler.running] == [0, 2, 3, 4, 5, 1]
+    finish(scheduler)
+
+
 def test_without_sharing_everything_is_as_it_was():
     cache = PagedKVCache([SPEC], num_tokens=64, block_size=4)
     scheduler = Scheduler(cache, 8, 64)

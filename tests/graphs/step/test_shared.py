@@ -88,6 +88,16 @@ def test_groups_of_neighbours(model, lengths):
     assert any((lens[:7], starts[:4]) == wanted for lens, starts in found)
 
 
+def test_samples_of_prompts_are_neighbours(model, lengths):
+    """The first of each too, which has computed what the others share."""
+    make, found = lengths
+    session = make(model, max_batch_size=8)
+    prompts = [[*PREFIX, 1], [*OTHER, 2]]
+    want = [one for one in alone(model, prompts, 7) for _ in range(3)]
+    assert tokens_of(session.generate(prompts, 7, n=3)) == want
+    assert any(lens[:6] == [8] * 6 and starts[:3] == [0, 3, 6] for lens, starts in found)
+
+
 def test_one_request_alone_shares_nothing(model, lengths):
     make, found = lengths
     make(model).generate([PROMPTS[0], OTHER, [5], [6, 7]], 5)

@@ -26,6 +26,7 @@ def test_cases_of_another_form_are_refused(text):
         cascade.Case.parse(text)
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt(tmp_path, monkeypatch):
     monkeypatch.setattr(shared, "LEAST_REQUESTS", 2)
     monkeypatch.setattr(shared, "LEAST_BYTES", 1)

@@ -60,6 +60,7 @@ def registered():
     register()
 
 
+@pytest.mark.slow
 def test_random_programs_are_equal_or_refused():
     kinds = [run(drawn(7, number, 0, 0.0)).kind for number in range(24)]
     assert "WRONG" not in kinds

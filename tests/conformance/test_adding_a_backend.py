@@ -92,6 +92,7 @@ def test_a_broken_installation_is_a_row_with_its_reason(installed, tmp_path):
         varlen_metadata([3], PLAIN, "meta")
 
 
+@pytest.mark.slow
 def test_the_suite_is_not_imported_by_attn_ops():
     from tests.test_architecture import in_a_new_process
 

@@ -119,6 +119,7 @@ def test_what_dynamo_cannot_trace(make_model, monkeypatch):
     assert whole.generate([[1]], 2) == make_session(model).generate([[1]], 2)
 
 
+@pytest.mark.slow
 def test_a_break_within_a_layer(make_model):
     """A piece after it begins with rows of a batch, whose number Dynamo takes for a constant."""
     model = make_model()
@@ -144,6 +145,7 @@ def test_a_break_within_a_layer(make_model):
     assert whole.generate([[1]], 2) == make_session(model).generate([[1]], 2)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_too_often(make_model):
     model = make_model()
     session = make_session(torch.compile(model, backend="eager", fullgraph=True))

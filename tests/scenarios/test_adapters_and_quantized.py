@@ -56,7 +56,7 @@ def check(model, wanted, compiled: bool) -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, *slow(True)])
 def test_a_model_with_a_lora_adapter(compiled):
     wanted = expected(adapted("eager"))
     assert wanted != expected(plain("eager"))

@@ -76,8 +76,7 @@ def packed(name: str, model: Any, ids: list[list[int]]) -> dict:
     ("name", "compiled"),
     [
         *((name, False) for name in ENCODERS),
-        ("bert", True),
-        *(pytest.param(n, True, marks=pytest.mark.slow) for n in ENCODERS if n != "bert"),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ENCODERS),
     ],
 )
 def test_packed_rows_equal_each_sequence_alone(name, compiled):

@@ -44,6 +44,7 @@ def with_parameter(name: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_products_wait_and_faults_are_found():
     found = compiled(*QUICK)
     faulty = {

@@ -100,7 +100,8 @@ def test_layers_of_images_keep_their_own_attention():
     assert classes["attn_ops"] is classes["eager"]
 
 
-@pytest.mark.parametrize("model_type", ["stablelm", pytest.param("gptj", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["stablelm", "gptj"])
 def test_compiled_without_breaks_or_recompiles(model_type):
     torch._dynamo.reset()
     model = torch.compile(model_of(model_type, "attn_ops"), backend="attn_ops", fullgraph=True)

@@ -8,6 +8,7 @@ from attn_ops.metadata import max_local_attention_virtual_batches
 from attn_ops.metadata.chunked_local import reference_virtual_batches
 from attn_ops.metadata.fast_prefill import reference_logits_rows
 from tests.attn_ops.metadata.ragged import int32
+from tests.kit.marks import slow
 
 
 def random_lengths(num_reqs: int, longest: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,7 +22,7 @@ def random_lengths(num_reqs: int, longest: int, seed: int) -> tuple[torch.Tensor
 @pytest.mark.parametrize(
     ("num_reqs", "chunk", "block_size", "surplus", "max_blocks"),
     [(0, 4, 2, 5, 3), (1, 16, 1, 600, 50), (5, 140, 1, 3, 7), (3, 8, 4, 2, 0),
-     (300, 8, 4, 300, 20), pytest.param(513, 4, 4, 0, 1, marks=pytest.mark.slow)],
+     *slow((300, 8, 4, 300, 20), (513, 4, 4, 0, 1))],
 )  # fmt: skip
 def test_virtual_batches_kernel(num_reqs, chunk, block_size, surplus, max_blocks):
     """Beyond every tile of the kernel: requests, virtual batches, blocks, surplus."""

@@ -110,6 +110,7 @@ def test_opcheck_copy_and_swap(dtype):
     opcheck(ops.copy_blocks.default, ([], NONE))
 
 
+@pytest.mark.slow
 def test_compiled_copies_of_a_clone_and_of_the_cache():
     """Inductor may hand in a view of the cache where the caller cloned it (pytorch#198031)."""
     pairs = pairs_of((1, 2), (2, 3), (3, 1))

@@ -16,6 +16,7 @@ from attn_ops.compat.torch_version import TORCH_VERSION
 from attn_ops.metadata import advance_step as advance_in_place
 from attn_ops.ops.merge import reference_merge_attn_states
 from attn_ops.ops.triton.merge import launch_merge_attn_states
+from tests.kit.marks import slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -258,7 +259,7 @@ def test_advance_step_of_no_requests():
     assert indptr.tolist() == [0]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
 def test_advance_step_compiled_equals_eager(backend):
     """Two steps in one graph: the second reads what the first wrote."""
 

@@ -47,6 +47,7 @@ def test_sizes_by_a_node_are_left_alone():
     assert _inferred(node) == ((x,), {"size": shape})
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_numbers_read_from_tensors():
     """`item()` in a forward is a symbol that torch looks for afterwards; the analysis, which runs

@@ -348,7 +348,8 @@ def test_one_layer_called_twice(dynamo_run):
     torch.testing.assert_close(got, wanted, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("outlined", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("outlined", [True, False])
 def test_a_model_of_transformers(make_model, make_prompts, outlined):
     model = make_model("gemma2", num_layers=4)
     keywords = make_prompts(model, [3, 9, 1]).keywords

@@ -259,6 +259,7 @@ def page_with(text: str, dumped: Path) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_dump(tmp_path):
     """If it does not, `python tests/fx_passes/pictures/test_picture.py` renews it."""
     text = DOC.read_text()

@@ -77,6 +77,7 @@ def test_the_names_of_backends_are_those_of_the_registry():
     assert arguments.backend_names() == backend_names()
 
 
+@pytest.mark.slow
 def test_public_names_are_imported_when_they_are_used():
     assert set(graphs.__all__) <= set(dir(graphs))
     assert set(graphs._MODULES) == set(graphs.__all__)

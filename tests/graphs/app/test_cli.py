@@ -58,6 +58,7 @@ def saved(make_model, tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_a_saved_model_compiled_and_dumped(saved, prompts, tmp_path, monkeypatch):
     where, reports, as_dict = tmp_path / "dump", [], RunReport.as_dict
     monkeypatch.setattr(RunReport, "as_dict", lambda self: reports.append(self) or as_dict(self))

@@ -88,6 +88,7 @@ def is_sliding(spec) -> bool:
     return spec.sliding_window is not None
 
 
+@pytest.mark.slow
 def test_only_layers_of_a_weak_group_stand_between_graphs(make_model):
     """The others are recorded, with metadata that the recording builds."""
     model = make_model("gemma2", num_layers=4, head_dim=32)

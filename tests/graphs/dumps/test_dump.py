@@ -43,6 +43,7 @@ def expected(make_model):
     return graphs.DecodeSession(model, max_batch_size=2, max_tokens=32).generate(PROMPTS, 6)
 
 
+@pytest.mark.slow
 def test_a_session_inside(make_model, expected, tmp_path):
     session = compiled_session(make_model("llama"))
     with graphs.dump(tmp_path / "dump") as directory:

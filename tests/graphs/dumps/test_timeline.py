@@ -46,6 +46,7 @@ def dumped(tmp_path_factory, make_model):
     return directory, expected, [streamed[i] for i in ids], same, reports
 
 
+@pytest.mark.slow
 def test_the_session_goes_on_as_if_nothing_had_run(dumped):
     _, expected, found, same, (before, after) = dumped
     assert found == expected

@@ -1,7 +1,5 @@
 """top-k, top-p and min-p: the tokens that stay, against brute force over Python lists."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -152,7 +150,7 @@ def test_kth_largest_is_that_of_the_sort(shape):
         assert (run(kth_largest, x, k.fill_(shape[1])) == -INF).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (9, 7), *slow(((5, 4096),), ((3, 9001),))])
+@pytest.mark.parametrize("shape", [(1, 1), *slow(((9, 7),), ((5, 4096),), ((3, 9001),))])
 def test_kernels_keep_what_the_sort_keeps(shape):
     pytest.importorskip("triton")
     for scale in (0.1, 3.0, 40.0):
@@ -168,7 +166,7 @@ def test_kernels_keep_what_the_sort_keeps(shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "scale"), [((1, 4500), 0.3), *slow(*itertools.product(SHAPES, (0.0, 0.3, 20.0)))]
+    ("shape", "scale"), [((4, 7), 0.3), *slow(*zip(SHAPES, (0.0, 20.0, 0.3), strict=True))]
 )
 def test_thresholds_together_are_those_apart(shape, scale):
     """Equal numbers, infinities, all of a row far below its largest, and rows that keep all."""
@@ -193,7 +191,7 @@ def test_thresholds_together_are_those_apart(shape, scale):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_random_thresholds(seed):
     """Peaks, plateaus and tails of any width, with top-p up to nearly 1."""
     pytest.importorskip("triton")

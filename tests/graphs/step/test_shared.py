@@ -139,6 +139,7 @@ def test_layers_with_a_window_are_not_cascaded(lengths):
     assert not found
 
 
+@pytest.mark.slow
 def test_random_sessions(model):
     """With interrupts, drafts, preemption, and all kinds of prefixes."""
     alone = results_alone(model)

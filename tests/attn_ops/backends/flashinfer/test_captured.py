@@ -248,6 +248,7 @@ def test_pages_of_random_batches():
         assert part.page_start_loc.diff().tolist() == (-(-seq // BLOCK)).tolist()
 
 
+@pytest.mark.slow
 def test_a_larger_size_gets_a_larger_workspace():
     """The graphs of smaller ones keep the one that they were captured with."""
     builder = builder_of(SPEC)

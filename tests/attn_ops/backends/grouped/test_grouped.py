@@ -71,6 +71,7 @@ def test_three_groups_in_one_batch(make_batch, three, name, compiled):
         check(again, lse, batch, options)
 
 
+@pytest.mark.slow
 def test_one_graph_serves_every_batch(make_batch, three, num_graphs):
     layer = torch.compile(
         lambda q, c, m: attention(q * 1, c, m, SCALE, sliding_window=9),

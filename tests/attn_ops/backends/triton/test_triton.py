@@ -353,6 +353,7 @@ def test_cpu_gets_torch_unless_triton_is_asked_for(monkeypatch):
     assert chosen.support.cudagraph is AttentionCGSupport.ALWAYS
 
 
+@pytest.mark.slow
 def test_declaration_needs_no_triton():
     code = """
 import sys

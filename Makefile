@@ -7,7 +7,7 @@ OTHER_TORCH := $(filter-out 2.13.0,$(TORCH))
 VENV := .venv$(if $(OTHER_TORCH),-$(OTHER_TORCH))
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all lint gpu-test sanitize bench models docs
+.PHONY: setup demo test test-all test-long lint gpu-test sanitize bench models docs
 
 # What a target needs is installed when it is first called: `demo` needs neither tests nor linters.
 # torch stands first, so that pip resolves the rest around it. Python compiles a module when it is first imported.
@@ -42,10 +42,13 @@ demo: $(USE)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test: $(TEST)
-	$(PYTEST) -m "not gpu and not slow"
+	$(PYTEST) -m "not gpu and not slow and not long"
 
 test-all: $(TEST)
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not long"
+
+test-long: $(TEST)
+	$(PYTEST) -m "long and not gpu"
 
 lint: $(LINT)
 	$(BIN)/ruff check .

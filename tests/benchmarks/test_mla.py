@@ -10,7 +10,7 @@ from attn_ops.backends.triton import BACKEND
 from benchmarks.mla import __main__ as program
 from benchmarks.mla.inputs import Shape, make_layers
 from benchmarks.mla.step import layer_of, spans_of
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 
 pytestmark = pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs TRITON_INTERPRET")
 
@@ -21,8 +21,8 @@ SMALL = ["--device", "cpu", "--heads", "4", "--rounds", "1", "--block-size", "16
 @pytest.mark.parametrize(
     ("what", "shape"),
     [("tune", "2x40"),
-     *slow(("decode", "2x40"), ("ways", "10x40"), ("prompts", "10x40"), ("project", "2x40"),
-           ("chunks", "10x200"))],
+     *slow(("decode", "2x40"), ("ways", "10x40")),
+     *long(("prompts", "10x40"), ("project", "2x40"), ("chunks", "10x200"))],
 )  # fmt: skip
 def test_runs(what, shape, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "matmul_rate", lambda device: 1e12)

@@ -46,10 +46,12 @@ def all_cases() -> list:
                 continue  # 90 s of the interpreter; on a GPU it runs
             mixed = case.rule in QUANTIZED and "mixed" in case.parameters
             again = case.device == "cpu" and is_shown_again(case)
-            if mixed or again or (interpreted and is_long(case)):
-                marks.append(pytest.mark.slow)
             if backend.name == "BLOCKSPARSE" and case.parameters[-2:] != ("mixed", "blocksparse"):
-                marks.append(pytest.mark.slow)  # others: TRITON's kernels, which run by its name
+                again = case.device == "cpu"  # TRITON's kernels, which run by its name
+            if again or (interpreted and is_long(case)):
+                marks.append(pytest.mark.long)
+            elif mixed:
+                marks.append(pytest.mark.slow)
             found.append(pytest.param(case, marks=marks, id=case.id))
     return found
 

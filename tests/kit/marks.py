@@ -7,5 +7,14 @@ import pytest
 
 def slow(*values: Any) -> list:
     """The values as parameters marked slow; a tuple has one for each name."""
+    return _marked(values, pytest.mark.slow)
+
+
+def long(*values: Any) -> list:
+    """The same, marked long: in no run of CI, as other parameters show the same."""
+    return _marked(values, pytest.mark.long)
+
+
+def _marked(values: tuple[Any, ...], mark: pytest.MarkDecorator) -> list:
     rows = [value if isinstance(value, tuple) else (value,) for value in values]
-    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+    return [pytest.param(*row, marks=mark) for row in rows]

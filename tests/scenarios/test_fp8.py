@@ -40,7 +40,7 @@ def make_session(model, kv_cache_dtype: str, **options) -> DecodeSession:
 
 @pytest.mark.parametrize("cache_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kv_cache_dtype", FP8)
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_logits_stay_close(make_model, kv_cache_dtype, compiled, cache_layout):
     """The mean shift is below four roundings of the logits' spread.
 

@@ -4,6 +4,7 @@ Most sessions run the passes without Inductor behind them, which compiles for ma
 """
 
 import copy
+import itertools
 import os
 import random
 
@@ -18,7 +19,7 @@ from attn_ops.integrations.transformers import attention_specs
 from graphs.app import tables
 from graphs.app.parity import Reference, compare, keeping_logits
 from tests.kit.compile import graphs_are_compiled_anew
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 from tests.kit.models import build_model
 from tests.kit.sessions import captured, chunked, make_session, poisoned, refuses, tokens_of
 from tests.scenarios.test_families import assert_outputs_vary, random_batch
@@ -77,9 +78,14 @@ def test_the_passes_change_no_token(family, num_graphs):
     assert num_graphs() - before == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fast_prefill", ["off", "auto"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "fast_prefill"),
+    [
+        *slow(("deepseek_v2", "off"), ("deepseek_v3", "auto")),
+        *long(("deepseek_v2", "auto"), ("deepseek_v3", "off")),
+        *long(*itertools.product(FAMILIES[2:], ["off", "auto"])),
+    ],
+)
 def test_random_batches_by_inductor(family, fast_prefill, num_graphs):
     model, before = build_model(family, num_layers=3), num_graphs()
     run = torch.compile(

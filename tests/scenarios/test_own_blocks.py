@@ -14,7 +14,7 @@ from attn_ops.metadata import AttentionMetadata
 from attn_ops.prefixes import NO_MATCH
 from graphs.cache import windows
 from graphs.verify.verifier import VerificationError
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 from tests.kit.models import build_model
 from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import captured_lazily, is_empty, make_session, poisoned
@@ -68,7 +68,7 @@ def test_tokens_are_right_and_blocks_few(model, want, make, decode_steps):
     assert is_empty(session)
 
 
-@pytest.mark.parametrize("family", ["gemma2", *slow("gpt_oss", "gemma3n")])
+@pytest.mark.parametrize("family", ["gemma2", *slow("gpt_oss"), *long("gemma3n")])
 def test_families(family):
     """Compiled, in one graph; with layers that share caches and compute last rows only."""
     made = longer(family)

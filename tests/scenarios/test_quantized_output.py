@@ -18,7 +18,7 @@ from attn_ops.backends.measure import MeasuredShape
 from attn_ops.backends.measure_quant import Pair
 from fx_passes import Recorder, attn_ops, recording
 from graphs.app.quantized_linear import QuantizedLinear
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 from tests.kit.models import build_model, build_prompts
 from tests.kit.sessions import chunked, make_session, tokens_of
 
@@ -69,7 +69,9 @@ def schemes(recorder: Recorder) -> set[str]:
     return {scheme for one in facts for scheme in one.get("sites", {}).values()}
 
 
-@pytest.mark.parametrize("family", slow("qwen3", "gemma2", "gpt_oss", "mistral", "gemma4"))
+@pytest.mark.parametrize(
+    "family", [*slow("qwen3"), *long("gemma2", "gpt_oss", "mistral", "gemma4")]
+)
 def test_torchao_per_row(by_torchao, family):
     """Gemma 3n is not among them: Inductor's C++ of it does not compile with these options."""
     model = build_model(family, tie_word_embeddings=False).to(torch.bfloat16)
@@ -128,8 +130,7 @@ def test_torchao_on_a_warm_cache(by_torchao, llama):
     assert seen[0][1].startswith("attention writes fp8_row")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("mode", [*slow("FULL"), *long("PIECEWISE")])
 def test_torchao_captured_with_fast_prefill(by_torchao, llama, mode):
     """Reduced batches, and attention between graphs: its break in a step is the new operator.
 

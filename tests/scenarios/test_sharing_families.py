@@ -14,6 +14,7 @@ from attn_ops.integrations.transformers import attention_specs, cache_index
 from attn_ops.integrations.transformers import forward as integration
 from graphs import DecodeSession
 from graphs.app.parity import Reference, compare, keeping_logits
+from tests.kit.marks import long, slow
 
 FAMILIES = ["gemma3n", "gemma4"]
 LENGTHS = [1, 33, 20, 5, 2]  # longer than a step, longer than the window of 6, one token
@@ -63,8 +64,7 @@ def test_sessions_equal_transformers(make_sharing, family, mode):
     assert len(session.cache.tensors) == 3  # of five layers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*slow("gemma4"), *long("gemma3n")])
 def test_compiled_sessions_equal_transformers(make_sharing, family):
     """One graph for steps of one row and of many, called and through the capture path."""
     model = make_sharing(family)

@@ -19,7 +19,7 @@ from tests.fx_passes.passes.fast_prefill_models import (
     seeded,
     write,
 )
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 
 LAYERS = 5  # the last three see logits rows only
 
@@ -183,8 +183,7 @@ def test_what_shares_memory_still_does(outlined):
         compare(model, fast, batches.step(kind))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("name", [*slow("gemma4"), *long("gemma3n")])
 def test_transformers(make_model, name):
     model = make_model(name)
     _, graph = graph_of(model)

@@ -11,6 +11,7 @@ from attn_ops.integrations.merged import MergedWeights, merge_projections
 from graphs.app.arguments import QUANTIZE, RunArguments
 from graphs.app.quantized_linear import QuantizedLinear, quantize_linear_layers
 from graphs.app.run import run
+from tests.kit.marks import long, slow
 
 SCHEMES = [scheme for scheme in QUANTIZE if scheme != "off"]
 
@@ -89,8 +90,7 @@ def test_a_run_without_compiling(monkeypatch):
     assert report.ok
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", SCHEMES[:3])
+@pytest.mark.parametrize("scheme", [*slow(SCHEMES[0]), *long(*SCHEMES[1:3])])
 def test_a_run(scheme):
     report = run(RunArguments(max_new_tokens=4, quantize=scheme, backend="TORCH"))
     assert report.ok

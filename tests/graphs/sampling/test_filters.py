@@ -6,7 +6,7 @@ import torch
 from graphs.sampling import SamplingParams
 from graphs.sampling.filters import filtered, reference_keep
 from graphs.sampling.filters import kernel_keep as keep_on_device
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 from tests.kit.sampling import stacked
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,7 +56,7 @@ def keep(request):
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
     ("temperature", "rounds"),
-    [(1.0, 1), *(pytest.param(t, 2, marks=pytest.mark.slow) for t in (0.4, 3.0))],
+    [(1.0, 1), *slow((0.4, 1)), *long((0.4, 6), (3.0, 6))],
 )
 def test_support_is_that_of_brute_force(exact, keep, ties, temperature, rounds):
     params = [SamplingParams(temperature, seed=1, **case) for case in CASES for _ in range(rounds)]
@@ -190,8 +190,7 @@ def test_thresholds_together_are_those_apart(shape, scale):
     assert torch.equal(run(thresholds, x[-1:], k[-1:], p[-1:]), run(thresholds, x, k, p)[-1:])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1))
+@pytest.mark.parametrize("seed", long(0, 1, 2, 3))
 def test_random_thresholds(seed):
     """Peaks, plateaus and tails of any width, with top-p up to nearly 1."""
     pytest.importorskip("triton")

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 from attn_ops import AttentionOptions, CommonAttentionMetadata
 from attn_ops.backends.torch_backend import reference_attention
 from attn_ops.metadata import KV_CACHE_DTYPES
+from tests.kit.marks import long
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -186,7 +187,7 @@ OTHER_SPLITS = sorted({(n, a, c) for n in (2, 7) for a in (0, 1) for c in (0, 1)
 @OPTIONS
 @pytest.mark.parametrize(
     ("num_splits", "ahead", "causal"),
-    [*SPLITS, *(pytest.param(*splits, marks=SLOW) for splits in OTHER_SPLITS)],
+    [*SPLITS, *long(*OTHER_SPLITS)],
 )
 def test_split_keys(options, num_splits, ahead, causal):
     from attn_ops.backends.triton.prefill_launch import Launch

@@ -5,7 +5,7 @@ import torch
 
 from attn_ops.backends.triton import BACKEND
 from tests.attn_ops.backends.mla.triton.reference import TOLERANCE, assert_near, make_case
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 
 pytestmark = pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs TRITON_INTERPRET")
 
@@ -47,7 +47,7 @@ def test_dtypes(dtype):
     check(make_case(*RAGGED, dtype=dtype), num_splits=2)
 
 
-@pytest.mark.parametrize("num_heads", [1, 5, 16, *slow(40, 128)])
+@pytest.mark.parametrize("num_heads", [1, 5, 16, *long(40, 128)])
 @pytest.mark.parametrize("batch", ["decode", "drafts"])
 def test_heads(num_heads, batch):
     """Fewer than the rows of a tile, and more."""

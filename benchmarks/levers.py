@@ -42,6 +42,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "early, mlp": {"fused_mlp": "always"},
     "early, norm, mlp": FUSED,
     "early, norm, mlp, combo": {**FUSED, "combo_kernels": True},
+    "early, all in replays": dict.fromkeys(FUSED, "replays"),
 }
 """Options of the compile backend. `combo_kernels` is Inductor's: independent kernels become one."""
 

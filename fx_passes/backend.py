@@ -3,11 +3,12 @@
 Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeline--> Inductor
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch._inductor.config as inductor_config
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
@@ -16,7 +17,8 @@ from attn_ops.compat.inductor_until_2_13 import inductor_mended
 from attn_ops.compat.stride_order_until_2_16 import strides_ordered_without_guards
 from fx_passes.config import PassConfig
 from fx_passes.early_launch import early_launch_of
-from fx_passes.inductor_slot import SLOT, with_user_pass
+from fx_passes.forms import config_of_replays, copied, with_forms
+from fx_passes.inductor_slot import SLOT, AtenPipeline, with_user_pass
 from fx_passes.kept import autograd_cache
 from fx_passes.naming import GraphName
 from fx_passes.observe import recorders
@@ -56,12 +58,18 @@ def attn_ops(
     keeper = next((r.keeper for r in recorders() if r.keeper is not None), None)
     pieces: list[Callable[..., Any]] = []
 
+    in_replays = config_of_replays(config)
+
     def compile_piece(
         piece: GraphModule, inputs: Sequence[Any], name: GraphName | None
     ) -> Callable[..., Any]:
-        nonce = f"{'' if keeper is None else keeper.nonce}{early}"
-        own = {**patches, SLOT: pipeline.named(name, nonce)}
-        pieces.append(cast(Callable[..., Any], compile_fx(piece, inputs, config_patches=own)))
+        own = pipeline.named(name, f"{'' if keeper is None else keeper.nonce}{early}")
+        again = None if in_replays is None else copied(piece)
+        called = compile_fx(piece, inputs, config_patches={**patches, SLOT: own})
+        other = None
+        if again is not None and in_replays is not None:
+            other = _replayed_form(again, inputs, own.of_replays(in_replays), patches)
+        pieces.append(with_forms(cast(Callable[..., Any], called), other))
         return pieces[-1]
 
     with (
@@ -78,6 +86,22 @@ def attn_ops(
         except BaseException:
             undo()  # whose graph it is may compile it by other means
             raise
+
+
+def _replayed_form(
+    piece: GraphModule, inputs: Sequence[Any], pipeline: AtenPipeline, patches: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    """The second form of a piece; None where it would be the first one."""
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    combined = {"combo_kernels": True} if any(t.is_cuda for t in tensors) else {}
+    try:
+        with tracing(TracingContext(detect_fake_mode(tensors))):
+            options = {**combined, **patches, SLOT: pipeline}
+            return cast(Callable[..., Any], compile_fx(piece, inputs, config_patches=options))
+    except Exception:
+        if pipeline.is_needless:
+            return None
+        raise
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

@@ -15,8 +15,9 @@ class PassConfig:
     it, or "always". `measurements`, a path, lets "auto" measure on the device, once, and keep the
     times in that file, which `select_backend` may share; None: it measures where nothing is known.
     `skinny_products` takes the same words: "auto" is where our kernel was measured.
-    So do `fused_mlp` and `norm_products`: "auto" is off, as called steps lose more than replays
-    gain.
+    So do `fused_mlp` and `norm_products`, and "replays": in steps that are replayed alone, for
+    which pieces are compiled a second time (`fx_passes.forms`), with Inductor's `combo_kernels`.
+    "auto" is off, as called steps lose more than replays gain.
     `early_launch`, of no pass, is "auto", where the GPU launches kernels before those in front have
     ended, "on", an error where it cannot, or "off", for our own kernels, too.
 
@@ -32,8 +33,8 @@ class PassConfig:
     attn_quant: Literal["auto", "always", "never"] = "auto"
     collapse_views: bool = True
     skinny_products: Literal["auto", "always", "never"] = "auto"
-    fused_mlp: Literal["auto", "always", "never"] = "auto"
-    norm_products: Literal["auto", "always", "never"] = "auto"
+    fused_mlp: Literal["auto", "replays", "always", "never"] = "auto"
+    norm_products: Literal["auto", "replays", "always", "never"] = "auto"
     early_launch: Literal["auto", "on", "off"] = "auto"
     # Not in `repr`, a part of saved compilations' keys: what is compiled depends on no path.
     measurements: str | os.PathLike[str] | None = dataclasses.field(default=None, repr=False)

@@ -9,6 +9,7 @@ from torch.fx import Graph
 
 from fx_passes.config import PassConfig
 from fx_passes.failures import named_errors
+from fx_passes.forms import IN_REPLAYS
 from fx_passes.naming import GraphName, name_of
 from fx_passes.observe import recorders
 from fx_passes.pipeline import passes, run_pass
@@ -21,6 +22,10 @@ The post-grad slots run only when the cache misses.
 """
 
 
+class NeedlessFormError(Exception):
+    """Ends the compilation of a form that is like the other one."""
+
+
 class AtenPipeline(CustomGraphPass):
     """The `aten` stage as one custom pass of Inductor. It runs after a pass of the user's.
 
@@ -31,6 +36,11 @@ class AtenPipeline(CustomGraphPass):
         user_pass: what the slot held.
         name: of the graph, if it is a piece of the model; None: by what it computes.
         nonce: further part of the key; see `fx_passes.kept.Keeper`.
+        second: whether the graph is the second form of one, which a pass of `IN_REPLAYS` must
+            change.
+
+    Attributes:
+        is_needless: whether no such pass has changed it. It is not compiled: the call raises.
     """
 
     def __init__(
@@ -39,22 +49,36 @@ class AtenPipeline(CustomGraphPass):
         user_pass: Callable[[Graph], None] | None = None,
         name: GraphName | None = None,
         nonce: str = "",
+        second: bool = False,
     ) -> None:
         self.config = config
         self.user_pass = user_pass
         self.name = name
         self.nonce = nonce
+        self.second = second
+        self.is_needless = False
 
     def named(self, name: GraphName | None, nonce: str = "") -> "AtenPipeline":
         """The same for a piece of the model."""
         return AtenPipeline(self.config, self.user_pass, name, nonce)
 
+    def of_replays(self, config: PassConfig) -> "AtenPipeline":
+        """The same for the second form of a piece."""
+        return AtenPipeline(config, self.user_pass, self.name, self.nonce, second=True)
+
     def __call__(self, graph: Graph) -> None:
         if self.user_pass is not None:
             self.user_pass(graph)
         name = self.name or name_of(graph)
+        if self.second:
+            name = name.of_replays
+        num_matches = 0
         for one in passes(self.config, "aten"):
-            run_pass(one, graph, name)
+            matches = run_pass(one, graph, name, second=self.second)
+            num_matches += matches if one.name in IN_REPLAYS else 0
+        if self.second and not num_matches:
+            self.is_needless = True
+            raise NeedlessFormError(f"no pass for replays alone changes {name.text}")
         for recorder in recorders():
             recorder.finish(graph, name)
 

@@ -10,6 +10,9 @@ from torch.fx import Graph, GraphModule
 from fx_passes.analysis.graph_ops import ATTENTION, QUANTIZED, operator_name
 
 _ATTENTION = tuple(op.overloadpacket.__name__ for op in (*ATTENTION, *QUANTIZED))
+REPLAYED = ", replayed"
+"""Behind the name of a graph whose other form is of called steps."""
+
 _PRODUCTS = ("linear", "matmul", "mm", "addmm", "_scaled_mm")
 
 
@@ -19,6 +22,11 @@ class GraphName:
 
     text: str  # "decoder layer"
     num_calls: int = 1  # of it in one call of the model; it is compiled once
+
+    @property
+    def of_replays(self) -> "GraphName":
+        """That of its other form; see `fx_passes.forms`."""
+        return dataclasses.replace(self, text=self.text + REPLAYED)
 
 
 def name_of(graph: Graph) -> GraphName:

@@ -19,9 +19,11 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from fx_passes.base import Pass, Stage
+from fx_passes.checks.promises import Promises
 from fx_passes.config import PassConfig
 from fx_passes.declaration import check_pass, check_token_range
 from fx_passes.failures import named_errors
+from fx_passes.forms import IN_REPLAYS
 from fx_passes.installed import installed_passes
 from fx_passes.naming import GraphName, name_of
 from fx_passes.observe import recorders
@@ -35,7 +37,6 @@ from fx_passes.passes.quantize_output import QuantizeOutput
 from fx_passes.passes.short_products import ShortProducts
 from fx_passes.passes.skinny_products import SkinnyProducts
 from fx_passes.passes.views import CollapseViews
-from fx_passes.promises import Promises
 
 _PIPELINE: list[type[Pass]] = [
     DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, ShortProducts,
@@ -130,17 +131,19 @@ def _made(one: type[Pass], config: PassConfig) -> Pass:
         return made
 
 
-def run_pass(one: Pass, graph: Graph, name: GraphName) -> int:
+def run_pass(one: Pass, graph: Graph, name: GraphName, *, second: bool = False) -> int:
     """Run one pass and tell the active recorders.
+
+    Of a `second` form they hear what only that form has: matches of passes of `IN_REPLAYS`.
 
     Raises:
         PassError: the pass raised, returned what it must not, or broke one of the `Promises`.
         RefusedError: its option asks for what cannot be done.
     """
-    active = recorders()
+    active, is_told = recorders(), not second or one.name in IN_REPLAYS
     dumps = [recorder.directory for recorder in active if recorder.directory is not None]
     with named_errors(one.name, name.text, dumps):
-        notes = [recorder.watch(one, graph, name) for recorder in active]
+        notes = [recorder.watch(one, graph, name) for recorder in active if is_told]
         promises = Promises(graph, one.stage)
         try:
             matches = one.run(graph)
@@ -150,7 +153,7 @@ def run_pass(one: Pass, graph: Graph, name: GraphName) -> int:
             for note in notes:
                 note(0, error)
             raise
-        for note in notes:
+        for note in notes if matches or not second else ():
             note(matches)
         return matches
 

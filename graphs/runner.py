@@ -21,6 +21,7 @@ from attn_ops import (
     PagedKVCache,
 )
 from attn_ops.integrations.transformers import check_logits
+from fx_passes.forms import replayed
 from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.modes import BatchDescriptor, CUDAGraphMode
@@ -206,11 +207,17 @@ class StepRunner:
             self.cache.tensors,
             [("block_table", "window_block_table")[own] for own in self.cache.own_blocks],
             self._penalty_state() if kind is Sampling.PENALIZED else None,
-            run=functools.partial(self._run, tensors, key, common),
+            run=functools.partial(self._replayed, tensors, key, common),
+            call=functools.partial(self._run, tensors, key, common),
             draw=functools.partial(self._sampled, tensors=tensors, kind=kind),
         )
 
     # -- a step ------------------------------------------------------------------------------------
+
+    def _replayed(self, *step: Any) -> torch.Tensor:
+        """`_run`, by the compiled form of replays."""
+        with replayed():
+            return self._run(*step)
 
     def _run(
         self,

@@ -72,7 +72,7 @@ class FusedMlp(Pass):
 
     Skipped when:
         - something else reads a value between the first addition and the last;
-        - the mode is "auto": called steps lose more than replays gain.
+        - the mode is not "always": called steps lose more than replays gain.
     """
 
     name = "fused_mlp"
@@ -102,7 +102,7 @@ class FusedMlp(Pass):
         if reason := _read_between(mlp, node):
             self.skip(reason, node.name)
             return False
-        if self.mode == "auto":
+        if self.mode != "always":
             self.skip("called steps lose more than replays gain", node.name)
             return False
         with graph.inserting_before(node):

@@ -44,7 +44,7 @@ class NormProducts(Pass):
 
     Skipped when:
         - something else reads the normalized rows, such as another product;
-        - the mode is "auto": called steps lose more than replays gain.
+        - the mode is not "always": called steps lose more than replays gain.
     """
 
     name = "norm_products"
@@ -83,7 +83,7 @@ class NormProducts(Pass):
         if len(found.users) > 1 or len(product.x.users) > 1:
             self.skip("something else reads the normalized rows", node.name)
             return False
-        if self.mode == "auto":
+        if self.mode != "always":
             self.skip("called steps lose more than replays gain", node.name)
             return False
         with graph.inserting_before(node):

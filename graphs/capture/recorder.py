@@ -38,6 +38,8 @@ class Step:
     penalties: PenaltyState | None  # None: it has no request with penalties
     run: Callable[[AttentionMetadata | None], torch.Tensor]
     """Runs the step, returns its logits [R, V]. None: it builds its metadata itself."""
+    call: Callable[[AttentionMetadata | None], torch.Tensor]
+    """The same as steps are called that are not recorded; see `fx_passes.forms`."""
     draw: Callable[[torch.Tensor], torch.Tensor]
     """Tokens [R] int64 for logits [R, V]."""
 

@@ -24,6 +24,7 @@ from types import ModuleType
 
 from torch._inductor.codecache import PyCodeCache
 
+from fx_passes.naming import REPLAYED
 from fx_passes.observe import Recorder, recording
 from fx_passes.pipeline import broken_passes
 from graphs.dumps.attempts import Attempts
@@ -163,6 +164,7 @@ def _add_timeline(directory: Path, recorder: Recorder, parts: Parts, attempts: A
     graphs = [
         {"calls": code["calls"], "num_calls": calls.get(name, 1)}
         for name, code in zip(names, parts.kernels, strict=False)
+        if name + REPLAYED not in names
     ]
     alone = len(sessions) == 1 and len(names) == len(parts.kernels)
     record = attempts.guarded("timeline", timeline_of, (None, "it failed; see the notes"))

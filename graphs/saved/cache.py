@@ -14,6 +14,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 
+from fx_passes.forms import forms_of, with_forms
 from fx_passes.kept import CompiledGraph, Keeper
 from fx_passes.observe import PassRecord, Recorder
 from graphs.options import SessionOptions
@@ -197,13 +198,15 @@ def _pickles(graph: CompiledGraph) -> list[bytes]:
     with functorch_config.patch(bundled_autograd_cache=True):
         found = []
         for piece in graph.pieces:
-            if not hasattr(piece, "serialize"):
+            forms: list[Any] = list(forms_of(piece))
+            if not all(hasattr(form, "serialize") for form in forms):
                 raise NotSavedError("Inductor has no form of a piece that can be written")
-            found.append(pickle.dumps(piece.serialize()))
+            found.append(pickle.dumps([form.serialize() for form in forms]))
         return found
 
 
 def _piece(content: bytes) -> Callable[..., Any]:
     """Only of a file that `Folder` trusts."""
     with functorch_config.patch(bundled_autograd_cache=True):
-        return deserialize_bundled_cache_entry(pickle.loads(content))
+        called, *others = map(deserialize_bundled_cache_entry, pickle.loads(content))
+        return with_forms(called, *(others or [None]))

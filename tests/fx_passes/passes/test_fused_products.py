@@ -124,11 +124,12 @@ def test_skipped_when_rows_are_read_again(aten_graph, contract):
 
 
 @pytest.mark.skipped_when(
-    NormProducts, 'the mode is "auto": called steps lose more than replays gain'
+    NormProducts, 'the mode is not "always": called steps lose more than replays gain'
 )
-def test_norm_products_are_off(aten_graph, contract):
+@pytest.mark.parametrize("mode", ["auto", "replays"])
+def test_norm_products_are_off(aten_graph, contract, mode):
     function = lambda x, g, w: norm(x, g) @ w.t()  # noqa: E731
-    run(NormProducts, contract, aten_graph, function, X, G, W, matches=0, mode="auto")
+    run(NormProducts, contract, aten_graph, function, X, G, W, matches=0, mode=mode)
 
 
 @pytest.mark.skipped_when(
@@ -150,9 +151,10 @@ def test_skipped_when_a_value_is_read(aten_graph, contract):
         run(FusedMlp, contract, aten_graph, function, X, G, W, D, matches=0)
 
 
-@pytest.mark.skipped_when(FusedMlp, 'the mode is "auto": called steps lose')
-def test_mlps_are_off(aten_graph, contract):
-    run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0, mode="auto")
+@pytest.mark.skipped_when(FusedMlp, 'the mode is not "always": called steps')
+@pytest.mark.parametrize("mode", ["auto", "replays"])
+def test_mlps_are_off(aten_graph, contract, mode):
+    run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0, mode=mode)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tests.kit.ptx import faults
 pytestmark = pytest.mark.gpu
 OPTIONS = {"max_batch_size": 8, "max_tokens": 256, "max_tokens_per_step": 64}
 FUSED = {"norm_products": "always", "fused_mlp": "always"}
+REPLAYS = {"norm_products": "replays", "fused_mlp": "replays"}
 
 
 def session_of(make_model, family="llama", *, options=None, backend="TRITON", **more):
@@ -43,7 +44,7 @@ def test_tokens_are_those_in_turn(make_model, family, backend):
     assert "kernels start" in str(early.report().passes["early_launch"])
 
 
-@pytest.mark.parametrize("options", [{}, FUSED, {**FUSED, "combo_kernels": True}])
+@pytest.mark.parametrize("options", [{}, FUSED, {**FUSED, "combo_kernels": True}, REPLAYS])
 def test_verified_steps(make_model, options):
     """2,000 replays compared with calls, with requests that come and go."""
     session = session_of(make_model, options=options, verify="always")
@@ -74,6 +75,22 @@ def test_fused_products_are_used(make_model):
     assert fused.compile_record.matches()["fused_mlp"] == 1
     assert fused.compile_record.matches()["norm_products"] == 1
     assert sum(same) >= len(same) - 1
+
+
+def test_fused_products_in_replays_alone(make_model):
+    """A called prompt of few rows runs no kernel of theirs; the decodes behind it do."""
+    session = session_of(make_model, options=REPLAYS, verify="first")
+    drawn(session)
+    assert session.report().num_recompiles == 0
+    found = []
+    for number in (1, 24):  # the prompt alone, and decodes
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            session.generate([[7] * 8], number)
+            torch.cuda.synchronize()
+        names = {event.name for event in profile.events()}
+        found.append("fused_kernel" in names)
+    assert found == [False, True]
 
 
 def test_kernels_of_inductor_wait(make_model):

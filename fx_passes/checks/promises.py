@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from fx_passes.analysis.graph_ops import operator_name
 from fx_passes.analysis.memory import mutated_arguments, storage
 from fx_passes.analysis.values import tensors_of, value_of
-from fx_passes.recompute import Snapshot, is_same
+from fx_passes.checks.recompute import Snapshot, is_same
 
 Write = tuple[Node, str, tuple[str, ...]]
 """A node that writes, what it calls, and the inputs of the graph that it writes to."""

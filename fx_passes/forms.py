@@ -1,0 +1,65 @@
+"""Two compiled forms of a piece: of steps that are called, and of steps that are replayed.
+
+    with replayed(): model(...)  ->  the piece's replayed form, where it has one
+
+A called step costs the host a launch a kernel, a replay one for all. So some passes gain in replays
+what they lose in calls. Where one of them has the value "replays", the backend compiles a piece
+twice, and each call takes the form that it wants. Their numbers differ by rounding: what is
+compared bit by bit must be of one form.
+"""
+
+import contextlib
+import contextvars
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fx_passes.config import PassConfig
+
+IN_REPLAYS = ("fused_mlp", "norm_products")
+"""Passes that may be on in replays alone."""
+
+_replayed: contextvars.ContextVar[bool] = contextvars.ContextVar("attn_ops_replayed", default=False)
+"""Whether calls want the replayed form. Global: compiled code is called with tensors alone."""
+
+
+@contextlib.contextmanager
+def replayed() -> Iterator[None]:
+    """What is called inside is captured, or compared with what is captured."""
+    token = _replayed.set(True)
+    try:
+        yield
+    finally:
+        _replayed.reset(token)
+
+
+def config_of_replays(config: PassConfig) -> PassConfig | None:
+    """The passes of the replayed form; None: there is one form."""
+    wanted = [name for name in IN_REPLAYS if getattr(config, name) == "replays"]
+    return dataclasses.replace(config, **dict.fromkeys(wanted, "always")) if wanted else None
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """The same graph, to be compiled once more; attributes are shared."""
+    return GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def with_forms(called: Callable[..., Any], other: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What calls the form that is wanted; `called` itself where there is no other."""
+    if other is None:
+        return called
+
+    def run(*args: Any) -> Any:
+        return (other if _replayed.get() else called)(*args)
+
+    run._boxed_call = getattr(called, "_boxed_call", False)  # pyright: ignore
+    run.forms = (called, other)  # pyright: ignore
+    return run
+
+
+def forms_of(compiled: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """The form of calls, and that of replays if there is one."""
+    return getattr(compiled, "forms", (compiled,))

@@ -3,12 +3,13 @@
 Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeline--> Inductor
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch._inductor.config as inductor_config
-from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._guards import TracingContext, tracing
 from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
@@ -64,11 +65,9 @@ def attn_ops(
         piece: GraphModule, inputs: Sequence[Any], name: GraphName | None
     ) -> Callable[..., Any]:
         own = pipeline.named(name, f"{'' if keeper is None else keeper.nonce}{early}")
-        again = None if in_replays is None else copied(piece)
+        again = None if in_replays is None else SecondForm(piece, own.of_replays(in_replays))
         called = compile_fx(piece, inputs, config_patches={**patches, SLOT: own})
-        other = None
-        if again is not None and in_replays is not None:
-            other = _replayed_form(again, inputs, own.of_replays(in_replays), patches)
+        other = None if again is None else again.compiled(inputs, patches)
         pieces.append(with_forms(cast(Callable[..., Any], called), other))
         return pieces[-1]
 
@@ -88,20 +87,34 @@ def attn_ops(
             raise
 
 
-def _replayed_form(
-    piece: GraphModule, inputs: Sequence[Any], pipeline: AtenPipeline, patches: Mapping[str, Any]
-) -> Callable[..., Any] | None:
-    """The second form of a piece; None where it would be the first one."""
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    combined = {"combo_kernels": True} if any(t.is_cuda for t in tensors) else {}
-    try:
-        with tracing(TracingContext(detect_fake_mode(tensors))):
-            options = {**combined, **patches, SLOT: pipeline}
-            return cast(Callable[..., Any], compile_fx(piece, inputs, config_patches=options))
-    except Exception:
-        if pipeline.is_needless:
-            return None
-        raise
+class SecondForm:
+    """What the second form of a piece is compiled from, as it is before the first one is.
+
+    Args:
+        piece: the graph. It is copied, and so is the context in which it was traced, where
+            AOTAutograd keeps state.
+        pipeline: of the second form.
+    """
+
+    def __init__(self, piece: GraphModule, pipeline: AtenPipeline) -> None:
+        self._piece, self._pipeline = copied(piece), pipeline
+        self._context = copy.copy(TracingContext.get())
+
+    def compiled(
+        self, inputs: Sequence[Any], patches: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """None where it would be the first form."""
+        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
+        combined = {"combo_kernels": True} if on_gpu else {}
+        options = {**combined, **patches, SLOT: self._pipeline}
+        try:
+            with tracing(self._context):
+                found = compile_fx(self._piece, inputs, config_patches=options)
+        except Exception:
+            if self._pipeline.is_needless:
+                return None
+            raise
+        return cast(Callable[..., Any], found)
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

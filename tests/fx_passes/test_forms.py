@@ -74,12 +74,15 @@ def test_which_configs_have_two():
         fx_passes.PassConfig(norm_products="replay")  # pyright: ignore
 
 
-@pytest.mark.parametrize("family", ["llama", *slow("qwen3")])
-def test_replays_take_theirs(make_model, taken, family):
+@pytest.mark.parametrize(
+    ("family", "outlined"), [("llama", True), *slow(("llama", False), ("qwen3", True))]
+)
+def test_replays_take_theirs(make_model, taken, family, outlined):
     """Called steps the other; one graph of Dynamo, no recompilation, and the tokens stay."""
     want = tokens(DecodeSession(make_model(family), max_batch_size=4, max_tokens=64))
     before = counters["stats"]["unique_graphs"]
-    session = session_of(merged(make_model, family), debug="eager_replay", verify="always")
+    options = {**REPLAYS, "outline_layers": outlined}
+    session = session_of(merged(make_model, family), options, debug="eager_replay", verify="always")
     taken.clear()
     assert tokens(session) == want
     assert set(taken) == {True, False}

@@ -92,6 +92,7 @@ def test_replays_take_theirs(make_model, taken, family, outlined):
     assert session.counters.num_recompiles == 0
 
 
+@pytest.mark.slow
 def test_what_is_not_captured_is_called(make_model, taken):
     session = session_of(merged(make_model), cudagraph_mode="NONE")
     tokens(session)
@@ -99,6 +100,7 @@ def test_what_is_not_captured_is_called(make_model, taken):
     assert not any(taken)
 
 
+@pytest.mark.slow
 def test_timed_calls_are_calls(make_model, taken):
     session = session_of(merged(make_model), debug="eager_replay")
     session.warm_up()
@@ -128,6 +130,7 @@ def test_reports_and_graphs(make_model):
         assert not any(operator in called for operator in FUSED)
 
 
+@pytest.mark.slow
 def test_no_guard_is_added(make_model, monkeypatch):
     """The second compilation asks sizes for nothing new."""
     counts = []

@@ -27,7 +27,9 @@ _DEFINITION = re.compile(r"^(\w+) = async_compile\.\w+\(", re.MULTILINE)
 _CALL = re.compile(r"^ +(?:\w+ = )?(?P<name>(?:extern_kernels|torch\.ops)[\w.]+|\w+?(?:\.run)?)\(")
 _NODES = re.compile(r"# Topologically Sorted Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]")
 _GRAPH_NODE = re.compile(r"^#\s+%(\w+) :", re.MULTILINE)
-_TOKENS = re.compile(r"assert_size_stride\(\w+, \(1, (s\d+)\), \(s\d+, 1\)")
+_TOKENS = re.compile(  # torch 2.15 asserts several at once
+    r"assert_size_stride(?:\(\w+, |_grouped\(\(.*?\), \(.*?)\(1, (s\d+)\)(?:, |\))"
+)
 _BEGIN = "async_compile.wait(globals())"
 
 

@@ -85,13 +85,22 @@ class Buffers:
         return None
 
     def _assertion(self, call: ast.Call) -> None:
-        if ast.unparse(call.func) != "assert_size_stride" or len(call.args) < 2:
+        """Of one tensor; from torch 2.15 on of several, in tuples."""
+        name = ast.unparse(call.func)
+        if len(call.args) < 2:
             return
-        target = call.args[0]
+        targets, shapes = call.args[:2]
+        if name == "assert_size_stride":
+            self._assert_one(targets, shapes)
+        elif name == "assert_size_stride_grouped":
+            for target, shape in zip(_elements(targets), _elements(shapes), strict=False):
+                self._assert_one(target, shape)
+
+    def _assert_one(self, target: ast.expr, shape: ast.expr) -> None:
         if isinstance(target, ast.Name):
             known = self._found.get(target.id)
             dtype = known.dtype if known else self._dtypes.get(target.id, "")
-            self._found[target.id] = Buffer(self._shape(call.args[1]), dtype)
+            self._found[target.id] = Buffer(self._shape(shape), dtype)
 
     def _assignment(self, target: ast.expr, source: ast.expr) -> None:
         if not isinstance(target, ast.Name):
@@ -116,6 +125,10 @@ class Buffers:
         if not isinstance(node, ast.Tuple):
             return None
         return tuple(read_size(one, self._symbols) for one in node.elts)
+
+
+def _elements(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else []
 
 
 def dtype_of(node: ast.expr) -> str:

@@ -114,6 +114,19 @@ def test_the_number_of_tokens_has_one_name_in_all_graphs():
     assert kernels_of([CPP, later])[1][0]["bytes_written"] == {"T": 256}
 
 
+def test_assertions_of_several_tensors():
+    """As torch 2.15 writes them."""
+    one = """assert_size_stride(arg0_1, (1, s27), (s27, 1), 'input')
+        assert_size_stride(arg1_1, (50000, 64), (64, 1), 'input')"""
+    names, shapes, strides = "(arg1_1, arg0_1)", "((50000, 64), (1, s27))", "((64, 1), (s27, 1))"
+    both = f"assert_size_stride_grouped({names}, {shapes}, {strides}, 'input')"
+    last = """assert_size_stride(arg3_1, (s27, ), (1, ), 'input')"""
+    grouped = """assert_size_stride_grouped((arg3_1,), ((s27, ),), ((1, ),), 'input')"""
+    assert one in CPP
+    assert last in CPP
+    assert kernels(CPP.replace(one, both).replace(last, grouped)) == kernels(CPP)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -15,13 +15,11 @@ import torch
 import torch._dynamo.utils as dynamo_utils
 from torch._inductor.codecache import PyCodeCache
 
-_notes: list[str] = []
-"""Of the active block. Global: depyf swaps functions of torch, so there can be only one block."""
+_block: dict[str, Any] = {"notes": []}
+"""Of the active block: its notes, torch's and depyf's ways to print a graph, the dump's directory.
 
-_format: dict[str, Any] = {}
-"""torch's and depyf's ways to print a graph, and the dump's directory.
-
-Global: `_format_graph` runs as the code of another function.
+Global: depyf swaps functions of torch, so there can be only one block, and `_format_graph` runs as
+the code of another function.
 """
 
 
@@ -47,8 +45,8 @@ def writing_depyf_files(directory: Path, notes: list[str]) -> Iterator[None]:
                     stack.close()
             except Exception as error:
                 notes.append(f"depyf could not write everything: {_line(error)}")
-            notes += dict.fromkeys(_notes)
-            _notes.clear()
+            notes += dict.fromkeys(_block["notes"])
+            _block["notes"].clear()
 
 
 def _enter(stack: contextlib.ExitStack, directory: Path) -> None:
@@ -61,7 +59,7 @@ def _enter(stack: contextlib.ExitStack, directory: Path) -> None:
     # depyf forgets it when it fails itself.
     stack.callback(data.update, is_inside_prepare_debug=False)
     function = dynamo_utils.lazy_format_graph_code
-    _format["torchs"] = _copied(function)
+    _block["torchs"] = _copied(function)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stack.enter_context(depyf.prepare_debug(str(directory)))
@@ -74,7 +72,7 @@ def _enter(stack: contextlib.ExitStack, directory: Path) -> None:
         theirs = getattr(owner, name)
         _replace(stack, owner, name, _guarded(theirs, original))
     # This one is imported in many places, so depyf swaps its code; so do we.
-    _format.update(theirs=_copied(function), directory=Path(data["dump_src_dir"]))
+    _block.update(theirs=_copied(function), directory=Path(data["dump_src_dir"]))
     _replace(stack, function, "__code__", _format_graph.__code__)
 
 
@@ -91,12 +89,12 @@ def _copied(function: Any) -> FunctionType:
 
 def _format_graph(name: str, gm: Any, maybe_id: int | None = None, **kwargs: Any) -> Any:
     """Runs with the globals of torch._dynamo.utils, so it must find its own by importing them."""
-    from graphs.dumps.depyf import _format, _guarded, _is_in_dump
+    from graphs.dumps.depyf import _block, _guarded, _is_in_dump
 
     def format_graph(*args: Any, **kwargs: Any) -> Any:
-        return _format["theirs" if _is_in_dump(gm) else "torchs"](*args, **kwargs)
+        return _block["theirs" if _is_in_dump(gm) else "torchs"](*args, **kwargs)
 
-    return _guarded(format_graph, _format["torchs"])(name, gm, maybe_id, **kwargs)
+    return _guarded(format_graph, _block["torchs"])(name, gm, maybe_id, **kwargs)
 
 
 def _is_in_dump(gm: torch.fx.GraphModule) -> bool:
@@ -107,7 +105,7 @@ def _is_in_dump(gm: torch.fx.GraphModule) -> bool:
     """
     str(gm)  # a lazy graph module has no code before
     source = inspect.getsourcefile(inspect.unwrap(gm.forward))
-    return source is not None and Path(source).parent == _format["directory"]
+    return source is not None and Path(source).parent == _block["directory"]
 
 
 def _guarded(theirs: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +115,7 @@ def _guarded(theirs: Callable[..., Any], original: Callable[..., Any]) -> Callab
         try:
             return theirs(*args, **kwargs)
         except Exception as error:
-            _notes.append(f"depyf left something out: {_line(error)}")
+            _block["notes"].append(f"depyf left something out: {_line(error)}")
             return original(*args, **kwargs)
 
     return call

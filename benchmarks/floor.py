@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.backends.flash_attn.library import window_sizes
 from benchmarks.timing import capture
 
 
@@ -130,16 +131,16 @@ def floor_graph(
     lens = torch.full((batch,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
 
-    sizes = {w: (-1, -1) if w is None else (w - 1, 0) for w in shape.windows}
+    sizes = {window: window_sizes(window, causal=True) for window in shape.windows}
 
     def step() -> None:
         plans = {
-            w: get_scheduler_metadata(
+            window: get_scheduler_metadata(
                 batch, 1, context, shape.heads, shape.kv_heads, shape.head_size, lens,
                 qkv_dtype=torch.bfloat16, cu_seqlens_q=starts, page_size=block_size, causal=True,
                 window_size=size,
             )
-            for w, size in sizes.items()
+            for window, size in sizes.items()
         }  # fmt: skip
         layers = zip(weights.layers, caches, shape.windows, strict=True)
         for (qkv, o, gate_up, down), cache, window in layers:
@@ -147,7 +148,7 @@ def floor_graph(
             flash_attn_varlen_func(
                 x_q, cache[:, 0], cache[:, 1], 1, starts, context, seqused_k=lens, causal=True,
                 block_table=table, scheduler_metadata=plans[window], fa_version=3,
-                window_size=list(sizes[window]),
+                window_size=sizes[window],
             )  # fmt: skip
             o(*x_a)
             gate_up(*x_h)

@@ -5,23 +5,20 @@ from typing import Any
 
 
 def llama_3_8b(layers: int | None = None) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers or 32,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256,
-        max_position_embeddings=16384, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )  # fmt: skip
+    return _llama(hidden=4096, intermediate=14336, heads=32, layers=layers or 32)
 
 
 def llama_3_70b(layers: int | None = None) -> Any:
     """20 of its 80 layers: one GPU holds them."""
+    return _llama(hidden=8192, intermediate=28672, heads=64, layers=layers or 20)
+
+
+def _llama(*, hidden: int, intermediate: int, heads: int, layers: int) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers or 20,
-        num_attention_heads=64, num_key_value_heads=8, head_dim=128, vocab_size=128256,
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, vocab_size=128256,
         max_position_embeddings=16384, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )  # fmt: skip

@@ -58,7 +58,6 @@ def attn_ops(
 
     keeper = next((r.keeper for r in recorders() if r.keeper is not None), None)
     pieces: list[Callable[..., Any]] = []
-
     in_replays = config_of_replays(config)
 
     def compile_piece(

@@ -9,10 +9,10 @@ from torch.fx import Graph, GraphModule
 
 from fx_passes.analysis.graph_ops import ATTENTION, QUANTIZED, operator_name
 
-_ATTENTION = tuple(op.overloadpacket.__name__ for op in (*ATTENTION, *QUANTIZED))
 REPLAYED = ", replayed"
 """Behind the name of a graph whose other form is of called steps."""
 
+_ATTENTION = tuple(op.overloadpacket.__name__ for op in (*ATTENTION, *QUANTIZED))
 _PRODUCTS = ("linear", "matmul", "mm", "addmm", "_scaled_mm")
 
 

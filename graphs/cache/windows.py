@@ -59,7 +59,7 @@ class Windows:
             return cls(None, *sizes)
         times = SHARED_TIMES if options.share_prefixes else 1
         least = _blocks_of_a_batch(windowed, options)
-        return cls(times * least, sizes[0], sizes[1], least)
+        return cls(times * least, *sizes, least_blocks=least)
 
     def num_bytes(self, num_blocks: int) -> int:
         """Of so many blocks of layers that see all keys, the null block among them."""

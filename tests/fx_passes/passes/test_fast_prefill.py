@@ -27,6 +27,7 @@ from tests.fx_passes.passes.fast_prefill_models import (
     record_of,
     seeded,
 )
+from tests.kit.marks import long, slow
 
 OWN = {"plain": Plain, "yoco": Yoco, "two stages": TwoStage}
 FAMILIES = ["llama", "qwen3", "gemma3n", "gemma4"]
@@ -44,7 +45,7 @@ ROUNDS = {
     "llama": 6, "qwen3": 6, "gemma3n": 2, "gemma4": 2, "plain": 8, "yoco": 8, "two stages": 8
 }  # fmt: skip
 QUICK = ["llama", "plain", "two stages"]
-BY_INDUCTOR = pytest.mark.long, pytest.mark.slow
+OTHERS = [name for name in (*FAMILIES, *OWN) if name not in QUICK]
 
 
 @pytest.mark.parametrize(
@@ -64,9 +65,7 @@ def test_random_batches(make_model, num_graphs, name, rounds, seed):
     assert num_graphs() - before == 1
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=BY_INDUCTOR[name in QUICK]) for name in (*FAMILIES, *OWN)]
-)
+@pytest.mark.parametrize("name", [*slow(*QUICK), *long(*OTHERS)])
 def test_random_batches_by_inductor(make_model, num_graphs, name):
     """Beside the unrewritten model by Inductor. With a layer or two, nothing would be compiled like
     the layers of the other: what is compiled as one piece is fused, and rounds, in its own way.

@@ -65,5 +65,7 @@ def test_prefixes_leave_room_for_layers_that_see_all_keys():
         assert given.num_bytes(given.fitting(size * GIB)) <= size * GIB
         numbers.append((given.num_blocks, given.fitting(size * GIB) >= wanted))
     assert [room for _, room in numbers] == [False, False, True, True, True]
+    in_80_gib = found.within(80 * GIB, wanted).fitting(80 * GIB)
+    assert in_80_gib * options.block_size == 921_520
     assert numbers[0][0] == batch.least_blocks
     assert numbers[0][0] < numbers[2][0] < numbers[4][0] == found.num_blocks

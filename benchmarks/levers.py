@@ -31,18 +31,19 @@ PROMPT_LEN, MANY_PROMPTS = 512, 16
 """Tokens of a prompt, and prompts of a large step."""
 
 FUSED = {"norm_products": "always", "fused_mlp": "always"}
+APART = dict.fromkeys(FUSED, "never")
 
 LEVERS: dict[str, dict[str, Any]] = {
-    "in turn": {"early_launch": "off"},
-    "in turn, cuBLAS": {"early_launch": "off", "skinny_products": "never"},
-    "early": {},
-    "early, cuBLAS": {"skinny_products": "never"},
-    "early, combo": {"combo_kernels": True},
-    "early, norm": {"norm_products": "always"},
-    "early, mlp": {"fused_mlp": "always"},
+    "in turn": {**APART, "early_launch": "off"},
+    "in turn, cuBLAS": {**APART, "early_launch": "off", "skinny_products": "never"},
+    "early": APART,
+    "early, cuBLAS": {**APART, "skinny_products": "never"},
+    "early, combo": {**APART, "combo_kernels": True},
+    "early, norm": {**APART, "norm_products": "always"},
+    "early, mlp": {**APART, "fused_mlp": "always"},
     "early, norm, mlp": FUSED,
     "early, norm, mlp, combo": {**FUSED, "combo_kernels": True},
-    "early, all in replays": dict.fromkeys(FUSED, "replays"),
+    "default": {},
 }
 """Options of the compile backend. `combo_kernels` is Inductor's: independent kernels become one."""
 

@@ -58,7 +58,7 @@ def attn_ops(
 
     keeper = next((r.keeper for r in recorders() if r.keeper is not None), None)
     pieces: list[Callable[..., Any]] = []
-    in_replays = config_of_replays(config)
+    in_replays = config_of_replays(config, example_inputs)
 
     def compile_piece(
         piece: GraphModule, inputs: Sequence[Any], name: GraphName | None

@@ -17,7 +17,8 @@ class PassConfig:
     `skinny_products` takes the same words: "auto" is where our kernel was measured.
     So do `fused_mlp` and `norm_products`, and "replays": in steps that are replayed alone, for
     which pieces are compiled a second time (`fx_passes.forms`), with Inductor's `combo_kernels`.
-    "auto" is off, as called steps lose more than replays gain.
+    "auto" is that for sessions that capture on a GPU with such kernels, and else off: called steps
+    lose more than replays gain.
     `early_launch`, of no pass, is "auto", where the GPU launches kernels before those in front have
     ended, "on", an error where it cannot, or "off", for our own kernels, too.
 

@@ -12,15 +12,19 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from attn_ops.ops.fused_products import takes_fused
 from fx_passes.config import PassConfig
+from fx_passes.observe import recorders
 
 IN_REPLAYS = ("fused_mlp", "norm_products")
-"""Passes that may be on in replays alone."""
+"""Passes that may be on in replays alone. Where nobody says otherwise, they are, on Hopper GPUs."""
 
 _replayed: contextvars.ContextVar[bool] = contextvars.ContextVar("attn_ops_replayed", default=False)
 """Whether calls want the replayed form. Global: compiled code is called with tensors alone."""
@@ -36,10 +40,20 @@ def replayed() -> Iterator[None]:
         _replayed.reset(token)
 
 
-def config_of_replays(config: PassConfig) -> PassConfig | None:
-    """The passes of the replayed form; None: there is one form."""
-    wanted = [name for name in IN_REPLAYS if getattr(config, name) == "replays"]
+def config_of_replays(config: PassConfig, example_inputs: Sequence[Any]) -> PassConfig | None:
+    """The passes of the replayed form of a graph with such inputs; None: there is one form."""
+    asked = {"replays"}
+    if any(recorder.replays for recorder in recorders()) and _has_kernels(example_inputs):
+        asked.add("auto")
+    wanted = [name for name in IN_REPLAYS if getattr(config, name) in asked]
     return dataclasses.replace(config, **dict.fromkeys(wanted, "always")) if wanted else None
+
+
+def _has_kernels(example_inputs: Sequence[Any]) -> bool:
+    """Whether there may be kernels for a weight among them."""
+    tensors = (x for x in example_inputs if isinstance(x, torch.Tensor) and x.dim() == 2)
+    plain = (x for x in tensors if not is_traceable_wrapper_subclass(x))
+    return any(takes_fused(w.t(), w.device) for w in plain)
 
 
 def copied(gm: GraphModule) -> GraphModule:

@@ -61,6 +61,8 @@ class Recorder:
         describe: makes data of the nodes of final graphs, as `fx_passes.pictures.nodes` does.
         directory: where a dump is written of what is collected, for errors; None: there is none.
         keeper: takes what is compiled, for a file; None: nobody asks.
+        replays: whether steps of the model will be captured, so that pieces may have a form for
+            replays (`fx_passes.forms`).
         passes: runs, in order.
         num_graphs: graphs that Dynamo handed to the backend.
         early_launch: whether the last one's kernels are launched early, and why; None: no GPU.
@@ -75,6 +77,7 @@ class Recorder:
     describe: Describe | None = None
     directory: Path | None = None
     keeper: Keeper | None = None
+    replays: bool = False
     passes: list[PassRecord] = dataclasses.field(default_factory=list)
     num_graphs: int = 0
     early_launch: str | None = None

@@ -65,6 +65,7 @@ class Compilation:
         runner: calls the model.
         session: its owner, which dumps name. The reference is weak: nothing here keeps it alive.
         options: of the session, which may name a folder for compiled models; None: no folder.
+        captures: whether the session captures steps, so that pieces may have a form for replays.
         warns_uncompiled: say so where the model is not compiled.
 
     Attributes:
@@ -81,13 +82,14 @@ class Compilation:
         session: object,
         options: SessionOptions | None = None,
         *,
+        captures: bool = False,
         warns_uncompiled: bool,
     ) -> None:
         self.runner, self._model = runner, runner.model
         self.compilers = compilers(runner.model)
         self._warns = warns_uncompiled or bool(self.compilers)
         self.counters = CompileCounters()
-        self.record = Recorder()
+        self.record = Recorder(replays=captures)
         self._changed: str | None = None  # why what was loaded is used no more
         self.cache: CompileCache | None = None
         if options is not None and options.compile_cache is not None:

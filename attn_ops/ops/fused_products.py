@@ -121,10 +121,17 @@ def _check_mlp(
         )
 
 
+def takes_fused(w: torch.Tensor, device: torch.device) -> bool:
+    """Whether there is a kernel for few rows of w [K, M] with what stands around the product.
+
+    It multiplies before it divides by a row's norm, which float16 cannot hold.
+    """
+    return w.dtype == torch.bfloat16 and takes(w, device)
+
+
 def _is_fused(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    # The kernels multiply before they divide by a row's norm, which float16 cannot hold.
-    few = 0 < x.shape[0] <= MOST_ROWS and x.stride(1) == 1 and x.dtype == torch.bfloat16
-    return few and all(takes(w, x.device) for w in weights)
+    few = 0 < x.shape[0] <= MOST_ROWS and x.stride(1) == 1
+    return few and all(takes_fused(w, x.device) for w in weights)
 
 
 def _by_kernels(x: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from fx_passes.passes.rms_norms import (
     Product,
     as_rows,
     behind_views,
+    fuses,
     gated_of,
     half_of,
     is_whole,
@@ -72,6 +73,7 @@ class FusedMlp(Pass):
 
     Skipped when:
         - something else reads a value between the first addition and the last;
+        - no kernel for few rows takes a weight on a GPU;
         - the mode is not "always": called steps lose more than replays gain.
     """
 
@@ -104,6 +106,9 @@ class FusedMlp(Pass):
             return False
         if self.mode != "always":
             self.skip("called steps lose more than replays gain", node.name)
+            return False
+        if not fuses(mlp.up.w, mlp.down.w):
+            self.skip("no kernel for few rows takes a weight", node.name)
             return False
         with graph.inserting_before(node):
             first, second = (as_rows(graph, cast(Node, x), mlp.up.x) for x in mlp.total.args)

@@ -11,6 +11,7 @@ from fx_passes.passes.rms_norms import (
     SKINNY,
     as_rows,
     behind_views,
+    fuses,
     is_whole,
     norm_of,
     product_of,
@@ -44,6 +45,7 @@ class NormProducts(Pass):
 
     Skipped when:
         - something else reads the normalized rows, such as another product;
+        - no kernel for few rows takes a weight on a GPU;
         - the mode is not "always": called steps lose more than replays gain.
     """
 
@@ -85,6 +87,9 @@ class NormProducts(Pass):
             return False
         if self.mode != "always":
             self.skip("called steps lose more than replays gain", node.name)
+            return False
+        if not fuses(product.w):
+            self.skip("no kernel for few rows takes a weight", node.name)
             return False
         with graph.inserting_before(node):
             rows = as_rows(graph, norm.source, product.x)

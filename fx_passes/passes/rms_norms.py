@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
+from attn_ops.ops.fused_products import takes_fused
 from fx_passes.analysis.graph_ops import aten
 from fx_passes.analysis.sizes import equal, expression
 from fx_passes.analysis.values import value_of
@@ -42,6 +43,12 @@ def product_of(node: Any) -> Product | None:
         return None
     x, w, bias = (*node.args, None)[:3]
     return Product(cast(Node, x), cast(Node, w), cast(Node | None, bias))
+
+
+def fuses(*weights: Node) -> bool:
+    """Whether kernels take the weights [K, M]. Without a GPU nothing has to be fast."""
+    found = [value_of(w) for w in weights]
+    return all(not w.is_cuda or takes_fused(w, w.device) for w in found)
 
 
 def behind_views(node: Any, *, shared: bool = False) -> Any:

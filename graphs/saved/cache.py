@@ -153,7 +153,8 @@ def batch_text(runner: StepRunner, options: SessionOptions) -> str:
     names = ("backend", "block_size", "kv_cache_dtype", "cache_layout", "max_batch_size",
              "max_tokens", "max_tokens_per_step", "decode_steps", "num_draft_tokens")  # fmt: skip
     sizes = [f"{name}={kinds.text(getattr(options, name))}" for name in names]
-    return "\n".join([*backend, repr(runner.cache.specs), *sizes])
+    captures = f"captures={runner.graphs is not None}"  # then pieces may have a form for replays
+    return "\n".join([*backend, repr(runner.cache.specs), *sizes, captures])
 
 
 class FirstCall:

@@ -68,10 +68,34 @@ def test_each_call_takes_the_form_that_it_wants():
 
 def test_which_configs_have_two():
     one = fx_passes.PassConfig(fused_mlp="replays")
-    assert config_of_replays(one) == fx_passes.PassConfig(fused_mlp="always")
-    assert config_of_replays(fx_passes.PassConfig(norm_products="always")) is None
+    assert config_of_replays(one, ()) == fx_passes.PassConfig(fused_mlp="always")
+    assert config_of_replays(fx_passes.PassConfig(norm_products="always"), ()) is None
     with pytest.raises(ValueError, match="'auto', 'replays', 'always' or 'never', got 'replay'"):
         fx_passes.PassConfig(norm_products="replay")  # pyright: ignore
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_by_default_where_steps_are_captured(monkeypatch, captures):
+    """And where there are kernels for a weight: none here."""
+    config, weight = fx_passes.PassConfig(), torch.zeros(64, 128, dtype=torch.bfloat16)
+    with recording(Recorder(replays=captures)):
+        assert config_of_replays(config, (weight,)) is None
+        monkeypatch.setattr("fx_passes.forms.takes_fused", lambda w, device: w.shape == (128, 64))
+        found = config_of_replays(config, (weight[0], 3, weight))
+        assert config_of_replays(config, (weight.t(),)) is None
+        never = fx_passes.PassConfig(fused_mlp="never", norm_products="never")
+        assert config_of_replays(never, (weight,)) is None
+    both = fx_passes.PassConfig(fused_mlp="always", norm_products="always")
+    assert found == (both if captures else None)
+
+
+@pytest.mark.parametrize("options", [{"debug": "eager_replay"}, {"cudagraph_mode": "NONE"}])
+def test_sessions_say_whether_they_capture(make_model, monkeypatch, options):
+    monkeypatch.setattr("fx_passes.forms.takes_fused", lambda w, device: True)
+    session = session_of(merged(make_model), {}, **options)
+    tokens(session)
+    matches = session.compile_record.matches()
+    assert [matches[name] for name in REPLAYS] == [int("debug" in options)] * 2
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,19 @@ def test_mlps_are_off(aten_graph, contract, mode):
     run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0, mode=mode)
 
 
+@pytest.mark.skipped_when(FusedMlp, "no kernel for few rows takes a weight on a GPU")
+def test_mlps_without_a_kernel(aten_graph, contract, monkeypatch):
+    monkeypatch.setattr("fx_passes.passes.fused_mlp.fuses", lambda *weights: len(weights) != 2)
+    run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0)
+
+
+@pytest.mark.skipped_when(NormProducts, "no kernel for few rows takes a weight on a GPU")
+def test_norm_products_without_a_kernel(aten_graph, contract, monkeypatch):
+    monkeypatch.setattr("fx_passes.passes.norm_products.fuses", lambda *weights: not weights)
+    function = lambda x, g, w: norm(x, g) @ w.t()  # noqa: E731
+    run(NormProducts, contract, aten_graph, function, X, G, W, matches=0)
+
+
 @pytest.mark.slow
 def test_a_session_of_a_merged_llama(make_model):
     """Both passes rewrite the layer that is compiled once; tokens are those of separate kernels."""

@@ -15,7 +15,7 @@ from tests.kit.ptx import faults
 pytestmark = pytest.mark.gpu
 OPTIONS = {"max_batch_size": 8, "max_tokens": 256, "max_tokens_per_step": 64}
 FUSED = {"norm_products": "always", "fused_mlp": "always"}
-REPLAYS = {"norm_products": "replays", "fused_mlp": "replays"}
+APART = dict.fromkeys(FUSED, "never")
 
 
 def session_of(make_model, family="llama", *, options=None, backend="TRITON", **more):
@@ -44,7 +44,7 @@ def test_tokens_are_those_in_turn(make_model, family, backend):
     assert "kernels start" in str(early.report().passes["early_launch"])
 
 
-@pytest.mark.parametrize("options", [{}, FUSED, {**FUSED, "combo_kernels": True}, REPLAYS])
+@pytest.mark.parametrize("options", [{}, APART, FUSED, {**FUSED, "combo_kernels": True}])
 def test_verified_steps(make_model, options):
     """2,000 replays compared with calls, with requests that come and go."""
     session = session_of(make_model, options=options, verify="always")
@@ -70,7 +70,7 @@ def test_fused_products_are_used(make_model):
 
     Numbers are compared in tests/attn_ops/ops/test_fused_products.py.
     """
-    plain, fused = (session_of(make_model, options=options) for options in ({}, FUSED))
+    plain, fused = (session_of(make_model, options=options) for options in (APART, FUSED))
     same = [a[0] == b[0] for a, b in zip(drawn(plain), drawn(fused), strict=True)]
     assert fused.compile_record.matches()["fused_mlp"] == 1
     assert fused.compile_record.matches()["norm_products"] == 1
@@ -78,8 +78,11 @@ def test_fused_products_are_used(make_model):
 
 
 def test_fused_products_in_replays_alone(make_model):
-    """A called prompt of few rows runs no kernel of theirs; the decodes behind it do."""
-    session = session_of(make_model, options=REPLAYS, verify="first")
+    """A called prompt of few rows runs no kernel of theirs; the decodes behind it do.
+
+    So it is without options.
+    """
+    session = session_of(make_model, verify="first")
     drawn(session)
     assert session.report().num_recompiles == 0
     found = []

@@ -222,8 +222,8 @@ def blocksparse() -> None:
 
 
 def products() -> None:
-    """Few rows, by every form of the kernel."""
-    from attn_ops import skinny_mm
+    """Few rows, by every form of the kernel; and fused with norm, gate and additions."""
+    from attn_ops import gated_mlp, norm_mm, skinny_mm
 
     for rows, k, m in ((1, 512, 256), (5, 1024, 6144), (16, 512, 16384)):
         x, w = (torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for n in (rows, m))
@@ -232,6 +232,8 @@ def products() -> None:
         scales = {"x_scale": torch.ones(rows, 1), "w_scale": torch.ones(1, m)}
         scales = {name: scale.cuda() for name, scale in scales.items()}
         finite(skinny_mm(x.to(fp8), w.to(fp8).t(), **scales, out_dtype=torch.bfloat16))
+        norm, down = w[0].contiguous(), torch.randn(k, m // 2, dtype=x.dtype, device=x.device)
+        finite(norm_mm(x, norm, 1e-6, w.t()), gated_mlp(x, x + 1, norm, 1e-6, w.t(), down.t()))
 
 
 def sampling() -> None:

@@ -102,14 +102,19 @@ def test_kernels_of_inductor_wait(make_model):
     drawn(session)
     # By `type`: `isinstance` asks proxies of what is gone.
     kernels = [one for one in gc.get_objects() if issubclass(type(one), CachingAutotuner)]
-    seen = 0
+    seen = combos = 0
     for one in kernels:
         for result in getattr(one, "compile_results", []):
             binary = getattr(result, "kernel", None)
             if binary is None or not getattr(binary.metadata, "launch_pdl", False):
                 continue
-            ptx = binary.asm["ptx"]
             pointers = {i: f"p{i}" for i in range(64)}
-            assert faults(ptx, pointers, set(pointers.values())) == [], one.fn.__name__
+            wrong = faults(binary.asm["ptx"], pointers, set(pointers.values()))
+            if "combo_grid_meta" in one.inductor_meta:
+                # A program behind the last of its kernels would do nothing. None is launched.
+                wrong = [fault for fault in wrong if "end without" not in fault]
+                combos += 1
+            assert wrong == [], one.fn.__name__
             seen += 1
     assert seen >= 4
+    assert combos >= 1

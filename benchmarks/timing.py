@@ -24,7 +24,7 @@ def median_ms(run: Callable[[], object], *, warmup: int = 5, repeats: int = 30) 
 
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`run` as a CUDA graph, after one call outside of it. The graph keeps `run` and what it reads."""
+    """`run` as a CUDA graph, which keeps what `run` reads, after one call outside of it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -9,7 +9,7 @@ T rows, K inputs, M outputs, F columns of a gate.
 import torch
 
 from attn_ops.ops.library import LIBRARY
-from attn_ops.ops.skinny_mm import product, takes
+from attn_ops.ops.skinny_mm import is_skinny, product, takes
 
 LIBRARY.define(
     "norm_mm(Tensor x, Tensor norm_weight, float eps, Tensor w, Tensor? bias=None) -> Tensor"
@@ -67,7 +67,10 @@ def _gated_mlp(
         )
         return launch_fused(gated, w_down, residuals=(x, residual))
     total, normed = _normed(x, residual, norm_weight, eps)
-    return total + product(_gated(product(normed, w_gate_up)), w_down)
+    gated = _gated(product(normed, w_gate_up))
+    if is_skinny(gated.shape[0], w_down, gated.device):
+        return total + product(gated, w_down)
+    return total.addmm_(gated, w_down)  # `total` is a tensor of its own
 
 
 @torch.library.register_fake("attn_ops::gated_mlp", lib=LIBRARY)

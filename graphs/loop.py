@@ -130,11 +130,12 @@ class StepLoop:
         if not room or not step or step.query_len != 1:
             self.step(ahead=False)
             return
-        drafted = Rows()
+        rows = []
         for s in step[:room]:
             known = () if s.request.id in self.token_stream else drafts.get(s.request.id, ())
             draft = (*known, *[0] * (k - len(known)))
-            drafted.append(dataclasses.replace(s, num_tokens=1 + k, draft=draft))
+            rows.append(dataclasses.replace(s, num_tokens=1 + k, draft=draft))
+        drafted = Rows(rows)
         self._run_alone(drafted, self._captured(drafted))
 
     def warm_up(self) -> None:
@@ -224,7 +225,7 @@ class StepLoop:
             logits=self._wants_logits(step),
             groups=0 if shared is None else shared.num_groups,
         )
-        if key is None or (step[0].draft and not key.uniform):  # mixed: logits of last rows only
+        if key is None or (step.num_draft and not key.uniform):  # mixed: logits of last rows only
             return None
         captured = self._capture(key, mode)  # first: a new graph is timed
         if captured is None or not self.gains.pays(key, step.num_tokens):
@@ -260,7 +261,7 @@ class StepLoop:
             self.num_steps["captured"] += 1
             tokens = captured.tensors.device["tokens"][0].tolist()
         self.num_launches["waited"] += 1
-        rows = len(step[0].draft) + 1
+        rows = step.num_draft + 1
         drawn = [tokens[i * rows : (i + 1) * rows] for i in range(len(step))]
         self.token_stream.take(step, drawn)
 

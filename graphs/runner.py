@@ -126,7 +126,7 @@ class StepRunner:
         One a request; of requests with a draft one a row, where all have drafts of one length. None
         where no `logits` are wanted. `last_R`: tokens of the step before; see `take_tokens`.
         """
-        query_len = step.query_len if step[0].draft else None
+        query_len = step.query_len if step.num_draft else None
         tensors = StepTensors.allocate(
             step.num_tokens,
             len(step),

@@ -95,9 +95,8 @@ def largest_step(max_tokens: int, max_batch_size: int, budget: int) -> Rows:
     prompt = [0] * max_tokens
     none: frozenset[int] = frozenset()
     sampling = SamplingParams(seed=0)
-    rows = Rows()
+    rows = []
     for number in lengths:
         request = Request(len(rows), prompt, 1, sampling, none, none, max_tokens)
-        begin, row = max_tokens - number, len(rows)
-        rows.append(Scheduled(request, number, begin, max_tokens, True, max_tokens, row=row))
-    return rows
+        rows.append(Scheduled(request, number, max_tokens - number, max_tokens, True, max_tokens))
+    return Rows(rows)

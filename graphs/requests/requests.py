@@ -22,9 +22,11 @@ PACKED = np.dtype(
         *((name, str(dtype).removeprefix("torch.")) for name, (dtype, _) in FIELDS.items()),
         ("stop_tokens", "int64", MAX_STOP_TOKENS),
         ("last_position", "int64"),
+        ("end", "int64"),
+        ("kind", "int64"),
     ]
 )
-"""Fields of a step's tensors that stay as long as the request."""
+"""What of a request never changes: fields of a step's tensors, `end`, the kind of sampling."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,11 +93,12 @@ class Request:
     # Cached: a step joins those of hundreds of requests.
     @functools.cached_property
     def packed(self) -> bytes:
-        """What of the request stands in a step's tensors and never changes: one of `PACKED`."""
+        """One of `PACKED`."""
         stops = sorted(self.stops)[:MAX_STOP_TOKENS]
         stops += [-1] * (MAX_STOP_TOKENS - len(stops))
         fields = tuple(getattr(self.sampling, name) for name in FIELDS)
-        return np.array((*fields, stops, self.max_tokens - 1), dtype=PACKED).tobytes()
+        rest = (stops, self.max_tokens - 1, self.end, self.sampling.kind)
+        return np.array((*fields, *rest), dtype=PACKED).tobytes()
 
     def tokens(self, begin: int, end: int) -> list[int]:
         """Tokens at positions begin to end, of the prompt and then of the generated ones."""

@@ -8,10 +8,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import NO_MATCH, Match
 from graphs.requests.requests import Request
-from graphs.requests.scheduled import FAR, After
+from graphs.requests.scheduled import FAR, After, Known
 
 STRIDE = 64
 """Tokens by which requests grow while blocks are plentiful: tables on the device change rarely."""
@@ -100,17 +102,15 @@ class Reservations:
         self._num_recomputed_tokens += max(0, request.num_lost - match.num_tokens)
         request.num_lost = 0
 
-    def short(self, requests: Sequence[Request], after: After) -> list[Request]:
+    def short(self, known: Known, after: After) -> list[Request]:
         """Those whose next steps would write behind their blocks."""
         if self.by_length:
             return []
         # Launched steps draw a token each at most. It is cheaper not to look them up.
         most = after.num_steps + self.lookahead
-        near = [
-            r for r in requests
-            if r.room < r.end - 1 and r.room < len(r.prompt) + len(r.token_ids) + most
-        ]  # fmt: skip
-        return [r for r in near if self._lacks(r, self._wanted(r, after))]
+        near = known.rooms < np.minimum(known.packed["end"] - 1, known.lengths + most)
+        found = (known.requests[row] for row in np.nonzero(near)[0].tolist())
+        return [r for r in found if self._lacks(r, self._wanted(r, after))]
 
     def extend(self, request: Request, running: Sequence[Request], after: After) -> bool:
         """Take blocks for the next steps; False: too few are free.

@@ -6,10 +6,13 @@ step before are still drawn: such a row takes its last token on the device.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
 
-from graphs.requests.requests import Request
+import numpy as np
+
+from graphs.requests.requests import PACKED, Request
 from graphs.sampling.params import Sampling
 
 FAR = 2**31
@@ -27,7 +30,6 @@ class Scheduled:
     wants_token: bool  # it ends at the last of those, whose logits are sampled
     room: int  # tokens that its blocks hold
     source: int = -1  # row of the step before that draws its last token; -1: the host knows it
-    row: int = 0  # of the batch
     draft: tuple[int, ...] = ()  # after the last known token, and counted in num_tokens
 
     def tokens(self) -> list[int]:
@@ -43,77 +45,177 @@ class Scheduled:
         """Tokens that the request may still get, from this step on."""
         return self.request.end - self.length
 
-    @property
-    def reach(self) -> int:
-        """Decode steps from this one on that its blocks hold."""
-        return FAR if self.room >= self.request.longest else self.room - self.length + 1
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Columns:
+    """Fields of `Scheduled` of S rows, but for drafts: arrays [S], int64 or bool."""
+
+    requests: list[Request]
+    packed: np.ndarray  # what of the requests never changes: `PACKED`
+    num_tokens: np.ndarray
+    num_computed: np.ndarray
+    lengths: np.ndarray
+    wants_token: np.ndarray
+    rooms: np.ndarray
+    sources: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[Scheduled]) -> "Columns":
+        requests = [s.request for s in rows]
+        return cls(
+            requests,
+            packed_of(requests),
+            np.array([s.num_tokens for s in rows], dtype=np.int64),
+            np.array([s.num_computed for s in rows], dtype=np.int64),
+            np.array([s.length for s in rows], dtype=np.int64),
+            np.array([s.wants_token for s in rows], dtype=bool),
+            np.array([s.room for s in rows], dtype=np.int64),
+            np.array([s.source for s in rows], dtype=np.int64),
+        )
+
+    # Cached: launches in a row ask again and again.
+    @functools.cached_property
+    def ends(self) -> np.ndarray:
+        """Most tokens of each request, prompt and output."""
+        return self.packed["end"]
+
+    def rows(self) -> list[Scheduled]:
+        numbers = (self.num_tokens, self.num_computed, self.lengths, self.wants_token,
+                   self.rooms, self.sources)  # fmt: skip
+        return list(map(Scheduled, self.requests, *(column.tolist() for column in numbers)))
 
 
-class Rows(list[Scheduled]):
-    """The requests of a step, a row of the batch each; not changed once it is asked anything.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Known:
+    """What the host knows of S requests that run: arrays [S]."""
+
+    requests: list[Request]
+    packed: np.ndarray  # `PACKED`
+    lengths: np.ndarray  # of the prompt and all tokens that were read
+    rooms: np.ndarray  # tokens that their blocks hold
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "Known":
+        return cls(
+            list(requests),
+            packed_of(requests),
+            np.array([len(r.prompt) + len(r.token_ids) for r in requests], dtype=np.int64),
+            np.array([r.room for r in requests], dtype=np.int64),
+        )
+
+
+def packed_of(requests: Sequence[Request]) -> np.ndarray:
+    """[S] of `PACKED`."""
+    return np.frombuffer(b"".join([r.packed for r in requests]), dtype=PACKED)
+
+
+class Rows(Sequence[Scheduled]):
+    """The requests of a step, a row of the batch each; it does not change.
+
+    It is made of `Scheduled` or of `Columns`; the other is made when somebody asks for it.
 
     Attributes:
         num_released: `Reservations.num_released` when the step was scheduled.
         shared: prefixes that are attended to apart, a `SharedPrefixes`; None: there are none.
     """
 
-    num_released = 0
-    shared: Any = None
+    def __init__(self, rows: Iterable[Scheduled] | Columns = (), num_released: int = 0) -> None:
+        self.num_released = num_released
+        self.shared: Any = None
+        if isinstance(rows, Columns):
+            self.columns = rows
+        else:
+            self._rows = list(rows)
 
-    # Cached: launches in a row ask again and again.
+    # Cached: made once, where anybody asks.
     @functools.cached_property
-    def requests(self) -> list[Request]:
-        return [s.request for s in self]
+    def columns(self) -> Columns:
+        return Columns.of(self._rows)
 
-    # Cached: as `requests`.
+    # Cached: as `columns`.
+    @functools.cached_property
+    def _rows(self) -> list[Scheduled]:
+        return self.columns.rows()
+
+    @overload
+    def __getitem__(self, index: int) -> Scheduled: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Scheduled]: ...
+
+    def __getitem__(self, index: int | slice) -> Scheduled | list[Scheduled]:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def requests(self) -> list[Request]:
+        return self.columns.requests
+
+    # Cached: launches in a row ask again and again. So are the others.
     @functools.cached_property
     def num_tokens(self) -> int:
         """Of all rows."""
-        return sum([s.num_tokens for s in self])
+        return int(self.columns.num_tokens.sum())
 
-    # Cached: as `requests`.
+    # Cached: as `num_tokens`.
+    @functools.cached_property
+    def num_draft(self) -> int:
+        """Tokens of the first row's draft."""
+        return len(self._rows[0].draft) if "_rows" in self.__dict__ else 0
+
+    # Cached: as `num_tokens`.
     @functools.cached_property
     def query_len(self) -> int | None:
         """Tokens of every request, where all want one of every token; None: of a mixed step."""
-        number = 1 + len(self[0].draft)
-        same = all(s.num_tokens == number and s.wants_token for s in self)
+        number, columns = 1 + self.num_draft, self.columns
+        same = (columns.num_tokens == number).all() and columns.wants_token.all()
         return number if same else None
 
-    # Cached: as `requests`.
+    # Cached: as `num_tokens`.
     @functools.cached_property
     def any_logits(self) -> bool:
         """Whether any row wants a token."""
-        return any(s.wants_token for s in self)
+        return bool(self.columns.wants_token.any())
 
-    # Cached: as `requests`.
+    # Cached: as `num_tokens`.
     @functools.cached_property
     def kind(self) -> Sampling:
         """The strongest that a request wants."""
-        return max([s.request.sampling.kind for s in self])
+        return Sampling(int(self.columns.packed["kind"].max()))
 
-    # Cached: as `requests`.
+    # Cached: as `num_tokens`.
     @functools.cached_property
     def takes_tokens(self) -> bool:
         """Whether a row takes its token from the step before."""
-        return any(s.source >= 0 for s in self)
+        return bool((self.columns.sources >= 0).any())
 
-    # Cached: as `requests`.
+    # Cached: as `num_tokens`.
+    @functools.cached_property
+    def remaining(self) -> np.ndarray:
+        """[S]: tokens that each request may still get, from this step on."""
+        return self.columns.ends - self.columns.lengths
+
+    # Cached: as `num_tokens`.
     @functools.cached_property
     def least(self) -> int:
         """Fewest tokens that one of the requests may still get."""
-        return min([s.request.end - s.length for s in self])
+        return int(self.remaining.min())
 
-    # Cached: as `requests`.
-    @functools.cached_property
-    def reach(self) -> int:
-        """Decode steps from this one on that the blocks of all requests hold."""
-        return min([s.reach for s in self])
-
-    # Cached: as `requests`.
+    # Cached: as `num_tokens`.
     @functools.cached_property
     def most(self) -> int:
         """Most tokens of them."""
-        return max([s.request.end - s.length for s in self])
+        return int(self.remaining.max())
+
+    # Cached: as `num_tokens`.
+    @functools.cached_property
+    def reach(self) -> int:
+        """Decode steps from this one on that the blocks of all requests hold."""
+        columns = self.columns
+        whole = columns.rooms >= columns.ends - 1
+        return int(np.where(whole, FAR, columns.rooms - columns.lengths + 1).min())
 
 
 class After:
@@ -128,34 +230,60 @@ class After:
         self._scheduled = rows if isinstance(rows, Rows) else Rows(rows)
         self.num_steps = num_steps
 
-    # Cached: nobody asks for it while the batch stays as it is.
+    # Cached: nobody asks for it while the batch stays as it is. So are the others.
     @functools.cached_property
-    def _rows(self) -> dict[Request, Scheduled]:
-        return {s.request: s for s in self._scheduled}
+    def _row_of(self) -> dict[Request, int]:
+        return {request: row for row, request in enumerate(self._scheduled.requests)}
+
+    # Cached: as `_row_of`.
+    @functools.cached_property
+    def _computed(self) -> np.ndarray:
+        columns = self._scheduled.columns
+        return columns.num_computed + columns.num_tokens + (self.num_steps - 1)
+
+    # Cached: as `_row_of`.
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray:
+        columns = self._scheduled.columns
+        return columns.lengths + columns.wants_token + (self.num_steps - 1)
+
+    # Cached: as `_row_of`.
+    @functools.cached_property
+    def _ended(self) -> frozenset[Request]:
+        ended = (self._lengths >= self._scheduled.columns.ends).tolist()
+        return frozenset(itertools.compress(self._scheduled.requests, ended))
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._rows
+        return request in self._row_of
 
     def place(self, request: Request) -> tuple[int, int, int]:
         """`num_computed`, `length` and `source` of the request in the next step."""
-        return next(self.places([request]))
+        row, known = self._row_of.get(request), request.num_tokens
+        if row is None:
+            return request.num_computed, known, -1
+        length = int(self._lengths[row])
+        return int(self._computed[row]), length, -1 if length == known else row
 
-    def places(self, requests: Sequence[Request]) -> Iterator[tuple[int, int, int]]:
-        """`place` of every request."""
-        find, more = self._rows.get, self.num_steps - 1
-        for request in requests:
-            s = find(request)
-            known = len(request.prompt) + len(request.token_ids)
-            if s is None:
-                yield request.num_computed, known, -1
-            else:
-                length = s.length + s.wants_token + more
-                yield s.num_computed + s.num_tokens + more, length, -1 if length == known else s.row
+    def places(
+        self, requests: Sequence[Request], known: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`place` of every request, whose `known` tokens [S] the host has: three arrays [S]."""
+        computed = np.array([r.num_computed for r in requests], dtype=np.int64)
+        sources = np.full(len(requests), -1, dtype=np.int64)
+        if not self._scheduled:
+            return computed, known, sources
+        find, lengths = self._row_of.get, known.copy()
+        found = np.array([find(r, -1) for r in requests], dtype=np.int64)
+        (launched,) = np.nonzero(found >= 0)
+        rows = found[launched]
+        computed[launched] = self._computed[rows]
+        lengths[launched] = self._lengths[rows]
+        sources[launched] = np.where(lengths[launched] == known[launched], -1, rows)
+        return computed, lengths, sources
 
     def has_ended(self, request: Request) -> bool:
         """Whether the request gets its last possible token in the launched steps."""
-        s = self._rows.get(request)
-        return s is not None and s.length + s.wants_token + self.num_steps - 1 >= request.end
+        return request in self._ended
 
     def num_ended(self, requests: Sequence[Request]) -> int:
         """How many of the requests have."""

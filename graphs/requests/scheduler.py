@@ -11,12 +11,14 @@ requests with one prefix beside each other, then prompt chunks up to the token b
 from collections import deque
 from collections.abc import Iterator
 
+import numpy as np
+
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import Match
 from graphs.requests.prefixes import PrefixSharing, Watched
 from graphs.requests.requests import Request
 from graphs.requests.reservations import Reservations
-from graphs.requests.scheduled import NOTHING, After, Rows, Scheduled
+from graphs.requests.scheduled import NOTHING, After, Columns, Known, Rows
 
 
 class Scheduler:
@@ -67,18 +69,20 @@ class Scheduler:
             self.prefixes.refresh()
             self.prefixes.keep_prompts(self.running, after)
             self.reservations.release(self.running)
-        number = len(self.running)
-        if not self._extend(after):
+        known = Known.of(self.running)
+        short = self.reservations.short(known, after)
+        if not self._extend(short, after):
             return Rows()
-        if len(self.running) == number:  # who was preempted needs more than is free
+        if len(self.running) == len(known.requests):  # who was preempted needs more than is free
             self._admit(after)
         if self.prefixes.is_on:
             self.cache.copy_partial()
-        return self._filled(after)
+        if short or len(self.running) != len(known.requests):
+            known = Known.of(self.running)
+        return self._filled(known, after)
 
-    def _extend(self, after: After) -> bool:
+    def _extend(self, short: list[Request], after: After) -> bool:
         """Give requests the blocks of their next steps; False: wait for those that have ended."""
-        short = self.reservations.short(self.running, after)
         for request in sorted(short, key=lambda r: r.id):
             while request in self.running and not self._extends(request, after):
                 if any(map(after.has_ended, self.running)):
@@ -92,33 +96,30 @@ class Scheduler:
     def _extends(self, request: Request, after: After) -> bool:
         return self.reservations.extend(request, self.running, after)
 
-    def _filled(self, after: After) -> Rows:
+    def _filled(self, known: Known, after: After) -> Rows:
         """Rows of running requests up to the budget: one of every decode, then of prompts."""
-        budget, most = self.max_tokens_per_step, self.max_batch_size
-        num_decodes, row = min(budget, most), 0
-        step = Rows()
-        step.num_released = self.reservations.num_released
-        prompts: list[tuple[Request, int, int]] = []
-        places = after.places(self.running)
-        for request, (num_computed, length, source) in zip(self.running, places, strict=True):
-            if num_computed < length - 1:
-                prompts.append((request, num_computed, length))
-            elif row < num_decodes and length < request.end:
-                room = request.room
-                step.append(Scheduled(request, 1, num_computed, length, True, room, source, row))
-                row += 1
-        if row and not prompts:
-            step.query_len = 1
-        budget -= row
-        prompts.sort(key=lambda prompt: prompt[0].id)  # those that run are neighbours by prefix
-        for request, num_computed, length in prompts[: most - row]:
+        requests, budget = known.requests, self.max_tokens_per_step
+        computed, lengths, sources = after.places(requests, known.lengths)
+        is_prompt = computed < lengths - 1
+        (decodes,) = np.nonzero(~is_prompt & (lengths < known.packed["end"]))
+        decodes = decodes[: min(budget, self.max_batch_size)]
+        # Those that run are neighbours by prefix.
+        prompts = sorted(np.nonzero(is_prompt)[0].tolist(), key=lambda row: requests[row].id)
+        prompts, budget = prompts[: self.max_batch_size - decodes.size], budget - decodes.size
+        chunks: list[int] = []
+        for row in prompts:
             if budget > 0:
-                chunk = min(length - num_computed, budget)
-                ends, room = num_computed + chunk == length, request.room
-                step.append(Scheduled(request, chunk, num_computed, length, ends, room, -1, row))
-                budget -= chunk
-                row += 1
-        return step
+                chunks.append(min(int(lengths[row] - computed[row]), budget))
+                budget -= chunks[-1]
+        rows = np.append(decodes, np.array(prompts[: len(chunks)], dtype=np.int64))
+        num_tokens = np.ones(rows.size, dtype=np.int64)
+        num_tokens[decodes.size :] = chunks
+        wants_token = computed[rows] + num_tokens >= lengths[rows]
+        sources[is_prompt] = -1
+        columns = Columns([requests[row] for row in rows.tolist()], known.packed[rows], num_tokens,
+                          computed[rows], lengths[rows], wants_token, known.rooms[rows],
+                          sources[rows])  # fmt: skip
+        return Rows(columns, self.reservations.num_released)
 
     def stays(self, rows: Rows, after: After) -> bool:
         """Whether the next step after the launched ones has the requests and blocks of `rows`."""

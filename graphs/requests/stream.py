@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from graphs.requests.requests import Request, StepOutput
-from graphs.requests.scheduled import Scheduled
+from graphs.requests.scheduled import Rows, Scheduled
 from graphs.requests.scheduler import Scheduler
 
 
@@ -50,9 +50,7 @@ class TokenStream:
                     break
         self.scheduler.is_settled = was_settled
 
-    def collect(
-        self, rows: Sequence[Scheduled], begun: int, steps: Sequence[Sequence[int]]
-    ) -> None:
+    def collect(self, rows: Rows, begun: int, steps: Sequence[Sequence[int]]) -> None:
         """Take the tokens of launched steps; what a request drew after its end is dropped.
 
         Those that were taken before an interrupt are not taken again.
@@ -63,15 +61,18 @@ class TokenStream:
             steps: tokens of every step, row by row.
         """
         was_settled, self.scheduler.is_settled = self.scheduler.is_settled, False
+        columns = rows.columns
+        computed = (columns.num_computed + columns.num_tokens).tolist()
+        wanted, lengths = columns.wants_token.tolist(), columns.lengths.tolist()
+        numbers = list(zip(wanted, lengths, computed, strict=True))
         for number, tokens in enumerate(steps, begun):
-            for scheduled, token in zip(rows, tokens, strict=True):
-                request = scheduled.request
+            for request, row, token in zip(rows.requests, numbers, tokens, strict=True):
                 if request.id not in self.known or request.finish_reason or not request.room:
                     continue  # without room it was preempted since: the token is drawn again
-                if not scheduled.wants_token:
-                    computed = scheduled.num_computed + scheduled.num_tokens
-                    request.num_computed = max(request.num_computed, computed)
-                elif request.num_tokens == scheduled.length + number:
+                wants_token, length, num_computed = row
+                if not wants_token:
+                    request.num_computed = max(request.num_computed, num_computed)
+                elif request.num_tokens == length + number:
                     self._take(request, token)
         self.scheduler.is_settled = was_settled
 

@@ -4,11 +4,10 @@ S requests, G groups of neighbours, B tokens a block holds.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
-from graphs.requests.scheduled import Scheduled
+from graphs.requests.scheduled import Rows
 from graphs.step.blocks import BlockRows
 
 LEAST_REQUESTS = 16
@@ -36,7 +35,7 @@ class SharedPrefixes:
 
 
 def shared_prefixes(
-    step: Sequence[Scheduled], blocks: BlockRows, block_size: int, token_bytes: int
+    step: Rows, blocks: BlockRows, block_size: int, token_bytes: int
 ) -> SharedPrefixes | None:
     """Of decodes; None where they share too little for it to pay.
 
@@ -51,11 +50,11 @@ def shared_prefixes(
     least = LEAST_BYTES / (block_size * token_bytes)  # blocks
     if len(step) < LEAST_REQUESTS:
         return None
-    computed_S = np.array([s.num_computed for s in step]) // block_size
+    computed_S = step.columns.num_computed // block_size
     if computed_S.sum() < least:
         return None
     most = np.minimum(computed_S[:-1], computed_S[1:])
-    common = blocks.num_common([s.request.id for s in step], most)
+    common = blocks.num_common([request.id for request in step.requests], most)
     levels = np.unique(common[common > 0])[::-1]
     if levels.size > MOST_LEVELS:
         levels = levels[np.linspace(0, levels.size - 1, MOST_LEVELS).astype(int)]

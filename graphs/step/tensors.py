@@ -16,7 +16,7 @@ import torch
 
 from attn_ops import PAD_SLOT_ID, CommonAttentionMetadata
 from attn_ops.metadata import positions_of_step
-from graphs.requests.requests import MAX_STOP_TOKENS, PACKED
+from graphs.requests.requests import MAX_STOP_TOKENS
 from graphs.requests.scheduled import Rows
 from graphs.sampling import FIELDS
 from graphs.step.blocks import BlockRows
@@ -146,9 +146,9 @@ class StepTensors:
         """
         if self.uploaded is not None:
             self.uploaded.synchronize()  # what was uploaded last may be on its way
-        query = np.array([s.num_tokens for s in step], dtype=np.int32)
-        computed = np.array([s.num_computed for s in step], dtype=np.int32)
-        start = np.zeros(len(step) + 1, dtype=np.int32)
+        columns = step.columns
+        query, computed, packed = columns.num_tokens, columns.num_computed, columns.packed
+        start = np.zeros(len(step) + 1, dtype=np.int64)
         np.cumsum(query, out=start[1:])
         num_tokens, num_reqs = int(start[-1]), len(step)
         host = self.arrays
@@ -156,7 +156,6 @@ class StepTensors:
         for name, (blocks, rows) in zip(self.versions, tables, strict=True):
             self._fill_blocks(name, blocks, rows)
         self._fill_tokens(step, start)
-        packed = np.frombuffer(b"".join([s.request.packed for s in step]), dtype=PACKED)
         for name in (*FIELDS, "stop_tokens"):
             host[name][:num_reqs] = packed[name]
         rooms = [blocks.num_blocks[rows] * block_size for blocks, rows in tables]
@@ -166,8 +165,8 @@ class StepTensors:
             np.subtract(start[1:], 1, out=host["logits_indices"][:num_reqs])
             host["num_logits"][0] = num_reqs
         np.add(computed, query, out=host["seq_lens"][:num_reqs])
-        host["remaining"][:num_reqs] = [s.request.end - s.length for s in step]
-        host["sources"][:num_reqs] = [s.source for s in step]
+        host["remaining"][:num_reqs] = step.remaining
+        host["sources"][:num_reqs] = columns.sources
         host["active"][:num_reqs] = True
         self._fill_groups(step.shared, num_reqs)
 
@@ -204,7 +203,8 @@ class StepTensors:
         """Tokens that the host knows; those of decodes at once, others request by request."""
         ids = self.arrays["input_ids"][0]
         if step.query_len == 1:
-            ids[: len(step)] = [(s.request.token_ids or s.request.prompt)[-1] for s in step]
+            if (step.columns.sources < 0).any():  # the device has the tokens of the others
+                ids[: len(step)] = [(r.token_ids or r.prompt)[-1] for r in step.requests]
             return
         for s, begin in zip(step, start[:-1].tolist(), strict=True):
             first, end = s.num_computed, s.num_computed + s.num_tokens
@@ -230,7 +230,7 @@ class StepTensors:
         """
         host, num_reqs, num_tokens = self.arrays, query.size, int(start[-1])
         if num_tokens == num_reqs:
-            positions, request = computed.astype(np.int64), np.arange(num_reqs)
+            positions, request = computed, np.arange(num_reqs)
         else:
             positions = positions_of_step(query, computed, start)
             request = np.repeat(np.arange(num_reqs), query)

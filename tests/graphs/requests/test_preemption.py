@@ -6,7 +6,7 @@ import torch
 
 from attn_ops import AttentionSpec, PagedKVCache
 from graphs.requests.requests import Request
-from graphs.requests.scheduled import After, Scheduled
+from graphs.requests.scheduled import After, Rows, Scheduled
 from graphs.requests.scheduler import Scheduler
 from graphs.sampling import SamplingParams
 from tests.graphs.requests.test_prefixes import Weights
@@ -30,10 +30,10 @@ def queue(scheduler, number, length, new=8) -> Request:
 def step(scheduler) -> dict[int, int]:
     """Tokens that a step computes, by request; it writes only to blocks of its request."""
     scheduled = scheduler.next_step()
+    assert not scheduled or scheduled.reach >= 1
     for s in scheduled:
         room = 4 * len(scheduler.cache.blocks(s.request.id))
         assert s.request.num_computed + s.num_tokens <= s.request.room == room
-        assert s.reach >= 1
         if s.wants_token:
             s.request.append(9)
             if s.request.finish_reason:
@@ -144,7 +144,7 @@ def test_steps_reach_no_further_than_blocks():
     first, second = queue(scheduler, 0, 8, new=20), queue(scheduler, 1, 4, new=4)
     step(scheduler)
     assert [r.room for r in (first, second)] == [12, 8]
-    reaches = {s.request.id: s.reach for s in scheduler.next_step()}
+    reaches = {s.request.id: Rows([s]).reach for s in scheduler.next_step()}
     assert reaches[0] == 4, "tokens 9 to 12"
     assert reaches[1] > 100, "its longest sequence"
 
@@ -171,7 +171,7 @@ def test_who_has_ended_in_launched_steps_is_waited_for():
     first.append(9)
     after = After([rows[1]])
     assert after.has_ended(second)
-    assert scheduler.next_step(after) == []
+    assert not scheduler.next_step(after)
     assert scheduler.running == [first, second]
     assert scheduler.reservations.counts().num_preemptions == 0
 
@@ -186,7 +186,7 @@ def test_a_preempted_request_waits_until_its_launched_steps_are_read():
     scheduler.cache.free(first.id)
     scheduler.running.clear()
     launched = Scheduled(second, 1, 11, 12, True, 0)
-    assert scheduler.next_step(After([launched])) == []
+    assert not scheduler.next_step(After([launched]))
     assert [s.num_tokens for s in scheduler.next_step()] == [12]
 
 

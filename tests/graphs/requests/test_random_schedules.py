@@ -149,7 +149,7 @@ class Schedule:
         self.check()
 
     def check(self) -> None:
-        assert self.scheduler.next_step() == []  # it ends what was interrupted
+        assert not self.scheduler.next_step()  # it ends what was interrupted
         assert not self.scheduler.waiting
         assert not self.scheduler.running
         for request in self.known.values():

@@ -30,7 +30,8 @@ def new_request(number: int, rng: random.Random) -> Request:
 
 
 def scheduled(requests: list[Request], query_len: int | None, rng: random.Random) -> Rows:
-    rows, left = Rows(), TOKENS - 1
+    rows: list[Scheduled] = []
+    left = TOKENS - 1
     for row, request in enumerate(requests):
         length = request.num_tokens
         if query_len is not None:
@@ -39,14 +40,14 @@ def scheduled(requests: list[Request], query_len: int | None, rng: random.Random
             pending = source >= 0
             begin = length - 1 + pending
             rows.append(
-                Scheduled(request, query_len, begin, length + pending, True, 0, source, row, draft)
+                Scheduled(request, query_len, begin, length + pending, True, 0, source, draft)
             )
             continue
         begin = rng.randrange(length)
         chunk = min(length - begin, rng.randrange(1, 6), left - len(requests) + row + 1)
         left -= chunk
-        rows.append(Scheduled(request, chunk, begin, length, begin + chunk == length, 0, row=row))
-    return rows
+        rows.append(Scheduled(request, chunk, begin, length, begin + chunk == length, 0))
+    return Rows(rows)
 
 
 @pytest.mark.parametrize("query_len", [1, 3, None])
@@ -83,7 +84,7 @@ def test_as_request_by_request(query_len, seed):
         tables = [cache.blocks(s.request.id) for s in step]
         host_step.fill_by_rows(want, step, tables, BLOCK)
         if query_len == 1:  # the device writes those that it has
-            taken = [s.row for s in step if s.source >= 0]
+            taken = [row for row, s in enumerate(step) if s.source >= 0]
             tensors.arrays["input_ids"][0, taken] = 0
         for name, array in want.arrays.items():
             assert np.array_equal(tensors.arrays[name], array), (number, name)

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,11 +29,13 @@ hypothesis.settings.register_profile("attn_ops", database=None, derandomize=True
 hypothesis.settings.load_profile("attn_ops")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    slow = set((Path(__file__).parent / "slow_tests.txt").read_text().splitlines())
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if slow & {item.nodeid, item.nodeid.split("::")[0]}:
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 

@@ -249,3 +249,11 @@ print(json.dumps({{
         in_a_new_process(f"import json, sys, torch; before = {modules}; import attn_ops; {added}")
         == []
     )
+
+
+def test_slow_tests_exist():
+    """A test of another name is quick again."""
+    for line in (ROOT / "tests" / "slow_tests.txt").read_text().splitlines():
+        path, _, name = line.partition("::")
+        text = (ROOT / path).read_text()
+        assert not name or f"def {name.split('[')[0].split('::')[-1]}(" in text, line

@@ -15,13 +15,14 @@ from tests.kit.ptx import faults
 pytestmark = pytest.mark.gpu
 OPTIONS = {"max_batch_size": 8, "max_tokens": 256, "max_tokens_per_step": 64}
 FUSED = {"norm_products": "always", "fused_mlp": "always"}
+MERGED = ("llama", "qwen3", "mistral", "phi3")
 APART = dict.fromkeys(FUSED, "never")
 
 
 def session_of(make_model, family="llama", *, options=None, backend="TRITON", **more):
     torch._dynamo.reset()
     model = wide(make_model, family)
-    if family == "llama":
+    if family in MERGED:
         merge_projections(model)
     compiled = torch.compile(
         model, backend=fx_passes.attn_ops, fullgraph=True, options=options or {}
@@ -65,16 +66,21 @@ def test_20000_verified_steps(make_model, options):
         seed += 1
 
 
-def test_fused_products_are_used(make_model):
-    """First tokens are those of separate kernels; later ones may part where two are nearly equal.
+@pytest.mark.parametrize("options", [{}, FUSED])
+@pytest.mark.parametrize("family", MERGED)
+def test_fused_products_are_used(make_model, family, options):
+    """Second tokens are those of separate kernels; later ones may part where two are nearly equal.
 
-    Numbers are compared in tests/attn_ops/ops/test_fused_products.py.
+    The first of them is drawn in a replay. Numbers are compared in
+    tests/attn_ops/ops/test_fused_products.py.
     """
-    plain, fused = (session_of(make_model, options=options) for options in (APART, FUSED))
-    same = [a[0] == b[0] for a, b in zip(drawn(plain), drawn(fused), strict=True)]
-    assert fused.compile_record.matches()["fused_mlp"] == 1
-    assert fused.compile_record.matches()["norm_products"] == 1
-    assert sum(same) >= len(same) - 1
+    plain, fused = (session_of(make_model, family, options=o) for o in (APART, options))
+    pairs = zip(drawn(plain), drawn(fused), strict=True)
+    same = [a[1] == b[1] for a, b in pairs if a[0] == b[0]]
+    matches = fused.compile_record.matches()
+    assert matches["fused_mlp"] >= 1
+    assert matches["norm_products"] >= 1
+    assert sum(same) >= len(PROMPTS) - 2
 
 
 def test_fused_products_in_replays_alone(make_model):

@@ -178,8 +178,9 @@ class Compilation:
 
     def _call_model(self) -> None:
         before = dict(counters["graph_break"])
+        asks = Recorder(replays=self.record.replays)  # a dump compiles without `record`
         try:
-            with paused_collector():
+            with paused_collector(), recording(asks):
                 self.seconds = self.runner.compile(dynamic_batch)
         except ConstraintViolationError as error:
             found = [text for text, n in counters["graph_break"].items() if n != before.get(text)]

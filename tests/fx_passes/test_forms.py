@@ -9,7 +9,7 @@ import fx_passes
 from attn_ops.integrations.merged import merge_projections
 from fx_passes import Recorder, recording
 from fx_passes.forms import config_of_replays, forms_of, replayed, with_forms
-from graphs import DecodeSession
+from graphs import DecodeSession, dump
 from graphs.capture.recorder import Step
 from tests.kit.marks import slow
 
@@ -206,3 +206,17 @@ def test_a_second_start_has_both(make_model, taken, tmp_path):
     assert second.report().compile_cache.startswith("loaded")
     assert set(taken) == {True, False}
     assert "1 x 2 layers" in str(second.report())
+
+
+@pytest.mark.slow
+def test_a_dump_of_a_session_has_both(make_model, monkeypatch, tmp_path):
+    """It compiles once more what runs from then on."""
+    monkeypatch.setattr("fx_passes.forms.takes_fused", lambda w, device: True)
+    session = session_of(merged(make_model), {}, debug="eager_replay")
+    want = tokens(session)
+    with dump(tmp_path):
+        assert tokens(session) == want
+    printed = "".join(path.read_text() for path in tmp_path.rglob("*.txt"))
+    printed += (tmp_path / "dump.json").read_text()
+    assert "replayed" in printed
+    assert "gated_mlp" in printed

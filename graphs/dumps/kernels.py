@@ -12,6 +12,7 @@ The code is read as text; nothing of it runs. A call is a dict:
         null where the size of an argument is not known, or no such sum. "T" is the number of
         tokens of the step; other names are Inductor's symbols.
     "detail": "[T, 4096] x [4096, 6144]" of a product, else "".
+    "parts": of several products in one call, the last three of each; else empty.
 """
 
 import ast
@@ -78,10 +79,13 @@ def _kernel(
         "model_nodes": [one for one in model.split(", ") if one],
         "graph_nodes": list(dict.fromkeys(_GRAPH_NODE.findall(source))),
         "group": PRODUCTS if moved.detail else group_of(name),
-        "bytes_read": moved.read,
-        "bytes_written": moved.written,
-        "detail": moved.detail,
+        **_bytes(moved),
+        "parts": [_bytes(part) for part in moved.parts],
     }
+
+
+def _bytes(moved: Moved) -> dict[str, Any]:
+    return {"bytes_read": moved.read, "bytes_written": moved.written, "detail": moved.detail}
 
 
 def _moved(name: str, line: str, source: str, buffers: Buffers) -> Moved:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from fx_passes.naming import REPLAYED
 from graphs.dumps.calls import beside_graph
 from graphs.dumps.data import raw, read
 from graphs.dumps.difference import rows
@@ -88,7 +89,12 @@ def _fill(data: dict[str, Any], index: Index, directory: Path) -> None:
     for name in (*data["files"], *data["inductor"]):
         raw(directory, name)
     if data["timeline"] is not None:
-        found = [one["calls"] for one in data["kernels"]]
+        names = [graph["name"] for graph in data["graphs"]]
+        found = [  # what is timed runs the forms of replays
+            [] if one["graph"] is not None and names[one["graph"]] + REPLAYED in names
+            else one["calls"]
+            for one in data["kernels"]
+        ]  # fmt: skip
         calls = [one["num_calls"] for one in data["kernels"]]
         on_gpu = any(session["device"] != "cpu" for session in data["sessions"])
         data["timeline"] = beside_calls(data["timeline"], found, calls, on_gpu)

@@ -22,8 +22,9 @@ _TYPES = {
 }  # fmt: skip
 _PRODUCTS = re.compile(
     r"^(?:extern_kernels\.|torch\.ops\.aten\.)_?(?:scaled_)?(?:add|badd|b)?mm(?:\.\w+)?$|"
-    r"^torch\.ops\.attn_ops\.skinny_mm\.default$"
+    r"^torch\.ops\.attn_ops\.(?:skinny_mm|norm_mm)\.default$"
 )
+_GATED_MLP = "torch.ops.attn_ops.gated_mlp.default"
 _CPP_HEAD = re.compile(r"kernel\((.*?)\)\s*\{", re.DOTALL)
 _TRITON_HEAD = re.compile(r"^def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
 _SIGNATURE = re.compile(r"'signature': (\{.*?\})")
@@ -38,6 +39,7 @@ class Moved:
     read: Size | None = None
     written: Size | None = None
     detail: str = ""  # what a product computes
+    parts: tuple["Moved", ...] = ()  # of a call that is several products: each of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +77,14 @@ def moved_by_product(name: str, call: ast.Call, buffers: Buffers) -> tuple[Moved
     Nothing where it is no product or an argument is not known.
     """
     tensors = [buffer for node in call.args if (buffer := buffers.of(node)) is not None]
+    if name == _GATED_MLP and len(tensors) == 5:
+        return _moved_by_mlp(*tensors)
     if not _PRODUCTS.match(name) or len(tensors) < 2:
         return Moved(), None
     has_bias = re.search(r"\.b?addmm", name) is not None
     first, second = tensors[has_bias : has_bias + 2]
+    if name.endswith("norm_mm.default"):
+        second = tensors[2] if len(tensors) > 2 else Buffer(None)
     if first.shape is None or second.shape is None or not first.shape or not second.shape:
         return Moved(), None
     keywords = {k.arg: k.value for k in call.keywords}
@@ -90,6 +96,27 @@ def moved_by_product(name: str, call: ast.Call, buffers: Buffers) -> tuple[Moved
     inputs += [b.num_bytes() for k, v in keywords.items() if k != "out" and (b := buffers.of(v))]
     detail = " x ".join(_shape(tensor) for tensor in (first, second))
     return Moved(total(inputs), out.num_bytes(dtype), detail), out
+
+
+def _moved_by_mlp(
+    x: Buffer, residual: Buffer, norm: Buffer, up: Buffer, down: Buffer
+) -> tuple[Moved, Buffer | None]:
+    """Of `gated_mlp` where two kernels compute it: what is between them is written and read."""
+    if x.shape is None or down.shape is None or not x.shape or not down.shape:
+        return Moved(), None
+    dtype = x.dtype or up.dtype
+    gated, out = Buffer((*x.shape[:-1], down.shape[0]), dtype), Buffer(x.shape, dtype)
+    parts = []
+    for inputs, pair, result in (
+        ((x, residual, norm, up), (x, up), gated),
+        ((gated, down, x, residual), (gated, down), out),
+    ):
+        detail = " x ".join(map(_shape, pair))
+        read = total([tensor.num_bytes(dtype) for tensor in inputs])
+        parts.append(Moved(read, result.num_bytes(), detail))
+    both = " and ".join(part.detail for part in parts)
+    read, written = (total([getattr(p, name) for p in parts]) for name in ("read", "written"))
+    return Moved(read, written, both, tuple(parts)), out
 
 
 def _touched(

@@ -124,10 +124,7 @@ def _query_bytes(spec: AttentionSpec) -> int:
 
 def _products(graphs: Sequence[Row]) -> list[Row] | None:
     """Calls of products in the order of a step; None: the order of layers is not known."""
-    by_graph = [
-        ([call for call in graph["calls"] if call["group"] == PRODUCTS], graph["num_calls"])
-        for graph in graphs
-    ]
+    by_graph = [(_parts(graph["calls"]), graph["num_calls"]) for graph in graphs]
     kinds = {
         tuple((call["detail"], str(call["bytes_read"])) for call in calls)
         for calls, number in by_graph
@@ -136,6 +133,12 @@ def _products(graphs: Sequence[Row]) -> list[Row] | None:
     if len(kinds) > 1:
         return None
     return [call for calls, number in by_graph for _ in range(number) for call in calls]
+
+
+def _parts(calls: Sequence[Row]) -> list[Row]:
+    """Products, each of a call that is several."""
+    products = (call for call in calls if call["group"] == PRODUCTS)
+    return [part for call in products for part in call.get("parts") or (call,)]
 
 
 def _bytes(call: Row, num_tokens: int) -> int | None:

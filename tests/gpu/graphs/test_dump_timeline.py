@@ -7,6 +7,7 @@ import torch
 
 import fx_passes
 import graphs
+from attn_ops.integrations.merged import merge_projections
 from graphs.dumps.data import read
 from tests.gpu import graph_cases as cases
 
@@ -17,9 +18,9 @@ BATCH, LENGTH = 16, 1024
 PROMPTS = [[i + 1] * (5 + i) for i in range(BATCH)]
 
 
-@pytest.fixture(scope="module")
-def dumped(tmp_path_factory, make_model):
-    """Steps long enough that a launch is small beside them."""
+@pytest.fixture(scope="module", params=[False, True], ids=["apart", "merged"])
+def dumped(tmp_path_factory, make_model, request):
+    """Steps long enough that a launch is small beside them; merged, norms and gates are fused."""
     model = cases.wide(
         make_model,
         num_hidden_layers=LAYERS,
@@ -30,6 +31,8 @@ def dumped(tmp_path_factory, make_model):
         head_dim=SIZE,
         vocab_size=VOCAB,
     )
+    if request.param:
+        merge_projections(model)
     compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
     session = graphs.DecodeSession(
         compiled, max_batch_size=BATCH, max_tokens=LENGTH, capture_sizes=[BATCH]

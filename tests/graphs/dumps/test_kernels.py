@@ -12,6 +12,7 @@ from graphs.dumps.data import read
 from graphs.dumps.kernels import kernels, kernels_of
 from graphs.dumps.output_code.groups import group_of
 from graphs.dumps.output_code.sizes import in_words, read_size, value
+from graphs.dumps.timeline.moved import note_products
 
 TRITON = (Path(__file__).parent / "texts" / "triton_layer.txt").read_text()
 
@@ -220,3 +221,46 @@ def test_of_what_inductor_writes_now(tmp_path):
     (symbol,) = set(product["bytes_written"])
     assert sizes(product)[1:3] == ({symbol: 16 * 4, "": 16 * 32 * 4}, {symbol: 32 * 4})
     assert (relu["bytes_read"], relu["bytes_written"]) == ({symbol: 128}, {symbol: 128})
+
+
+FUSED = """
+async_compile.wait(globals())
+        assert_size_stride(arg0_1, (1, s27), (s27, 1), 'input')
+        assert_size_stride(arg1_1, (s27, 64), (64, 1), 'input')
+        assert_size_stride(arg2_1, (64, ), (1, ), 'input')
+        assert_size_stride(arg3_1, (96, 64), (64, 1), 'input')
+        assert_size_stride(arg4_1, (256, 64), (64, 1), 'input')
+        assert_size_stride(arg5_1, (64, 128), (128, 1), 'input')
+        buf0 = torch.ops.attn_ops.norm_mm.default(arg1_1, arg2_1, 1e-06, reinterpret_tensor(arg3_1, (64, 96), (1, 64), 0))
+        buf1 = torch.ops.attn_ops.gated_mlp.default(arg1_1, arg1_1, arg2_1, 1e-06, reinterpret_tensor(arg4_1, (64, 256), (1, 64), 0), reinterpret_tensor(arg5_1, (128, 64), (1, 128), 0))
+        buf2 = torch.ops.attn_ops.gated_mlp.default(arg1_1, buf1, arg2_1, 1e-06, u, v)
+
+
+def get_args():
+    arg1_1 = rand_strided((4, 64), (64, 1), device='cpu', dtype=torch.bfloat16)
+    arg2_1 = rand_strided((64, ), (1, ), device='cpu', dtype=torch.bfloat16)
+    arg3_1 = rand_strided((96, 64), (64, 1), device='cpu', dtype=torch.bfloat16)
+    arg4_1 = rand_strided((256, 64), (64, 1), device='cpu', dtype=torch.bfloat16)
+    arg5_1 = rand_strided((64, 128), (128, 1), device='cpu', dtype=torch.bfloat16)
+"""  # noqa: E501
+
+
+def test_of_fused_products():
+    """A gated MLP is two products; what is between them is written and read."""
+    norm, mlp, unknown = kernels(FUSED)
+    assert sizes(norm)[1:] == ({"T": 128, "": 128 + 96 * 128}, {"T": 192}, "[T, 64] x [64, 96]")
+    up, down = mlp["parts"]
+    assert [part["detail"] for part in (up, down)] == [
+        "[T, 64] x [64, 256]",
+        "[T, 128] x [128, 64]",
+    ]
+    assert up["bytes_read"] == {"T": 256, "": 128 + 256 * 128}
+    assert up["bytes_written"] == {"T": 256}
+    assert down["bytes_read"] == {"T": 256 + 256, "": 128 * 128}
+    assert down["bytes_written"] == {"T": 128}
+    assert mlp["bytes_read"] == {"T": 768, "": 128 + 256 * 128 + 128 * 128}
+    assert mlp["group"] == unknown["group"] == "products"
+    assert not unknown["parts"]
+    rows = [{"name": "fused_kernel", "group": "products"} for _ in range(3)]
+    assert note_products(rows, [{"calls": [norm, mlp], "num_calls": 1}], 4) == ""
+    assert [row["bytes"] for row in rows] == [13696, 34944, 18944]

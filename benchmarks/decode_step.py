@@ -68,6 +68,13 @@ def our_session(
     compiled: Any = torch.compile(
         model, backend=fx_passes.attn_ops, fullgraph=True, options=options
     )
+    return session_of(compiled, cases, backend, block_size)
+
+
+def session_of(
+    compiled: Any, cases: list[tuple[int, int]], backend: str | None, block_size: int = 16
+) -> DecodeSession:
+    """Of a compiled model, with graphs and room for the cases."""
     batches = sorted({batch for batch, _ in cases})
     longest = max(context for _, context in cases)
     tokens = max(batch * context for batch, context in cases) + 16 * max(batches)

@@ -4,6 +4,7 @@ Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeli
 """
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,13 +19,16 @@ from attn_ops.compat.inductor_until_2_13 import inductor_mended
 from attn_ops.compat.stride_order_until_2_16 import strides_ordered_without_guards
 from fx_passes.config import PassConfig
 from fx_passes.early_launch import early_launch_of
-from fx_passes.forms import config_of_replays, copied, with_forms
-from fx_passes.inductor_slot import SLOT, AtenPipeline, with_user_pass
+from fx_passes.failures import RefusedError
+from fx_passes.forms import IN_REPLAYS, config_of_replays, copied, with_forms
+from fx_passes.inductor_slot import SLOT, AtenPipeline, NeedlessFormError, with_user_pass
 from fx_passes.kept import autograd_cache
 from fx_passes.naming import GraphName
-from fx_passes.observe import recorders
+from fx_passes.observe import PassRecord, recorders
 from fx_passes.pipeline import run_dynamo_stage
 from fx_passes.regions import compile_regions
+
+logger = logging.getLogger(__name__)
 
 
 def attn_ops(
@@ -64,7 +68,7 @@ def attn_ops(
         piece: GraphModule, inputs: Sequence[Any], name: GraphName | None
     ) -> Callable[..., Any]:
         own = pipeline.named(name, f"{'' if keeper is None else keeper.nonce}{early}")
-        again = None if in_replays is None else SecondForm(piece, own.of_replays(in_replays))
+        again = None if in_replays is None else SecondForm(piece, own, in_replays, config)
         called = compile_fx(piece, inputs, config_patches={**patches, SLOT: own})
         other = None if again is None else again.compiled(inputs, patches)
         pieces.append(with_forms(cast(Callable[..., Any], called), other))
@@ -92,28 +96,67 @@ class SecondForm:
     Args:
         piece: the graph. It is copied, and so is the context in which it was traced, where
             AOTAutograd keeps state.
-        pipeline: of the second form.
+        first: the pipeline of the first form.
+        config: which passes run.
+        asked: the user's config. Where it asks for a second form, there must be one.
     """
 
-    def __init__(self, piece: GraphModule, pipeline: AtenPipeline) -> None:
-        self._piece, self._pipeline = copied(piece), pipeline
+    def __init__(
+        self, piece: GraphModule, first: AtenPipeline, config: PassConfig, asked: PassConfig
+    ) -> None:
+        self._piece = copied(piece)
+        in_parts = any(isinstance(m, GraphModule) for m in self._piece.children())
+        self._pipeline = first.of_replays(config, in_parts=in_parts)
         self._context = copy.copy(TracingContext.get())
+        self._asked = asked
 
     def compiled(
         self, inputs: Sequence[Any], patches: Mapping[str, Any]
     ) -> Callable[..., Any] | None:
-        """None where it would be the first form."""
+        """None where it would be the first form, or cannot be had and nobody has asked for it.
+
+        Raises:
+            RefusedError: somebody has.
+        """
         on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
         combined = {"combo_kernels": True} if on_gpu else {}
         options = {**combined, **patches, SLOT: self._pipeline}
+        undo = [recorder.checkpoint() for recorder in recorders()]
+        found, failed = None, None
         try:
             with tracing(self._context):
                 found = compile_fx(self._piece, inputs, config_patches=options)
-        except Exception:
-            if self._pipeline.is_needless:
-                return None
-            raise
-        return cast(Callable[..., Any], found)
+        except Exception as error:
+            failed = error
+        if found is not None and self._pipeline.num_matches:
+            return cast(Callable[..., Any], found)
+        for go_back in undo:
+            go_back()
+        if failed is not None and not _is_needless(failed):
+            self._tell(failed)
+        return None
+
+    def _tell(self, error: Exception) -> None:
+        named = self._pipeline.name or GraphName("whole graph")
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if asked := [name for name in IN_REPLAYS if getattr(self._asked, name) == "replays"]:
+            raise RefusedError(
+                f"{' and '.join(asked)} must not be 'replays' where the form of {named.text} for "
+                f"replays cannot be compiled, got {said}"
+            ) from error
+        why = f"replays run the {named.text} as calls do, for its own form failed: {said}"
+        logger.warning(why)
+        name, text = IN_REPLAYS[0], named.of_replays.text
+        record = PassRecord(name, "aten", text, 0, [why], named.num_calls, [why], summary=why)
+        for recorder in recorders():
+            recorder.passes.append(record)
+
+
+def _is_needless(error: BaseException | None) -> bool:
+    """Whether the pipeline has ended a compilation; Inductor may wrap its error."""
+    while error is not None and not isinstance(error, NeedlessFormError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import contextvars
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule
@@ -21,29 +21,42 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attn_ops.ops.fused_products import takes_fused
 from fx_passes.config import PassConfig
-from fx_passes.observe import recorders
 
 IN_REPLAYS = ("fused_mlp", "norm_products")
 """Passes that may be on in replays alone. Where nobody says otherwise, they are, on Hopper GPUs."""
 
-_replayed: contextvars.ContextVar[bool] = contextvars.ContextVar("attn_ops_replayed", default=False)
-"""Whether calls want the replayed form. Global: compiled code is called with tensors alone."""
+
+class Calls(NamedTuple):
+    """What calls of a model are for."""
+
+    replayed: bool = False  # they want the form of replays
+    captures: bool = False  # such calls are captured, too: what is compiled may have that form
+
+
+_ORDINARY = Calls()
+_calls: contextvars.ContextVar[Calls] = contextvars.ContextVar("attn_ops_calls", default=_ORDINARY)
+"""Of calls that are made now. Global: torch hands compiled code and backends nothing else."""
 
 
 @contextlib.contextmanager
-def replayed() -> Iterator[None]:
-    """What is called inside is captured, or compared with what is captured."""
-    token = _replayed.set(True)
+def calls(**purpose: bool) -> Iterator[None]:
+    """Calls inside are for what fields of `Calls` say."""
+    token = _calls.set(_calls.get()._replace(**purpose))
     try:
         yield
     finally:
-        _replayed.reset(token)
+        _calls.reset(token)
+
+
+def replayed() -> contextlib.AbstractContextManager[None]:
+    """What is called inside is captured, or compared with what is captured."""
+    return calls(replayed=True)
 
 
 def config_of_replays(config: PassConfig, example_inputs: Sequence[Any]) -> PassConfig | None:
     """The passes of the replayed form of a graph with such inputs; None: there is one form."""
     asked = {"replays"}
-    if any(recorder.replays for recorder in recorders()) and _has_kernels(example_inputs):
+    if _calls.get().captures and _has_kernels(example_inputs):
         asked.add("auto")
     wanted = [name for name in IN_REPLAYS if getattr(config, name) in asked]
     return dataclasses.replace(config, **dict.fromkeys(wanted, "always")) if wanted else None
@@ -67,7 +80,7 @@ def with_forms(called: Callable[..., Any], other: Callable[..., Any] | None) -> 
         return called
 
     def run(*args: Any) -> Any:
-        return (other if _replayed.get() else called)(*args)
+        return (other if _calls.get().replayed else called)(*args)
 
     run._boxed_call = getattr(called, "_boxed_call", False)  # pyright: ignore
     run.forms = (called, other)  # pyright: ignore

@@ -23,7 +23,7 @@ The post-grad slots run only when the cache misses.
 
 
 class NeedlessFormError(Exception):
-    """Ends the compilation of a form that is like the other one."""
+    """Ends the compilation of a second form that is like the first one."""
 
 
 class AtenPipeline(CustomGraphPass):
@@ -36,11 +36,12 @@ class AtenPipeline(CustomGraphPass):
         user_pass: what the slot held.
         name: of the graph, if it is a piece of the model; None: by what it computes.
         nonce: further part of the key; see `fx_passes.kept.Keeper`.
-        second: whether the graph is the second form of one, which a pass of `IN_REPLAYS` must
+        second: whether it runs on the second form of a piece, which a pass of `IN_REPLAYS` must
             change.
+        in_parts: whether the piece has subgraphs, one of which may be the one that changes.
 
     Attributes:
-        is_needless: whether no such pass has changed it. It is not compiled: the call raises.
+        num_matches: of such passes, in all graphs.
     """
 
     def __init__(
@@ -50,34 +51,40 @@ class AtenPipeline(CustomGraphPass):
         name: GraphName | None = None,
         nonce: str = "",
         second: bool = False,
+        in_parts: bool = False,
     ) -> None:
         self.config = config
         self.user_pass = user_pass
         self.name = name
         self.nonce = nonce
-        self.second = second
-        self.is_needless = False
+        self.second, self.in_parts = second, in_parts
+        self.num_matches = 0
 
     def named(self, name: GraphName | None, nonce: str = "") -> "AtenPipeline":
         """The same for a piece of the model."""
         return AtenPipeline(self.config, self.user_pass, name, nonce)
 
-    def of_replays(self, config: PassConfig) -> "AtenPipeline":
+    def of_replays(self, config: PassConfig, *, in_parts: bool = False) -> "AtenPipeline":
         """The same for the second form of a piece."""
-        return AtenPipeline(config, self.user_pass, self.name, self.nonce, second=True)
+        return AtenPipeline(
+            config, self.user_pass, self.name, self.nonce, second=True, in_parts=in_parts
+        )
 
     def __call__(self, graph: Graph) -> None:
+        """Run the passes.
+
+        Raises:
+            NeedlessFormError: nothing changes a second form, so it need not be compiled.
+        """
         if self.user_pass is not None:
             self.user_pass(graph)
         name = self.name or name_of(graph)
         if self.second:
             name = name.of_replays
-        num_matches = 0
         for one in passes(self.config, "aten"):
             matches = run_pass(one, graph, name, second=self.second)
-            num_matches += matches if one.name in IN_REPLAYS else 0
-        if self.second and not num_matches:
-            self.is_needless = True
+            self.num_matches += matches if one.name in IN_REPLAYS else 0
+        if self.second and not self.in_parts and not self.num_matches:
             raise NeedlessFormError(f"no pass for replays alone changes {name.text}")
         for recorder in recorders():
             recorder.finish(graph, name)

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import re
+from collections.abc import Collection
 from typing import cast
 
 from torch.fx import Graph, GraphModule
@@ -27,6 +28,13 @@ class GraphName:
     def of_replays(self) -> "GraphName":
         """That of its other form; see `fx_passes.forms`."""
         return dataclasses.replace(self, text=self.text + REPLAYED)
+
+
+def runs_in(name: str, names: Collection[str], kind: str) -> bool:
+    """Whether the graph `name` of `names` runs in steps of a kind, "called" or "replay"."""
+    if name.endswith(REPLAYED):
+        return kind == "replay"
+    return kind == "called" or name + REPLAYED not in names
 
 
 def name_of(graph: Graph) -> GraphName:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
@@ -61,8 +62,6 @@ class Recorder:
         describe: makes data of the nodes of final graphs, as `fx_passes.pictures.nodes` does.
         directory: where a dump is written of what is collected, for errors; None: there is none.
         keeper: takes what is compiled, for a file; None: nobody asks.
-        replays: whether steps of the model will be captured, so that pieces may have a form for
-            replays (`fx_passes.forms`).
         passes: runs, in order.
         num_graphs: graphs that Dynamo handed to the backend.
         early_launch: whether the last one's kernels are launched early, and why; None: no GPU.
@@ -77,7 +76,6 @@ class Recorder:
     describe: Describe | None = None
     directory: Path | None = None
     keeper: Keeper | None = None
-    replays: bool = False
     passes: list[PassRecord] = dataclasses.field(default_factory=list)
     num_graphs: int = 0
     early_launch: str | None = None
@@ -94,6 +92,18 @@ class Recorder:
         self._made.clear()
         self.num_graphs = 0
         self.early_launch = None
+
+    def checkpoint(self) -> Callable[[], None]:
+        """What drops all that is collected from here on."""
+        collected = (self.passes, self.final_graphs, self.final_nodes)
+        lengths, made = [len(one) for one in collected], copy.deepcopy(self._made)
+
+        def go_back() -> None:
+            for one, length in zip(collected, lengths, strict=True):
+                del one[length:]
+            self._made = made
+
+        return go_back
 
     def matches(self) -> dict[str, int]:
         """Matches of each pass that ran, over all graphs."""

@@ -65,7 +65,6 @@ class Compilation:
         runner: calls the model.
         session: its owner, which dumps name. The reference is weak: nothing here keeps it alive.
         options: of the session, which may name a folder for compiled models; None: no folder.
-        captures: whether the session captures steps, so that pieces may have a form for replays.
         warns_uncompiled: say so where the model is not compiled.
 
     Attributes:
@@ -82,14 +81,13 @@ class Compilation:
         session: object,
         options: SessionOptions | None = None,
         *,
-        captures: bool = False,
         warns_uncompiled: bool,
     ) -> None:
         self.runner, self._model = runner, runner.model
         self.compilers = compilers(runner.model)
         self._warns = warns_uncompiled or bool(self.compilers)
         self.counters = CompileCounters()
-        self.record = Recorder(replays=captures)
+        self.record = Recorder()
         self._changed: str | None = None  # why what was loaded is used no more
         self.cache: CompileCache | None = None
         if options is not None and options.compile_cache is not None:
@@ -178,9 +176,8 @@ class Compilation:
 
     def _call_model(self) -> None:
         before = dict(counters["graph_break"])
-        asks = Recorder(replays=self.record.replays)  # a dump compiles without `record`
         try:
-            with paused_collector(), recording(asks):
+            with paused_collector():
                 self.seconds = self.runner.compile(dynamic_batch)
         except ConstraintViolationError as error:
             found = [text for text, n in counters["graph_break"].items() if n != before.get(text)]

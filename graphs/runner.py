@@ -21,7 +21,7 @@ from attn_ops import (
     PagedKVCache,
 )
 from attn_ops.integrations.transformers import check_logits
-from fx_passes.forms import replayed
+from fx_passes.forms import calls, replayed
 from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.modes import BatchDescriptor, CUDAGraphMode
@@ -247,7 +247,8 @@ class StepRunner:
     def _logits(self, tensors: StepTensors, metadata: AttentionMetadata) -> torch.Tensor:
         inputs = self.inputs(tensors.device, metadata, self.cache.tensors)
         try:
-            logits_1RV = self.model(**inputs).logits
+            with calls(captures=self.graphs is not None):
+                logits_1RV = self.model(**inputs).logits
         except (Unsupported, FailOnRecompileLimitHit) as error:
             raise _untraced(self.model, error) from error
         check_logits(logits_1RV, tensors.num_rows)

@@ -124,13 +124,7 @@ class DecodeSession:
         self._requests = self.book.requests
         self.token_stream = TokenStream(self.scheduler, self._requests)
         warns = options.any_mode or self.plan.asked is not CUDAGraphMode.NONE
-        self.compilation = Compilation(
-            self.runner,
-            self,
-            options,
-            captures=self.runner.graphs is not None,
-            warns_uncompiled=warns,
-        )
+        self.compilation = Compilation(self.runner, self, options, warns_uncompiled=warns)
         self.counters, self.compile_record = self.compilation.counters, self.compilation.record
         self.loop = StepLoop(
             self.runner,

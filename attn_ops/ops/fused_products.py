@@ -68,7 +68,8 @@ def _gated_mlp(
         return launch_fused(gated, w_down, residuals=(x, residual))
     total, normed = _normed(x, residual, norm_weight, eps)
     gated = _gated(product(normed, w_gate_up))
-    if is_skinny(gated.shape[0], w_down, gated.device):
+    in_place = gated.dtype == total.dtype and not gated.requires_grad  # autocast, training
+    if not in_place or is_skinny(gated.shape[0], w_down, gated.device):
         return total + product(gated, w_down)
     return total.addmm_(gated, w_down)  # `total` is a tensor of its own
 

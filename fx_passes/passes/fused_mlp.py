@@ -74,7 +74,7 @@ class FusedMlp(Pass):
     Skipped when:
         - something else reads a value between the first addition and the last;
         - no kernel for few rows takes a weight on a GPU;
-        - the mode is not "always": called steps lose more than replays gain.
+        - the mode is not "always": called steps would lose by it.
     """
 
     name = "fused_mlp"
@@ -105,7 +105,7 @@ class FusedMlp(Pass):
             self.skip(reason, node.name)
             return False
         if self.mode != "always":
-            self.skip("called steps lose more than replays gain", node.name)
+            self.skip("called steps would lose by it", node.name)
             return False
         if not fuses(mlp.up.w, mlp.down.w):
             self.skip("no kernel for few rows takes a weight", node.name)

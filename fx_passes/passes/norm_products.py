@@ -46,7 +46,7 @@ class NormProducts(Pass):
     Skipped when:
         - something else reads the normalized rows, such as another product;
         - no kernel for few rows takes a weight on a GPU;
-        - the mode is not "always": called steps lose more than replays gain.
+        - the mode is not "always": called steps would lose by it.
     """
 
     name = "norm_products"
@@ -86,7 +86,7 @@ class NormProducts(Pass):
             self.skip("something else reads the normalized rows", node.name)
             return False
         if self.mode != "always":
-            self.skip("called steps lose more than replays gain", node.name)
+            self.skip("called steps would lose by it", node.name)
             return False
         if not fuses(product.w):
             self.skip("no kernel for few rows takes a weight", node.name)

@@ -80,8 +80,9 @@ def norm_of(node: Any) -> Norm | None:
     for weight, rest in weighted:
         if value_of(weight).dim() != 1:
             continue
-        for wide, factor in _factors(_unconverted(rest)):
-            source = _unconverted(wide)
+        dtype = value_of(weight).dtype
+        for wide, factor in _factors(_unconverted(rest, dtype)):
+            source = _unconverted(wide, dtype)
             eps = _eps(factor, wide)
             rows, columns = value_of(source), value_of(weight)
             if eps is None or columns.dtype != rows.dtype or not _same_columns(rows, columns):
@@ -100,12 +101,16 @@ def _factors(node: Any) -> list[tuple[Node, Node]]:
     return [(a, b), (b, a)] if isinstance(a, Node) and isinstance(b, Node) else []
 
 
-def _unconverted(node: Any) -> Any:
-    """What a conversion converts; of `_to_copy`, one that does nothing else."""
+def _unconverted(node: Any, dtype: torch.dtype) -> Any:
+    """What a conversion converts that keeps values of `dtype`; of `_to_copy`, one of that alone."""
     if not isinstance(node, Node):
         return node
     copied = node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
-    return node.args[0] if copied or node.target is CONVERT else node
+    if not copied and node.target is not CONVERT:
+        return node
+    to = value_of(node).dtype
+    keeps = to == dtype or (to.is_floating_point and to.itemsize > dtype.itemsize)
+    return node.args[0] if keeps else node
 
 
 def _eps(factor: Node, wide: Node) -> float | None:
@@ -134,22 +139,23 @@ def _is_square(node: Any, of: Node) -> bool:
 
 def gated_of(node: Any) -> tuple[Node, Node] | None:
     """(gate, up) of SiLU(gate) * up."""
-    for silu, up in _factors(node):
-        gate = _silu(_unconverted(silu))
-        if gate is not None and _unconverted(up) is not gate:
-            return gate, _unconverted(up)
+    for silu, factor in _factors(node):
+        dtype = value_of(node).dtype
+        gate, up = _silu(_unconverted(silu, dtype), dtype), _unconverted(factor, dtype)
+        if gate is not None and up is not gate:
+            return gate, up
     return None
 
 
-def _silu(node: Any) -> Node | None:
-    """x of x / (1 + exp(-x)), x * sigmoid(x) or silu(x)."""
+def _silu(node: Any, dtype: torch.dtype) -> Node | None:
+    """x of x / (1 + exp(-x)), x * sigmoid(x) or silu(x), in `dtype` or wider."""
     if not isinstance(node, Node):
         return None
     if node.target is aten.silu.default:
-        return _unconverted(node.args[0])
+        return _unconverted(node.args[0], dtype)
     for x, sigmoid in _factors(node):
         if sigmoid.target is aten.sigmoid.default and sigmoid.args[0] is x:
-            return _unconverted(x)
+            return _unconverted(x, dtype)
     if node.target is not aten.div.Tensor:
         return None
     x, below = cast(tuple[Node, Node], node.args)
@@ -159,7 +165,9 @@ def _silu(node: Any) -> Node | None:
     if one != 1 or not isinstance(power, Node) or power.target is not aten.exp.default:
         return None
     minus = cast(Node, power.args[0])
-    return _unconverted(x) if minus.target is aten.neg.default and minus.args[0] is x else None
+    return (
+        _unconverted(x, dtype) if minus.target is aten.neg.default and minus.args[0] is x else None
+    )
 
 
 def half_of(node: Node, product: Node, second: bool) -> bool:

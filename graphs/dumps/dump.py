@@ -24,7 +24,6 @@ from types import ModuleType
 
 from torch._inductor.codecache import PyCodeCache
 
-from fx_passes.naming import REPLAYED
 from fx_passes.observe import Recorder, recording
 from fx_passes.pipeline import broken_passes
 from graphs.dumps.attempts import Attempts
@@ -162,9 +161,8 @@ def _add_timeline(directory: Path, recorder: Recorder, parts: Parts, attempts: A
     calls = {record.graph_name: record.num_calls for record in recorder.passes}
     names = [name for name, _ in recorder.final_graphs]
     graphs = [
-        {"calls": code["calls"], "num_calls": calls.get(name, 1)}
+        {"name": name, "calls": code["calls"], "num_calls": calls.get(name, 1)}
         for name, code in zip(names, parts.kernels, strict=False)
-        if name + REPLAYED not in names
     ]
     alone = len(sessions) == 1 and len(names) == len(parts.kernels)
     record = attempts.guarded("timeline", timeline_of, (None, "it failed; see the notes"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from fx_passes.naming import REPLAYED
+from fx_passes.naming import runs_in
 from graphs.dumps.calls import beside_graph
 from graphs.dumps.data import raw, read
 from graphs.dumps.difference import rows
@@ -90,11 +90,13 @@ def _fill(data: dict[str, Any], index: Index, directory: Path) -> None:
         raw(directory, name)
     if data["timeline"] is not None:
         names = [graph["name"] for graph in data["graphs"]]
-        found = [  # what is timed runs the forms of replays
-            [] if one["graph"] is not None and names[one["graph"]] + REPLAYED in names
-            else one["calls"]
+        kind = data["timeline"]["kind"]
+        found = [
+            one["calls"]
+            if one["graph"] is None or runs_in(names[one["graph"]], names, kind)
+            else []
             for one in data["kernels"]
-        ]  # fmt: skip
+        ]
         calls = [one["num_calls"] for one in data["kernels"]]
         on_gpu = any(session["device"] != "cpu" for session in data["sessions"])
         data["timeline"] = beside_calls(data["timeline"], found, calls, on_gpu)

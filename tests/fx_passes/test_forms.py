@@ -8,7 +8,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import fx_passes
 from attn_ops.integrations.merged import merge_projections
 from fx_passes import Recorder, recording
-from fx_passes.forms import config_of_replays, forms_of, replayed, with_forms
+from fx_passes.forms import calls, config_of_replays, forms_of, replayed, with_forms
 from graphs import DecodeSession, dump
 from graphs.capture.recorder import Step
 from tests.kit.marks import slow
@@ -16,6 +16,7 @@ from tests.kit.marks import slow
 REPLAYS = {"fused_mlp": "replays", "norm_products": "replays"}
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 FUSED = ("attn_ops.norm_mm", "attn_ops.gated_mlp")
+X = torch.randn(3, 8)
 
 
 def merged(make_model, family="llama"):
@@ -78,7 +79,7 @@ def test_which_configs_have_two():
 def test_by_default_where_steps_are_captured(monkeypatch, captures):
     """And where there are kernels for a weight: none here."""
     config, weight = fx_passes.PassConfig(), torch.zeros(64, 128, dtype=torch.bfloat16)
-    with recording(Recorder(replays=captures)):
+    with calls(captures=captures):
         assert config_of_replays(config, (weight,)) is None
         monkeypatch.setattr("fx_passes.forms.takes_fused", lambda w, device: w.shape == (128, 64))
         found = config_of_replays(config, (weight[0], 3, weight))
@@ -171,6 +172,97 @@ def test_no_guard_is_added(make_model, monkeypatch):
         monkeypatch.setattr(ShapeEnv, "__init__", init)
         counts.append(sorted(len(env.guards) for env in found if env.guards))
     assert counts[0] == counts[1]
+
+
+class Gated(torch.nn.Module):
+    """A norm and a product, and both in a branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(48, 64) / 8, requires_grad=False)
+        self.norm = torch.nn.Parameter(torch.randn(64), requires_grad=False)
+
+    def normed(self, x):
+        return self.norm * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    def forward(self, x, often):
+        return torch.cond(often, lambda x: self.normed(x) @ self.weight.t(), self.other, (x,))
+
+    def other(self, x):
+        return x[:, :48].sin()
+
+
+def test_a_match_in_a_subgraph_alone(taken):
+    model, x = Gated(), torch.randn(3, 64)
+    run = torch.compile(model, backend="attn_ops", fullgraph=True, options=REPLAYS)
+    with recording() as recorder, torch.no_grad():
+        for often in torch.tensor([True, False]):
+            with replayed():
+                torch.testing.assert_close(run(x, often), model(x, often), atol=1e-5, rtol=1e-5)
+    assert set(taken) == {True}
+    assert recorder.matches()["norm_products"] == 1
+    assert recorder.matches()["fused_mlp"] == 0
+
+
+def test_no_match_in_any_subgraph(taken):
+    run = torch.compile(
+        lambda x, often: torch.cond(often, lambda x: x.sin(), lambda x: x.cos(), (x,)),
+        backend="attn_ops",
+        options=REPLAYS,
+    )
+    with recording(Recorder(texts=True)) as recorder, replayed():
+        torch.testing.assert_close(run(X, torch.tensor(True)), X.sin())
+    assert set(taken) == {False}  # the only form
+    assert not any("replayed" in name for name, _ in recorder.final_graphs)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Inductor fails at every second form."""
+    compile_fx = fx_passes.backend.compile_fx
+
+    def fails(*args, **more):
+        if more["config_patches"][fx_passes.backend.SLOT].second:
+            compile_fx(*args, **more)
+            raise TypeError("of its own")
+        return compile_fx(*args, **more)
+
+    monkeypatch.setattr("fx_passes.backend.compile_fx", fails)
+
+
+def test_a_second_form_that_fails(make_model, monkeypatch, failing):
+    """Unless somebody has asked for it, there is one form, and the report says why."""
+    monkeypatch.setattr("fx_passes.forms.takes_fused", lambda w, device: True)
+    want = tokens(DecodeSession(make_model("llama"), max_batch_size=4, max_tokens=64))
+    session = session_of(merged(make_model), {}, debug="eager_replay")
+    assert tokens(session) == want
+    why = (
+        "replays run the decoder layer as calls do, for its own form failed: TypeError: of its own"
+    )
+    assert why in session.report().passes["fused_mlp"]
+    assert session.compile_record.matches()["norm_products"] == 0
+    asked = session_of(merged(make_model), debug="eager_replay")
+    with pytest.raises(Exception, match="fused_mlp and norm_products must not be 'replays' where"):
+        asked.warm_up()
+
+
+@pytest.mark.parametrize("again", ["another dumps", "all is forgotten"])
+def test_compiled_again_outside_of_a_warm_up(make_model, monkeypatch, taken, tmp_path, again):
+    """A session's calls say by themselves that it captures."""
+    monkeypatch.setattr("fx_passes.forms.takes_fused", lambda w, device: True)
+    session = session_of(merged(make_model), {}, debug="eager_replay", verify="always")
+    want = tokens(session)
+    if again == "another dumps":
+        another = DecodeSession(
+            torch.compile(make_model("llama"), backend="attn_ops"), max_batch_size=2, max_tokens=64
+        )
+        with dump(tmp_path):
+            another.generate([[1, 2]], 2)
+    else:
+        torch._dynamo.reset()
+    taken.clear()
+    assert tokens(session) == want
+    assert set(taken) == {True, False}
 
 
 def test_nothing_is_compiled_twice_without_a_match(monkeypatch):

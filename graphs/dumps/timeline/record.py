@@ -10,6 +10,7 @@ import torch
 from attn_ops import AttentionSpec
 from attn_ops.integrations.transformers.layers import cache_index
 from attn_ops.integrations.transformers.specs import attention_layers
+from fx_passes.naming import runs_in
 from graphs.context import surroundings
 from graphs.dumps.output_code.groups import group_of
 from graphs.dumps.timeline.layers import repeats
@@ -35,7 +36,7 @@ def timeline_of(
 
     Args:
         session: a `DecodeSession`; nothing of it changes.
-        graphs: {"calls", "num_calls"} of each of its compiled graphs, in order.
+        graphs: {"name", "calls", "num_calls"} of each of its compiled graphs, in order.
     """
     if session.lock._is_owned():
         return None, "the block ended inside of a step"
@@ -67,6 +68,8 @@ def _timeline(
     layers = attention_layers(session.original)
     specs = [session.cache.specs[cache_index(layer)] for layer in layers]
     rows, found = rows_of(kernels, len(specs))
+    names = [graph["name"] for graph in graphs]
+    graphs = [graph for graph in graphs if runs_in(graph["name"], names, measured.kind)]
     notes = _note_bytes(rows, graphs, specs, measured)
     for row in rows:
         if bandwidth and row["bytes"] is not None and row["us"]:

@@ -81,9 +81,29 @@ def gate_twice(x, g, w, d):
     return h + functional.linear(functional.silu(both[..., :48]) * both[..., :48], d)
 
 
+def gate_in_narrow(x, g, w, d):
+    return mlp(x, g, w, d, act=lambda gate: functional.silu(gate.half()).float())
+
+
+def activation_in_narrow(x, g, w, d):
+    act = lambda gate: functional.silu(gate).to(torch.bfloat16).float()  # noqa: E731
+    return mlp(x, g, w, d, act=act)
+
+
+def up_in_narrow(x, g, w, d):
+    h = x.sin() + x
+    both = functional.linear(norm(h, g), w)
+    up = both[..., 48:].to(torch.int8)
+    return h + functional.linear(functional.silu(both[..., :48]) * up, d)
+
+
 @pytest.mark.parametrize(
-    "function", [another_activation, norm_of_another, halves_swapped, gate_twice]
-)
+    "function",
+    [
+        another_activation, norm_of_another, halves_swapped, gate_twice, gate_in_narrow,
+        activation_in_narrow, up_in_narrow,
+    ],
+)  # fmt: skip
 def test_other_mlps_are_left(aten_graph, contract, function):
     run(FusedMlp, contract, aten_graph, function, X, G, W, D, matches=0)
 
@@ -96,8 +116,10 @@ def test_other_mlps_are_left(aten_graph, contract, function):
         lambda x, g: g * (x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-6)),
         lambda x, g: (1 + g) * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)),
         lambda x, g: g[: x.shape[1]] + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+        lambda x, g: g * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).to(torch.int8),
+        lambda x, g: g * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).half(),
     ],
-    ids=["of columns", "another power", "of another", "a sum", "a shift"],
+    ids=["of columns", "another power", "of another", "a sum", "a shift", "integers", "halves"],
 )
 def test_other_norms_are_left(aten_graph, contract, other):
     def function(x, g, w):
@@ -123,9 +145,7 @@ def test_skipped_when_rows_are_read_again(aten_graph, contract):
     run(NormProducts, contract, aten_graph, twice, X, G, W, matches=0)
 
 
-@pytest.mark.skipped_when(
-    NormProducts, 'the mode is not "always": called steps lose more than replays gain'
-)
+@pytest.mark.skipped_when(NormProducts, 'the mode is not "always": called steps would lose by it')
 @pytest.mark.parametrize("mode", ["auto", "replays"])
 def test_norm_products_are_off(aten_graph, contract, mode):
     function = lambda x, g, w: norm(x, g) @ w.t()  # noqa: E731

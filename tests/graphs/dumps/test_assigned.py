@@ -36,7 +36,8 @@ IN_LAYER = [
 BEFORE = [("prepare_varlen_num_blocks_kernel", 1.0, -1), ("triton_poi_fused_embedding_0", 1.0, 0)]
 AFTER = [("triton_red_fused_0", 2.0, 0), ("nvjet_tst_192x8", 40.0, 1), ("_argmax_kernel", 3.0, -1)]
 TIMELINE = {
-    "what": "replay of a captured step", "num_reqs": 8, "num_tokens": 8, "seq_len": 125,
+    "kind": "replay", "what": "replay of a captured step",
+    "num_reqs": 8, "num_tokens": 8, "seq_len": 125,
     "bandwidth": 4.8e12, "replay_us": 152.0, "sum_us": 155.0,
 }  # fmt: skip
 

@@ -56,11 +56,13 @@ class Prefixes:
     same_tokens: float
 
 
-def small_rows(model: Any, workload: Workload, on_gpu: bool, rounds: int) -> list[Small]:
+def small_rows(
+    model: Any, workload: Workload, on_gpu: bool, args: argparse.Namespace
+) -> list[Small]:
     wishes = workload.draw(64 if not on_gpu else 128_256)
     lengths = sum(len(w.prompt) + w.num_new for w in wishes)
     rows, first = [], []
-    for part in PARTS:
+    for part in args.parts:
         for reserve in ("need", "length") if part < 1 else ("need",):
             tokens = max(int(lengths * part), workload.max_tokens)
             session = make_session(
@@ -69,7 +71,7 @@ def small_rows(model: Any, workload: Workload, on_gpu: bool, rounds: int) -> lis
             session.warm_up()
             run_all(session, wishes[: max(4, len(wishes) // 8)])
             runs = []
-            for _ in range(rounds):
+            for _ in range(args.rounds):
                 before = session.report().preemptions
                 runs.append((*run_all(session, wishes), before, session.report().preemptions))
             seconds, drawn, before, after = min(runs, key=lambda run: run[0])
@@ -82,6 +84,7 @@ def small_rows(model: Any, workload: Workload, on_gpu: bool, rounds: int) -> lis
             equal = same(first, drawn)
             row = Small(part, tokens, reserve, seconds, rate, preempted, again, equal)
             rows.append(row)
+            write(args.json, {"small": [dataclasses.asdict(row) for row in rows]})  # it takes time
             session.release()
             del session
             free()
@@ -148,7 +151,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = llama_3_8b(args.layers) if on_gpu else tiny_llama(args.layers)
     torch.manual_seed(0)
     model = merged(config, args.device)
-    small = small_rows(model, workload, on_gpu, args.rounds)
+    small = small_rows(model, workload, on_gpu, args)
     prefixes = prefix_rows(model, on_gpu, args.rounds)
     whole = on_gpu and args.layers == LAYERS
     return {
@@ -186,6 +189,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     found = parser_of(__doc__)
     found.add_argument("--layers", type=int, default=None, help="default: 32; 2 on a CPU")
+    found.add_argument("--parts", nargs="+", type=float, default=PARTS, help="of all lengths")
     found.add_argument("--rounds", type=int, default=2, help="timed runs, the fastest counts")
     args = found.parse_args(arguments)
     args.layers = args.layers or (LAYERS if args.device == "cuda" else 2)

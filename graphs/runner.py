@@ -280,8 +280,8 @@ class StepRunner:
     def compile(self, first_call: Callable[..., Any]) -> float:
         """Call the model once on padding rows, every size that changes between steps dynamic.
 
-        `first_call(input_ids=, position_ids=, slot_mapping=, logits_to_keep=)` is a context manager
-        that tells Dynamo so. Returns seconds.
+        `first_call(input_ids=, position_ids=, slot_mapping=, logits_to_keep=, kv_caches=)` is a
+        context manager that tells Dynamo so. Returns seconds.
         """
         begin = time.perf_counter()
         tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, windows=self._windows)
@@ -292,6 +292,7 @@ class StepRunner:
         batch: dict[str, Any] = {name: device[name] for name in ("input_ids", "position_ids")}
         batch["slot_mapping"] = slots_of(device)
         metadata = self.builder.build(0, tensors.common(17, 1))
+        batch["kv_caches"] = self.cache.tensors
         with first_call(**batch, logits_to_keep=device["logits_indices"]):
             self._logits(tensors, metadata)
         self.drops_rows = metadata.has_logits_rows and self._runs_without_logits()

@@ -69,7 +69,7 @@ def our_rows(
         session = ours.make_session(
             model, workload, mode, decode_steps, on_gpu, backend=args.backend
         )
-        rows.append(ours.measure(session, wishes, args.rounds))
+        rows.append(ours.measure(session, wishes, args.rounds, only_wall=args.only_wall))
         write(args.json, {"rows": [row_fields(row) for row in rows]})  # kept if the time runs out
         if args.report:
             print(session.report())
@@ -173,6 +173,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--layers", type=int, default=None, help="default: 32; 2 on a CPU")
     found.add_argument("--requests", type=int, default=None, help="fewer of them; no bars")
     found.add_argument("--modes", nargs="+", default=None, help="default: all")
+    found.add_argument("--only-wall", action="store_true", help="no GPU times, no profile")
     found.add_argument("--rounds", type=int, default=2, help="timed runs, the fastest counts")
     found.add_argument("--no-transformers", dest="transformers", action="store_false")
     found.add_argument("--report", action="store_true", help="print the report of every session")

@@ -28,7 +28,7 @@ class Ours:
     decode_steps: int
     wall_s: float  # the fastest of the runs
     tokens_per_s: float  # output tokens
-    gpu_s: float  # sum of the times of all launches, in a run of its own
+    gpu_s: float | None  # sum of the times of all launches, in a run of its own
     kinds: list[Kind]
     idle: Idle | None  # of `PROFILED_STEPS` steps; None: not measured
     num_launches: dict[str, int]  # ahead and waited, of the fastest run
@@ -36,8 +36,8 @@ class Ours:
     tokens: list[list[int]] = dataclasses.field(default_factory=list)
 
     @property
-    def over_gpu(self) -> float:
-        return self.wall_s / self.gpu_s
+    def over_gpu(self) -> float | None:
+        return None if self.gpu_s is None else self.wall_s / self.gpu_s
 
 
 def make_session(
@@ -69,7 +69,9 @@ def run_all(session: DecodeSession, wishes: list[Wish]) -> tuple[float, list[lis
     return seconds, [result.token_ids for result in results if result is not None]
 
 
-def measure(session: DecodeSession, wishes: list[Wish], rounds: int) -> Ours:
+def measure(
+    session: DecodeSession, wishes: list[Wish], rounds: int, *, only_wall: bool = False
+) -> Ours:
     """Every figure in a run of its own, after one that compiles and captures."""
     session.warm_up()
     run_all(session, wishes[: max(4, len(wishes) // 8)])
@@ -80,13 +82,14 @@ def measure(session: DecodeSession, wishes: list[Wish], rounds: int) -> Ours:
         if taken < seconds:
             after = session.report().num_launches
             seconds, launches = taken, {name: after[name] - before[name] for name in after}
-    with timed_launches(session.device) as found:
-        run_all(session, wishes)
-        synchronize(session.device)
-    kinds = by_kind(found)
     mode, decode_steps = session.graph_mode_asked.name, session.decode_steps
-    rate, gpu_s = num_output_tokens(wishes) / seconds, sum(kind.ms for kind in kinds) / 1e3
-    idle = idle_of_session(session, wishes)
+    rate, kinds, gpu_s, idle = num_output_tokens(wishes) / seconds, [], None, None
+    if not only_wall:
+        with timed_launches(session.device) as found:
+            run_all(session, wishes)
+            synchronize(session.device)
+        kinds = by_kind(found)
+        gpu_s, idle = sum(kind.ms for kind in kinds) / 1e3, idle_of_session(session, wishes)
     return Ours(mode, decode_steps, seconds, rate, gpu_s, kinds, idle, launches, tokens=tokens)
 
 

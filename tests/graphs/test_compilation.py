@@ -209,3 +209,18 @@ def test_an_attempt_that_failed_counts_for_nothing():
     assert len(compiled.record.passes) == 1
     assert (compiled.counters.num_graphs, compiled.counters.num_breaks) == (1, 1)
     assert compiled.seconds == 0.5
+
+
+def test_caches_of_another_size(make_model):
+    """A second session on a compiled model compiles nothing, and layers are equal all the same."""
+    torch._dynamo.reset()
+    compiled = torch.compile(make_model("llama"), backend="attn_ops", fullgraph=True)
+    before, found = counters["stats"]["unique_graphs"], []
+    for tokens in (256, 512, 128):
+        session = make_session(compiled, cache_tokens=tokens)
+        found.append([g.token_ids for g in session.generate([[1, 2, 3]], 4)])
+        assert session.counters.num_recompiles == 0
+        assert counters["stats"]["unique_graphs"] == before + 1
+        if tokens == 256:
+            assert session.compile_record.matches()["outline_layers"] == 2
+    assert found[0] == found[1] == found[2]

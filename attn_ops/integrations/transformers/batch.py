@@ -5,7 +5,7 @@ T rows of the batch.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,10 +56,12 @@ def dynamic_batch(
     position_ids: torch.Tensor,
     slot_mapping: SlotMapping | None = None,
     logits_to_keep: torch.Tensor | None = None,
+    kv_caches: Sequence[torch.Tensor] = (),
 ) -> Iterator[None]:
     """Call a compiled model for the first time inside, and no later batch recompiles it.
 
-    Marks the last dimension of each tensor as dynamic. Keeps Dynamo from specializing a batch of
+    Marks the last dimension of each tensor as dynamic, and the first one of caches, whose number of
+    blocks another session may choose otherwise. Keeps Dynamo from specializing a batch of
     one token. The tensors must not be views, as Dynamo guards on their bases. Threads enter one at
     a time.
     """
@@ -67,6 +69,8 @@ def dynamic_batch(
     for tensor in (input_ids, position_ids, *slots, logits_to_keep):
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
+    for cache in kv_caches:
+        torch._dynamo.maybe_mark_dynamic(cache, 0)
     oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
     with PATCHING, oblivious, traced_for_any_size():
         yield

@@ -262,7 +262,21 @@ def _cache_of(module: Any, caches: Sequence[torch.Tensor]) -> torch.Tensor:
             "kv_caches must hold one cache for each layer that shares no other's, "
             f"got {len(caches)} for layer {module.layer_idx}, which takes number {index}"
         )
+    if torch.compiler.is_compiling():
+        _share_size(caches[: index + 1])
     return caches[index]
+
+
+def _share_size(caches: Sequence[torch.Tensor]) -> None:
+    """Let the last cache have the number of blocks of another one, if it is the same.
+
+    Where numbers of blocks are symbols, each cache has its own, and no layer is equal to another. A
+    comparison guards on the outcome, so that torch has one symbol for both.
+    """
+    size = caches[-1].shape[0]
+    for other in caches[:-1]:
+        if other.shape[0] == size:
+            return
 
 
 def _storage(module: Any, kv_cache_dtype: str) -> dict[str, Any]:

@@ -22,11 +22,12 @@ PACKED = np.dtype(
         *((name, str(dtype).removeprefix("torch.")) for name, (dtype, _) in FIELDS.items()),
         ("stop_tokens", "int64", MAX_STOP_TOKENS),
         ("last_position", "int64"),
+        ("prompt", "int64"),
         ("end", "int64"),
         ("kind", "int64"),
     ]
 )
-"""What of a request never changes: fields of a step's tensors, `end`, the kind of sampling."""
+"""What of a request never changes: fields of a step's tensors, lengths, the kind of sampling."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,7 +98,7 @@ class Request:
         stops = sorted(self.stops)[:MAX_STOP_TOKENS]
         stops += [-1] * (MAX_STOP_TOKENS - len(stops))
         fields = tuple(getattr(self.sampling, name) for name in FIELDS)
-        rest = (stops, self.max_tokens - 1, self.end, self.sampling.kind)
+        rest = (stops, self.max_tokens - 1, len(self.prompt), self.end, self.sampling.kind)
         return np.array((*fields, *rest), dtype=PACKED).tobytes()
 
     def tokens(self, begin: int, end: int) -> list[int]:

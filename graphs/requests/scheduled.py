@@ -7,6 +7,7 @@ step before are still drawn: such a row takes its last token on the device.
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
@@ -96,12 +97,18 @@ class Known:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "Known":
-        return cls(
-            list(requests),
-            packed_of(requests),
-            np.array([len(r.prompt) + len(r.token_ids) for r in requests], dtype=np.int64),
-            np.array([r.room for r in requests], dtype=np.int64),
-        )
+        packed = packed_of(requests)
+        drawn = numbers_of(map(len, map(_TOKENS, requests)), requests)
+        lengths, rooms = packed["prompt"] + drawn, numbers_of(map(_ROOM, requests), requests)
+        return cls(list(requests), packed, lengths, rooms)
+
+
+_TOKENS, _ROOM, _COMPUTED = map(operator.attrgetter, ("token_ids", "room", "num_computed"))
+
+
+def numbers_of(numbers: Iterable[int], requests: Sequence[Request]) -> np.ndarray:
+    """[S] int64, one of each request."""
+    return np.fromiter(numbers, np.int64, len(requests))
 
 
 def packed_of(requests: Sequence[Request]) -> np.ndarray:
@@ -268,12 +275,12 @@ class After:
         self, requests: Sequence[Request], known: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`place` of every request, whose `known` tokens [S] the host has: three arrays [S]."""
-        computed = np.array([r.num_computed for r in requests], dtype=np.int64)
+        computed = numbers_of(map(_COMPUTED, requests), requests)
         sources = np.full(len(requests), -1, dtype=np.int64)
         if not self._scheduled:
             return computed, known, sources
-        find, lengths = self._row_of.get, known.copy()
-        found = np.array([find(r, -1) for r in requests], dtype=np.int64)
+        lengths, nowhere = known.copy(), itertools.repeat(-1)
+        found = numbers_of(map(self._row_of.get, requests, nowhere), requests)
         (launched,) = np.nonzero(found >= 0)
         rows = found[launched]
         computed[launched] = self._computed[rows]

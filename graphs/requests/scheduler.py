@@ -103,6 +103,11 @@ class Scheduler:
         is_prompt = computed < lengths - 1
         (decodes,) = np.nonzero(~is_prompt & (lengths < known.packed["end"]))
         decodes = decodes[: min(budget, self.max_batch_size)]
+        if decodes.size == len(requests):  # as in most steps: nothing is chosen
+            ones = np.ones(decodes.size, dtype=np.int64)
+            columns = Columns(requests, known.packed, ones, computed, lengths, ones.astype(bool),
+                              known.rooms, sources)  # fmt: skip
+            return Rows(columns, self.reservations.num_released)
         # Those that run are neighbours by prefix.
         prompts = sorted(np.nonzero(is_prompt)[0].tolist(), key=lambda row: requests[row].id)
         prompts, budget = prompts[: self.max_batch_size - decodes.size], budget - decodes.size

@@ -179,7 +179,9 @@ def _inputs(inputs: Mapping[str, Any]) -> str:
         if isinstance(value, torch.Tensor):
             tensors[name] = value
         elif isinstance(value, list | tuple) and all(isinstance(v, torch.Tensor) for v in value):
-            tensors |= {f"{name}[{i}]": v for i, v in enumerate(value)}
+            # Of caches no number of blocks: the plan says which ones it takes.
+            some = [v[:0] if name == "kv_caches" else v for v in value]
+            tensors |= {f"{name}[{i}]": v for i, v in enumerate(some)}
         elif value is None or isinstance(value, bool | int | float | str):
             rest.append(f"{name}={value!r}")
         else:

@@ -111,11 +111,15 @@ class LoadedModel:
         tensors = self._tensors(values)
         if not self._guards.check(*tensors):
             raise NotSavedError(f"a tensor is another: {self._guards.check_verbose(*tensors)}")
+        found = {}
         for name, places in self._sizes.items():
             sizes = {values[i].shape[d] for i, d in places}
             low, high = self._plan.symbols[name]
-            if len(sizes) != 1 or not _within(sizes.pop(), low, high):
+            if len(sizes) != 1 or not _within(found.setdefault(name, sizes.pop()), low, high):
                 raise NotSavedError(f"the size {name} differs between inputs, or is out of range")
+        for a, b in self._plan.unequal:
+            if found[a] == found[b]:
+                raise NotSavedError(f"the sizes {a} and {b} must differ, got {found[a]} twice")
 
 
 def _within(size: int, low: int | None, high: int | None) -> bool:

@@ -9,8 +9,12 @@ import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
+import sympy
 import torch
 from torch.fx import Node
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.solve import try_solve
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from fx_passes.kept import CompiledGraph
 
@@ -86,6 +90,7 @@ class Plan:
         inputs: where each is found.
         shapes: of each, ints and names of symbols; None of what is no tensor.
         symbols: the least and greatest value of each; None: no bound.
+        unequal: pairs of symbols whose values differ.
         calls: piece, values it takes, results it has.
         result: the value that holds the logits.
     """
@@ -93,6 +98,7 @@ class Plan:
     inputs: list[Place]
     shapes: list[list[int | str] | None]
     symbols: dict[str, tuple[int | None, int | None]]
+    unequal: list[list[str]]
     calls: list[tuple[int, list[int], int]]
     result: int
 
@@ -124,7 +130,7 @@ class Plan:
         return cls(
             [Place.parse(source) for source in graph.sources],
             shapes,
-            _symbols(shapes, graph.shape_env),
+            *_symbols(shapes, graph.shape_env),
             calls,
             numbers[outputs[0]],
         )
@@ -144,7 +150,10 @@ class Plan:
                 raise ValueError("unknown step")
             symbols = {name: (low, high) for name, (low, high) in data["symbols"].items()}
             calls = [(int(p), [int(v) for v in taken], int(n)) for p, taken, n in data["calls"]]
-            return cls(places, data["shapes"], symbols, calls, int(data["result"]))
+            unequal = [[str(name) for name in pair] for pair in data["unequal"]]
+            if not symbols.keys() >= {name for pair in unequal for name in pair}:
+                raise ValueError("unknown symbol")
+            return cls(places, data["shapes"], symbols, unequal, calls, int(data["result"]))
         except (KeyError, TypeError, ValueError) as error:
             raise NotSavedError(f"the file holds no plan: {error!r}") from error
 
@@ -193,22 +202,53 @@ def _shape(node: Node, env: Any) -> list[int | str] | None:
 
 def _symbols(
     shapes: Sequence[Sequence[int | str] | None], env: Any
-) -> dict[str, tuple[int | None, int | None]]:
-    """Bounds of the symbols; what else the sizes must meet is refused."""
+) -> tuple[dict[str, tuple[int | None, int | None]], list[list[str]]]:
+    """Bounds of the symbols, and pairs that differ; what else sizes must meet is refused."""
+    ranges, unequal = dict(env.var_to_range), []
     for guard in env.guards:
-        left = env.simplify(guard.expr)
-        if str(left) != "True" and not _is_known_equality(guard.expr, env):
-            raise NotSavedError(f"the graph is for sizes with {guard.expr} only")
+        _tighten(ranges, guard.expr)
+    for guard in env.guards:
+        if not _is_known(guard.expr, ranges, env):
+            unequal.append(_unequal(guard.expr))
     if any(env.deferred_runtime_asserts.values()):
         raise NotSavedError("the graph asserts sizes when it runs")
     wanted = {s for shape in shapes for s in shape or () if isinstance(s, str)}
-    ranges = {str(s): r for s, r in env.var_to_range.items()}
-    return {name: (_bound(ranges[name].lower), _bound(ranges[name].upper)) for name in wanted}
+    named = {str(s): (_bound(r.lower), _bound(r.upper)) for s, r in ranges.items()}
+    return {name: named[name] for name in wanted}, unequal
 
 
-def _is_known_equality(expr: Any, env: Any) -> bool:
-    """Whether it says that two symbols are one: the shapes name one of them."""
-    return expr.is_Relational and expr.rel_op == "==" and env.simplify(expr.lhs - expr.rhs) == 0
+def _tighten(ranges: dict[Any, Any], expr: Any) -> None:
+    """Let a range say what a condition on one symbol does, such as 32768 * s <= 2147483647."""
+    if len(expr.free_symbols) != 1 or not expr.is_Relational:
+        return
+    (symbol,) = expr.free_symbols
+    solved = try_solve(expr, symbol)
+    if symbol not in ranges or solved is None or not solved[1].is_number:
+        return
+    low, high = sympy.floor(solved[1]), sympy.ceiling(solved[1])
+    allowed = {"<=": (-int_oo, low), "<": (-int_oo, high - 1), ">=": (high, int_oo),
+               ">": (low + 1, int_oo)}  # fmt: skip
+    bounds = allowed.get(solved[0].rel_op, (-int_oo, int_oo))
+    ranges[symbol] = ranges[symbol] & ValueRanges(*bounds)
+
+
+def _is_known(expr: Any, ranges: dict[Any, Any], env: Any) -> bool:
+    """Whether it holds for all sizes in the ranges, where one symbol stands for equal ones."""
+    expr = env.simplify(expr)
+    if expr == sympy.true or not expr.is_Relational:
+        return expr == sympy.true
+    difference = bound_sympy(env.simplify(expr.lhs - expr.rhs), ranges)
+    low, high = difference.lower, difference.upper
+    known = {"==": low == high == 0, "<=": high <= 0, ">=": low >= 0, "<": high < 0, ">": low > 0}
+    return bool(known.get(expr.rel_op, False))
+
+
+def _unequal(expr: Any) -> list[str]:
+    """Two symbols of which it says that they differ."""
+    sides = [expr.lhs, expr.rhs] if expr.is_Relational and expr.rel_op == "!=" else []
+    if not sides or not all(side.is_Symbol for side in sides):
+        raise NotSavedError(f"the graph is for sizes with {expr} only")
+    return [str(side) for side in sides]
 
 
 def _bound(value: Any) -> int | None:

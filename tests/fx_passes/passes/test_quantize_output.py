@@ -216,3 +216,41 @@ def test_the_scale_in_any_shape(batch):
         return values.view(-1, 256), scale.unsqueeze(-1).view(-1, 1), scale.reciprocal()
 
     rewritten(Behind(batch(), function))
+
+
+def cache_zeroed(x, q, kv_cache, scale):
+    kv_cache.zero_()
+    return row(x)
+
+
+def cache_zeroed_later(x, q, kv_cache, scale):
+    results = row(x)
+    kv_cache.zero_()
+    return results
+
+
+def scale_doubled(x, q, kv_cache, scale):
+    scale.mul_(2.0)
+    return given(x, scale)
+
+
+def scale_doubled_later(x, q, kv_cache, scale):
+    results = given(x, scale)
+    scale.mul_(2.0)
+    return results
+
+
+@pytest.mark.parametrize(
+    "function", [cache_zeroed, cache_zeroed_later, scale_doubled, scale_doubled_later]
+)
+def test_what_is_written_around_it(batch, function):
+    """Attention reads the cache before that, and the quantization the scale when it did."""
+    found = []
+    for fuses in (False, True):
+        behind = Behind(batch(), function, SCALE.clone(), with_inputs=True)
+        if fuses:
+            assert QuantizeOutput("always").run(behind.graph) == 1
+        behind.batch.kv_cache = behind.batch.kv_cache.clone()
+        found.append([*behind.run(), behind.batch.kv_cache, *behind.more])
+    for before, after in zip(*found, strict=True):
+        assert torch.equal(before.nan_to_num(-7.0), after.nan_to_num(-7.0))

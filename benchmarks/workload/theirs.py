@@ -7,6 +7,8 @@ import dataclasses
 import time
 from typing import Any
 
+from tqdm import tqdm
+
 from benchmarks.workload.requests import Wish, Workload, num_output_tokens
 
 PATIENCE = 600
@@ -55,15 +57,17 @@ def run_all(manager: Any, wishes: list[Wish]) -> tuple[float, list[list[int]]]:
     begin = last = time.perf_counter()
     ids = [manager.add_request(wish.prompt, max_new_tokens=wish.num_new) for wish in wishes]
     results: dict[str, Any] = {}
-    while len(results) < len(ids):
-        result = manager.get_result(timeout=1)
-        if result is not None and result.is_finished():
-            if result.error:
-                raise RuntimeError(f"Transformers' continuous batching failed: {result.error}")
-            results[result.request_id] = result
-            last = time.perf_counter()
-        elif not manager.is_running() or time.perf_counter() - last > PATIENCE:
-            raise RuntimeError("Transformers' continuous batching has stopped")
+    with tqdm(total=len(ids), desc="Transformers", mininterval=5) as progress:
+        while len(results) < len(ids):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                if result.error:
+                    raise RuntimeError(f"Transformers' continuous batching failed: {result.error}")
+                results[result.request_id] = result
+                last = time.perf_counter()
+                progress.update()
+            elif not manager.is_running() or time.perf_counter() - last > PATIENCE:
+                raise RuntimeError("Transformers' continuous batching has stopped")
     tokens = [list(results[request].generated_tokens) for request in ids]
     assert list(map(len, tokens)) == [wish.num_new for wish in wishes], "every token is there"
     return last - begin, tokens

@@ -156,13 +156,12 @@ def check_write_inputs(
 def index_put_kv(
     k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """The write as two scatters on the base tensor; padding goes to slot 0 of the null block."""
+    """The write as one scatter on the base tensor; padding goes to slot 0 of the null block."""
     block_size = kv_cache.shape[2]
-    slot_T = slot_mapping.clamp(min=0)
-    block_T, offset_T = slot_T // block_size, slot_T % block_size
-    key_T = torch.zeros_like(block_T)
-    kv_cache.index_put_((block_T, key_T, offset_T), k)
-    kv_cache.index_put_((block_T, key_T + 1, offset_T), v)
+    slot_T1 = slot_mapping.clamp(min=0).unsqueeze(1)
+    which_2 = torch.arange(2, device=slot_mapping.device)  # keys, values
+    places = (slot_T1 // block_size, which_2, slot_T1 % block_size)
+    kv_cache.index_put_(places, torch.stack((k, v), 1))
 
 
 def stored(x: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor | None) -> torch.Tensor:

@@ -188,6 +188,8 @@ class _Division:
         while (node := nodes[-1]).target not in _DIVISIONS:
             kept = limited(node)
             if kept is not None:
+                if kept.is_unknown:
+                    raise NotAFormError("values are limited to what no number of the graph is")
                 low = low if kept.low is None else max(kept.low, low)
                 high = high if kept.high is None else min(kept.high, high)
             source = reshaped(node) or converted(node) if kept is None else kept.source

@@ -199,6 +199,8 @@ def _down_to_amax(top: Node) -> tuple[list[tuple[str, Any]], Node, list[Node]]:
         else:
             source, step = _step(node)
             steps.append(step)
+            if dtype_of(node) != dtype_of(source):  # by a number of one element, in a wider dtype
+                steps.append(("to", dtype_of(node)))
         node = source
     return steps[::-1], node, way
 

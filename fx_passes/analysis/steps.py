@@ -53,6 +53,10 @@ class Limited:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def is_unknown(self) -> bool:
+        return any(limit is not None and math.isnan(limit) for limit in (self.low, self.high))
+
 
 def dtype_of(node: Node) -> torch.dtype:
     return value_of(node).dtype

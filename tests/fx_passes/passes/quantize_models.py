@@ -167,6 +167,14 @@ def random_form(numbers: random.Random, own: torch.dtype) -> Callable:
     rounds = numbers.random() < 0.5
     limits = numbers.choice([(-MAX, MAX)] * 4 + [None, (-MAX, None)])
     early, times, before, again, product = (numbers.random() < 0.4 for _ in range(5))
+    as_tensor = numbers.random() < 0.3
+
+    def number(value: float) -> float | torch.Tensor:
+        """Of one element and one dimension, float32 makes bfloat16 wider."""
+        return torch.full((1,), value) if as_tensor else value
+
+    def at_least(x: torch.Tensor, value: float | None, here: bool = True) -> torch.Tensor:
+        return x if value is None or not here else x.clamp(min=number(value))
 
     def spread(scale: torch.Tensor) -> torch.Tensor:
         return scale if share in ("row", "batch") else scale.repeat_interleave(share, dim=-1)
@@ -178,13 +186,12 @@ def random_form(numbers: random.Random, own: torch.dtype) -> Callable:
             amax = x.abs().amax(dim=-1, keepdim=True)
         else:
             amax = x.view(*x.shape[:-1], -1, share).abs().amax(dim=-1)
-        amax = amax if floor is None or not before else amax.clamp(min=floor)
-        amax = amax.to(narrow)
-        amax = amax if floor is None or before else amax.clamp(min=floor)
-        scale = amax * (1 / MAX) if product else amax / MAX
+        amax = at_least(amax, floor, before).to(narrow)
+        amax = at_least(amax, floor, not before)
+        scale = amax * (1 / MAX) if product else amax / number(MAX)
         scale = scale.to(own) if again else scale
         scale = scale.float() if early else scale
-        scale = scale if least is None else scale.clamp(min=least)
+        scale = at_least(scale, least)
         scale = scale.float()
         return torch.exp2(torch.ceil(torch.log2(scale))) if powers else scale
 

@@ -80,7 +80,11 @@ SKIPPED = {
     "below only": (LIMITS, lambda x, s: ((x / s).clamp(min=-MAX).to(FP8),), (SCALE,),
                    "not limited to"),
     "limits given": (LIMITS, lambda x, s: (torch.clamp(x / s, -s, s).to(FP8),), (SCALE,),
-                     "not limited to"),
+                     "no number of the graph"),
+    "limits given, after": (
+        LIMITS, lambda x, s: (torch.minimum((x / s).clamp(-MAX, MAX), s).to(FP8),), (SCALE,),
+        "no number of the graph",
+    ),
     "no limits": (LIMITS, lambda x, s: ((x / s).to(FP8),), (SCALE,), "not limited to"),
     "no limits, no floor": (LIMITS, no_floor, (), "not limited to"),
     "times 1 / scale, rounded": (RULE, times_rounded_inverse, (), "which is rounded to torch.bflo"),

@@ -56,6 +56,10 @@ def rewritten(behind: Behind) -> QuantizeOutput:
     return one
 
 
+def amax(x):
+    return x.abs().amax(-1, keepdim=True)
+
+
 ROUND = {"round_scale": True}
 INVERSES = {"inverse_max": True, "inverse_scale": True}
 
@@ -70,6 +74,14 @@ RECOGNISED = {
     "with a least scale": (
         lambda x: row(x, least=1e-3), (),
         {"scheme": "fp8_row", "min_scale": float(torch.tensor(1e-3).bfloat16()), **ROUND},
+    ),
+    "with a floor that is a tensor": (
+        lambda x: quantized(x, amax(x).clamp(min=torch.full((1,), 0.3)) / MAX), (),
+        {"scheme": "fp8_row", "min_amax": float(torch.tensor(0.3))},
+    ),
+    "by a tensor of 448": (
+        lambda x: quantized(x, amax(x) / torch.full((1,), MAX)), (),
+        {"scheme": "fp8_row"},
     ),
     "by a norm": (by_norm, (), {"scheme": "fp8_row", "round_values": True}),
     "torchao PerTensor": (tensor, (), {"scheme": "fp8_tensor", **ROUND}),

@@ -5,6 +5,7 @@ model, the GPU and the host, so both are timed when such a step is captured.
 """
 
 import dataclasses
+import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ class Gain:
     num_tokens: int  # of the graph
     low: int  # tokens of the smallest step that no smaller graph holds
     replay_ms: float
-    call_low_ms: float  # a call of `low` tokens
+    call_low_ms: float  # a call of `low` tokens; infinite: calls find no memory
     call_ms: float  # a call of `num_tokens`
 
     @property
@@ -46,9 +47,12 @@ class Gain:
 
     def __str__(self) -> str:
         used = "never used" if self.least is None else f"used from {self.least} tokens on"
+        times = f"{self.call_low_ms:.2f} to {self.call_ms:.2f} ms"
+        if math.isinf(self.call_ms):
+            times = "find no memory"
         return (
             f"mixed {self.num_tokens}: replay {self.replay_ms:.2f} ms, calls of {self.low} to "
-            f"{self.num_tokens} tokens {self.call_low_ms:.2f} to {self.call_ms:.2f} ms; {used}"
+            f"{self.num_tokens} tokens {times}; {used}"
         )
 
 
@@ -83,13 +87,12 @@ class MixedGains:
             return
         smaller = self._sizes[: bisect_left(self._sizes, key.num_tokens)]
         low = smaller[-1] + 1 if smaller else 1
-        self._found[place] = Gain(
-            key.num_tokens,
-            low,
-            self.timer(lambda: replay(captured)),
-            self.timer(self._call(graphs, key, low)),
-            self.timer(self._call(graphs, key, key.num_tokens)),
-        )
+        replay_ms = self.timer(lambda: replay(captured))
+        try:
+            calls = [self.timer(self._call(graphs, key, size)) for size in (low, key.num_tokens)]
+        except torch.OutOfMemoryError:  # a replay has its memory already
+            calls = [math.inf, math.inf]
+        self._found[place] = Gain(key.num_tokens, low, replay_ms, *calls)
 
     def clear(self) -> None:
         """The graphs are gone, perhaps because the model has changed."""

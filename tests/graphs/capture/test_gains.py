@@ -1,6 +1,7 @@
 """Captured steps with prompts are replayed where that is faster than calling them."""
 
 import pytest
+import torch
 
 from graphs.capture.gains import Gain
 from graphs.modes import default_mixed_sizes
@@ -55,6 +56,25 @@ def test_steps_go_where_they_are_faster(model, mode, times, called):
     assert "mixed steps" in str(report)
     session.loop.drop_graphs()
     assert not session.report().mixed_gains
+
+
+def test_calls_that_find_no_memory(model):
+    """A replay has its memory already."""
+    want = uncaptured(model).generate(PROMPTS, 6)
+    session = captured_lazily(model, cudagraph_mode="FULL", max_tokens_per_step=64)
+    num_timed = 0
+
+    def timer(run):
+        nonlocal num_timed
+        num_timed += 1
+        if num_timed % 2 == 0:
+            raise torch.OutOfMemoryError("no memory left")
+        return 1.0
+
+    session.loop.gains.timer = timer
+    assert session.generate(PROMPTS, 6) == want
+    assert session.num_steps["called"] == 0
+    assert "find no memory; used from 1 tokens on" in session.report().mixed_gains[0]
 
 
 def test_every_size_is_timed_once_before_the_first_step(model):

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphs.dumps.output_code.buffers import Buffers
-from graphs.dumps.output_code.groups import PRODUCTS, group_of
+from graphs.dumps.output_code.groups import KV_WRITE, PRODUCTS, group_of
 from graphs.dumps.output_code.moved import Moved, moved_by_kernel, moved_by_product
 
 _DEFINITION = re.compile(r"^(\w+) = async_compile\.\w+\(", re.MULTILINE)
@@ -70,7 +70,10 @@ def _kernel(
     name: str, line: str, source: str, comment: tuple[str, ...], moved: Moved
 ) -> dict[str, Any]:
     own = _NODES.search(source)
-    model, aten = own.groups() if own else ("", "") if source else comment
+    model, aten = own.groups() if own else ("", "") if source.startswith("cpp") else comment
+    group = group_of(name)
+    if source and "index_put" in aten:  # combined kernels are named after nothing that is in them
+        group = KV_WRITE
     return {
         "name": name,
         "call": line[:400],
@@ -78,7 +81,7 @@ def _kernel(
         "aten": [one for one in aten.split(", ") if one],
         "model_nodes": [one for one in model.split(", ") if one],
         "graph_nodes": list(dict.fromkeys(_GRAPH_NODE.findall(source))),
-        "group": PRODUCTS if moved.detail else group_of(name),
+        "group": PRODUCTS if moved.detail else group,
         **_bytes(moved),
         "parts": [_bytes(part) for part in moved.parts],
     }

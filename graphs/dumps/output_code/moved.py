@@ -6,6 +6,7 @@ the tensor counts as many rows as the data has entries.
 
 import ast
 import dataclasses
+import math
 import re
 
 from graphs.dumps.output_code.buffers import Buffer, Buffers, dtype_of
@@ -128,8 +129,18 @@ def _touched(
         return buffer.num_bytes(parameter.dtype)
     # Caches are [P, 2, B, K, H] and [P, B, L]: a token's row is what follows the place in a block.
     leading = {5: 3, 3: 2}.get(len(buffer.shape), 1)
-    row = Buffer((rows, {"": len(indices)}, *buffer.shape[leading:]), buffer.dtype)
+    number = sum(_keys_and_values(index, buffer.shape) for index in indices)
+    row = Buffer((rows, {"": number}, *buffer.shape[leading:]), buffer.dtype)
     return row.num_bytes(parameter.dtype)
+
+
+def _keys_and_values(index: str, shape: tuple[Size | None, ...]) -> int:
+    """2 where one index of a cache [P, 2, B, K, H] runs over keys and values, else 1."""
+    if len(shape) != 5:
+        return 1
+    sizes = [size.get("", 0) if size else 0 for size in shape[1:]]
+    runs = re.search(rf"\b{math.prod(sizes[1:])}L?\*\(*[xr]\b", index)
+    return sizes[0] if runs else 1
 
 
 def _rows(arguments: list[tuple[_Parameter, Buffer | None]]) -> Size | None:

@@ -41,19 +41,20 @@ def note_products(rows: Sequence[Row], graphs: Sequence[Row], num_tokens: int) -
 
 
 def note_kernels(rows: Sequence[Row], graphs: Sequence[Row], num_tokens: int) -> None:
-    """Give each kernel of Inductor its bytes, where its name tells which one it is."""
+    """Give each kernel of Inductor its group and bytes, where its name tells which one it is."""
     for row in rows:
-        if row["bytes"] is not None:
-            continue
         repeated = row["layer"] is not None
-        known = {
-            _bytes(call, num_tokens)
+        calls = [
+            call
             for graph in graphs
             if len(graphs) == 1 or (graph["num_calls"] > 1) == repeated
             for call in graph["calls"]
             if call["name"] == row["name"] and call["source"]
-        }
-        if len(known) == 1:
+        ]
+        groups, known = {c["group"] for c in calls}, {_bytes(c, num_tokens) for c in calls}
+        if len(groups) == 1:
+            row["group"] = groups.pop()
+        if len(known) == 1 and row["bytes"] is None:
             row["bytes"] = known.pop()
 
 

@@ -12,7 +12,7 @@ from graphs.dumps.data import read
 from graphs.dumps.kernels import kernels, kernels_of
 from graphs.dumps.output_code.groups import group_of
 from graphs.dumps.output_code.sizes import in_words, read_size, value
-from graphs.dumps.timeline.moved import note_products
+from graphs.dumps.timeline.moved import note_kernels, note_products
 
 TRITON = (Path(__file__).parent / "texts" / "triton_layer.txt").read_text()
 
@@ -74,6 +74,40 @@ def get_args():
 """  # noqa: E501
 
 
+COMBINED = """\
+triton_poi_fused_0 = async_compile.triton('triton_poi_fused_0', '''
+@triton_heuristics.pointwise(
+    triton_meta={'signature': {'in_ptr0': '*bf16', 'in_ptr1': '*i64', 'out_ptr0': '*bf16', 'out_ptr2': '*bf16', 'ks0': 'i64', 'XBLOCK': 'constexpr'}},
+)
+@triton.jit
+def triton_poi_fused_0(in_ptr0, in_ptr1, out_ptr0, out_ptr2, ks0, XBLOCK : tl.constexpr):
+    if pid < num_xblocks_0:
+        tmp0 = tl.load(in_ptr0 + (x3 + 768*x2), xmask)
+        tl.store(out_ptr0 + (x4), tmp0, xmask)
+    elif pid < num_xblocks_1:
+        tmp60 = tl.load(in_ptr1 + (x7), xmask, eviction_policy='evict_last')
+        tmp58 = tl.load(in_ptr0 + (640 + x5 + 768*x7), xmask)
+        tl.store(out_ptr2 + (x8 + 128*tmp96 + 2048*x9 + 4096*tmp83), tmp58, xmask)
+''', device_str='cuda')
+
+
+async_compile.wait(globals())
+
+class Runner:
+    def call(self, args):
+        arg0_1, arg1_1, arg2_1 = args
+        assert_size_stride(arg0_1, (s27, 768), (768, 1), 'input')
+        assert_size_stride(arg1_1, (s27, ), (1, ), 'input')
+        assert_size_stride(arg2_1, (s22, 2, 16, 2, 64), (4096, 2048, 128, 64, 1), 'input')
+        with torch.cuda._DeviceGuard(0):
+            buf0 = empty_strided_cuda((s27, 8, 64), (512, 64, 1), torch.bfloat16)
+            # Topologically Sorted Source Nodes: [q, index_put_], Original ATen: [aten.mul, aten.stack, aten.index_put]
+            raw_stream0 = get_raw_stream(0)
+            triton_poi_fused_0.run(arg0_1, arg1_1, buf0, arg2_1, s27, stream=raw_stream0)
+            return (buf0, )
+"""  # noqa: E501
+
+
 def sizes(call: dict) -> tuple:
     return call["name"], call["bytes_read"], call["bytes_written"], call["detail"]
 
@@ -96,6 +130,29 @@ def test_of_cpp_kernels():
     ]
     groups = [call["group"] for call in kernels(CPP)]
     assert groups == ["norm, pointwise", "products", "KV write", "products", "attention"]
+
+
+def test_of_combined_kernels():
+    """They have no name and no comment of their own. One store writes keys and values."""
+    (found,) = kernels(COMBINED, "s27")
+    assert sizes(found)[:3] == (
+        "triton_poi_fused_0", {"T": 768 * 2 + 8}, {"T": 512 * 2 + 2 * 128 * 2},
+    )  # fmt: skip
+    assert found["aten"] == ["aten.mul", "aten.stack", "aten.index_put"]
+    assert found["group"] == "KV write"
+
+
+def test_a_timeline_takes_groups_from_the_code():
+    (call,) = kernels(COMBINED, "s27")
+    other = {**call, "group": "norm, pointwise", "bytes_written": {"T": 4}}
+    graphs_ = [{"calls": [call], "num_calls": 2}, {"calls": [other], "num_calls": 1}]
+    rows = [
+        {"name": call["name"], "group": "norm, pointwise", "bytes": None, "layer": layer}
+        for layer in (None, 0)
+    ]
+    note_kernels(rows, graphs_, 4)
+    assert [row["group"] for row in rows] == ["norm, pointwise", "KV write"]
+    assert [row["bytes"] for row in rows] == [4 * (1544 + 4), 4 * (1544 + 1536)]
 
 
 def test_of_triton_kernels():

@@ -92,11 +92,16 @@ class Recorder(Protocol):
         """Give back the memory of all graphs; none of them is alive."""
 
 
-def metadata_now(builder: Builder, tensors: StepTensors) -> AttentionMetadata:
-    """Metadata for the batch that the host side of `tensors` holds, planned for its lengths."""
+def metadata_now(
+    builder: Builder, tensors: StepTensors, *, apart: bool = True
+) -> AttentionMetadata:
+    """Metadata for the batch that the host side of `tensors` holds, planned for its lengths.
+
+    `apart`: prefixes that its requests share are read apart.
+    """
     longest = int(tensors.arrays["seq_lens"].max(initial=1))
     common = tensors.common(tensors.max_query_len, longest)
-    if number := tensors.num_groups:
+    if apart and (number := tensors.num_groups):
         return builder.build_cascade(common, *tensors.groups(number))
     return builder.build(0, common)
 

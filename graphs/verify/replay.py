@@ -99,9 +99,14 @@ class VerifiedReplay:
             self._logits_RV = None
 
     def _compare(self, metadata: AttentionMetadata | None) -> None:
-        """With a call that is planned for this step, not for the bounds of the recording."""
+        """With a call that is planned for this step, not for the bounds of the recording.
+
+        The call reads all keys at once, so that it also tells whether prefixes are shared.
+        """
         step, key, tensors = self.step, self.step.key, self.step.tensors
-        planned = metadata_now(self._builder, tensors) if metadata is None else metadata
+        planned = metadata
+        if planned is None:
+            planned = metadata_now(self._builder, tensors, apart=False)
         rows_S = tensors.device["seq_lens"] > 0
         rows_R = rows_S.repeat_interleave(key.query_len or 1)[: tensors.num_rows]
         if (key.query_len or 1) > 1:  # drafts behind a request's end: their keys are nowhere

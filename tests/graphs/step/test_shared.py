@@ -5,6 +5,7 @@ import pytest
 
 from graphs import BatchDescriptor
 from graphs.step import shared
+from graphs.verify.verifier import VerificationError
 from tests.kit.models import build_model
 from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import is_empty, make_session, poisoned, tokens_of
@@ -120,6 +121,18 @@ def test_verified(model, lengths):
     assert tokens_of(session.generate(PROMPTS, 6)) == alone(model, PROMPTS, 6)
     assert session.verifier is not None
     assert session.verifier.num_checked > 0
+    assert found
+
+
+def test_verification_finds_a_wrong_group(model, lengths, monkeypatch):
+    """The call that a replay is compared with reads every request's own keys."""
+    make, found = lengths
+    session = make(model, verify="always")
+    wrong = shared.SharedPrefixes(np.array([0, 2]), np.array([8, 8]))
+    groups = {2: wrong}  # of decodes
+    monkeypatch.setattr(session.runner, "shared_prefixes", lambda s: groups.get(s.num_tokens))
+    with pytest.raises(VerificationError, match="differing by"):
+        session.generate([PROMPTS[0], [9] * 11], 4)
     assert found
 
 

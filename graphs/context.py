@@ -83,12 +83,17 @@ def exclusive(
 
     @functools.wraps(method)
     def alone(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.lock._is_owned():
-            raise RuntimeError(
-                f"{method.__name__}() must not be called from inside a step of the same session, "
-                "as a hook of its model would"
-            )
+        refuse_inside(self, method.__name__)
         with self.lock:
             return method(self, *args, **kwargs)
 
     return alone
+
+
+def refuse_inside(owner: Any, name: str) -> None:
+    """Raise a RuntimeError where this thread runs a step of `owner` already."""
+    if owner.lock._is_owned():
+        raise RuntimeError(
+            f"{name}() must not be called from inside a step of the same session, as a hook of its "
+            "model would"
+        )

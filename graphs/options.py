@@ -22,6 +22,7 @@ ON_FAILURE = ("raise", "continue")
 RESERVES = ("need", "length")
 MERGES = ("auto", True, False)
 MOST_DRAFT_TOKENS = 32
+MOST_DECODE_STEPS = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,8 @@ class SessionOptions:
         kv_cache_dtype: auto, the model's; or fp8_e4m3, fp8_e5m2, scaled by the [1] float32 tensors
             `k_scale` and `v_scale` that attention modules may have.
         cache_layout: of `PagedKVCache`.
-        decode_steps: decode steps that the device runs without the host; the tokens are those of 1.
+        decode_steps: decode steps that the device runs without the host, at most 1024; the tokens
+            are those of 1.
         num_draft_tokens: k of `verify_draft`; batches of 1 + k tokens a request are captured too.
         verify: compare replays with calls: "first" of a graph, an int for every so many, "always";
             a `Verifier`; None: never. A difference raises `VerificationError`.
@@ -127,6 +129,10 @@ class SessionOptions:
         names = ["max_batch_size", "max_tokens", "max_tokens_per_step", "block_size"]
         names += ["decode_steps"] + ["cache_tokens"] * (self.cache_tokens is not None)
         check_positive(**{name: getattr(self, name) for name in names})
+        if self.decode_steps > MOST_DECODE_STEPS:
+            raise ValueError(
+                f"decode_steps must be at most {MOST_DECODE_STEPS}, got {self.decode_steps}"
+            )
         check_ints(seed=self.seed)
         check_bools(strict=self.strict, lazy_capture=self.lazy_capture)
         check_bools(share_prefixes=self.share_prefixes)

@@ -20,7 +20,7 @@ from graphs.capture.graphs import StepGraphs
 from graphs.capture.memory import sizes_of
 from graphs.capture.plan import CapturePlan, builder_of, selected
 from graphs.compilation import Compilation, is_compiled
-from graphs.context import exclusive, in_surroundings, surroundings
+from graphs.context import exclusive, in_surroundings, refuse_inside, surroundings
 from graphs.loop import StepLoop
 from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
@@ -229,6 +229,7 @@ class DecodeSession:
         have those after it. A prompt that is refused refuses the call before anything is queued.
         Tokens of other requests are kept for the next `step`.
         """
+        refuse_inside(self, "generate")  # before anything is queued
         wanted = Wanted(
             max_new_tokens, eos, eos_token_id, stop_token_ids, sampling, share_prefix, n
         )

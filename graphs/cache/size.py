@@ -68,10 +68,10 @@ class Sizing:
             return self._size(wanted, "as asked for by cache_tokens")
         memory = memory_of(device)
         why = "every request of the batch at its longest"
-        if memory is None:
-            return self._size(wanted, why)
         if self.options.share_prefixes:
             wanted, why = SHARED_TIMES * wanted, f"{SHARED_TIMES} times {why}, to keep prefixes"
+        if memory is None:
+            return self._size(wanted, why)
         budget = int(memory.total * self.options.memory_fraction) - memory.in_use
         if self._bytes(wanted) <= budget // 2:
             return self._size(wanted, f"{why}; that is less than half of what is left")

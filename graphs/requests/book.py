@@ -2,11 +2,12 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from graphs.requests.defaults import Defaults
 from graphs.requests.requests import Limits, Request, Wanted, checked_requests
+from graphs.requests.tokens import listed
 
 
 class RequestBook:
@@ -31,6 +32,9 @@ class RequestBook:
 
         A step may run meanwhile: it takes requests from the queue's other end.
         """
+        # First, as generators run the caller's code, which may add requests too.
+        prompts = listed("prompts", prompts, "prompts")
+        prompts = [list(one) if isinstance(one, Iterator) else one for one in prompts]
         with self._adding:
             limits = self._limits
             defaults = Defaults.of(self._model, limits.vocab_size)

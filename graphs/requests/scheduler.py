@@ -9,7 +9,7 @@ requests with one prefix beside each other, then prompt chunks up to the token b
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -102,7 +102,9 @@ class Scheduler:
         computed, lengths, sources = after.places(requests, known.lengths)
         is_prompt = computed < lengths - 1
         (decodes,) = np.nonzero(~is_prompt & (lengths < known.packed["end"]))
-        decodes = decodes[: min(budget, self.max_batch_size)]
+        most = min(budget, self.max_batch_size)
+        if decodes.size > most or (decodes.size == most and is_prompt.any()):
+            decodes = _oldest(requests, decodes, is_prompt, most)
         if decodes.size == len(requests):  # as in most steps: nothing is chosen
             ones = np.ones(decodes.size, dtype=np.int64)
             columns = Columns(requests, known.packed, ones, computed, lengths, ones.astype(bool),
@@ -232,3 +234,15 @@ class Scheduler:
             return False
         self.waiting.remove(request)
         return True
+
+
+def _oldest(
+    requests: Sequence[Request], decodes: np.ndarray, is_prompt: np.ndarray, most: int
+) -> np.ndarray:
+    """At most so many of the decodes, as rows in order: those of the oldest requests.
+
+    If the oldest request of all is a prompt, a token is left for it. So it ends, and then the next.
+    """
+    by_age = sorted(decodes.tolist(), key=lambda row: requests[row].id)
+    oldest = min(range(len(requests)), key=lambda row: requests[row].id)
+    return np.array(sorted(by_age[: most - bool(is_prompt[oldest])]), dtype=np.int64)

@@ -7,7 +7,7 @@ may change in place at any time; `graphs.capture.addresses` checks where they ar
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +122,12 @@ class ModelState:
         self._holders = [holder for _, holder, _, _ in entries]
         self._keys = [key for _, _, key, _ in entries]
         self._values = [value for *_, value in entries]
+        held = list(_tensor_dicts(self._model))
+        self._tensors = _presence(held, self._own)
+        self._tensor_dicts = [holder for _, holder in held]
+        self._num_tensors = list(map(len, self._tensor_dicts))
+        empty = [(h, key) for _, h in held for key, tensor in h.items() if tensor is None]
+        self._empty_holders, self._empty_keys = [h for h, _ in empty], [k for _, k in empty]
         self._counts = list(map(len, self._boxes))
         self._full = [box for box in self._boxes if box]  # few, as most are hooks
         self._full_copies = [_copy(box) for box in self._full]
@@ -141,6 +147,8 @@ class ModelState:
             now = map(operator.getitem, self._holders, self._keys)
             return (
                 all(map(operator.is_, now, self._values))
+                and not any(map(_is_held, self._empty_holders, self._empty_keys))
+                and list(map(len, self._tensor_dicts)) == self._num_tensors
                 and list(map(len, self._boxes)) == self._counts
                 and self._full == self._full_copies
                 and list(map(len, self._dicts)) == self._lengths
@@ -158,6 +166,12 @@ class ModelState:
             f"{name} is {_plain(now.get(name))}, not {_plain(before.get(name))}"
             for name in dict.fromkeys([*before, *now])
             if name not in now or name not in before or not _equal(before[name], now[name])
+        ]
+        tensors = _presence(_tensor_dicts(self._model), self._own)
+        changed += [
+            f"{name} is {tensors.get(name, 'gone')}, not {self._tensors.get(name, 'missing')}"
+            for name in dict.fromkeys([*self._tensors, *tensors])
+            if tensors.get(name) != self._tensors.get(name)
         ]
         changed += [
             f"{module._get_name()} is another class, not {old.__name__}"
@@ -199,6 +213,28 @@ def _attributes(
             if _is_record(value):
                 held.setdefault(id(value), (prefix + key, value))
             yield prefix + key, holder, key, value
+
+
+def _tensor_dicts(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Parameters and buffers of every module."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        yield prefix, module._parameters
+        yield prefix, module._buffers
+
+
+def _presence(dicts: Iterable[tuple[str, dict[str, Any]]], own: set[str]) -> dict[str, str]:
+    """By name, whether there is a tensor; `graphs.capture.addresses` says which one it is."""
+    return {
+        prefix + key: "None" if tensor is None else "a tensor"
+        for prefix, holder in dicts
+        for key, tensor in holder.items()
+        if prefix + key not in own
+    }
+
+
+def _is_held(holder: dict[str, Any], key: str) -> bool:
+    return holder[key] is not None
 
 
 def _is_record(value: Any) -> bool:

@@ -190,6 +190,7 @@ BAD_SESSIONS = {
     "batch": ({"max_batch_size": 0}, "^max_batch_size must be a positive int, got 0"),
     "tokens": ({"max_tokens": -1}, "^max_tokens must be a positive int, got -1"),
     "step": ({"max_tokens_per_step": 2.0}, "^max_tokens_per_step must be a positive int, got 2.0"),
+    "decode steps": ({"decode_steps": 1025}, "^decode_steps must be at most 1024, got 1025"),
     "capture": (
         {"capture_sizes": [1, 9]},
         "^capture_sizes must be from 1 to max_batch_size=4, got 9",
@@ -233,6 +234,29 @@ def test_bad_requests_are_refused_and_change_nothing(model, wanted, case):
     assert session.step() == []
     assert all(cache[1:].isnan().all() for cache in session.cache.tensors)
     assert tokens_of(session.generate(PROMPTS[:4], 8)) == wanted[:4]
+
+
+def test_prompts_that_are_made_by_the_session(model, wanted):
+    """A generator runs its caller's code, before anything is held."""
+    session = poisoned(chunked(model))
+    prompts = (session.generate([p], 1) and iter(p) for p in PROMPTS[:4])
+    assert tokens_of(session.generate(prompts, 8)) == wanted[:4]
+    assert not session._requests
+
+
+def test_generate_inside_of_a_step_queues_nothing(model):
+    session = poisoned(chunked(model))
+    found = []
+
+    def observe(*_):
+        with pytest.raises(RuntimeError, match=r"^generate\(\) must not be called from inside"):
+            session.generate([[1]], 2)
+        found.append(list(session._requests))
+
+    with session.observe_logits(observe):
+        session.generate([[1, 2]], 2)
+    assert found[0] == [0]
+    assert not session._requests
 
 
 def test_unknown_requests_models_and_options(model):

@@ -163,7 +163,20 @@ CHANGES = {
     "in place": lambda m: m.model.layers[0].self_attn.k_proj.weight.mul_(-1),
     "loaded": lambda m: m.load_state_dict({k: v * 0.7 for k, v in m.state_dict().items()}),
     "scale": lambda m: setattr(m.model.layers[0].self_attn, "scaling", 0.9),
+    "a bias": lambda m: setattr(
+        m.model.layers[0].self_attn.k_proj, "bias", torch.nn.Parameter(torch.linspace(-3, 3, 32))
+    ),
+    "trained": lambda m: trained(m),
 }
+
+
+def trained(model):
+    """A step that torch's counters do not see."""
+    model.requires_grad_(True)
+    for weight in model.parameters():
+        weight.grad = torch.sin(torch.arange(weight.numel()) * 7.0).view_as(weight)
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+    model.requires_grad_(False)
 
 
 @pytest.mark.parametrize("make", [make_session, captured_lazily])

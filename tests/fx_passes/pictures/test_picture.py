@@ -118,7 +118,7 @@ def test_what_is_drawn(charts):
     assert drawn(before, "layers.1") == [
         ("linear k_proj, v_proj [T, 32]", Rows.ALL),
         ("linear q_proj [T, 64]", Rows.ALL),
-        ("write kv_caches_1 [T, 2, 16]", Rows.ALL),
+        ("write kv_caches_1 [T, 2, 2, 16]", Rows.ALL),
         ("attention attn [T, 4, 16]", Rows.ALL),
         ("linear o_proj [T, 64]", Rows.ALL),
         ("linear up_proj [T, 96]", Rows.ALL),
@@ -131,7 +131,7 @@ def test_what_is_drawn(charts):
     ]
     rows = dict(drawn(after, "layers.1"))
     assert rows["linear k_proj, v_proj [T, 32]"] is Rows.ALL
-    assert rows["write kv_caches_1 [T, 2, 16]"] is Rows.ALL
+    assert rows["write kv_caches_1 [T, 2, 2, 16]"] is Rows.ALL
     assert rows["attention attn [R, 4, 16]"] is Rows.LOGITS
     assert after.layers["layers.0"] == {Rows.ALL}
     assert after.layers["layers.2"] == after.layers["layers.3"] == {Rows.LOGITS}

@@ -113,6 +113,23 @@ def test_nobody_starves(num_tokens, lookahead, shares):
     assert [len(r.token_ids) for r in requests] == [1 + 7 * n % 23 for n in range(40)]
 
 
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_the_oldest_gets_a_token_in_every_step(length, budget):
+    """However many younger ones come, whose prompts are one token: decodes from the beginning."""
+    scheduler = make_scheduler(400, most=4, budget=budget)
+    for number in range(3):
+        queue(scheduler, number, 1, new=2)
+    old = queue(scheduler, 3, length, new=6)
+    for number in range(4, 100):
+        if old.finish_reason:
+            break
+        queue(scheduler, number, 1, new=2)
+        alive = [r.id for r in [*scheduler.running, *scheduler.waiting]]
+        assert min(alive) in step(scheduler)
+    assert old.finish_reason
+
+
 def test_a_preempted_request_finds_its_own_blocks():
     scheduler = make_scheduler(32, most=2, shares=True)
     first, second = queue(scheduler, 0, 8, new=9), queue(scheduler, 1, 12, new=9)

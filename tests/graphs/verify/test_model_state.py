@@ -72,6 +72,10 @@ TAKEN = {
     "a function": lambda m: setattr(m.model.layers[0].mlp, "forward", torch.tanh),
     "a hook": lambda m: m.model.layers[2].mlp.register_forward_hook(lambda *a: a[2] * 2),
     "training of a layer": lambda m: m.model.layers[1].train(),
+    "a bias": lambda m: setattr(
+        m.model.layers[0].self_attn.k_proj, "bias", nn.Parameter(torch.linspace(-3, 3, 32))
+    ),
+    "a buffer": lambda m: m.model.layers[0].register_buffer("k_scale", torch.ones(1)),
     "a note": lambda m: setattr(m.model.layers[0], "notes", [1]),
     "a token of the config": lambda m: setattr(m.config, "pad_token_id", 0),
 }

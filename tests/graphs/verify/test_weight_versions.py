@@ -11,6 +11,8 @@ from graphs.verify.weight_versions import WeightVersions, checked_versions
 def make_module() -> torch.nn.Module:
     linear: Any = torch.nn.Linear(2, 2)
     linear.k_scale = torch.ones(1)
+    linear.adapters, linear.named = [torch.ones(1)], {"a": torch.ones(1)}
+    linear.register_parameter("other", None)
     module = torch.nn.Sequential(linear, torch.nn.BatchNorm1d(2))
     return module.requires_grad_(False)
 
@@ -23,6 +25,12 @@ CHANGES = {
     "attribute": lambda m: m[0].k_scale.mul_(2),
     "another attribute": lambda m: setattr(m[0], "k_scale", torch.ones(1)),
     "another parameter": lambda m: setattr(m[0], "weight", torch.nn.Parameter(torch.ones(2, 2))),
+    "in a list": lambda m: m[0].adapters[0].mul_(2),
+    "in a dict": lambda m: m[0].named["a"].mul_(2),
+    "a shorter list": lambda m: m[0].adapters.clear(),
+    "None no more": lambda m: setattr(m[0], "other", torch.nn.Parameter(torch.ones(1))),
+    "a new buffer": lambda m: m[0].register_buffer("v_scale", torch.ones(1)),
+    "no bias": lambda m: setattr(m[0], "bias", None),
     "gone": lambda m: delattr(m[0], "k_scale"),
 }
 
@@ -33,6 +41,21 @@ def test_changes_that_are_seen(change):
     versions = WeightVersions(module)
     assert not versions.changed()
     CHANGES[change](module)
+    assert versions.changed()
+    versions.remember()
+    assert not versions.changed()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_of_optimizers(fused):
+    """Torch does not count what fused ones do."""
+    module = make_module().requires_grad_(True)
+    versions = WeightVersions(module)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=fused)
+    for weight in module.parameters():
+        weight.grad = torch.ones_like(weight)
+    assert not versions.changed()
+    optimizer.step()
     assert versions.changed()
     versions.remember()
     assert not versions.changed()

@@ -90,6 +90,7 @@ class _OptimizerSteps:
     number = 0
 
     @staticmethod
+    # Cached: one hook a process, whatever the number of sessions.
     @functools.cache
     def watch() -> None:
         register_optimizer_step_post_hook(_OptimizerSteps._count)

@@ -5,6 +5,7 @@ bytes in one kernel, without the split-K reductions of the small ones. Modules, 
 dict stay: each weight becomes a view of the merged one, so loading and in-place updates reach both.
 """
 
+import collections
 import copy
 import operator
 from collections.abc import Iterator
@@ -73,7 +74,8 @@ class MergedSlice(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # With gradients it is the layer's own weight that must get them.
         trained = torch.is_grad_enabled() and self.weight.requires_grad
-        if trained or not torch.compiler.is_compiling():
+        own = "weight" in self._parameters  # else: parametrized or pruned since
+        if trained or not own or not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         return F.linear(x, self.merged.weight, self.merged.bias)[..., self.begin : self.end]
 
@@ -96,7 +98,8 @@ def merge_projections(model: nn.Module) -> int:
 
     Call it when the model is on its device and in its dtype: moving it later would break the views.
     Layers of a group must be plain `nn.Linear` of one dtype and device, all with a bias or all
-    without. Other groups are left alone. Where gradients are on, layers compute their own rows. A
+    without, and none of their weights has another name in the model (tied ones). Other groups are
+    left alone. Where gradients are on, layers compute their own rows. A
     merged model that was moved or converted since is merged again; it does not count.
 
     Raises:
@@ -204,6 +207,7 @@ class MergedViews:
 
     def __init__(self, model: nn.Module) -> None:
         layers = [(n, m) for n, m in model.named_modules() if isinstance(m, MergedSlice)]
+        layers = [(n, m) for n, m in layers if "weight" in m._parameters]
         places = [
             (f"{name}.{part}", layer, part, layer.begin)
             for name, layer in layers
@@ -221,7 +225,7 @@ class MergedViews:
 
     def check(self) -> None:
         """Raise a ValueError if a layer's tensor is no longer a view of its merged one."""
-        mine = map(operator.getitem, self._slices, self._parts)
+        mine = map(dict.get, self._slices, self._parts)
         merged = map(operator.getitem, self._merged, self._parts)
         starts = (0 if x is None else x.data_ptr() for x in merged)
         wanted = list(map(operator.add, starts, self._offsets))
@@ -242,12 +246,16 @@ def check_merged(model: nn.Module) -> None:
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    children = [x for m in model.modules() for x in (*m._modules.values(), *m._parameters.values())]
+    holders = collections.Counter(map(id, children))
     for parent in model.modules():
         for names in GROUPS:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
-            if all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers) and _alike(
-                layers
-            ):
+            plain = all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers)
+            if not plain or not _alike(layers):
+                continue
+            held = [x for layer in layers for x in (layer, *layer.parameters())]
+            if all(holders[id(x)] == 1 for x in held):
                 yield parent, names
 
 

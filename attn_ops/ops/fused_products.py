@@ -6,6 +6,8 @@ is computed by the library's products and a kernel between each two.
 T rows, K inputs, M outputs, F columns of a gate.
 """
 
+import math
+
 import torch
 
 from attn_ops.ops.library import LIBRARY
@@ -46,7 +48,7 @@ def _norm_mm_fake(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _check(x, norm_weight, w, bias)
+    _check(x, norm_weight, eps, w, bias)
     return x.new_empty((x.shape[0], w.shape[1]))
 
 
@@ -83,12 +85,16 @@ def _gated_mlp_fake(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
 ) -> torch.Tensor:
-    _check_mlp(x, residual, norm_weight, w_gate_up, w_down)
+    _check_mlp(x, residual, norm_weight, eps, w_gate_up, w_down)
     return x.new_empty(x.shape)
 
 
 def _check(
-    x: torch.Tensor, norm_weight: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> None:
     """Raise a ValueError that names the first argument that does not fit."""
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0] or x.dtype != w.dtype:
@@ -96,8 +102,15 @@ def _check(
             "x and w must have shapes [T, K] and [K, M] and one dtype, "
             f"got {x.dtype} {list(x.shape)} and {w.dtype} {list(w.shape)}"
         )
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
     if norm_weight.shape != x.shape[1:]:
         raise ValueError(f"norm_weight must have shape [K], got {list(norm_weight.shape)}")
+    for name, other in (("norm_weight", norm_weight), ("w", w), ("bias", bias)):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{name} must be on x's device {x.device}, got {other.device}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be finite and at least 0, got {eps}")
     if bias is not None and bias.shape != w.shape[1:]:
         raise ValueError(f"bias must have shape [{w.shape[1]}], got {list(bias.shape)}")
 
@@ -106,11 +119,12 @@ def _check_mlp(
     x: torch.Tensor,
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
+    eps: float,
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
 ) -> None:
     """The same for `gated_mlp`."""
-    _check(x, norm_weight, w_gate_up, None)
+    _check(x, norm_weight, eps, w_gate_up, None)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(
             f"residual must be {x.dtype} of x's shape {list(x.shape)}, "
@@ -197,7 +211,7 @@ def norm_mm(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    _check(x, norm_weight, w, bias)
+    _check(x, norm_weight, eps, w, bias)
     return torch.ops.attn_ops.norm_mm.default(x, norm_weight, eps, w, bias)
 
 
@@ -226,5 +240,5 @@ def gated_mlp(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    _check_mlp(x, residual, norm_weight, w_gate_up, w_down)
+    _check_mlp(x, residual, norm_weight, eps, w_gate_up, w_down)
     return torch.ops.attn_ops.gated_mlp.default(x, residual, norm_weight, eps, w_gate_up, w_down)

@@ -18,6 +18,7 @@ from fx_passes.passes.rms_norms import (
     fuses,
     gated_of,
     half_of,
+    is_tensor,
     is_whole,
     norm_of,
     product_of,
@@ -116,7 +117,7 @@ class FusedMlp(Pass):
             new = graph.create_node("call_function", _MLP, args, name="gated_mlp")
             new.meta["val"] = torch.empty_like(value_of(first))
             result = new
-            if value_of(node).dim() > 2:
+            if value_of(node).dim() != 2:
                 sizes = sizes_of(mlp.view)
                 result = graph.call_function(aten.view.default, (new, sizes))
                 result.meta["val"] = value_of(new).view(value_of(node).shape)
@@ -155,8 +156,8 @@ def _terms(node: Node) -> list[tuple[Node, Node]]:
     """Both orders of a sum of two tensors of one shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return []
-    a, b = node.args
-    if not isinstance(a, Node) or not isinstance(b, Node):
+    a, b = cast(tuple[Node, Node], node.args)
+    if not is_tensor(a) or not is_tensor(b):
         return []
     x, y = value_of(a), value_of(b)
     same = x.dtype == y.dtype and equal(tuple(x.shape), tuple(y.shape))

@@ -80,7 +80,7 @@ class NormProducts(Pass):
         norm = norm_of(found)
         if norm is None or not is_whole(value_of(norm.source)):
             return False
-        if value_of(norm.source).dim() > 2 and sizes_of(product.x) is None:
+        if value_of(norm.source).dim() != 2 and sizes_of(product.x) is None:
             return False
         if len(found.users) > 1 or len(product.x.users) > 1:
             self.skip("something else reads the normalized rows", node.name)

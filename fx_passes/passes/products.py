@@ -84,4 +84,6 @@ def _freeze(value: object) -> object:
         return tuple(_freeze(v) for v in value)
     if isinstance(value, dict):
         return tuple((k, _freeze(v)) for k, v in sorted(value.items()))
-    return (type(value), value) if isinstance(value, torch.dtype | int | float | bool) else value
+    if isinstance(value, float | complex):  # 0.0 equals -0.0, but not as a divisor
+        return (type(value), repr(value))
+    return (type(value), value) if isinstance(value, torch.dtype | int | bool) else value

@@ -32,6 +32,11 @@ class Product(NamedTuple):
     bias: Node | None
 
 
+def is_tensor(node: Any) -> bool:
+    """Whether it is a node whose value is a tensor; sizes and numbers of a graph are none."""
+    return isinstance(node, Node) and isinstance(value_of(node), torch.Tensor)
+
+
 def product_of(node: Any) -> Product | None:
     """The plain product that a node is."""
     if not isinstance(node, Node):
@@ -97,8 +102,8 @@ def _factors(node: Any) -> list[tuple[Node, Node]]:
     """Both orders of a product of two tensors."""
     if not isinstance(node, Node) or node.target is not aten.mul.Tensor:
         return []
-    a, b = node.args
-    return [(a, b), (b, a)] if isinstance(a, Node) and isinstance(b, Node) else []
+    a, b = cast(tuple[Node, Node], node.args)
+    return [(a, b), (b, a)] if is_tensor(a) and is_tensor(b) else []
 
 
 def _unconverted(node: Any, dtype: torch.dtype) -> Any:

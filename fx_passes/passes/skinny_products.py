@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from attn_ops.ops.skinny_constants import most_rows
 from attn_ops.ops.skinny_mm import takes
 from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten
-from fx_passes.analysis.sizes import expression
+from fx_passes.analysis.sizes import equal, expression
 from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 from fx_passes.config import PassConfig
@@ -103,9 +103,10 @@ def _asked_of(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if node.target is aten.mm.default:
         return node.args, {}
     if node.target is aten.addmm.default:
-        bias, x, w = node.args
+        bias, x, w = cast(tuple[Node, Node, Node], node.args)
         plain = node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("beta", 1) == 1
-        return ((x, w, bias), {}) if plain and value_of(cast(Node, bias)).dim() == 1 else None
+        fits = equal(tuple(value_of(bias).shape), (value_of(w).shape[1],))
+        return ((x, w, bias), {}) if plain and fits else None
     names = ("bias", "scale_result", "out_dtype", "use_fast_accum")
     more = dict(zip(names, node.args[4:], strict=False)) | dict(node.kwargs)
     x, w, x_scale, w_scale = node.args[:4]

@@ -19,7 +19,7 @@ from fx_passes.kept import CompiledGraph, Keeper
 from fx_passes.observe import PassRecord, Recorder
 from graphs.options import SessionOptions
 from graphs.runner import StepRunner
-from graphs.saved.code import changed_module, class_text, traced_modules
+from graphs.saved.code import changed_module, class_text, names_of, traced_modules
 from graphs.saved.fingerprint import Describer, digest_of
 from graphs.saved.folder import Entry, Folder
 from graphs.saved.key import key_of
@@ -63,7 +63,7 @@ class CompileCache:
             if entry is None:
                 raise NotSavedError(self._why_missing())
             loaded = self._restore(entry, dict(inputs))
-            records = [PassRecord(**fields) for fields in entry.header["passes"]]
+            records = _records(entry.header)
         except NotSavedError as error:
             self.outcome = f"compiled: {error}"
             return None
@@ -124,6 +124,7 @@ class CompileCache:
             "key": self._key,
             "plan": Plan.of(graph).to_json(),
             "modules": traced_modules(graph.traced_code),
+            "names": names_of(graph.traced_code),
             "passes": [_fields(record) for record in self._record.passes],
         }
         return Entry(header, _pickles(graph))
@@ -132,7 +133,10 @@ class CompileCache:
         header = entry.header
         if header.get("key") != self._key:
             raise NotSavedError("the file is of another compilation")
-        if (name := changed_module(header.get("modules", {}))) is not None:
+        read = header.get("names"), header.get("modules")
+        if not isinstance(read[0], list) or not isinstance(read[1], dict):
+            raise NotSavedError("the file has another format")
+        if (name := changed_module(read[1], read[0])) is not None:
             raise NotSavedError(f"the code of {name} has changed")
         plan = Plan.from_json(header.get("plan"))
         try:
@@ -193,6 +197,13 @@ def _fields(record: PassRecord) -> dict[str, Any]:
     names = ("pass_name", "stage", "graph_name", "matches", "skipped", "num_calls", "reasons",
              "looks_for", "summary")  # fmt: skip
     return {name: getattr(record, name) for name in names}
+
+
+def _records(header: dict[str, Any]) -> list[PassRecord]:
+    try:
+        return [PassRecord(**fields) for fields in header["passes"]]
+    except (KeyError, TypeError) as error:
+        raise NotSavedError(f"the file has another format: {error!r}") from error
 
 
 def _pickles(graph: CompiledGraph) -> list[bytes]:

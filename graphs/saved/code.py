@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ _OF_DYNAMO = re.compile(
 """Globals that Python or Dynamo adds to a module."""
 _NO_MEMBERS = ("__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl", "__annotations__",
                "__static_attributes__", "__firstlineno__")  # fmt: skip
+_ENVIRONMENT = frozenset(("environ", "environb", "getenv"))
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 
@@ -61,21 +63,30 @@ def class_text(cls: type, describer: Describer, *, code_only: bool = False) -> s
     return f"{cls.__module__}.{cls.__qualname__}{text}"
 
 
-def traced_modules(code: Iterable[types.CodeType]) -> dict[str, str]:
+def names_of(code: Iterable[types.CodeType]) -> list[str]:
+    """All names that traced code reads: of globals and of attributes."""
+    return sorted({name for one in code for name in one.co_names})
+
+
+def traced_modules(code: list[types.CodeType]) -> dict[str, str]:
     """By module that Dynamo has traced, the digest of its file and of what stands in it.
 
     Modules of torch are left out, as its version is in the key. Modules that a module of the user's
     names are followed, as it may read numbers of them.
 
     Raises:
-        NotSavedError: some code has no file.
+        NotSavedError: some code has no file, or reads what has no description: an object without
+            attributes, or the environment.
     """
+    names = frozenset(names_of(code))
     by_file = _modules_by_file()
     pending = []
     for one in code:
         file = one.co_filename
         if file in by_file:
             pending.append(by_file[file])
+            if _is_of_user(by_file[file]) and not _ENVIRONMENT.isdisjoint(one.co_names):
+                raise NotSavedError(f"{one.co_qualname} reads the environment")
         elif not _is_generated(one):
             raise NotSavedError(f"no module was made from {file}")
     pending = [m for m in dict.fromkeys(pending) if not _has_version(m)]
@@ -83,16 +94,22 @@ def traced_modules(code: Iterable[types.CodeType]) -> dict[str, str]:
     while pending:
         module = pending.pop()
         if module.__name__ not in found:
-            found[module.__name__], met = _module_digest(module)
+            found[module.__name__], met = _module_digest(module, names)
             pending += [m for m in met if _is_of_user(m)]
     return found
 
 
-def changed_module(known: dict[str, str]) -> str | None:
-    """The first module that is not as it was; None: all are."""
+def changed_module(known: dict[str, str], names: Iterable[str]) -> str | None:
+    """The first module that is not as it was; None: all are.
+
+    Args:
+        known: what `traced_modules` found.
+        names: `names_of` the code that was traced.
+    """
+    read = frozenset(names)
     for name, digest in known.items():
         module = sys.modules.get(name)
-        if module is None or _module_digest(module)[0] != digest:
+        if module is None or _module_digest(module, read)[0] != digest:
             return name
     return None
 
@@ -123,19 +140,29 @@ def _is_of_user(module: types.ModuleType) -> bool:
     return not file.startswith(tuple(sysconfig.get_paths().values()))
 
 
-def _module_digest(module: types.ModuleType) -> tuple[str, list[types.ModuleType]]:
-    """The digest, and the modules that it names."""
-    describer, lines = Describer(strict=False), []
+def _module_digest(
+    module: types.ModuleType, names: frozenset[str]
+) -> tuple[str, list[types.ModuleType]]:
+    """The digest, and the modules that it names.
+
+    Of a user's module, values whose names traced code reads are described with all they hold.
+    """
+    describer, strict, lines = Describer(strict=False), Describer(strict=True), []
     file = inspect.getsourcefile(module)
     lines.append(hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "no file")
     is_of_user = _is_of_user(module)
     for name, value in sorted(vars(module).items()):
         if _OF_DYNAMO.match(name) or not (is_of_user or _is_code(value)) or _is_register(value):
             continue
-        lines.append(f"{name}={describer.text(value)}")
+        whole = is_of_user and name in names and not _is_code(value)
+        lines.append(f"{name}={(strict if whole else describer).text(value)}")
         if isinstance(value, type) and value.__module__ == module.__name__:
             lines.append(class_text(value, describer, code_only=not is_of_user))
-    return digest_of("\n".join(lines)), describer.modules
+            lines += [
+                f"{name}.{k}={strict.text(v)}" for k, v in sorted(vars(value).items())
+                if is_of_user and k in names and not _is_code(v) and not _is_slot(v)
+            ]  # fmt: skip
+    return digest_of("\n".join(lines)), [*describer.modules, *strict.modules]
 
 
 def _is_code(value: Any) -> bool:
@@ -145,6 +172,13 @@ def _is_code(value: Any) -> bool:
     return isinstance(value, type | staticmethod | classmethod | property) or callable(value)
 
 
+def _is_slot(value: Any) -> bool:
+    """Whether it gives instances an attribute, and is no value itself."""
+    return inspect.isdatadescriptor(value)
+
+
 def _is_register(value: Any) -> bool:
     """Whether it fills while the process runs: loggers and caches."""
-    return type(value).__module__ in ("logging", "_thread", "threading", "weakref", "contextvars")
+    name = type(value).__module__
+    of_registers = name in ("logging", "_thread", "threading", "weakref", "contextvars")
+    return of_registers and not isinstance(value, threading.local)

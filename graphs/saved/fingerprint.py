@@ -8,9 +8,10 @@ import enum
 import functools
 import hashlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -58,6 +59,8 @@ class Describer:
         return self._composed(value, depth + 1)
 
     def _composed(self, value: Any, depth: int) -> str:
+        if isinstance(value, np.generic):
+            return f"{_name(type(value))} {value!r}"
         if isinstance(value, torch.Tensor):
             return f"tensor {tuple(value.shape)} {value.dtype} {value.device}"
         if isinstance(value, types.FunctionType):
@@ -92,8 +95,10 @@ class Describer:
             return f"built-in {value.__qualname__}"
         if isinstance(value, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
             return f"operator {value}"
-        if self._strict and hasattr(value, "__dict__") and type(value).__module__ != "builtins":
-            return f"{_name(type(value))} {self._all(list(vars(value).items()), depth)}"
+        if self._strict and type(value).__module__ != "builtins":
+            held = _held(value)
+            if held is not None:
+                return f"{_name(type(value))} {self._all(held, depth)}"
         return self._unknown(value)
 
     def _function(self, value: types.FunctionType, depth: int) -> str:
@@ -113,8 +118,24 @@ class Describer:
 
     def _unknown(self, value: Any) -> str:
         if self._strict:
-            raise NotSavedError(f"an object of {_name(type(value))} in the model has no key")
+            raise NotSavedError(f"an object of {_name(type(value))}, which it may read, has no key")
         return f"object of {_name(type(value))}"
+
+
+def _held(value: Any) -> list[tuple[Any, Any]] | None:
+    """What stands in an object's attributes, of slots too; None: it shows none."""
+    slots = [
+        name for cls in type(value).__mro__
+        for name in _as_tuple(vars(cls).get("__slots__", ())) if name != "__dict__"
+    ]  # fmt: skip
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    own = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+    return own + list(getattr(value, "__dict__", {}).items())
+
+
+def _as_tuple(slots: str | Iterable[str]) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _key(key: Any) -> str:

@@ -125,9 +125,12 @@ def _entry(content: bytes) -> Entry:
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise NotSavedError("the file is damaged")
     line, _, blob = body.partition(b"\n")
-    header = json.loads(line)
     pieces, begin = [], 0
-    for length in header["lengths"]:
-        pieces.append(blob[begin : begin + length])
-        begin += length
+    try:
+        header = json.loads(line)
+        for length in header["lengths"]:
+            pieces.append(blob[begin : begin + length])
+            begin += length
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotSavedError(f"the file has another format: {error!r}") from error
     return Entry(header, pieces)

@@ -168,9 +168,24 @@ def _tensors(tensors: Mapping[str, torch.Tensor]) -> str:
         place = (number, t.storage_offset(), t.data_ptr() % 16)
         lines.append(
             f"{name} {type(t).__name__} {tuple(t.shape)} {t.stride()} {t.dtype} {t.device} "
-            f"{t.requires_grad} {place}"
+            f"{t.requires_grad} {place} {_layout(t)}"
         )
     return "\n".join(lines)
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    """What a tensor of a class of its own is made of, such as a quantized weight of torchao.
+
+    Raises:
+        NotSavedError: it does not say.
+    """
+    if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return ""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        raise NotSavedError(f"a tensor of {type(tensor).__qualname__} has no key")
+    names, context = tensor.__tensor_flatten__()
+    parts = "\n".join(f"{name}: {_tensors({name: getattr(tensor, name)})}" for name in names)
+    return f"{type(tensor).__module__} {Describer(strict=True).text(context)} {parts}"
 
 
 def _inputs(inputs: Mapping[str, Any]) -> str:

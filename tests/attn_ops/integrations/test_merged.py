@@ -207,3 +207,30 @@ def test_a_copy_of_a_merged_model_is_merged_too():
     wanted = twin.k_proj(x)
     torch.testing.assert_close(torch.compile(twin.k_proj, backend="aot_eager")(x), wanted)
     torch.testing.assert_close(torch.compile(model.k_proj, backend="aot_eager")(x), model.k_proj(x))
+
+
+def test_tied_weights_are_left_alone():
+    """One tensor cannot be rows of two merged weights."""
+    model = build_model()
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    second.q_proj.weight = first.q_proj.weight
+    model.model.layers[1].mlp.up_proj = model.model.layers[0].mlp.up_proj
+    assert merge_projections(model) == 2 * len(model.model.layers) - 4
+    check_merged(model)
+    assert second.q_proj.weight is first.q_proj.weight
+
+
+def test_a_weight_parametrized_after_merging_is_computed_alone():
+    class Twice(nn.Module):
+        def forward(self, w):
+            return w * 2
+
+    model = build_model()
+    merge_projections(model)
+    layer = model.model.layers[0].self_attn.q_proj
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Twice())
+    check_merged(model)
+    x = torch.randn(3, layer.in_features)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend="eager")(x), layer(x))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from attn_ops import norm_mm
 from fx_passes.passes.fused_mlp import FusedMlp
 from fx_passes.passes.norm_products import NormProducts
 
@@ -209,3 +210,73 @@ def test_a_session_of_a_merged_llama(make_model):
         expected = {"never": None, "always": 1}[mode]
         assert (matches.get("fused_mlp"), matches.get("norm_products")) == (expected, expected)
     assert results[0] == results[1]
+
+
+ALWAYS = {"fused_mlp": "always", "norm_products": "always", "skinny_products": "always"}
+
+
+def _sum_with_a_size(x):
+    return x + x.shape[0]
+
+
+def _product_with_a_size(x):
+    return torch.nn.functional.linear(x * x.shape[0], torch.ones(4, x.shape[1]))
+
+
+def _sum_with_an_argument(x):
+    return x * 2 + x.shape[0] * 3
+
+
+@pytest.mark.parametrize(
+    "function", [_sum_with_a_size, _product_with_a_size, _sum_with_an_argument]
+)
+@pytest.mark.parametrize("options", [None, ALWAYS])
+def test_sums_and_products_with_sizes_compile(function, options):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="attn_ops", dynamic=True, options=options)
+    with torch.no_grad():
+        for rows in (3, 5):
+            x = torch.ones(rows, 8)
+            torch.testing.assert_close(compiled(x), function(x))
+
+
+def test_a_bias_of_one_element_is_left_alone():
+    w, bias = torch.randn(16, 8), torch.randn(1)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: torch.addmm(bias, x, w.t()), backend="attn_ops", options=ALWAYS
+    )
+    with torch.no_grad():
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(compiled(x), torch.addmm(bias, x, w.t()))
+
+
+def test_a_single_vector_compiles():
+    g, w = torch.randn(64), torch.randn(96, 64)
+
+    def function(x):
+        normed = g * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return torch.nn.functional.linear(normed, w)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="attn_ops", dynamic=True, options=ALWAYS)
+    with torch.no_grad():
+        x = torch.randn(64)
+        torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"eps": -1.0}, "eps must be finite and at least 0, got -1.0"),
+        ({"eps": float("nan")}, "eps must be finite and at least 0, got nan"),
+        ({"norm_weight": torch.ones(8, device="meta")}, "norm_weight must be on x's device cpu"),
+        ({"x": torch.ones(2, 8).int(), "w": torch.ones(8, 4).int()}, "x must have a floating"),
+    ],
+)
+def test_bad_arguments_are_named(changed, message):
+    arguments = {
+        "x": torch.ones(2, 8), "norm_weight": torch.ones(8), "eps": 1e-6, "w": torch.ones(8, 4),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        norm_mm(**(arguments | changed))

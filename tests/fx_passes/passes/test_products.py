@@ -138,3 +138,13 @@ def test_a_write_behind_the_products_does_not_matter(aten_graph):
         x = next(node for node in graph.nodes if node.op == "placeholder" and node.users)
         graph.call_function(aten.copy_.default, (x, x))
     assert ShareProducts().apply(graph) == 1
+
+
+def test_zeros_of_two_signs_are_not_shared(aten_graph, contract):
+    """They are equal, but what is divided by them is not."""
+
+    def function(x, w):
+        return aten.mm(aten.div(x, 0.0), w), aten.mm(aten.div(x, -0.0), w)
+
+    x, w = torch.ones(2, 4), torch.ones(4, 4)
+    contract(ShareProducts(), aten_graph(function, x, w), x, w, matches=0)

@@ -1,5 +1,6 @@
 """What one session compiled is loaded by the next, or compiled again with the reason."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -188,10 +189,18 @@ def _foreign(folder) -> None:
     only_file(folder).write_bytes(b"something else\n")
 
 
+def _other_layout(folder) -> None:
+    """A whole file whose header is of another version."""
+    header = b'{"plan": 1}'
+    digest = hashlib.sha256(header).hexdigest().encode()
+    only_file(folder).write_bytes(b"\n".join([FORMAT, digest, header]))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (_truncate, "the file is damaged"),
+        (_other_layout, "the file has another format"),
         (_foreign, "the file has another format"),
         (lambda folder: folder.chmod(0o777), "other users can write"),
         (lambda folder: only_file(folder).chmod(0o666), "other users can write"),

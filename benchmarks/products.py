@@ -1,9 +1,9 @@
 """Products of few rows: `skinny_mm`'s kernel beside cuBLAS: `python -m benchmarks.products`.
 
 Microseconds a product, medians of CUDA graphs over as many weights as outgrow the L2 cache twice,
-of the products of a Llama-3-8B-shaped step. `limit` is the weight's bytes over the measured copy
-bandwidth. In FP8 both sides have a scale a row, and cuBLAS is `torch._scaled_mm`;
-`fp8 fast` is `use_fast_accum=True`.
+of the products of a Llama-3-8B-shaped step, at the numbers of rows at which `skinny_mm` launches
+its kernel. `limit` is the weight's bytes over the measured copy bandwidth. In FP8 both sides have
+a scale a row, and cuBLAS is `torch._scaled_mm`; `fp8 fast` is `use_fast_accum=True`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attn_ops.backends.measure import interleaved_us, interval_us, l2_bytes
-from attn_ops.ops.skinny_constants import skinny_constants
+from attn_ops.ops.skinny_constants import most_rows, skinny_constants
 from attn_ops.ops.triton.skinny import launch_skinny
 from benchmarks.figures import commit
 from benchmarks.timing import capture, copy_bandwidth
@@ -44,9 +44,12 @@ def make(rows: int, m: int, k: int, fp8: bool) -> tuple[torch.Tensor, list[torch
 
 def measure(
     name: str, rows: int, fp8: bool, fast: bool, rounds: int, bandwidth: float
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
+    """One row of the table; None where `skinny_mm` takes cuBLAS."""
     m, k = SHAPES[name]
     x, weights, x_scale, w_scale = make(rows, m, k, fp8)
+    if rows > most_rows(weights[0].t()):
+        return None
 
     def library() -> None:
         for w in weights:
@@ -112,7 +115,9 @@ def main() -> None:
             if fp8 and name == "lm_head":  # models in FP8 keep theirs in bf16
                 continue
             for count in args.rows:
-                rows.append(measure(name, count, fp8, fast, args.rounds, bandwidth))
+                row = measure(name, count, fp8, fast, args.rounds, bandwidth)
+                if row is not None:
+                    rows.append(row)
                 torch.cuda.empty_cache()
     show(rows)
     if args.json:

@@ -106,18 +106,19 @@ def test_other_files_are_small_too(folder):
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in files}
-    assert {name: number for name, number in lines.items() if number > 400} == {}
+    assert {name: number for name, number in lines.items() if number > 600} == {}
 
 
 def test_files_and_folders_are_small():
     folders: dict[str, int] = {}
     for path in modules().values():
         lines = path.read_text().count("\n")
-        assert lines <= 400, f"{path.relative_to(ROOT)} has {lines} lines"
+        limit = 800 if "triton" in path.parts else 600
+        assert lines <= limit, f"{path.relative_to(ROOT)} has {lines} lines"
         if path.name != "__init__.py":
             folder = str(path.parent.relative_to(ROOT))
             folders[folder] = folders.get(folder, 0) + 1
-    assert {f: n for f, n in folders.items() if n > 16} == {}
+    assert {f: n for f, n in folders.items() if n > 20} == {}
     assert folders["graphs"] <= 9
 
 

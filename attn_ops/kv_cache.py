@@ -106,11 +106,14 @@ class PagedKVCache:
         if any(most is not None and self.num_bytes > most for most in (total, free)):
             raise ValueError(message)
         try:
-            return [self._allocate(spec, device) for spec in self.specs]
+            tensors = [self._allocate(spec, device) for spec in self.specs]
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
                 raise ValueError(f"{message}: {error}") from error
             raise
+        for tensor in tensors:  # Inductor's CUDA graphs would copy what they do not know to stay
+            torch._dynamo.mark_static_address(tensor)
+        return tensors
 
     def _allocate(self, spec: AttentionSpec, device: torch.device | str) -> torch.Tensor:
         own = self.window_blocks is not None and has_window(spec)

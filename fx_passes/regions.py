@@ -161,9 +161,11 @@ def compile_regions(
     _outline_rest(gm)
     compiled: dict[str, Callable[..., Any]] = {}
     names = names_of_pieces(gm)
-    for node in gm.graph.find_nodes(op="call_module"):
+    calls = gm.graph.find_nodes(op="call_module")
+    for node in calls:
         if node.target not in compiled:
             piece, name = getattr(gm, node.target), names[node.target]
+            _tell_static_inputs(gm, piece, [c for c in calls if c.target == node.target])
             compiled[node.target] = _compile_isolated(piece, node, compile_piece, name)
         node.op, node.target = "call_function", compiled[node.target]
     gm.graph.lint()
@@ -185,6 +187,31 @@ def _outline_rest(gm: GraphModule) -> None:
         region = Region(f"rest_{i}", nodes)
         gm.add_module(region.path, region.subgraph())
         region.replace_by_call(gm.graph, region.path)
+
+
+def _tell_static_inputs(gm: GraphModule, piece: GraphModule, calls: list[Node]) -> None:
+    """Hand on which inputs keep their address, as Dynamo told it of the inputs of `gm`.
+
+    AOTAutograd reads it from nodes and attributes of a graph of Dynamo. Without it Inductor's CUDA
+    graphs ("reduce-overhead") copy every weight before each replay.
+    """
+    piece.meta["dynamo_compile_id"] = gm.meta.get("dynamo_compile_id")
+    piece._param_name_to_source = {}  # pyright: ignore[reportAttributeAccessIssue]
+    for i, node in enumerate(piece.graph.find_nodes(op="placeholder")):
+        node._dynamo_source = None
+        node.meta["tensor_dict"] = {}
+        if all(_is_static(call.args[i]) for call in calls):
+            node.meta["tensor_dict"]["_dynamo_static_input_type"] = "unguarded"
+
+
+def _is_static(node: Any) -> bool:
+    """Whether an argument keeps its address; not where only some layers' are aligned for kernels."""
+    told = node.op == "placeholder" and node.meta.get("tensor_dict")
+    value = value_of(node)
+    if not told or not told.get("_dynamo_static_input_type") or not isinstance(value, torch.Tensor):
+        return False
+    offset = value.storage_offset()
+    return isinstance(offset, int) and offset * value.element_size() % 16 == 0
 
 
 def _hands_out(node: Node) -> bool:

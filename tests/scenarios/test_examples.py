@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graphs import DecodeSession
+from tests.kit.models import build_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -46,6 +47,19 @@ def test_decode_llama(monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)  # tested elsewhere
     load("decode_llama").main()
     assert capsys.readouterr().out.count("length") == 3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_own_loop(model, compiled):
+    """Its tokens are those of `generate`; on a GPU tests/gpu/test_own_loop.py replays it."""
+    own_loop, prompts = load("own_loop"), [[1, 2, 3, 4, 5], [6], [7, 8] * 9]
+    alone = build_model(attn_implementation="sdpa")
+    wanted = [
+        alone.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    run = torch.compile(model, backend="attn_ops", fullgraph=True) if compiled else model
+    assert own_loop.generate(run, prompts, 20) == wanted
 
 
 def test_rollouts(monkeypatch, capsys):

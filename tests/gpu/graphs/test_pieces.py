@@ -8,7 +8,6 @@ import gc
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import fx_passes
 from attn_ops import (
@@ -233,27 +232,3 @@ def test_every_kind_of_call(segments, case):
     run(then)
     assert torch.equal(got[0], out)
     assert torch.equal(got[1], lse)
-
-
-def test_inductors_own_graphs_are_cut_around_attention(models):
-    """`mode="reduce-overhead"` without anything of ours: no length is frozen."""
-    torch._dynamo.reset()
-    steps = Steps(models[0])
-    steps.model = torch.compile(models[0], mode="reduce-overhead", fullgraph=True)
-    eager = Steps(models[0])
-    eager.cache, eager.static = steps.cache, steps.static
-    generator = torch.Generator().manual_seed(5)
-    for i in range(6):
-        batch = random_batch(generator, ROWS)
-        results = []
-        for one in (steps, eager):
-            metadata = one.set_batch(*batch, seed=i)
-            with torch.no_grad():
-                one.run(metadata)
-            results.append(one.logits[: sum(batch[0])].clone())
-        error = (results[0] - results[1]).abs().max() / results[1].std()
-        assert error < 0.3, (
-            i,
-            error,
-        )  # 0.11 on an H200, in bf16; a frozen length gives more than 1
-    print({k: v for k, v in counters["inductor"].items() if "cudagraph" in k})  # with -s

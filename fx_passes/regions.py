@@ -205,7 +205,7 @@ def _tell_static_inputs(gm: GraphModule, piece: GraphModule, calls: list[Node]) 
 
 
 def _is_static(node: Any) -> bool:
-    """Whether an argument keeps its address; not where only some layers' are aligned for kernels."""
+    """Whether an argument keeps its address, and is aligned as kernels for static inputs assume."""
     told = node.op == "placeholder" and node.meta.get("tensor_dict")
     value = value_of(node)
     if not told or not told.get("_dynamo_static_input_type") or not isinstance(value, torch.Tensor):

@@ -28,10 +28,13 @@ def inductor_mended() -> Iterator[None]:
     - Launchers of kernels with two dimensions divide by the number of blocks, which is zero
       where a chunk of a prompt wants no logits. (Those that `mode="max-autotune"` makes when a
       kernel first runs still do; a session then computes such rows.)
+    - CUDA graphs of "reduce-overhead" are silently given up where an input is no tensor, though
+      they are cut around the operators that read the metadata.
     """
     if TORCH_VERSION >= (2, 13):
         yield
         return
+    from torch._inductor import output_code
     from torch._inductor.fx_passes import pad_mm
     from torch._inductor.ir import ConcatKernel
     from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
@@ -43,6 +46,11 @@ def inductor_mended() -> Iterator[None]:
         patch.object(pad_mm, "is_mm_compute_bound", _by_hints(pad_mm.is_mm_compute_bound)),
         patch.object(
             Grid2DWithYZOverflow, "generate", _for_empty_grids(Grid2DWithYZOverflow.generate)
+        ),
+        patch.object(
+            output_code,
+            "cudagraph_partition_post_compile",
+            _with_opaque_inputs(output_code.cudagraph_partition_post_compile),
         ),
     ):
         yield
@@ -103,3 +111,17 @@ def _for_empty_grids(generate: Any) -> Any:
             self.y_grid = f"(0 if y_grid_div_ == 0 else {self.y_grid})"
 
     return generate_for_any
+
+
+def _with_opaque_inputs(record_partitions: Any) -> Any:
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    known = (torch.Tensor, torch.SymInt, torch.Generator, FakeScriptObject)
+
+    def record_partitions_with_opaque_inputs(inputs: Any, compiled: Any, *rest: Any) -> None:
+        reasons = compiled.cudagraph_info.cudagraph_fail_reasons
+        if all(isinstance(x, known) for x in inputs):
+            reasons[:] = [r for r in reasons if r != "non-Tensor inputs"]
+        record_partitions(inputs, compiled, *rest)
+
+    return record_partitions_with_opaque_inputs

@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import fx_passes
+from attn_ops.compat.torch_version import TORCH_VERSION
 from tests.gpu.graphs.test_pieces import ROWS, Steps, random_batch
 from tests.gpu.test_session import tiny_llama
 
@@ -46,7 +47,10 @@ class Replays:
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
 def test_what_lies_between_attention_is_replayed(monkeypatch, way):
-    """Steps of other lengths equal called ones; weights and caches are not copied."""
+    """Steps of other lengths equal called ones; weights and caches are not copied.
+
+    Inductor before torch 2.13 records nothing where the metadata is an input, but by our backend.
+    """
     torch._dynamo.reset()
     counters.clear()
     model = tiny_llama(LAYERS)
@@ -66,9 +70,11 @@ def test_what_lies_between_attention_is_replayed(monkeypatch, way):
         assert error < 0.3, (i, error)  # 0.11 on an H200, in bf16; a frozen length gives over 1
     inductor = counters["inductor"]
     print(way, seen.__dict__, {k: v for k, v in inductor.items() if "cudagraph" in k})  # with -s
+    assert counters["stats"]["unique_graphs"] == graphs == 1
+    if way != "attn_ops" and TORCH_VERSION < (2, 13):
+        return
     assert recorded == seen.num_recordings >= LAYERS + 1
     assert seen.num_replays == 6 * recorded
     assert not inductor["cudagraph_skips"]
-    assert counters["stats"]["unique_graphs"] == graphs == 1
     # Hidden states between pieces are Inductor's own. Only this step's inputs may be copied.
     assert inductor["cudagraph_recorded_non_static_inputs"] <= 4 * recorded

@@ -13,6 +13,8 @@ names of rows, each with columns.
 import argparse
 import datetime
 import json
+import re
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -60,15 +62,20 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The page, in Markdown; `results` by name of their files."""
     parts = [HEAD]
     for name, result in sorted(results.items()):
-        versions = ", ".join(f"{k} {v}" for k, v in dict(result.get("versions") or {}).items() if v)
-        where = f"{result.get('device')}, commit {str(result.get('commit'))[:9]}, {result['date']}"
-        parts += [f"## {name}\n", f"`{result['command']}`; {where}.", f"{versions}\n"]
+        versions = [f"{k} {v}" for k, v in dict(result.get("versions") or {}).items() if v]
+        where = [result["device"], f"commit {result['commit'][:9]}", result["date"], *versions]
+        parts += [f"## {name}\n", _line(f"`{result['command']}`: {', '.join(where)}."), ""]
         parts += [*_table(result["rows"]), ""]
-        parts += [f"- failed: `{test}`" for test in result.get("failed", ())]
+        parts += [_line(f"- failed: `{test}`") for test in result.get("failed", ())]
         because = dict(result.get("skipped because", {}))
-        parts += [f"- skipped, {number}: {why}" for why, number in because.items()]
-        parts += [f"{result['note']}" if result.get("note") else ""]
-    return "\n".join(parts).rstrip() + "\n"
+        parts += [_line(f"- skipped, {number}: {why}") for why, number in because.items()]
+        parts += [_line(result["note"])] if result.get("note") else []
+        parts += [""]
+    return re.sub("\n\n+", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def _line(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -73,8 +73,9 @@ def test_what_lies_between_attention_is_replayed(monkeypatch, way):
     assert counters["stats"]["unique_graphs"] == graphs == 1
     if way != "attn_ops" and TORCH_VERSION < (2, 13):
         return
-    assert recorded == seen.num_recordings >= LAYERS + 1
-    assert seen.num_replays == 6 * recorded
+    pieces = 2 + 2 * LAYERS  # in front of and behind each layer's attention, and both ends
+    assert recorded == seen.num_recordings >= pieces
+    assert seen.num_replays == 6 * pieces
     assert not inductor["cudagraph_skips"]
     # Hidden states between pieces are Inductor's own. Only this step's inputs may be copied.
     assert inductor["cudagraph_recorded_non_static_inputs"] <= 4 * recorded

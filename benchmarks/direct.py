@@ -9,7 +9,6 @@ Q queries and C cached tokens of each request, M blocks of each request.
 """
 
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -217,39 +216,11 @@ def flex(layers: Layers, captured: bool) -> Attend:
     return attend
 
 
-def varlen(layers: Layers, captured: bool) -> Attend:
-    """torch's `varlen_attn` over gathered keys; its keywords differ between versions of torch."""
-    from torch.nn.attention import varlen as library
-
-    spec, common, blocks_SM = layers.spec, layers.common, pages(layers)
-    starts = torch.arange(common.num_reqs + 1, dtype=torch.int32, device=common.device)
-    attention: Any = library.varlen_attn
-    wanted: dict[str, Any] = {"scale": layers.scale, "is_causal": True, "enable_gqa": True}
-    known = inspect.signature(attention).parameters
-    if "window_size" in known:
-        wanted["window_size"] = (-1, 0)
-    keywords = {name: value for name, value in wanted.items() if name in known}
-    group = 1 if "enable_gqa" in known else spec.num_heads // spec.num_kv_heads
-
-    def attend(layer: int) -> torch.Tensor:
-        k, v = (
-            x.flatten(0, 1).repeat_interleave(group, 1) if group > 1 else x.flatten(0, 1)
-            for x in gathered(layers, layer, blocks_SM)
-        )
-        return attention(
-            layers.queries[layer], k, v, common.query_start_loc, starts * common.max_seq_len,
-            common.max_query_len, common.max_seq_len, **keywords,
-        )  # fmt: skip
-
-    return attend
-
-
 DIRECT: dict[str, Callable[[Layers, bool], Attend]] = {
     "FLASH_ATTN": flash_attn,
     "TRITON": triton,
     "FLASHINFER": flashinfer,
     "XFORMERS": xformers,
     "FLEX": flex,
-    "VARLEN": varlen,
 }
 """By backend; one that is not here has no counterpart."""

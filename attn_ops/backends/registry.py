@@ -22,7 +22,6 @@ _BUILT_IN = {
     "BLOCKSPARSE": "attn_ops.backends.blocksparse",
     "FLASHINFER": "attn_ops.backends.flashinfer",
     "XFORMERS": "attn_ops.backends.xformers_backend",
-    "VARLEN": "attn_ops.backends.varlen",
     "FLEX": "attn_ops.backends.flex",
     "TORCH": "attn_ops.backends.torch_backend",
     "AUTO_MLA": "attn_ops.backends.mla.auto_mla",

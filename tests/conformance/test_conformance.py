@@ -11,10 +11,6 @@ from attn_ops import get_backend
 from attn_ops.backends.registry import built_in_names
 from attn_ops.testing import ConformanceCase, conformance_cases, latent, rules
 
-OPTIONAL = ("VARLEN",)
-"""Not to be had on the torch of the GPU machine (2.11); the skip says why."""
-
-
 QUANTIZED = (rules.output_quantization, latent.latent_output_quantization)
 
 
@@ -58,8 +54,6 @@ def all_cases() -> list:
 
 def check_usable(case: ConformanceCase) -> None:
     name, missing = case.backend.name, case.backend.unavailable()
-    if name in OPTIONAL and missing is not None:
-        pytest.skip(missing)
     assert missing is None, f"{name} must run here for its conformance to be tested: {missing}"
 
 

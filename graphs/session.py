@@ -170,7 +170,7 @@ class DecodeSession:
     def add(
         self,
         prompt: Sequence[int],
-        max_new_tokens: int = 16,
+        max_new_tokens: int | None = None,
         *,
         eos: int | Iterable[int] | None = None,
         eos_token_id: int | Iterable[int] | None = None,
@@ -182,7 +182,8 @@ class DecodeSession:
 
         Args:
             prompt: token ids, 1 to `max_tokens` of them.
-            max_new_tokens: tokens to generate at most.
+            max_new_tokens: tokens to generate at most; None: max_new_tokens or max_length of the
+                model's generation_config, else 16.
             eos: token or tokens that end it; None: those of the model's generation_config, which
                 also gives `sampling` its defaults; (): no token ends it.
             eos_token_id: another name of `eos`.
@@ -214,7 +215,7 @@ class DecodeSession:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int = 16,
+        max_new_tokens: int | None = None,
         *,
         eos: int | Iterable[int] | None = None,
         eos_token_id: int | Iterable[int] | None = None,

@@ -37,7 +37,7 @@ class RequestBook:
         prompts = [list(one) if isinstance(one, Iterator) else one for one in prompts]
         with self._adding:
             limits = self._limits
-            defaults = Defaults.of(self._model, limits.vocab_size)
+            defaults = Defaults.of(self._model)
             requests += checked_requests(self.next_id, prompts, wanted, defaults, limits)
             for request in requests:
                 self.next_id = request.id + 1

@@ -151,17 +151,13 @@ class Limits:
 class Wanted:
     """What a caller asks of all requests of a call, unchecked."""
 
-    max_new_tokens: int
+    max_new_tokens: int | None  # None: as the model's generation config says, else 16
     eos: int | Iterable[int] | None  # None: that of the model's generation config
     eos_token_id: int | Iterable[int] | None  # the same by another name
     stop_token_ids: int | Iterable[int] | None
     sampling: Mapping[str, Any]  # fields of `SamplingParams`
     share_prefix: bool = True
     n: int = 1  # requests of each prompt
-
-    def params(self, defaults: Defaults) -> SamplingParams:
-        """The sampling, with defaults where a field is not given."""
-        return SamplingParams.of({**defaults.sampling, **self.sampling})
 
     def ends(self, defaults: Defaults, vocab_size: int) -> tuple[frozenset[int], frozenset[int]]:
         """eos tokens, and all tokens that end a request."""
@@ -175,7 +171,7 @@ class Wanted:
                 "eos and eos_token_id must be the same where both are given, "
                 f"got {sorted(given[0])} and {sorted(given[1])}"
             )
-        eos = given[0] if given else defaults.eos
+        eos = given[0] if given else defaults.eos(vocab_size)
         name, stops = "stop_token_ids", self.stop_token_ids
         return eos, eos.union(token_ids(name, listed_ids(name, stops), vocab_size, ordered=False))
 
@@ -198,17 +194,20 @@ def checked_requests(
         defaults: what holds where the caller asks for nothing.
         limits: of the session.
     """
-    params, ends = wanted.params(defaults), wanted.ends(defaults, limits.vocab_size)
+    params, ends = defaults.params(wanted.sampling), wanted.ends(defaults, limits.vocab_size)
     check_positive(n=wanted.n)
     check_bools(share_prefix=wanted.share_prefix)
     requests: list[Request] = []
     for prompt in listed("prompts", prompts, "prompts"):
-        tokens = _checked_prompt(prompt, wanted.max_new_tokens, limits)
+        tokens = _checked_prompt(prompt, limits)
+        new = wanted.max_new_tokens
+        new = defaults.max_new_tokens(len(tokens)) if new is None else new
+        _check_length(tokens, new, limits)
         for sample in range(wanted.n):
             number = first_id + len(requests)
             seed = _seed_of(params, sample, _seed(limits.seed, number))
             own = dataclasses.replace(params, seed=seed)
-            request = Request(number, tokens, wanted.max_new_tokens, own, *ends, limits.max_tokens)
+            request = Request(number, tokens, new, own, *ends, limits.max_tokens)
             request.share_prefix = wanted.share_prefix
             requests.append(request)
     return requests
@@ -221,7 +220,7 @@ def _seed_of(params: SamplingParams, sample: int, default: int) -> int:
     return (params.seed + sample + 2**63) % 2**64 - 2**63
 
 
-def _checked_prompt(prompt: Sequence[int], max_new_tokens: int, limits: Limits) -> list[int]:
+def _checked_prompt(prompt: Sequence[int], limits: Limits) -> list[int]:
     vocab_size, max_tokens = limits.vocab_size, limits.max_tokens
     tokens = token_ids("prompt", prompt, vocab_size)
     if not tokens:
@@ -230,14 +229,17 @@ def _checked_prompt(prompt: Sequence[int], max_new_tokens: int, limits: Limits) 
         raise ValueError(
             f"prompt must be at most max_tokens={max_tokens} long, got {len(tokens)} tokens"
         )
+    return tokens
+
+
+def _check_length(tokens: list[int], max_new_tokens: int, limits: Limits) -> None:
     check_positive(max_new_tokens=max_new_tokens)
-    longest = min(len(tokens) + max_new_tokens - 1, max_tokens)
+    longest = min(len(tokens) + max_new_tokens - 1, limits.max_tokens)
     if longest > limits.cache_tokens:
         raise ValueError(
             f"prompt and max_new_tokens must fit into the cache of {limits.cache_tokens} tokens, "
             f"got {len(tokens)} and {max_new_tokens}"
         )
-    return tokens
 
 
 def checked_drafts(

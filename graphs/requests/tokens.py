@@ -41,10 +41,8 @@ def listed_ids(name: str, values: Any) -> list[Any]:
     return [values] if single else listed(name, values, "token ids")
 
 
-def token_ids(name: str, values: Any, vocab_size: int, *, ordered: bool = True) -> list[int]:
-    """`values` as ints in the vocabulary; integer tensors and NumPy ints are taken too."""
-    if ordered and isinstance(values, set | frozenset):
-        raise ValueError(f"{name} must have an order, got {values!r:.80}")
+def ints(name: str, values: Any) -> list[int]:
+    """`values` as ints; integer tensors and NumPy ints are taken too."""
     tokens = []
     for value in listed(name, values, "token ids"):
         try:
@@ -54,6 +52,14 @@ def token_ids(name: str, values: Any, vocab_size: int, *, ordered: bool = True) 
         if tokens[-1] is None or isinstance(value, bool):
             advice = _advice(name, value) if not isinstance(value, int) else ""
             raise ValueError(f"{name} must hold ints, got {value!r}{advice}")
+    return tokens
+
+
+def token_ids(name: str, values: Any, vocab_size: int, *, ordered: bool = True) -> list[int]:
+    """`values` as ints in the vocabulary."""
+    if ordered and isinstance(values, set | frozenset):
+        raise ValueError(f"{name} must have an order, got {values!r:.80}")
+    tokens = ints(name, values)
     bad = next((t for t in tokens if not 0 <= t < vocab_size), None)
     if bad is not None:
         raise ValueError(f"{name} must hold token ids from 0 to {vocab_size - 1}, got {bad}")

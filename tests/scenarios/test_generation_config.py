@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from graphs.requests.defaults import IDLE, REFUSED, TAKEN
 from tests.kit.models import build_model
+from tests.kit.random_configs import VALUES, search
 from tests.kit.sessions import (
     PROMPTS,
     captured_lazily,
@@ -154,10 +156,11 @@ def test_sampling_of_the_config(configured):
     assert session.generate(PROMPTS, 8, seed=3, **asked) == got
 
 
-def test_temperature_is_1_where_the_config_only_samples(configured):
+def test_what_the_config_only_samples_with(configured):
     session = make_session(configured(do_sample=True))
     got = session.generate(PROMPTS, 8, seed=3)
-    assert got == session.generate(PROMPTS, 8, seed=3, temperature=1.0)
+    assert got == session.generate(PROMPTS, 8, seed=3, temperature=1.0, top_k=50)
+    assert got != session.generate(PROMPTS, 8, seed=3, temperature=2.0)
     assert got != session.generate(PROMPTS, 8, temperature=0)
 
 
@@ -167,3 +170,80 @@ def test_a_repetition_penalty_of_the_config(configured):
     got = tokens_of(session.generate(PROMPTS, 12))
     assert got == [generated(model, p, 12) for p in PROMPTS]
     assert got != tokens_of(session.generate(PROMPTS, 12, repetition_penalty=1.0))
+
+
+# -- every field -----------------------------------------------------------------------------------
+
+
+def test_every_field_of_transformers_is_listed_once():
+    transformers = pytest.importorskip("transformers")
+    known = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
+    listed = [*TAKEN, *REFUSED, *(name for names in IDLE.values() for name in names)]
+    assert len(listed) == len(set(listed))
+    assert known <= set(listed)
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
+        assert known == set(listed)
+
+
+def test_what_a_session_does_not_do_is_refused_by_name(model):
+    transformers = pytest.importorskip("transformers")
+    session = make_session(model)
+    for name, neutral in REFUSED.items():
+        asks = [value for value in VALUES[name] if value not in neutral]
+        assert asks
+        for value in [*asks, *neutral]:
+            session.model.generation_config = config = transformers.GenerationConfig()
+            config.do_sample = True  # typical_p and its like count with draws alone
+            setattr(config, name, value)
+            if value in neutral:
+                assert len(session.generate([[1]], 1)) == 1
+                continue
+            with pytest.raises(ValueError, match=rf"^generation_config\.{name} must .* = None gen"):
+                session.add([1], 1)
+    assert session.num_unfinished == 0
+
+
+def test_fields_of_a_newer_transformers(model):
+    transformers = pytest.importorskip("transformers")
+
+    class Newer(transformers.GenerationConfig):
+        def __init__(self, **kwargs):
+            self.newest_penalty = kwargs.pop("newest_penalty", None)
+            super().__init__(**kwargs)
+
+    session = make_session(model)
+    session.model.generation_config = Newer(chat_format="generate reads no such field")
+    assert len(session.generate([[1]], 1)) == 1
+    session.model.generation_config.newest_penalty = 2.0
+    with pytest.raises(ValueError, match=r"^generation_config\.newest_penalty must .*got 2\.0"):
+        session.add([1], 1)
+
+
+BAD = {
+    "eos_token_id": ("</s>", {"eos": 5}),
+    "top_p": (0.0, {"top_p": 0.5}),
+    "temperature": (-1.0, {"temperature": 0.0}),
+    "repetition_penalty": (float("nan"), {"repetition_penalty": 1.0}),
+    "max_new_tokens": (0, {"max_new_tokens": 2}),
+    "max_length": (3, {"max_new_tokens": 2}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_values_name_the_config(configured, name):
+    value, own = BAD[name]
+    session = make_session(configured(do_sample=True, **{name: value}))
+    message = (
+        rf"^generation_config\.{name} must .*got '?{value}.*; an argument of the request comes"
+    )
+    with pytest.raises(ValueError, match=message):
+        session.add([1, 2, 3])
+    assert session.num_unfinished == 0
+    assert len(session.generate([[1, 2, 3]], **own)) == 1
+
+
+@pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.long)])
+def test_random_configs(number):
+    outcomes = search(number, seed=0)
+    assert sum(outcomes[known] for known in ("equal", "refused")) == number, outcomes
+    assert outcomes["equal"] > number / 4

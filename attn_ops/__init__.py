@@ -49,6 +49,7 @@ from attn_ops.ops import (
     write_kv,
     write_mla_kv,
 )
+from attn_ops.tracing import dynamic_batch
 
 __version__ = "0.1.0"
 
@@ -74,6 +75,7 @@ __all__ = [
     "backend_names",
     "copy_blocks",
     "copy_blocks_mla",
+    "dynamic_batch",
     "gated_mlp",
     "gather_kv",
     "gather_mla_kv",

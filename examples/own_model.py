@@ -12,9 +12,9 @@ from attn_ops import (
     CommonAttentionMetadata,
     PagedKVCache,
     advance_step,
+    dynamic_batch,
     select_backend,
 )
-from attn_ops.integrations.transformers import dynamic_batch
 
 VOCAB, WIDTH, N, K, H, BLOCK = 256, 128, 4, 2, 32, 16
 MAX_TOKENS = 128  # of a request

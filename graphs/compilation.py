@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from tqdm import tqdm
 
-from attn_ops.integrations.transformers import dynamic_batch
+from attn_ops import dynamic_batch
 from fx_passes.backend import attn_ops
 from fx_passes.inductor_slot import SLOT, AtenPipeline
 from fx_passes.observe import Recorder, recorders, recording

@@ -1,5 +1,7 @@
 """The example of a plain nn.Module: its tokens are those of a model that keeps no cache."""
 
+import inspect
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -37,3 +39,7 @@ def test_own_model(compiled, device):
     assert len({token for tokens in found for token in tokens}) > 10
     assert counters["stats"]["unique_graphs"] == int(compiled)
     assert not counters["graph_break"]
+
+
+def test_it_needs_nothing_of_integrations():
+    assert "integrations" not in inspect.getsource(own_model)

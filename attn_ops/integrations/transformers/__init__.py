@@ -16,11 +16,9 @@ Tokens of all requests stand in one row: input_ids and position_ids are [1, T]. 
 """
 
 from attn_ops.integrations.transformers.batch import (
-    PATCHING,
     PackedPositions,
     check_lengths,
     counts_positions,
-    dynamic_batch,
 )
 from attn_ops.integrations.transformers.contract import Contract, check_contract
 from attn_ops.integrations.transformers.cross import cross_metadata
@@ -33,6 +31,7 @@ from attn_ops.integrations.transformers.probe import AttentionProbe
 from attn_ops.integrations.transformers.registration import register
 from attn_ops.integrations.transformers.rows import check_logits
 from attn_ops.integrations.transformers.specs import attention_specs, cross_attention_specs
+from attn_ops.tracing import PATCHING, dynamic_batch
 
 __all__ = [
     "NAME",

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from attn_ops.integrations.transformers.batch import PATCHING
 from attn_ops.integrations.transformers.forward import KeywordsMissing
 from attn_ops.integrations.transformers.keywords import carry_keywords
 from attn_ops.integrations.transformers.latent import check_expansion
@@ -32,6 +31,7 @@ from attn_ops.integrations.transformers.rows import (
 )
 from attn_ops.integrations.transformers.specs import attention_layers
 from attn_ops.metadata import AttentionSpec
+from attn_ops.tracing import PATCHING
 
 _HARMLESS = frozenset(
     (

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from attn_ops.integrations.transformers.batch import PATCHING
 from attn_ops.integrations.transformers.probe import ProbedCall
 from attn_ops.metadata import AttentionSpec
+from attn_ops.tracing import PATCHING
 
 MOST_KEYS = 2**17
 """Keys up to which masks are compared; a longer window looks like none."""

@@ -1,7 +1,8 @@
-"""Batches of a compiled model: one graph for all of them."""
+"""One graph of a compiled model for all of its batches."""
 
 import torch
 
+import attn_ops
 from attn_ops import CommonAttentionMetadata, get_backend
 from attn_ops.integrations import transformers as integration
 from tests.kit.models import build_model
@@ -27,6 +28,10 @@ def test_dynamic_batch_makes_one_graph_without_a_session():
             "logits_to_keep": torch.arange(len(query)),
         }
         keywords = {"attn_metadata": builder.build(0, common), "kv_caches": caches}
-        with torch.no_grad(), integration.dynamic_batch(**batch):
+        with torch.no_grad(), attn_ops.dynamic_batch(**batch):
             compiled(**batch, **keywords, use_cache=False)
     assert graphs["unique_graphs"] - before == 1
+
+
+def test_the_name_of_old_is_the_same_object():
+    assert integration.dynamic_batch is attn_ops.dynamic_batch

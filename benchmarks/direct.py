@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from attn_ops.backends.base import AttentionOptions
+from attn_ops.backends.flash_attn.library import LIBRARIES, fa_version, found_library
 from attn_ops.backends.measure import Layers
 from attn_ops.backends.xformers_backend import operator
 from attn_ops.metadata import KV_CACHE_DTYPES
@@ -48,13 +49,21 @@ def gathered(
     return found[0], found[1]
 
 
+def vllm_flash_attn() -> Any:
+    """vLLM's FlashAttention under either of its names.
+
+    Raises:
+        ImportError: there is none with kernels for this GPU.
+    """
+    if fa_version() is None:
+        raise ImportError(f"no {' or '.join(LIBRARIES[:2])} with kernels for this GPU")
+    return found_library()[1]
+
+
 def flash_attn(layers: Layers, captured: bool) -> Attend:
     """vLLM's FlashAttention, FA3 where it runs; with an FP8 cache it wants q in FP8
     too, which is one more kernel in the call: a cast, and scales of 1."""
-    try:
-        library = importlib.import_module("vllm.vllm_flash_attn")
-    except ImportError:
-        library = importlib.import_module("vllm_flash_attn")
+    library = vllm_flash_attn()
     spec, common = layers.spec, layers.common
     fa3 = library.is_fa_version_supported(3)
     dtype = stored(layers, 0).dtype

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attn_ops.backends.flash_attn.library import window_sizes
+from benchmarks.direct import vllm_flash_attn
 from benchmarks.timing import capture
 
 
@@ -115,8 +116,7 @@ def floor_graph(
 
     `caches` are [P, 2, B, K, H]; the requests own blocks 1, 2, 3, ...
     """
-    from vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
-
+    library = vllm_flash_attn()
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     x_head = torch.randn(batch, shape.hidden, **bf16)
     x_q = torch.randn(batch, shape.heads, shape.head_size, **bf16)
@@ -135,7 +135,7 @@ def floor_graph(
 
     def step() -> None:
         plans = {
-            window: get_scheduler_metadata(
+            window: library.get_scheduler_metadata(
                 batch, 1, context, shape.heads, shape.kv_heads, shape.head_size, lens,
                 qkv_dtype=torch.bfloat16, cu_seqlens_q=starts, page_size=block_size, causal=True,
                 window_size=size,
@@ -145,7 +145,7 @@ def floor_graph(
         layers = zip(weights.layers, caches, shape.windows, strict=True)
         for (qkv, o, gate_up, down), cache, window in layers:
             qkv(*x_h)
-            flash_attn_varlen_func(
+            library.flash_attn_varlen_func(
                 x_q, cache[:, 0], cache[:, 1], 1, starts, context, seqused_k=lens, causal=True,
                 block_table=table, scheduler_metadata=plans[window], fa_version=3,
                 window_size=sizes[window],

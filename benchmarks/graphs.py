@@ -12,7 +12,6 @@ taken for computed. In parentheses: what was predicted before the first run.
 
 import argparse
 import dataclasses
-import importlib.util
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from attn_ops.backends.flash_attn import fa_version
 from benchmarks.decode_step import merged
 from benchmarks.figures import bar_table, free, number, origin, parser_of, verdicts, write
 from benchmarks.floor import Shape, Weights, floor_graph
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.layers = args.layers or (2 if args.quick else LAYERS)
     args.cases = sorted(set(args.cases))
     floor = args.floor and args.device == "cuda"
-    if floor and importlib.util.find_spec("vllm_flash_attn") is None:
+    if floor and fa_version() is None:
         raise SystemExit("the floor needs vllm_flash_attn; without it: --no-floor")
     result = measure(args)
     show(result, Console(width=200))

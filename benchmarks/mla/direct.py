@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.direct import vllm_flash_attn
 from benchmarks.mla.inputs import Layers
 
 Attend = Callable[[int], torch.Tensor]
@@ -90,10 +91,7 @@ def flashinfer(layers: Layers, backend: str) -> Attend:
 
 def flash_attn(layers: Layers) -> Attend:
     """FA3 with `q_v`: the rotated part is its head, the latent its value."""
-    try:
-        library = importlib.import_module("vllm.vllm_flash_attn")
-    except ImportError:
-        library = importlib.import_module("vllm_flash_attn")
+    library = vllm_flash_attn()
     _plain(layers, "FA3")
     common, shape, one = layers.common, layers.shape, layers.shape.latent
     plan = library.get_scheduler_metadata(

@@ -18,6 +18,7 @@ import torch
 from attn_ops import get_backend
 from attn_ops.backends.mla import plan as planning
 from attn_ops.backends.mla.workspace import MLAWorkspace
+from benchmarks.direct import vllm_flash_attn
 from benchmarks.figures import free
 from benchmarks.mla.decode import operators
 from benchmarks.mla.direct import Attend
@@ -151,10 +152,7 @@ class Prompt:
 
 
 def fa3(prompt: Prompt) -> Attend:
-    try:
-        library = importlib.import_module("vllm.vllm_flash_attn")
-    except ImportError:
-        library = importlib.import_module("vllm_flash_attn")
+    library = vllm_flash_attn()
     shape = prompt.shape
     return lambda layer: library.flash_attn_varlen_func(
         q=prompt.q, k=prompt.k, v=prompt.v, max_seqlen_q=shape.query_len, cu_seqlens_q=prompt.cu_q,

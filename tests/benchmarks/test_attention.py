@@ -364,7 +364,7 @@ def test_flash_attn_starts_from_the_models_query(monkeypatch, kv_cache_dtype):
         get_scheduler_metadata=lambda **keywords: keywords["qkv_dtype"],
         flash_attn_varlen_func=lambda q, k, v, *rest, **keywords: calls.append((q, k, keywords)),
     )
-    monkeypatch.setattr(direct.importlib, "import_module", lambda name: library)
+    monkeypatch.setattr(direct, "vllm_flash_attn", lambda: library)
     spec = dataclasses.replace(SPEC, kv_cache_dtype=kv_cache_dtype)
     layers = make_layers(spec, SHAPES["decode"], 16, CPU, 0)
     attend = direct.flash_attn(layers, False)

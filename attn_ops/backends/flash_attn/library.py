@@ -24,15 +24,27 @@ UPSTREAM_FA3 = "flash_attn_interface"
 # Cached: each library that is missing takes 0.15 ms to miss (a CPU, 2026-11-22).
 @functools.cache
 def find_library() -> tuple[str, ModuleType] | None:
-    """The first of `LIBRARIES` that imports and has a varlen function, or None."""
+    """The first of `LIBRARIES` that imports and has a varlen function, or None.
+
+    An old build of vLLM's is taken where there is no other, to be refused by name.
+    """
+    old = None
     for name in LIBRARIES:
         try:
             module = importlib.import_module(name)
         except ImportError:
             continue
-        if hasattr(module, "flash_attn_varlen_func"):
+        if not hasattr(module, "flash_attn_varlen_func"):
+            continue
+        if not _is_old(name, module):
             return name, module
-    return None
+        old = name, module
+    return old
+
+
+def _is_old(name: str, module: ModuleType) -> bool:
+    """vLLM's build of before FA3, up to 2.6.2, which the package index still has."""
+    return name in LIBRARIES[:2] and not hasattr(module, "is_fa_version_supported")
 
 
 # Cached: asks the device; every call of a layer needs the answer.
@@ -93,10 +105,7 @@ def upstream_forward(
     """
     name, module = found_library()
     if name != UPSTREAM_FA3:
-        raise ValueError(
-            f"FLASH_ATTN library must have ragged paged attention, got {name}; "
-            f"supported: {LIBRARIES[:3]}"
-        )
+        raise ValueError(_no_ragged_attention())
     rows = common.num_actual_tokens
     result = module.flash_attn_with_kvcache(
         q[:rows],
@@ -148,6 +157,15 @@ def upstream_varlen(
     return out_TNV
 
 
+def _no_ragged_attention() -> str:
+    name, module = found_library()
+    found = f"{name} of before FA3" if _is_old(name, module) else name
+    return (
+        f"FLASH_ATTN library must have ragged paged attention, got {found}; supported: "
+        f"{' or '.join(LIBRARIES[:2])} as vLLM ships it, {UPSTREAM_FA3}"
+    )
+
+
 def has_ragged_upstream() -> bool:
     """Whether the library is upstream's FA3, which takes ragged batches over a paged cache."""
     return fa_version() is None and found_library()[0] == UPSTREAM_FA3
@@ -157,10 +175,7 @@ def reasons_of_library(spec: AttentionSpec) -> list[str]:
     """Why the library that is here cannot take layers of geometry `spec`; empty if it can."""
     name, vllm = found_library()[0], ", ".join(LIBRARIES[:2])
     if fa_version() is None and name != UPSTREAM_FA3:
-        return [
-            f"FLASH_ATTN library must have ragged paged attention, got {name}; "
-            f"supported: {', '.join(LIBRARIES[:3])}"
-        ]
+        return [_no_ragged_attention()]
     reasons = []
     if spec.kv_cache_dtype != "auto" and fa_version() != 3:
         kernels = name if fa_version() is None else f"FA{fa_version()}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 import types
 from typing import Any
 
@@ -20,6 +21,7 @@ from attn_ops.backends.flash_attn.triton.quantize import (
     reference_quantize_tokens,
 )
 from attn_ops.backends.torch_backend import reference_attention
+from benchmarks import direct
 
 ASKED = (
     library.find_library,
@@ -381,6 +383,41 @@ def test_no_rows(monkeypatch):
     meta = AttentionMetadata(common, BACKEND)
     assert (flash_attn.forward(q, cache, meta, options) == 0).all()
     assert (flash_attn.varlen(q, q[:, :2], q[:, :2], meta, options) == 0).all()
+
+
+def install_modules(monkeypatch, **found):
+    """Libraries where imports find them, and none of the others."""
+    for name in library.LIBRARIES:
+        monkeypatch.setitem(sys.modules, name, found.get(name.replace(".", "_")))
+
+
+def test_a_build_of_before_fa3_is_refused_by_name(monkeypatch):
+    """`vllm_flash_attn` 2.6.2 imports, and cannot say which kernels it has."""
+    old = types.SimpleNamespace(flash_attn_varlen_func=None, flash_attn_with_kvcache=None)
+    install_modules(monkeypatch, vllm_flash_attn=old)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    spec = AttentionSpec(8, 2, 128, torch.bfloat16)
+    (reason,) = FLASH_ATTN.reasons_against(spec, 16, torch.device("cuda"))
+    got, _, supported = reason.partition("; supported: ")
+    assert got.endswith("got vllm_flash_attn of before FA3")
+    assert "vllm_flash_attn as vLLM ships it" in supported
+
+
+def test_a_build_of_before_fa3_hides_no_other(monkeypatch):
+    old = types.SimpleNamespace(flash_attn_varlen_func=None)
+    install_modules(monkeypatch, vllm_flash_attn=old, flash_attn_interface=old)
+    assert library.find_library() == ("flash_attn_interface", old)
+
+
+@pytest.mark.parametrize("name", ["vllm_flash_attn", "vllm_vllm_flash_attn", None])
+def test_benchmarks_find_both_names(monkeypatch, name):
+    fake = FakeLibrary(None, None)
+    install_modules(monkeypatch, **({name: fake} if name else {}))
+    if name is None:
+        with pytest.raises(ImportError, match=r"no vllm.* or vllm_flash_attn with"):
+            direct.vllm_flash_attn()
+    else:
+        assert direct.vllm_flash_attn() is fake
 
 
 @pytest.mark.parametrize(("name", "sinks"), [("flash_attn", False), ("flash_attn_interface", True)])

@@ -51,6 +51,12 @@ def attn_ops(
         ValueError: an unknown option or mode, or a value that an option does not take.
     """
     config, inductor_options = PassConfig.split(options)
+    given = inductor_options.get(SLOT)
+    if isinstance(given, AtenPipeline) and given.config != config:
+        raise ValueError(
+            "options must name passes themselves with backend='attn_ops', got those of "
+            f"fx_passes.options({given.config}), which are for plain Inductor"
+        )
     patches = {**_mode_options(mode), **inductor_options}
     pipeline = with_user_pass(config, patches.get(SLOT, getattr(inductor_config, SLOT)))
     early = early_launch_of(config, patches, example_inputs)
@@ -170,12 +176,28 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
     return dict(known[mode])
 
 
+_BACKEND_ALONE = {
+    "fast_prefill": ("on",),  # works on the Dynamo graph
+    "early_launch": ("on", "off"),  # is decided around the compilation and around each call
+    **dict.fromkeys(IN_REPLAYS, ("replays",)),  # wants a second form
+}
+
+
 def options(config: PassConfig | None = None) -> dict[str, Any]:
     """Options for plain Inductor: `torch.compile(model, options=fx_passes.options())`.
 
-    They run our `aten` passes. Passes on the Dynamo graph (`outline_layers`) need the backend;
-    Inductor has no slot for them.
+    They run our `aten` passes. Passes on the Dynamo graph (`outline_layers`, and `fast_prefill`
+    where "auto" allows it) need the backend; Inductor has no slot for them.
+
+    Raises:
+        ValueError: `config` asks for what the backend alone can do.
     """
+    for name, values in _BACKEND_ALONE.items():
+        if (value := getattr(config, name, None)) in values:
+            raise ValueError(
+                f"options[{name!r}] must not be {value!r} under plain Inductor; "
+                "supported with backend='attn_ops'"
+            )
     return {SLOT: with_user_pass(config or PassConfig(), getattr(inductor_config, SLOT))}
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch._inductor.config as inductor_config
 from torch._dynamo.exc import BackendCompilerFailed
 
-from fx_passes import PassConfig
+from fx_passes import PassConfig, options
 from fx_passes.inductor_slot import SLOT
 from tests.fx_passes.pipeline_cases import UserPass, compiled
 
@@ -80,3 +80,25 @@ def test_split_refuses_options_that_contradict_each_other():
     message = r"options\['max_autotune'\] must have one value, got True and False"
     with pytest.raises(ValueError, match=message):
         PassConfig.split({"max-autotune": True, "max_autotune": False})
+
+
+@pytest.mark.parametrize(
+    ("switch", "value"),
+    [
+        ("fast_prefill", "on"),
+        ("early_launch", "on"),
+        ("early_launch", "off"),
+        ("fused_mlp", "replays"),
+        ("norm_products", "replays"),
+    ],
+)
+def test_plain_inductor_refuses_what_the_backend_alone_can_do(switch, value):
+    with pytest.raises(ValueError, match=rf"'{switch}'\] must not be '{value}' under plain"):
+        options(PassConfig(**{switch: value}))
+
+
+def test_options_of_plain_inductor_are_not_lost_in_the_backend():
+    """The backend has a pipeline of its own, which replaces theirs."""
+    compiled(options=options())
+    with pytest.raises((ValueError, BackendCompilerFailed), match="must name passes themselves"):
+        compiled(options=options(PassConfig(share_products=False)))

@@ -21,9 +21,8 @@ from attn_ops.metadata.fast_prefill import (
     with_known_logits_rows,
 )
 from attn_ops.metadata.features import AttentionCGSupport, AttentionSpec
-from attn_ops.metadata.shared_prefix import split_on_device, split_shared_prefix
-from attn_ops.metadata.vllm_names.cascade import cascade_pays
-from attn_ops.metadata.vllm_names.reorder import (
+from attn_ops.metadata.shared_prefix import cascade_pays, split_on_device, split_shared_prefix
+from attn_ops.metadata.splits import (
     InputBatch,
     SchedulerOutput,
     reorder_batch_to_split_decodes_and_prefills,

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import attn_ops.metadata
+from attn_ops import vllm_api
 from attn_ops.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metadata.md").read_text()
@@ -31,6 +32,7 @@ _init_reorder_batch_threshold reorder_batch_threshold cudagraph_support kv_cache
 layer_names device
 """
 INTERNAL = {"_KV_CACHE_LAYOUT_OVERRIDE", "logger"}
+PUBLIC = {*attn_ops.metadata.__all__, *vllm_api.__all__}
 
 
 def rows() -> list[list[str]]:
@@ -49,7 +51,7 @@ def test_every_name_of_the_reference_is_mapped():
 
 
 def test_every_name_of_ours_exists():
-    known = {*dir(attn_ops.metadata), *dir(AttentionMetadataBuilder)}
+    known = {*PUBLIC, *dir(AttentionMetadataBuilder)}
     known |= {f.name for f in CommonAttentionMetadata.__dataclass_fields__.values()}
     known |= set(dir(CommonAttentionMetadata)) | {"specs", "block_size", "layer_names", "device"}
     for reference, ours in rows():
@@ -59,5 +61,11 @@ def test_every_name_of_ours_exists():
 
 
 def test_what_is_left_out_of_the_names_is_nothing_that_we_have():
-    assert not INTERNAL & set(dir(attn_ops.metadata))
-    assert set(REFERENCE.split()) - INTERNAL <= set(attn_ops.metadata.__all__)
+    assert not any(hasattr(attn_ops.metadata, name) for name in INTERNAL)
+    assert set(REFERENCE.split()) - INTERNAL <= PUBLIC
+
+
+def test_attn_ops_metadata_hands_on_every_name():
+    for name in PUBLIC:
+        assert getattr(attn_ops.metadata, name) is not None
+    assert attn_ops.metadata.UBatchSlice is vllm_api.UBatchSlice

@@ -7,13 +7,14 @@ S requests, T rows, Q query tokens of each request, N query heads, H head size.
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from attn_ops.metadata.checks import check_apart, check_tensor
+from attn_ops.metadata.checks import check_apart, check_int, check_tensor
+from attn_ops.metadata.chunked_local import make_local_attention_virtual_batches
 from attn_ops.metadata.common import CommonAttentionMetadata
 from attn_ops.metadata.fast_prefill import (
     check_last_rows,
@@ -30,13 +31,16 @@ __all__ = [
     "_make_metadata_with_slice",
     "compute_causal_conv1d_metadata",
     "create_fast_prefill_custom_backend",
+    "get_dcp_local_seq_lens",
     "get_per_layer_parameters",
     "group_layers_by_parameters",
     "infer_global_hyperparameters",
+    "make_local_attention_virtual_batches_and_block_table",
     "reshape_attn_output_for_spec_decode",
     "reshape_query_for_spec_decode",
     "slice_query_start_locs",
     "split_attn_metadata",
+    "split_prefill_chunks",
     "subclass_attention_backend",
     "subclass_attention_metadata",
 ]
@@ -430,6 +434,7 @@ def compute_causal_conv1d_metadata(
     *,
     query_start_loc_cpu: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    device: torch.device | str | None = None,
 ) -> tuple[dict[int, dict[str, Any]], torch.Tensor, torch.Tensor]:
     """Programs of BLOCK_M tokens each for a batch of prefills.
 
@@ -438,6 +443,7 @@ def compute_causal_conv1d_metadata(
         query_start_loc_cpu: its CPU mirror; needed if it is on a device, which is not read.
         out: batch_ptr and token_chunk_offset_ptr to write, int32, at least as long as there are
             programs; None allocates max(1024, programs) * 2 each.
+        device: of those two; None: that of query_start_loc_p. vLLM 0.24 gives it with the mirror.
 
     Returns:
         nums_dict: for BLOCK_M, on the CPU: nums [S] (programs a prefill), tot (all), mlist [tot]
@@ -449,11 +455,13 @@ def compute_causal_conv1d_metadata(
     Raises:
         ValueError: the mirror is needed and not there, it falls, or `out` does not fit.
     """
-    device = query_start_loc_p.device
-    if query_start_loc_cpu is None and device.type == "cpu":
+    if query_start_loc_cpu is None and query_start_loc_p.is_cpu:
         query_start_loc_cpu = query_start_loc_p
     if query_start_loc_cpu is None:
-        raise ValueError(f"query_start_loc_cpu must be given for a batch on {device}, got None")
+        raise ValueError(
+            f"query_start_loc_cpu must be given for a batch on {query_start_loc_p.device}, got None"
+        )
+    device = query_start_loc_p.device if device is None else torch.device(device)
     query = _query_lens(query_start_loc_cpu, query_start_loc_p)
     nums = -(-query // BLOCK_M)
     count = nums.numpy()
@@ -496,3 +504,83 @@ def _query_lens(start_cpu: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     if (query < 0).any():
         raise ValueError(f"query_start_loc_p must never fall, got {start_cpu.tolist()}")
     return query
+
+
+def split_prefill_chunks(
+    seq_lens_cpu: torch.Tensor, workspace_size: int, request_offset: int = 0
+) -> list[tuple[int, int]]:
+    """Neighbouring requests whose tokens fit into a workspace together (vLLM 0.24).
+
+    Args:
+        seq_lens_cpu: [S] tokens of each request, on the CPU.
+        workspace_size: the most tokens of a chunk.
+        request_offset: added to every index.
+
+    Returns:
+        First request of each chunk, and one past its last.
+
+    Raises:
+        ValueError: a request is longer than the workspace.
+    """
+    longest = int(seq_lens_cpu.max()) if seq_lens_cpu.numel() else 0
+    if longest > workspace_size:
+        raise ValueError(
+            f"seq_lens_cpu must be at most workspace_size {workspace_size}, got {longest}"
+        )
+    totals = np.append(0, np.cumsum(seq_lens_cpu.numpy()))
+    chunks, first = [], 0
+    while first < len(seq_lens_cpu):
+        end = int(np.searchsorted(totals, totals[first] + workspace_size, side="right")) - 1
+        chunks.append((first + request_offset, end + request_offset))
+        first = end
+    return chunks
+
+
+def get_dcp_local_seq_lens(
+    seq_lens: torch.Tensor,
+    dcp_size: int = 1,
+    dcp_rank: int | None = None,
+    cp_kv_cache_interleave_size: int = 1,
+) -> torch.Tensor:
+    """Tokens of each request in a rank's cache, with decode context parallelism (vLLM 0.24).
+
+    Ranks are dealt runs of tokens in turn. Device arithmetic only.
+
+    Args:
+        seq_lens: [S] tokens of each request.
+        dcp_size: ranks.
+        dcp_rank: one of them; None: all.
+        cp_kv_cache_interleave_size: tokens of a run.
+
+    Returns:
+        [S] int32 for one rank, else [S, dcp_size].
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+    check_int("dcp_size", dcp_size, 1)
+    run = cp_kv_cache_interleave_size
+    check_int("cp_kv_cache_interleave_size", run, 1)
+    if dcp_rank is not None and not 0 <= dcp_rank < dcp_size:
+        raise ValueError(f"dcp_rank must be from 0 to {dcp_size - 1}, got {dcp_rank}")
+    ranks = range(dcp_size) if dcp_rank is None else (dcp_rank,)
+    rounds = seq_lens.div(run * dcp_size, rounding_mode="floor")
+    rest = seq_lens - rounds * (run * dcp_size)
+    local = [rounds * run + (rest - rank * run).clamp(0, run) for rank in ranks]
+    return torch.stack(local, dim=1).to(torch.int32).squeeze(1)
+
+
+def make_local_attention_virtual_batches_and_block_table(
+    attn_chunk_size: int, common_attn_metadata: CommonAttentionMetadata, block_size: int = 0
+) -> tuple[CommonAttentionMetadata, Callable[[torch.Tensor], torch.Tensor]]:
+    """Virtual batches, and a function from a batch's block table to theirs.
+
+    This is the pair that `make_local_attention_virtual_batches` of vLLM 0.24 returns. The function
+    serves layers whose cache has other blocks. Arguments and errors are those of ours.
+    """
+
+    def virtual(**changes: Any) -> CommonAttentionMetadata:
+        common = common_attn_metadata.of_windows().replace(**changes)
+        return make_local_attention_virtual_batches(attn_chunk_size, common, block_size)
+
+    return virtual(), lambda table: virtual(block_table_tensor=table).block_table_tensor

@@ -48,6 +48,7 @@ from attn_ops.metadata.positions import (
 from attn_ops.metadata.splits import (
     reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,
+    split_decodes_prefills_and_extends,
 )
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "set_kv_cache_layout",
     "slots_of_step",
     "split_decodes_and_prefills",
+    "split_decodes_prefills_and_extends",
 ]
 
 

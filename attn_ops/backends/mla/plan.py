@@ -166,8 +166,9 @@ def plan_prefill(rows: Sequence[Rows], num_tokens: int, page_size: int) -> Prefi
     """Chunks that up-project every key once for its rows, `num_tokens` of them at most.
 
     A request's keys are taken whole, new ones and context together, where they fit into a chunk:
-    that needs no merging. Of longer ones the context is chunked. More rows than the workspace has
-    tokens are taken as several requests, each the context of the next.
+    that needs no merging. Of longer ones the context is chunked; of all, where that takes fewer
+    chunks. More rows than the workspace has tokens are taken as several requests, each the context
+    of the next.
 
     Raises:
         ValueError: a page does not fit into the workspace.
@@ -177,16 +178,28 @@ def plan_prefill(rows: Sequence[Rows], num_tokens: int, page_size: int) -> Prefi
             f"num_tokens must be at least a page of {page_size} tokens, got {num_tokens}"
         )
     parts = [part for r in rows for part in _split(r, num_tokens)]
-    whole = [r for r in parts if r.seq_len <= num_tokens]
-    long = [r for r in parts if r.seq_len > num_tokens]
-    filled = _filled([(r, r.seq_len) for r in whole], num_tokens)
-    filled += _filled([(r, r.count) for r in long], num_tokens)
-    order = tuple(r for chunk in filled for r, _ in chunk if r.seq_len <= num_tokens)
-    order += tuple(long)
+    plan = _planned(parts, [r.seq_len <= num_tokens for r in parts], num_tokens, page_size)
+    if len(plan.chunks) <= 2:
+        return plan
+    apart = _planned(parts, [not r.context for r in parts], num_tokens, page_size)
+    return min(plan, apart, key=lambda p: len(p.chunks))
+
+
+def _planned(
+    parts: Sequence[Rows], is_whole: Sequence[bool], num_tokens: int, page_size: int
+) -> PrefillPlan:
+    """Chunks of whole requests, into the emptiest of which go new keys of the others."""
+    whole = [(r, r.seq_len) for r, w in zip(parts, is_whole, strict=True) if w]
+    long = [r for r, w in zip(parts, is_whole, strict=True) if not w]
+    filled = _filled(whole, num_tokens)
+    if long:
+        filled.sort(key=_num_keys, reverse=True)
+        _append([(r, r.count) for r in long], filled, num_tokens)
     causal = [
         ChunkOfKeys(True, tuple(Keys(r, r.seq_len - count, count) for r, count in chunk))
         for chunk in filled
     ]
+    order = tuple(r for chunk in filled for r, _ in chunk)
     return PrefillPlan(order, (*causal, *packed_chunks(long, num_tokens, page_size)))
 
 
@@ -207,18 +220,27 @@ Sized = tuple[Rows, int]
 """Rows, and how many keys of theirs are taken together."""
 
 
+def _num_keys(group: list[Sized]) -> int:
+    return sum(count for _, count in group)
+
+
+def _append(sized: Sequence[Sized], groups: list[list[Sized]], room: int) -> None:
+    """Fill the last group in their order, then further ones."""
+    for item in sized:
+        if not groups or _num_keys(groups[-1]) + item[1] > room:
+            groups.append([])
+        groups[-1].append(item)
+
+
 def _filled(sized: Sequence[Sized], room: int) -> list[list[Sized]]:
     """Groups of at most `room` keys: in their order, or longest first where those are fewer."""
     in_order: list[list[Sized]] = []
-    for item in sized:
-        if not in_order or sum(n for _, n in in_order[-1]) + item[1] > room:
-            in_order.append([])
-        in_order[-1].append(item)
-    if len(in_order) <= 1 or any(r.seq_len > room for r, _ in sized):  # long ones keep their order
+    _append(sized, in_order, room)
+    if len(in_order) <= 1:
         return in_order
     groups: list[list[Sized]] = []
     for item in sorted(sized, key=lambda pair: -pair[1]):
-        fits = (g for g in groups if sum(n for _, n in g) + item[1] <= room)
+        fits = (g for g in groups if _num_keys(g) + item[1] <= room)
         group = next(fits, None)
         if group is None:
             groups.append(group := [])

@@ -1,5 +1,7 @@
 """The chunk plan: every key once for its rows, within the workspace, in few chunks."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -108,6 +110,32 @@ def test_each_row_sees_each_of_its_keys_once(lengths, num_tokens):
     assert taken == list(range(len(seen)))
     kinds = [chunk.causal for chunk in planned.chunks]
     assert kinds == sorted(kinds, reverse=True)
+
+
+def test_no_more_calls_than_the_reference():
+    """There all new rows are one causal call, and the context follows in equal shares."""
+    rng = random.Random(0)
+    for _ in range(2000):
+        num_tokens = rng.randint(7 * PAGE, 500)
+        lengths = [
+            (rng.randint(1, num_tokens // 7), rng.choice([0, rng.randint(1, 3 * num_tokens)]))
+            for _ in range(rng.randint(1, 7))
+        ]
+        contexts = [context for _, context in lengths]
+        want = 1 + (len(vllm_chunks(contexts, num_tokens)["totals"]) if any(contexts) else 0)
+        chunks = plan_prefill(rows_of(lengths), num_tokens, PAGE).chunks
+        assert len(chunks) <= want, (lengths, num_tokens)
+
+
+def test_what_fits_beside_new_rows_of_a_longer_request_is_in_their_call():
+    planned = plan_prefill(rows_of([(11, 1290), (16, 0)]), 464, 16)
+    assert [(c.causal, c.num_keys) for c in planned.chunks] == [
+        (True, 27),
+        (False, 464),
+        (False, 464),
+        (False, 362),
+    ]
+    assert [r.request for r in planned.rows] == [1, 0]
 
 
 def test_what_fits_takes_one_chunk_and_no_merging():

@@ -96,7 +96,7 @@ class Attention(nn.Module):
 
         Args:
             dtype: of q.
-            kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the cache holds.
+            kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2: what the cache holds.
 
         Raises:
             ValueError: a number is out of range, or differs from that of `kv_sharing_target`.
@@ -133,7 +133,7 @@ class Attention(nn.Module):
             attn_metadata: the batch.
             slot_mapping: [T] int64, see `write_kv`; None reads it from `attn_metadata`. A pair:
                 for layers that see all keys, and for those with a window.
-            kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the cache holds.
+            kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2: what the cache holds.
 
         Returns:
             [T, N, H] in q's dtype.

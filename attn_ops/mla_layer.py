@@ -71,7 +71,7 @@ class MLAAttention(nn.Module):
 
         Args:
             dtype: of q.
-            kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the cache holds.
+            kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2: what the cache holds.
         """
         return AttentionSpec.of_latent(
             self.num_heads, self.latent, dtype, kv_cache_dtype=kv_cache_dtype
@@ -96,7 +96,7 @@ class MLAAttention(nn.Module):
             kv_cache: [P, B, Lkv + R].
             attn_metadata: the batch.
             slot_mapping: [T] int64, see `write_mla_kv`; None reads it from `attn_metadata`.
-            kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the cache holds.
+            kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2: what the cache holds.
 
         Returns:
             [T, N, V] in q's dtype.

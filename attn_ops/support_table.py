@@ -92,7 +92,7 @@ def _cells(backend: Backend) -> tuple[str, ...]:
         ", ".join(support.devices),
         ", ".join(_SHORT.get(dtype, str(dtype).removeprefix("torch.")) for dtype in support.dtypes),
         "yes" if support.latent else "no",
-        sizes(support.head_sizes),
+        ", ".join(f"{lkv} + {r}" for lkv, r in support.latent_sizes) or sizes(support.head_sizes),
         sizes(support.block_sizes),
         ", ".join(support.kv_cache_dtypes),
         *("yes" if able else "no" for able in able_to),
@@ -102,11 +102,12 @@ def _cells(backend: Backend) -> tuple[str, ...]:
 
 
 def sizes(values: tuple[int, ...]) -> str:
-    """'any', a list, or a range with its step where that is what a long list is."""
-    steps = {b - a for a, b in itertools.pairwise(values)}
-    if len(values) > 8 and len(steps) == 1:
-        return f"{values[0]}-{values[-1]} by {steps.pop()}"
-    return ", ".join(map(str, values)) or "any"
+    """'any', or a list, whose first values are a range with its step if they are many."""
+    steps = [b - a for a, b in itertools.pairwise(values)]
+    run = sum(1 for _ in itertools.takewhile(lambda step: step == steps[0], steps))
+    if run < 8:
+        return ", ".join(map(str, values)) or "any"
+    return ", ".join([f"{values[0]}-{values[run]} by {steps[0]}", *map(str, values[run + 1 :])])
 
 
 if __name__ == "__main__":

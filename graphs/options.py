@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attn_ops import Backend
-from attn_ops.metadata import KVCacheLayoutType
+from attn_ops.metadata import KVCacheLayoutType, kv_dtype_of
 from graphs.modes import (
     CUDAGraphMode,
     checked_capture_sizes,
@@ -49,8 +49,8 @@ class SessionOptions:
             default `default_mixed_sizes(max_tokens_per_step)`, each used where it is faster than
             calling the step, as timed when it is captured.
         seed: of the random numbers of requests that bring no seed of their own.
-        kv_cache_dtype: auto, the model's; or fp8_e4m3, fp8_e5m2, scaled by the [1] float32 tensors
-            `k_scale` and `v_scale` that attention modules may have.
+        kv_cache_dtype: auto, the model's; or fp8_e4m3 (or fp8), fp8_e5m2, scaled by the [1] float32
+            tensors `k_scale` and `v_scale` that attention modules may have.
         cache_layout: of `PagedKVCache`.
         decode_steps: decode steps that the device runs without the host, at most 1024; the tokens
             are those of 1.
@@ -225,7 +225,7 @@ class SessionOptions:
         verify = self.verify
         if not isinstance(verify, Verifier):
             verify = Verifier(verify, kv_cache_dtype=self.kv_cache_dtype)
-        elif verify.kv_cache_dtype != self.kv_cache_dtype:
+        elif kv_dtype_of(verify.kv_cache_dtype) != kv_dtype_of(self.kv_cache_dtype):
             raise ValueError(
                 f"verify must be made for kv_cache_dtype={self.kv_cache_dtype!r}, "
                 f"got a Verifier for {verify.kv_cache_dtype!r}"

@@ -6,7 +6,6 @@ T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 import torch
 
 from attn_ops.metadata import (
-    KV_CACHE_DTYPES,
     AttentionMetadata,
     AttentionOptions,
     AttentionSpec,
@@ -174,11 +173,6 @@ def check_cache(
         raise ValueError(
             f"kv_cache must have the metadata's block_size {meta.block_size}, "
             f"got {kv_cache.shape[2]}"
-        )
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise ValueError(
-            f"kv_cache_dtype must be known, got {kv_cache_dtype!r}; "
-            f"supported: {', '.join(KV_CACHE_DTYPES)}"
         )
     heads, head_size = kv_cache.shape[3:]
     spec = AttentionSpec(heads, heads, head_size, dtype, kv_cache_dtype=kv_cache_dtype)

@@ -156,9 +156,13 @@ def select_backend(
     against = {name: _reasons(name, layers, block_size, device) for name in backend_names()}
     if backend is None:
         against = {name: reasons or _only_by_name(name) for name, reasons in against.items()}
-    if backend is not None and against[backend]:
-        raise ValueError(f"backend {backend} cannot be used: {'; '.join(against[backend])}")
     usable = [name for name, reasons in against.items() if not reasons]
+    if backend is not None and against[backend]:
+        instead = [name for name in usable if not _only_by_name(name)]
+        raise ValueError(
+            f"backend {backend} cannot be used: {'; '.join(against[backend])}; "
+            f"backends that can: {', '.join(instead) or 'none'}"
+        )
     if not usable:
         listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in against.items())
         raise ValueError(f"no backend supports these layers: {listed}")

@@ -27,6 +27,7 @@ from attn_ops.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
+    kv_dtype_of,
 )
 
 
@@ -96,7 +97,7 @@ def cached(
     block_size = kv_cache.shape[2]
     blocks = common.block_table_tensor[request, : -(-num_cached // block_size)].long()
     kv_2CKH = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :num_cached]
-    fp8 = KV_CACHE_DTYPES[options.kv_cache_dtype]
+    fp8 = kv_dtype_of(options.kv_cache_dtype)
     if fp8 is None:
         return kv_2CKH.to(compute_dtype)
     kv_2CKH = kv_2CKH.contiguous().view(fp8).to(compute_dtype)

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_ops.backends.base import AttentionOptions
-from attn_ops.metadata import KV_CACHE_DTYPES, CommonAttentionMetadata
+from attn_ops.metadata import CommonAttentionMetadata, kv_dtype_of
 
 FOLDED_ROWS = 64
 """G * Q up to which rows are folded."""
@@ -148,7 +148,7 @@ def _gather(
     if bucket.ragged:
         blocks_RM = blocks_RM.masked_fill(torch.arange(width) >= num_blocks[:, None], 0)
     kv_2RCKH = kv_cache.transpose(0, 1)[:, blocks_RM].flatten(2, 3)[:, :, : bucket.width]
-    fp8 = KV_CACHE_DTYPES[options.kv_cache_dtype]
+    fp8 = kv_dtype_of(options.kv_cache_dtype)
     if fp8 is not None:
         kv_2RCKH = kv_2RCKH.contiguous().view(fp8).float()
         for x, scale in zip(kv_2RCKH, (options.k_scale, options.v_scale), strict=True):

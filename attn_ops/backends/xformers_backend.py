@@ -2,15 +2,15 @@
 
 | devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
 |---|---|---|---|---|---|---|
-| cuda, sm_80+ | fp16, bf16 | 32 to 256 by 8 | 16 to 256 | yes | yes | single-token decodes |
+| cuda, sm_80+ | fp16, bf16 | 32-256 by 8 | 16-256 by 16 | yes | yes | single-token decodes |
 
-Also non-causal batches and the log-sum-exp. xFormers 0.0.35 or later.
+Also FP8 caches, non-causal batches and the log-sum-exp. xFormers 0.0.35 or later.
 
 Single-token queries in front of the batch, and causal batches of queries of one length up to 16,
-go to `xformers.ops.fmha.triton_splitk`. Prefills, and layers with a window, a soft cap or a head
-size that it has no kernel for (it has 32, 64, 128 and 256), go to our own Triton kernels, which are
-shared code and not the TRITON backend: attn_ops/backends/triton/prefill.py and decode.py. Layers
-without anything for xFormers to do should name TRITON.
+go to `xformers.ops.fmha.triton_splitk`. Prefills, and layers with a window, a soft cap, an FP8
+cache or a head size that it has no kernel for (it has 32, 64, 128 and 256), go to our own Triton
+kernels, which are shared code and not the TRITON backend: attn_ops/backends/triton/prefill.py and
+decode.py. Layers without anything for xFormers to do should name TRITON.
 
 The operator reads page p of keys from rows p * B of one tensor. Blocks of our cache lie further
 apart, as values or other heads stand between them: a block is some number of pages, and the block
@@ -40,7 +40,9 @@ from typing import Any
 import torch
 
 from attn_ops.backends.base import AttentionOptions, Backend, Support
+from attn_ops.backends.triton import check_e4m3
 from attn_ops.metadata import (
+    KV_CACHE_DTYPES,
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -118,7 +120,7 @@ class XFormersMetadataBuilder(AttentionMetadataBuilder):
 def is_able(spec: AttentionSpec) -> bool:
     """Whether xFormers' operator can take any query of such a layer."""
     plain = spec.sliding_window is None and spec.soft_cap is None
-    return plain and spec.head_size in HEAD_SIZES
+    return plain and spec.kv_cache_dtype == "auto" and spec.head_size in HEAD_SIZES
 
 
 def plan_of(meta: AttentionMetadata, spec: AttentionSpec) -> Plan:
@@ -202,6 +204,7 @@ def forward(
     for name, x in (("q", q), ("kv_cache", kv_cache)):
         if x.stride(-1) != 1:
             raise ValueError(f"stride of {name}'s last dimension must be 1, got {x.stride(-1)}")
+    check_e4m3(options.kv_cache_dtype, q.device)
     if plan is None:
         plan = plan_of(meta, options.spec(q, kv_cache, meta.common.causal))
     rows = plan.num_rows
@@ -297,7 +300,7 @@ def operator(block_size: int) -> tuple[type, type]:
     splitk = importlib.import_module("xformers.ops.fmha.triton_splitk")
 
     class PagedSplitK(splitk.FwOp):
-        BLOCK_N = min(splitk.FwOp.BLOCK_N, block_size)
+        BLOCK_N = min(splitk.FwOp.BLOCK_N, block_size & -block_size)  # a power of two
         NAME = f"paged_splitK_{BLOCK_N}"
 
         @classmethod
@@ -351,10 +354,11 @@ BACKEND = Backend(
         devices=("cuda",),
         dtypes=(torch.float16, torch.bfloat16),
         head_sizes=tuple(range(32, 257, 8)),
-        block_sizes=(16, 32, 64, 128, 256),
+        block_sizes=tuple(range(16, 257, 16)),
         sliding_window=True,
         soft_cap=True,
         cudagraph=AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+        kv_cache_dtypes=tuple(KV_CACHE_DTYPES),
         non_causal=True,
         lse=True,
     ),

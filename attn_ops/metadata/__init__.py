@@ -37,6 +37,7 @@ from attn_ops.metadata.features import (
     AttentionOptions,
     AttentionSpec,
     Support,
+    kv_dtype_of,
 )
 from attn_ops.metadata.latent import LatentOptions, LatentShape
 from attn_ops.metadata.positions import (
@@ -73,6 +74,7 @@ __all__ = [
     "advance_step",
     "get_kv_cache_layout",
     "is_valid_kv_cache_layout",
+    "kv_dtype_of",
     "make_kv_sharing_fast_prefill_common_attn_metadata",
     "make_local_attention_virtual_batches",
     "max_local_attention_virtual_batches",

@@ -27,6 +27,22 @@ KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
 """What a KV cache may hold: the model's dtype, or FP8 in uint8 storage."""
 
 
+def kv_dtype_of(kv_cache_dtype: str) -> torch.dtype | None:
+    """FP8 dtype of a cache; None: the model's. "fp8" is E4M3, as other projects call it.
+
+    Raises:
+        ValueError: the name is not known.
+    """
+    if kv_cache_dtype == "fp8":
+        return torch.float8_e4m3fn
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(
+            f"kv_cache_dtype must be known, got {kv_cache_dtype!r}; "
+            f"supported: {', '.join(KV_CACHE_DTYPES)}, fp8"
+        )
+    return KV_CACHE_DTYPES[kv_cache_dtype]
+
+
 class AttentionCGSupport(Enum):
     """Which batches a backend can take inside a captured CUDA graph."""
 
@@ -96,11 +112,8 @@ class AttentionSpec:
     blocksparse: int | None = None  # tokens of a block, where a layout says which blocks are seen
 
     def __post_init__(self) -> None:
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(
-                f"kv_cache_dtype must be known, got {self.kv_cache_dtype!r}; "
-                f"supported: {', '.join(KV_CACHE_DTYPES)}"
-            )
+        if kv_dtype_of(self.kv_cache_dtype) is torch.float8_e4m3fn:
+            object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
         for name in ("num_heads", "head_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -196,7 +196,7 @@ def attention(
         soft_cap: c in c * tanh(s / c) on the scaled scores (Gemma 2), finite; None for none.
         alibi_slopes: [N] float32; scores are lowered by slope * |query - key| (arXiv:2108.12409).
         sinks: [N] float32 or q's dtype; a logit more in each head's softmax, of value 0 (GPT-OSS).
-        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
+        kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2.
         k_scale, v_scale: [1] float32, positive; the cache holds value / scale. None is 1.
         attention_chunk_size: a query sees the keys of its own chunk of so many tokens (Llama 4);
             the builder must have had a spec with it. None sees all.

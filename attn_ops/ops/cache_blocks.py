@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attn_ops.metadata import KV_CACHE_DTYPES
+from attn_ops.metadata import kv_dtype_of
 from attn_ops.metadata.checks import check_int, check_tensor, overlap
 from attn_ops.ops.checks import check_scales
 from attn_ops.ops.library import LIBRARY
@@ -224,7 +224,7 @@ def _restored(
     x: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """x [T, K, H] of the cache as it is meant: the inverse of `write_kv`'s `stored`."""
-    fp8 = KV_CACHE_DTYPES[kv_cache_dtype]
+    fp8 = kv_dtype_of(kv_cache_dtype)
     if fp8 is None:
         return x.to(dtype)
     x = x.view(fp8).to(torch.promote_types(dtype, torch.float32))
@@ -254,7 +254,7 @@ def gather_kv(
         num_tokens: T; usually the sum of seq_lens, which the host knows. Rows behind the last
             request, and tokens that the table has no block for, are zero; tokens behind T are left
             out.
-        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
+        kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2.
         k_scale, v_scale: [1] float32, of an FP8 cache: stored * scale is meant. None is 1.
         dtype: of the results, one of the four above; None is the cache's. FP8 needs it.
 
@@ -344,12 +344,7 @@ def _check_gather_dtypes(
     kv_cache: torch.Tensor, kv_cache_dtype: str, dtype: torch.dtype | None
 ) -> None:
     supported = ", ".join(map(str, _FLOATS))
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise ValueError(
-            f"kv_cache_dtype must be known, got {kv_cache_dtype!r}; "
-            f"supported: {', '.join(KV_CACHE_DTYPES)}"
-        )
-    plain = KV_CACHE_DTYPES[kv_cache_dtype] is None
+    plain = kv_dtype_of(kv_cache_dtype) is None
     if kv_cache.dtype not in (_FLOATS if plain else (torch.uint8,)):
         raise ValueError(
             f"kv_cache must have a dtype that fits kv_cache_dtype {kv_cache_dtype}, "

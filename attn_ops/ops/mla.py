@@ -203,7 +203,7 @@ def mla_attention(
             and V for the value. It is read as it is: new values count at once.
         scale: factor on q.k, usually (P + R) ** -0.5, with YaRN times its factor.
         v_head_dim: V.
-        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
+        kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2.
         kv_scale: [1] float32, positive; the cache holds value / scale. None is 1.
         causal: what `meta.common.causal` must be; None: any that the backend takes.
         logits_rows: q holds only the rows whose logits are wanted, as in `attention`.

@@ -14,7 +14,7 @@ import torch
 from attn_ops.backends.checks import check_latent_cache, check_latent_cache_shape
 from attn_ops.backends.mla.gather import by_triton, gather_latents
 from attn_ops.compat.clones_until_2_15 import unshared
-from attn_ops.metadata import KV_CACHE_DTYPES, METADATA_TYPE, AttentionMetadata, LatentShape
+from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, LatentShape, kv_dtype_of
 from attn_ops.metadata.checks import check_tensor
 from attn_ops.ops.cache_blocks import copy_blocks
 from attn_ops.ops.checks import check_metadata, check_vector
@@ -71,7 +71,7 @@ def _write(
     scale: torch.Tensor | None,
 ) -> None:
     """One kernel on a GPU; padding goes to slot 0, of the null block."""
-    fp8 = KV_CACHE_DTYPES[kv_cache_dtype]
+    fp8 = kv_dtype_of(kv_cache_dtype)
     plain_rows = 1 == kv_c.stride(1) == k_pe.stride(1) == slots_T.stride(0)
     if plain_rows and kv_c.dtype != torch.float64 and by_triton(kv_cache, fp8):
         from attn_ops.backends.mla.triton.write import write_latents
@@ -165,7 +165,7 @@ def write_mla_kv(
         kv_cache: [P, B, Lkv + R]; mutated. Block 0 is the null block. uint8 for FP8.
         meta: the batch.
         slot_mapping: [T] int64, block * B + offset; None reads it from `meta`, see `write_kv`.
-        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
+        kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2.
         scale: [1] float32, positive, which is not looked at; FP8 stores value / scale, saturated.
             None is 1.
 
@@ -209,7 +209,7 @@ def _gather_mla_kv(
     check_vector("scale", scale, 1, kv_cache.device)
     gather_latents(
         unshared(kv_cache, out), block_table, cu_seq_lens, seq_starts, out,
-        kv_scale=scale, fp8=KV_CACHE_DTYPES[kv_cache_dtype],
+        kv_scale=scale, fp8=kv_dtype_of(kv_cache_dtype),
     )  # fmt: skip
 
 
@@ -236,12 +236,8 @@ def _check_gather(
     kv_cache_dtype: str,
 ) -> None:
     check_latent_cache_shape(kv_cache)
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        names = ", ".join(KV_CACHE_DTYPES)
-        raise ValueError(
-            f"kv_cache_dtype must be known, got {kv_cache_dtype!r}; supported: {names}"
-        )
-    device, wanted = kv_cache.device, out.dtype if kv_cache_dtype == "auto" else torch.uint8
+    device, plain = kv_cache.device, kv_dtype_of(kv_cache_dtype) is None
+    wanted = out.dtype if plain else torch.uint8
     check_tensor("seq_starts", seq_starts, (torch.int32,), (None,), device)
     num_reqs = seq_starts.shape[0]
     check_tensor("cu_seq_lens", cu_seq_lens, (torch.int32,), (num_reqs + 1,), device)
@@ -274,7 +270,7 @@ def gather_mla_kv(
         cu_seq_lens: [S + 1] int32: row of `out` where each request begins, and where all end.
         seq_starts: [S] int32: position of each request's first token, anywhere in a page.
         out: [any, Lkv + R]; mutated. Rows from `cu_seq_lens[-1]` on stay as they are.
-        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
+        kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2.
         scale: [1] float32: an FP8 cache means stored * scale. None is 1.
 
     Raises:

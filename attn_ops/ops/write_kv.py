@@ -10,7 +10,7 @@ indexed, never a view of it: a select view makes Inductor clone the whole cache.
 import torch
 
 from attn_ops.compat.clones_until_2_15 import unshared
-from attn_ops.metadata import KV_CACHE_DTYPES, METADATA_TYPE, AttentionMetadata
+from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, kv_dtype_of
 from attn_ops.ops.checks import (
     check_cache,
     check_cache_shape,
@@ -166,7 +166,7 @@ def index_put_kv(
 
 def stored(x: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor | None) -> torch.Tensor:
     """x [T, K, H] as the cache stores it: itself, or x / scale in FP8, saturated, as uint8."""
-    fp8 = KV_CACHE_DTYPES[kv_cache_dtype]
+    fp8 = kv_dtype_of(kv_cache_dtype)
     if fp8 is None:
         return x
     limit = torch.finfo(fp8).max
@@ -206,7 +206,7 @@ def write_kv(
         meta: the batch.
         slot_mapping: [T] int64, block * B + offset; None reads it from `meta`. A compiled model is
             given it as an input of the graph, which saves a copy of it.
-        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2.
+        kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2.
         k_scale, v_scale: [1] float32, positive, which is not looked at; FP8 stores k / k_scale,
             saturated. None is 1.
         v_head_size: V, where v is [T, K, V] and narrower than H: it is stored padded with zeros,

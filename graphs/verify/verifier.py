@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.metadata import KV_CACHE_DTYPES
+from attn_ops.metadata import kv_dtype_of
 from graphs.verify.compare import (
     Finding,
     checked_tolerances,
@@ -161,13 +161,8 @@ class Verifier:
     ) -> None:
         self.mode = mode
         self._interval = _interval(mode)
-        if kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(
-                f"kv_cache_dtype must be known, got {kv_cache_dtype!r}; "
-                f"supported: {', '.join(KV_CACHE_DTYPES)}"
-            )
         self.kv_cache_dtype = kv_cache_dtype
-        self._fp8 = KV_CACHE_DTYPES[kv_cache_dtype]
+        self._fp8 = kv_dtype_of(kv_cache_dtype)
         self._tolerances = checked_tolerances(tolerance)
         self.directory = None if directory is None else Path(directory)
         if "\0" in str(self.directory):

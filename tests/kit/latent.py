@@ -17,7 +17,7 @@ from attn_ops import (
     LatentShape,
     get_backend,
 )
-from attn_ops.metadata import KV_CACHE_DTYPES, LatentOptions
+from attn_ops.metadata import LatentOptions, kv_dtype_of
 
 SMALL = LatentShape(kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 
@@ -80,7 +80,7 @@ def build_latent_batch(
     for blocks, query, tokens in zip(table_SM, query_lens, seq_lens, strict=True):
         for position in range(tokens if written else tokens - query):
             cache[blocks[position // block_size], position % block_size] = randn(shape.cache_width)
-    fp8 = KV_CACHE_DTYPES[kv_cache_dtype]
+    fp8 = kv_dtype_of(kv_cache_dtype)
     cache = cache.to(dtype) if fp8 is None else cache.to(fp8).view(torch.uint8)
     rows = sum(query_lens) + num_padding_rows
     common = CommonAttentionMetadata.from_lengths(

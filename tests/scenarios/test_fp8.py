@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 import fx_passes
 from attn_ops import PagedKVCache, get_backend
 from attn_ops.integrations import transformers as integration
-from graphs import DecodeSession
+from graphs import DecodeSession, Verifier
 from graphs.app.parity import keeping_logits
 from tests.kit.compile import graphs_are_compiled_anew
 
@@ -72,6 +72,8 @@ def test_caches_take_half_the_bytes(make_model):
     assert sum(c.nbytes for c in narrow.cache.tensors) == narrow.cache.num_bytes
     (result,) = narrow.generate([[5, 9]], 4)
     assert len(result.token_ids) == 4
+    verified = make_session(model, "fp8", verify=Verifier("first", kv_cache_dtype="fp8_e4m3"))
+    assert verified.generate([[5, 9]], 4)[0].token_ids == result.token_ids
 
 
 def test_unknown_dtypes_and_layouts_are_refused(make_model):

@@ -12,7 +12,7 @@ import torch
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.flashinfer.builder import Plan
 from attn_ops.backends.flashinfer.wrappers import Kind, Wrapper
-from attn_ops.metadata import KV_CACHE_DTYPES, AttentionMetadata, AttentionSpec
+from attn_ops.metadata import AttentionMetadata, AttentionSpec, kv_dtype_of
 
 
 def forward(
@@ -34,7 +34,7 @@ def forward(
         plan = plan_of(meta, options.spec(q, kv_cache, meta.common.causal))
     if kv_cache.stride(4) != 1:
         raise ValueError(f"stride of kv_cache's last dimension must be 1, got {kv_cache.stride(4)}")
-    fp8 = KV_CACHE_DTYPES[options.kv_cache_dtype]
+    fp8 = kv_dtype_of(options.kv_cache_dtype)
     if fp8 is None and options.lse is None and _takes_all_rows(plan, q):
         return _run_all(plan.wrappers[0][1], q, kv_cache, options.scale)
     if fp8 is None:

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.flex.layout import LayoutMask
 from attn_ops.backends.flex.plan import KEY_TILE, FlexPlan
-from attn_ops.metadata import KV_CACHE_DTYPES
+from attn_ops.metadata import kv_dtype_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
@@ -223,7 +223,7 @@ def _gathered(
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """Keys and values, each [C, K, H]; zeros where the slot is PAD_SLOT_ID or no row sees them."""
-    fp8, found = KV_CACHE_DTYPES[kv_cache_dtype], []
+    fp8, found = kv_dtype_of(kv_cache_dtype), []
     owned_CK1 = (slots_C >= 0)[:, None, None]
     if keys_CK is not None:
         owned_CK1 = owned_CK1 & keys_CK[:, :, None]

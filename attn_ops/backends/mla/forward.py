@@ -12,7 +12,7 @@ from attn_ops.backends.mla.builder import Chunk, DecodePart, MLAPlan, PrefillPar
 from attn_ops.backends.mla.gather import gather_latents
 from attn_ops.backends.mla.kernels import MLAKernels
 from attn_ops.backends.mla.quantized import by_rows, merge_into, of_rows, quantize_into
-from attn_ops.metadata import KV_CACHE_DTYPES, AttentionMetadata, AttentionSpec, LatentOptions
+from attn_ops.metadata import AttentionMetadata, AttentionSpec, LatentOptions, kv_dtype_of
 from attn_ops.output_quant.schemes import QuantizedOutput
 
 
@@ -225,7 +225,7 @@ def up_projected(
     latent_KL = part.workspace.rows(chunk.num_keys, kv_cache.shape[2])
     gather_latents(
         kv_cache, chunk.block_table, chunk.cu_keys, chunk.starts, latent_KL,
-        kv_scale=options.kv_scale, fp8=KV_CACHE_DTYPES[options.kv_cache_dtype],
+        kv_scale=options.kv_scale, fp8=kv_dtype_of(options.kv_cache_dtype),
     )  # fmt: skip
     w_uk_NPL, w_uv_NVL = options.w_uk(num_heads), options.w_uv(num_heads)
     _, num_nope, rank = w_uk_NPL.shape

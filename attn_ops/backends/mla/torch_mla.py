@@ -24,6 +24,7 @@ from attn_ops.metadata import (
     AttentionCGSupport,
     CommonAttentionMetadata,
     LatentOptions,
+    kv_dtype_of,
 )
 
 Algorithm = Literal["absorbed", "up-projected"]
@@ -73,7 +74,7 @@ def reference_mla_attention(
             continue
         latent_CL = cached_latents(
             kv_cache, common.block_table_tensor[request], num_cached, compute_dtype,
-            KV_CACHE_DTYPES[options.kv_cache_dtype], options.kv_scale,
+            kv_dtype_of(options.kv_cache_dtype), options.kv_scale,
         )  # fmt: skip
         q_QNH = q[begin:end].to(compute_dtype)
         scores_NQC, value = attend(q_QNH, latent_CL, w_uk_NPL, w_uv_NVL)
@@ -179,7 +180,7 @@ def decode(
             continue
         latent_CL = cached_latents(
             kv_cache, part.block_table_tensor[request], num_cached, dtype,
-            KV_CACHE_DTYPES[kv_cache_dtype], kv_scale,
+            kv_dtype_of(kv_cache_dtype), kv_scale,
         )  # fmt: skip
         q_NQL = torch.cat([ql_nope[rows], q_pe[rows]], dim=-1).to(dtype).transpose(0, 1)
         weights_NQC, lse_NQ = _weights(scale * (q_NQL @ latent_CL.t()))

@@ -22,13 +22,13 @@ from attn_ops.backends.mla.builder import MLAMetadataBuilder
 from attn_ops.backends.mla.forward import mla_forward, plan_of
 from attn_ops.backends.mla.kernels import MLAKernels
 from attn_ops.backends.triton import BACKEND as TRITON
-from attn_ops.backends.triton import converts_e4m3
+from attn_ops.backends.triton import check_e4m3
 from attn_ops.metadata import (
-    KV_CACHE_DTYPES,
     AttentionCGSupport,
     AttentionMetadata,
     CommonAttentionMetadata,
     LatentOptions,
+    kv_dtype_of,
 )
 
 ABSORB_ROWS = 64
@@ -73,7 +73,7 @@ def decode(
     """See `Decode` in kernels.py."""
     return _kernels()[0](
         ql_nope, q_pe, kv_cache, *_batch(part), max_query_len=part.max_query_len,
-        max_seq_len=part.max_seq_len, fp8=KV_CACHE_DTYPES[kv_cache_dtype], **asked,
+        max_seq_len=part.max_seq_len, fp8=kv_dtype_of(kv_cache_dtype), **asked,
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def decode_project(
     """See `DecodeProject` in kernels.py."""
     return _kernels()[1](
         ql_nope, q_pe, kv_cache, *_batch(part), w_uv, max_query_len=part.max_query_len,
-        max_seq_len=part.max_seq_len, fp8=KV_CACHE_DTYPES[kv_cache_dtype], **asked,
+        max_seq_len=part.max_seq_len, fp8=kv_dtype_of(kv_cache_dtype), **asked,
     )  # fmt: skip
 
 
@@ -131,11 +131,7 @@ def _check(q: torch.Tensor, kv_cache: torch.Tensor, options: LatentOptions) -> N
     for name, x in (("q", q), ("kv_cache", kv_cache), ("kv_b", options.kv_b)):
         if x.stride(-1) != 1:
             raise ValueError(f"stride of {name}'s last dimension must be 1, got {x.stride(-1)}")
-    if options.kv_cache_dtype == "fp8_e4m3" and not converts_e4m3(q.device):
-        raise ValueError(
-            "kv_cache_dtype must be supported by the GPU, got fp8_e4m3 below compute capability "
-            "8.9; supported: auto, fp8_e5m2"
-        )
+    check_e4m3(options.kv_cache_dtype, q.device)
 
 
 BACKEND = Backend(
@@ -143,7 +139,7 @@ BACKEND = Backend(
     support=Support(
         devices=TRITON.support.devices,
         dtypes=TRITON.support.dtypes,
-        block_sizes=TRITON.support.block_sizes,
+        block_sizes=(16, 32, 64, 128, 256),
         kv_cache_dtypes=TRITON.support.kv_cache_dtypes,
         cudagraph=AttentionCGSupport.UNIFORM_BATCH,
         lse=True,

@@ -2,7 +2,7 @@
 
 | devices | dtypes | head sizes | block sizes | window | soft cap | CUDA graph |
 |---|---|---|---|---|---|---|
-| cuda, cpu | fp16, bf16, fp32 | 16, 32, 64-128 by 16, 192, 256 | 16-256 | yes | yes | always |
+| cuda, cpu | fp16, bf16, fp32 | 8-256 by 8, 512 | 16-256 by 16 | yes | yes | always |
 
 | FP8 cache | ALiBi | sinks | non-causal | log-sum-exp |
 |---|---|---|---|---|
@@ -11,9 +11,10 @@
 It writes quantized output itself: FP8 by a given scale, by groups that lie within a head and, in
 decodes whose keys are split, by row; NVFP4.
 
-Block sizes are powers of two. On a cpu the kernels run interpreted, for tests, and only with
-TRITON_INTERPRET=1. `prefill` takes any batch; `decode` takes batches whose queries are single
-tokens and splits their keys. This file imports no Triton: the first forward imports the kernels.
+Head sizes are padded to a power of two and take its tiles, which are tuned for 128 alone. On a cpu
+the kernels run interpreted, for tests, and only with TRITON_INTERPRET=1. `prefill` takes any batch;
+`decode` takes batches whose queries are single tokens and splits their keys. This file imports no
+Triton: the first forward imports the kernels.
 
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
@@ -31,6 +32,7 @@ from attn_ops.metadata import (
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
+    kv_dtype_of,
 )
 
 
@@ -131,7 +133,12 @@ def check(q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions) ->
         raise ValueError(f"sliding_window must be None or at least 1, got {options.sliding_window}")
     if options.soft_cap is not None and options.soft_cap <= 0:
         raise ValueError(f"soft_cap must be None or positive, got {options.soft_cap}")
-    if options.kv_cache_dtype == "fp8_e4m3" and not converts_e4m3(q.device):
+    check_e4m3(options.kv_cache_dtype, q.device)
+
+
+def check_e4m3(kv_cache_dtype: str, device: torch.device) -> None:
+    """Raise a ValueError for a cache in E4M3 unless Triton converts that on `device`."""
+    if kv_dtype_of(kv_cache_dtype) == torch.float8_e4m3fn and not converts_e4m3(device):
         raise ValueError(
             "kv_cache_dtype must be supported by the GPU, got fp8_e4m3 below compute capability "
             "8.9; supported: auto, fp8_e5m2"
@@ -169,8 +176,8 @@ BACKEND = Backend(
     support=Support(
         devices=("cuda", "cpu"),
         dtypes=(torch.float16, torch.bfloat16, torch.float32),
-        head_sizes=(16, 32, 64, 80, 96, 112, 128, 192, 256, 512),
-        block_sizes=(16, 32, 64, 128, 256),
+        head_sizes=(*range(8, 257, 8), 512),
+        block_sizes=tuple(range(16, 257, 16)),
         sliding_window=True,
         soft_cap=True,
         cudagraph=AttentionCGSupport.ALWAYS,

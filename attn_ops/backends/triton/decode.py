@@ -37,6 +37,7 @@ from attn_ops.backends.triton.tiles import (
     first_logits,
     num_sms,
     option_arguments,
+    padded_head_size,
     readable,
     widened,
 )
@@ -173,7 +174,7 @@ def decode_kernel(
     # The first range counts the sink. It holds a key, if the request does.
     counted_M = owned_M & (split == 0) & (seq_len > 0)
     max_M, sum_M = first_logits(sinks_ptr, head_M, counted_M, BLOCK_M, HAS_SINKS)
-    k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
+    k_ptr = kv_ptr + tl.multiple_of(kv_head.to(tl.int64) * stride_kv_head, VECTOR)
     table_ptr += request.to(tl.int64) * stride_table
     acc_MH, max_M, sum_M = attend_range(
         tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32), max_M, sum_M, q_MH, slope_M,
@@ -295,6 +296,9 @@ def decode_work(
     heads = min(group, MAX_HEADS)
     shape = geometry(q, kv_cache, heads, fp8)
     chosen = constants or decode_constants(shape["PADDED_HEAD_SIZE"], q.dtype, fp8)
+    whole = kv_cache.shape[2] & -kv_cache.shape[2]
+    if whole < kv_cache.shape[2]:  # a tile lies in one block, or is several whole ones
+        chosen = chosen._replace(keys=min(chosen.keys, whole))
     units = num_kv_heads * -(-group // heads)
     if num_splits is None:
         num_splits = num_splits_of(
@@ -323,7 +327,7 @@ def geometry(
         "GROUP": num_heads // kv_cache.shape[3],
         "HEADS": heads,
         "HEAD_SIZE": head_size,
-        "PADDED_HEAD_SIZE": triton.next_power_of_2(head_size),
+        "PADDED_HEAD_SIZE": padded_head_size(head_size),
         "BLOCK_SIZE": kv_cache.shape[2],
         "BLOCK_M": max(16, triton.next_power_of_2(heads)),
         "VECTOR": math.gcd(16, *kv_cache.stride()[:4]),

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.backends.triton.tiles import LN_2, MAX_SPLITS
+from attn_ops.backends.triton.tiles import LN_2, MAX_SPLITS, padded_head_size
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import (
@@ -370,8 +370,8 @@ def combine(
     `epilogue`: of `epilogue_arguments`.
     """
     _, num_splits, heads, head_size = part.shape
-    padded_head_size = triton.next_power_of_2(head_size)
-    num_parts = min(triton.next_power_of_2(num_splits), max(8192 // padded_head_size, 1))
+    padded = padded_head_size(head_size)
+    num_parts = min(triton.next_power_of_2(num_splits), max(8192 // padded, 1))
     combine_kernel[(common.num_reqs, out.shape[1])](
         out,
         part,
@@ -386,7 +386,7 @@ def combine(
         GROUP=group,
         HEADS=heads,
         HEAD_SIZE=head_size,
-        PADDED_HEAD_SIZE=padded_head_size,
+        PADDED_HEAD_SIZE=padded,
         TILE=tile,
         PARTS=num_parts,
         HAS_WINDOW=window is not None,

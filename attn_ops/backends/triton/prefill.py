@@ -11,6 +11,7 @@ of two), R ranges of keys.
 """
 
 import dataclasses
+import math
 
 import torch
 import triton
@@ -27,7 +28,13 @@ from attn_ops.backends.triton.prefill_launch import (
     paged_keys,
 )
 from attn_ops.backends.triton.prefill_parts import combine_rows, empty_row_parts, store_rows
-from attn_ops.backends.triton.tiles import LOG2_E, first_logits, option_arguments, widened
+from attn_ops.backends.triton.tiles import (
+    LOG2_E,
+    first_logits,
+    option_arguments,
+    padded_head_size,
+    widened,
+)
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.schemes import OutputQuant
@@ -120,6 +127,7 @@ def prefill_kernel(
     HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,  # q in float32
     KEYS: tl.constexpr,  # PAGED, DENSE or TMA
+    VECTOR: tl.constexpr,  # divides every stride of the keys
     AHEAD: tl.constexpr,
     FUSED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,  # order of programs: all heads of some rows before other rows
@@ -214,11 +222,11 @@ def prefill_kernel(
     if KEYS == TMA:
         first_row = kv_head * stride_k_head + request * stride_table
     else:
-        k_source += kv_head.to(tl.int64) * stride_k_head
-        v_source += kv_head.to(tl.int64) * stride_v_head
+        k_source += tl.multiple_of(kv_head.to(tl.int64) * stride_k_head, VECTOR)
+        v_source += tl.multiple_of(kv_head.to(tl.int64) * stride_v_head, VECTOR)
     if KEYS == DENSE:
-        k_source += row_begin.to(tl.int64) * stride_k_token
-        v_source += row_begin.to(tl.int64) * stride_v_token
+        k_source += tl.multiple_of(row_begin.to(tl.int64) * stride_k_token, VECTOR)
+        v_source += tl.multiple_of(row_begin.to(tl.int64) * stride_v_token, VECTOR)
     if KEYS == PAGED:
         table_ptr += request.to(tl.int64) * stride_table
     acc_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
@@ -231,18 +239,21 @@ def prefill_kernel(
             first_row, seq_len, begin, all_begin, stride_block, stride_k_token, stride_v_token,
             score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
             AHEAD, CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, FUSED, MASKED=True,
+            VECTOR=VECTOR,
         )  # fmt: skip
     acc_MH, max_M, sum_M = attend_keys(
         acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_source, v_source, table_ptr,
         first_row, seq_len, all_begin, all_end, stride_block, stride_k_token, stride_v_token,
         score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
         AHEAD, CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, FUSED, MASKED=False,
+        VECTOR=VECTOR,
     )  # fmt: skip
     acc_MH, max_M, sum_M = attend_keys(
         acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_source, v_source, table_ptr,
         first_row, seq_len, all_end, end, stride_block, stride_k_token, stride_v_token,
         score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
         AHEAD, CAUSAL, HAS_WINDOW, RIGHT, HAS_SOFT_CAP, HAS_ALIBI, FUSED, MASKED=True,
+        VECTOR=VECTOR,
     )  # fmt: skip
     store_rows(
         out_ptr, part_lse_ptr, lse_ptr, acc_MH, max_M, sum_M, row_M, head_M, owned_M, split,
@@ -342,13 +353,14 @@ def _attend(
         GROUP=group,
         HEADS=heads,
         HEAD_SIZE=head_size,
-        PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
+        PADDED_HEAD_SIZE=padded_head_size(head_size),
         BLOCK_SIZE=keys.block_size,
         BLOCK_M=block_m,
         TILE=launch.keys,
         CAUSAL=common.causal,
         WIDEN=widened(q.dtype),
         KEYS=keys.kind,
+        VECTOR=math.gcd(16, *keys.strides[:-1]),
         FUSED=options.scale > 0 and not any(flags[name] for name in CHANGES_SCORES),
         SPLIT=split,
         **launch.constants(block_m),

@@ -27,7 +27,7 @@ def load_blocks(table_ptr, start, seq_len, BLOCK_SIZE: tl.constexpr, TILE: tl.co
 
     Keys past seq_len, whose entries may be anything, get block 0.
     """
-    if BLOCK_SIZE >= TILE:
+    if BLOCK_SIZE % TILE == 0:
         block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < seq_len, other=0)
     else:
         key_C = start + tl.arange(0, TILE)
@@ -79,6 +79,7 @@ def attend_keys(
     columns_ptr=None,  # blocks that are visited, if LISTED: begin..end are places among their keys
     LISTED: tl.constexpr = 0,  # keys of a listed block, a multiple of TILE; 0: no list
     STAGES: tl.constexpr = None,  # of the loop; None: of the kernel
+    VECTOR: tl.constexpr = 1,  # divides every stride of the keys
 ):
     """Base 2, float32: acc_MH (not normalized), max_M, sum_M."""
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
@@ -126,6 +127,8 @@ def attend_keys(
             else:
                 k_offset_C = key_C.to(tl.int64) * stride_k_token
                 v_offset_C = key_C.to(tl.int64) * stride_v_token
+            k_offset_C = tl.multiple_of(k_offset_C, VECTOR)  # Triton sees multiples of 16 alone
+            v_offset_C = tl.multiple_of(v_offset_C, VECTOR)
             mask_CH = valid_C[:, None] & stored_H[None, :]
             k_CH = tl.load(k_source + k_offset_C[:, None] + h_H[None, :], mask=mask_CH, other=0.0)
         score_MC = tl.dot(q_MH, tl.trans(k_CH.to(q_MH.dtype)), input_precision="ieee")

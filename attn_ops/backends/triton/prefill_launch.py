@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.triton.prefill_keys import DENSE, PAGED, TMA
 from attn_ops.backends.triton.prefill_parts import GATHER_ROWS, gather_keys, rows_per_request
-from attn_ops.backends.triton.tiles import MAX_SPLITS, num_sms, readable
+from attn_ops.backends.triton.tiles import MAX_SPLITS, num_sms, padded_head_size, readable
 from attn_ops.metadata import CommonAttentionMetadata
 
 MAX_SPLIT_ROWS = 64
@@ -113,7 +113,7 @@ def gathered_keys(
     assert GATHER_ROWS % tile == 0, f"keys must divide {GATHER_ROWS}, got {tile}"
     kv_2KLH = gather_keys(readable(kv_cache, options), common, dtype)
     _, num_kv_heads, num_rows, head_size = kv_2KLH.shape
-    box = [tile, triton.next_power_of_2(head_size)]
+    box = [tile, padded_head_size(head_size)]
     k, v = (
         TensorDescriptor(one_KLH, [num_kv_heads * num_rows, head_size], [head_size, 1], box)
         for one_KLH in kv_2KLH
@@ -129,15 +129,15 @@ def choose_launch(q: torch.Tensor, cache: torch.Tensor, common: CommonAttentionM
     docs/performance.md). Other head sizes are not measured.
     """
     (_, num_heads, head_size), num_kv_heads = q.shape, cache.shape[-2]
-    padded_head_size = triton.next_power_of_2(head_size)
-    if padded_head_size > 256:  # q alone fills the registers of half as many rows
+    padded = padded_head_size(head_size)
+    if padded > 256:  # q alone fills the registers of half as many rows
         large = shared_memory(q.device) >= 132 * 1024
         launch = Launch(64, 16, 8, 2) if large else Launch(32, 16, 8, 1)
         if q.dtype == torch.float32:
             launch = Launch(16, 16, 8, 1)
     elif q.dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
-        launch = Launch(32, 32, 4, 1) if padded_head_size <= 64 else Launch(32, 16, 8, 1)
-    elif padded_head_size > 128:
+        launch = Launch(32, 32, 4, 1) if padded <= 64 else Launch(32, 16, 8, 1)
+    elif padded > 128:
         launch = Launch(128 if shared_memory(q.device) >= 132 * 1024 else 64, 32, 8, 3)
     elif gathers(q, cache, common):
         launch = Launch(64, 64, 4, 3, gather=True)

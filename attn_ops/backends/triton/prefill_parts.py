@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.backends.triton.tiles import LN_2
+from attn_ops.backends.triton.tiles import LN_2, padded_head_size
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import given_scale, store_quantized
@@ -97,7 +97,7 @@ def gather_keys(
         num_rows,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
-        PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
+        PADDED_HEAD_SIZE=padded_head_size(head_size),
         BLOCK_SIZE=block_size,
         ROWS=GATHER_ROWS,
         num_warps=8,
@@ -235,7 +235,7 @@ def combine_rows(
         **epilogue,
         NUM_HEADS=num_heads,
         HEAD_SIZE=head_size,
-        PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
+        PADDED_HEAD_SIZE=padded_head_size(head_size),
         PADDED_SPLITS=triton.next_power_of_2(num_splits),
         HAS_LSE=lse is not None,
         num_warps=4,

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton import knobs
 
 from attn_ops.backends.base import AttentionOptions
-from attn_ops.metadata import KV_CACHE_DTYPES
+from attn_ops.metadata import kv_dtype_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
@@ -30,6 +30,11 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def padded_head_size(head_size: int) -> int:
+    """Columns of a tile: a power of two, at least the 16 that tensor cores multiply."""
+    return max(16, triton.next_power_of_2(head_size))
 
 
 @triton.jit
@@ -65,7 +70,7 @@ def option_arguments(
 
     `unused` stands for tensors that the layer does not have.
     """
-    fp8 = KV_CACHE_DTYPES[options.kv_cache_dtype] is not None
+    fp8 = kv_dtype_of(options.kv_cache_dtype) is not None
     tensors = {
         "HAS_ALIBI": options.alibi_slopes,
         "HAS_SINKS": options.sinks,
@@ -83,7 +88,7 @@ def option_arguments(
 
 def readable(kv_cache: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """The cache as a kernel loads it: uint8 storage becomes a view of FP8."""
-    fp8 = KV_CACHE_DTYPES[options.kv_cache_dtype]
+    fp8 = kv_dtype_of(options.kv_cache_dtype)
     return kv_cache if fp8 is None else kv_cache.view(fp8)
 
 

@@ -7,7 +7,7 @@ The model takes more forward keywords. Transformers passes them to every layer u
                          attention [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]; none
                          for layers that share another's (Gemma 3n, Gemma 4), see `cache_index`
     slot_mapping         [T] int64, optional: read from attn_metadata when it is not given
-    kv_cache_dtype       auto, fp8_e4m3 or fp8_e5m2: what the caches hold
+    kv_cache_dtype       auto, fp8_e4m3 (or fp8), fp8_e5m2: what the caches hold
     cross_attn_metadata, cross_kv_caches, cross_slot_mapping
                          the same for the cross-attention of a decoder over its encoder's rows
 

@@ -32,7 +32,7 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
 
     Args:
         model: a decoder or an encoder; one of the two if a model has both.
-        kv_cache_dtype: auto, fp8_e4m3 or fp8_e5m2: what the layers' caches hold.
+        kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2: what the layers' caches hold.
 
     Raises:
         ValueError: the model was not built with `attn_implementation="attn_ops"`, has no attention

@@ -19,7 +19,7 @@ from attn_ops.backends.triton import BACKEND as TRITON
 from attn_ops.backends.xformers_backend import BACKEND as XFORMERS
 from attn_ops.backends.xformers_backend import forward as xformers_forward
 from attn_ops.backends.xformers_backend import leading_queries, page_views
-from attn_ops.metadata import AttentionCGSupport, AttentionMetadata
+from attn_ops.metadata import AttentionCGSupport, AttentionMetadata, kv_dtype_of
 from tests.kit.batches import random_batch
 
 BACKEND = dataclasses.replace(
@@ -113,6 +113,8 @@ def make(
         for i in range(length):
             block, offset = blocks[i // block_size], i % block_size
             cache[block, :, offset] = torch.randn(2, heads[1], head_size).half()
+    if "kv_cache_dtype" in spec:
+        cache = cache.to(kv_dtype_of(spec["kv_cache_dtype"])).view(torch.uint8)
     if layout == "HND":
         cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
     longest = [max(pair) for pair in zip(query, seq, strict=True)]
@@ -127,7 +129,7 @@ def make(
     q[sum(query) :] = float("nan")
     made = AttentionSpec(heads[0], heads[1], head_size, torch.float16, causal=causal, **spec)
     meta = BACKEND.builder(BACKEND, [made], block_size, "cpu").build(0, common)
-    return q, cache, meta, {k: v for k, v in spec.items() if k in ("sliding_window", "soft_cap")}
+    return q, cache, meta, spec
 
 
 def spec_of(q, cache):
@@ -168,11 +170,11 @@ def test_against_oracle(library, batch, layout):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (4, 1)])
-@pytest.mark.parametrize("block_size", [16, 32, 128])
-def test_groups_and_block_sizes(library, heads, block_size):
+@pytest.mark.parametrize(("block_size", "tile"), [(16, 16), (48, 16), (128, 64)])
+def test_groups_and_block_sizes(library, heads, block_size, tile):
     for batch in ("decode", "uniform"):
         check(*make(*BATCHES[batch][:2], heads=heads, block_size=block_size))
-    assert {op.BLOCK_N for _, op in library.calls} == {min(block_size, 64)}
+    assert {op.BLOCK_N for _, op in library.calls} == {tile}
 
 
 def test_non_causal(library):
@@ -183,7 +185,15 @@ def test_non_causal(library):
 
 
 @pytest.mark.parametrize(
-    "spec", [{"sliding_window": 9}, {"soft_cap": 5.0}, {"head_size": 72}, {"head_size": 40}]
+    "spec",
+    [
+        {"sliding_window": 9},
+        {"soft_cap": 5.0},
+        {"head_size": 72},
+        {"head_size": 40},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+    ],
 )
 def test_layers_that_xformers_has_no_kernel_for(library, spec):
     for batch in ("decode", "mixed"):
@@ -283,6 +293,9 @@ def test_refusals(monkeypatch):
     assert backend.support.cudagraph is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     spec = AttentionSpec(2, 1, 33, torch.float32, alibi=True, sinks=True)
     with pytest.raises(ValueError, match="backend XFORMERS cannot be used") as raised:
+        registry.select_backend(spec, block_size=24, device="cpu", backend="XFORMERS")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"; backends that can: .*FLEX"):
         registry.select_backend(spec, block_size=24, device="cpu", backend="XFORMERS")
     for name in ("device", "dtype", "head_size", "block_size", "alibi_slopes", "sinks"):
         assert f"{name} must be" in str(raised.value)

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from attn_ops import (
+    Attention,
     AttentionSpec,
     CommonAttentionMetadata,
     attention,
     attention_with_lse,
+    gather_kv,
     get_backend,
+    write_kv,
 )
 from attn_ops.block_layout import BlocksparseParams, BlockTables, local_strided
 from attn_ops.metadata.features import FEATURES
@@ -38,6 +41,33 @@ def called_with(call, **asked):
     call(torch.randn(3, 4, 8), torch.randn(3, 2, 4, 2, 8), meta, 0.5, **asked)
     (options,) = got
     return options
+
+
+def stored_and_read(kv_cache_dtype, by_module):
+    """Keys written by hand or by a layer, the output, and the keys read back."""
+    torch.manual_seed(0)
+    fp8 = {"kv_cache_dtype": kv_cache_dtype}
+    spec = AttentionSpec(4, 2, 8, torch.float32, **fp8)
+    common = CommonAttentionMetadata.from_lengths(
+        [3], [3], torch.tensor([[1]], dtype=torch.int32), 4
+    )
+    meta = get_backend("TORCH").builder(get_backend("TORCH"), [spec], 4, "cpu").build(0, common)
+    q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    cache = torch.zeros(spec.cache_shape(2, 4), dtype=spec.cache_dtype)
+    if by_module:
+        out = Attention(4, 2, 8)(q, k, v, cache, meta, **fp8)
+    else:
+        write_kv(k, v, cache, meta, **fp8)
+        out = attention(q, cache, meta, 8**-0.5, **fp8)
+    table, lengths = common.block_table_tensor, common.seq_lens
+    return out, cache, gather_kv(cache, table, lengths, 3, dtype=torch.float32, **fp8)[0]
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_fp8_is_e4m3(by_module):
+    wanted, got = (stored_and_read(name, by_module) for name in ("fp8_e4m3", "fp8"))
+    for one, other in zip(wanted, got, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("call", [attention, attention_with_lse], ids=["attention", "with_lse"])

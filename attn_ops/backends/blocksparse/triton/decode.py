@@ -174,7 +174,7 @@ def decode_kernel(
     counted_M = owned_M & (split == 0) & (seq_len > 0)
     max_M, sum_M = first_logits(sinks_ptr, head_M, counted_M, BLOCK_M, HAS_SINKS)
     begin = split * length
-    k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
+    k_ptr = kv_ptr + tl.multiple_of(kv_head.to(tl.int64) * stride_kv_head, VECTOR)
     table_ptr += request.to(tl.int64) * stride_table
     acc_MH, max_M, sum_M = attend_range(
         tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32), max_M, sum_M, q_MH, slope_M,

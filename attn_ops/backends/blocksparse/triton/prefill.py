@@ -10,6 +10,7 @@ L blocks of the layout.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,13 @@ from attn_ops.backends.triton.prefill_launch import (
     shared_memory,
 )
 from attn_ops.backends.triton.prefill_parts import combine_rows, empty_row_parts, store_rows
-from attn_ops.backends.triton.tiles import LOG2_E, first_logits, option_arguments, widened
+from attn_ops.backends.triton.tiles import (
+    LOG2_E,
+    first_logits,
+    option_arguments,
+    padded_head_size,
+    widened,
+)
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale
@@ -98,6 +105,7 @@ def prefill_kernel(
     HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,  # q in float32
     KEYS: tl.constexpr,  # PAGED, PAGED_TMA or TMA
+    VECTOR: tl.constexpr,  # divides every stride of the keys
     AHEAD: tl.constexpr,
     FUSED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,  # order of programs: all heads of some rows before other rows
@@ -179,8 +187,8 @@ def prefill_kernel(
     if KEYS == TMA:
         first_row = kv_head * stride_k_head + request * stride_table
     else:
-        k_source += kv_head.to(tl.int64) * stride_k_head
-        v_source += kv_head.to(tl.int64) * stride_v_head
+        k_source += tl.multiple_of(kv_head.to(tl.int64) * stride_k_head, VECTOR)
+        v_source += tl.multiple_of(kv_head.to(tl.int64) * stride_v_head, VECTOR)
         table_ptr += request.to(tl.int64) * stride_table
     acc_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
     counted_M = owned_M & (split == 0) & (seq_len > 0)
@@ -199,13 +207,14 @@ def prefill_kernel(
             first_row, seq_len, place, place_end, stride_block, stride_k_token, stride_v_token,
             score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, KEYS,
             AHEAD, True, HAS_WINDOW, False, HAS_SOFT_CAP, HAS_ALIBI, FUSED, False,
-            columns_ptr, SPARSE_SIZE,
+            columns_ptr, SPARSE_SIZE, VECTOR=VECTOR,
         )  # fmt: skip
     acc_MH, max_M, sum_M = attend_keys(
         acc_MH, max_M, sum_M, q_MH, position_M, slope_M, k_source, v_source, table_ptr,
         first_row, seq_len, own_begin, own_end, stride_block, stride_k_token, stride_v_token,
         score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, TILE, OWN_KEYS,
         AHEAD, True, HAS_WINDOW, False, HAS_SOFT_CAP, HAS_ALIBI, FUSED, True, STAGES=1,
+        VECTOR=VECTOR,
     )  # fmt: skip
     store_rows(
         out_ptr, part_lse_ptr, lse_ptr, acc_MH, max_M, sum_M, row_M, head_M, owned_M, split,
@@ -224,7 +233,7 @@ def readable_by_rows(kv_cache: torch.Tensor, dtype: torch.dtype, tile: int) -> b
     _, _, block_size, num_kv_heads, head_size = kv_cache.shape
     row = num_kv_heads * head_size
     in_order = kv_cache.stride() == (2 * block_size * row, block_size * row, row, head_size, 1)
-    whole = block_size % tile == 0 and head_size == triton.next_power_of_2(head_size)
+    whole = block_size % tile == 0 and head_size == padded_head_size(head_size)
     aligned = kv_cache.data_ptr() % 16 == 0 and row * kv_cache.element_size() % 16 == 0
     return in_order and whole and aligned and kv_cache.dtype == dtype
 
@@ -261,14 +270,14 @@ def choose_launch(
     q: torch.Tensor, kv_cache: torch.Tensor, common: CommonAttentionMetadata, sparse_size: int
 ) -> Launch:
     """For q [T, N, H] and kv_cache [P, 2, B, K, H]. Not measured yet: forms of TRITON's prefill."""
-    padded_head_size = triton.next_power_of_2(q.shape[2])
+    padded = padded_head_size(q.shape[2])
     if q.dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
-        launch = Launch(32, 32, 4, 1) if padded_head_size <= 64 else Launch(16, 16, 4, 1)
-    elif padded_head_size > 256:
+        launch = Launch(32, 32, 4, 1) if padded <= 64 else Launch(16, 16, 4, 1)
+    elif padded > 256:
         launch = (
             Launch(64, 16, 8, 2) if shared_memory(q.device) >= 132 * 1024 else Launch(32, 16, 8, 1)
         )
-    elif padded_head_size > 128:
+    elif padded > 128:
         launch = Launch(64, 32, 4, 3)
     else:
         in_place = has_tma(q.device) and readable_by_rows(
@@ -333,13 +342,14 @@ def prefill_attention(
         NUM_HEADS=num_heads,
         GROUP=num_heads // keys.num_kv_heads,
         HEAD_SIZE=head_size,
-        PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
+        PADDED_HEAD_SIZE=padded_head_size(head_size),
         BLOCK_SIZE=keys.block_size,
         SPARSE_SIZE=sparse_size,
         BLOCK_M=block_m,
         TILE=launch.keys,
         WIDEN=widened(q.dtype),
         KEYS=keys.kind if rows is None else PAGED_TMA.value,
+        VECTOR=math.gcd(16, *keys.strides[:-1]),
         FUSED=options.scale > 0 and not any(flags[name] for name in CHANGES_SCORES),
         SPLIT=split,
         **launch.constants(block_m),

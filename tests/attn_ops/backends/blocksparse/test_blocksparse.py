@@ -67,7 +67,7 @@ MIXED = ((1, 1, 0, 20), (5, 133, 0, 85))
 DECODE = ((1, 1, 1, 0), (1, 33, 200, 9))
 
 
-@pytest.mark.parametrize("head_size", [80, 192, *slow(64, 256, 512)])
+@pytest.mark.parametrize("head_size", [8, 72, 192, *slow(64, 80, 248, 512)])
 def test_head_sizes(head_size):
     """Tiles of keys and rows get smaller with large heads."""
     dtype = torch.float16
@@ -76,7 +76,7 @@ def test_head_sizes(head_size):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "cache_block_size"), [(16, 64), (48, 32), (64, 64), (96, 16)]
+    ("block_size", "cache_block_size"), [(16, 64), (48, 32), (64, 64), (96, 16), (64, 48)]
 )
 def test_pages_smaller_and_larger_than_blocks(block_size, cache_block_size):
     sizes = {"block_size": block_size, "cache_block_size": cache_block_size}

@@ -42,6 +42,18 @@ def test_splits(scheme, batch, sms, monkeypatch):
     assert bool(combined) == (batch == "decode" and sms > 1)
 
 
+@pytest.mark.parametrize(("heads", "head_size"), [(2, 40), *slow((2, 248), (8, 8), (8, 72))])
+def test_heads_that_no_group_divides(heads, head_size):
+    """Heads are padded, and groups cross heads."""
+    spec, lengths = AttentionSpec(heads, heads, head_size, DTYPE), ([1, 1], [70, 3])
+    case = make_case(get_backend("TRITON"), spec, lengths, FEATURES["plain"], device=DEVICE)
+    plain = attention(case.q, case.kv_cache, case.meta, case.scale)
+    for scheme in SCHEMES:
+        group = SCHEMES[scheme]
+        if group is None or heads * head_size % group == 0:
+            check_quantized(case, plain, forms_of(scheme)[0])
+
+
 @pytest.mark.parametrize("num_splits", [2, *slow(7)])
 def test_the_last_head_quantizes_the_row(num_splits, monkeypatch):
     """Whichever program comes last; the counters start from whatever memory held."""

@@ -122,20 +122,14 @@ def test_groups_and_dtypes(lengths, dtype, num_heads, num_kv_heads):
 
 
 @pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
-@pytest.mark.parametrize(
-    "head_size",
-    [
-        pytest.param(n, marks=[] if n in (80, 256) else pytest.mark.slow)
-        for n in BACKEND.support.head_sizes
-    ],
-)
+@pytest.mark.parametrize("head_size", [40, 256, *slow(8, 16, 64, 80, 120, 160, 192, 248, 512)])
 def test_head_sizes(lengths, head_size):
     case = make_case(lengths, 4, 2, head_size, dtype=torch.float16)
     assert_right(run(*case), *case)
 
 
 @pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
-@pytest.mark.parametrize("block_size", BACKEND.support.block_sizes)
+@pytest.mark.parametrize("block_size", [16, 48, 256, *slow(32, 64, 80, 96, 128, 240)])
 def test_block_sizes(lengths, block_size):
     case = make_case(lengths, block_size=block_size)
     assert_right(run(*case), *case)
@@ -312,7 +306,7 @@ def test_keys_of_few_requests_among_many_are_split(monkeypatch, num_logits):
             lambda q, kv, o: (q, kv.half(), o),
             "q must have the cache's dtype torch.float16, got torch.float32",
         ),
-        (lambda q, kv, o: (q[..., :8], kv[..., :8], o), "head_size must be supported, got 8"),
+        (lambda q, kv, o: (q[..., :7], kv[..., :7], o), "head_size must be supported, got 7"),
         (
             lambda q, kv, o: (q, kv[:, :, :8], o),
             "kv_cache must have the metadata's block_size 16, got 8",

@@ -77,8 +77,7 @@ class LatentOptions:
         return self._by_head(num_heads)[:, -self.v_head_dim :]
 
     def _by_head(self, num_heads: int) -> torch.Tensor:
-        # Products are written to given memory, which autograd refuses.
-        return self.kv_b.detach().unflatten(0, (num_heads, -1))
+        return self.kv_b.unflatten(0, (num_heads, -1))
 
 
 def latent_key(

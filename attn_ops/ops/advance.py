@@ -7,7 +7,7 @@ import torch
 
 from attn_ops.compat.clones_until_2_15 import apart_from
 from attn_ops.metadata import advance_step as advance_in_place
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 
 LIBRARY.define(
     "advance_step(Tensor sampled_token_ids, Tensor(a!) input_tokens, Tensor(b!) positions, "
@@ -17,7 +17,7 @@ LIBRARY.define(
 )
 
 
-@torch.library.impl(LIBRARY, "advance_step", "CompositeExplicitAutograd")
+@implements("advance_step")
 def _advance_step(
     sampled_token_ids: torch.Tensor,
     input_tokens: torch.Tensor,

@@ -14,7 +14,7 @@ from attn_ops.metadata.features import SCHEMA
 from attn_ops.ops import breaks
 from attn_ops.ops.breaks import AttentionCall
 from attn_ops.ops.checks import check_causal, check_query, check_v_head_size, layer_of
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 
 ARGUMENTS = (
     f"Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
@@ -28,7 +28,7 @@ LIBRARY.define(f"attention({ARGUMENTS}) -> Tensor", tags=TAGS)
 LIBRARY.define(f"attention_with_lse({ARGUMENTS}) -> (Tensor, Tensor)", tags=TAGS)
 
 
-@torch.library.impl(LIBRARY, "attention", "CompositeExplicitAutograd")
+@implements("attention")
 def _attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -85,7 +85,7 @@ def _attention_fake(
     return q.new_empty(q.shape)
 
 
-@torch.library.impl(LIBRARY, "attention_with_lse", "CompositeExplicitAutograd")
+@implements("attention_with_lse")
 def _attention_with_lse(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -18,7 +18,7 @@ from attn_ops.ops import breaks
 from attn_ops.ops.attention import TAGS, asked_of, attend, parts_of
 from attn_ops.ops.breaks import AttentionCall
 from attn_ops.ops.checks import check_causal, check_query, layer_of
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 from attn_ops.ops.merge import merged_and_quantized
 from attn_ops.output_quant.quantize import quantize_output
 from attn_ops.output_quant.schemes import (
@@ -39,7 +39,7 @@ LIBRARY.define(
 )
 
 
-@torch.library.impl(LIBRARY, "attention_quant", "CompositeExplicitAutograd")
+@implements("attention_quant")
 def _attention_quant(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

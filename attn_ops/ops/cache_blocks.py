@@ -12,7 +12,7 @@ import torch
 from attn_ops.metadata import kv_dtype_of
 from attn_ops.metadata.checks import check_int, check_tensor, overlap
 from attn_ops.ops.checks import check_scales
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -28,7 +28,7 @@ LIBRARY.define(
 # -- copy_blocks -----------------------------------------------------------------------------------
 
 
-@torch.library.impl(LIBRARY, "copy_blocks", "CompositeExplicitAutograd")
+@implements("copy_blocks")
 def _copy_blocks(kv_caches: list[torch.Tensor], block_pairs: torch.Tensor) -> None:
     _check_pairs(block_pairs)
     for index, kv_cache in enumerate(kv_caches):
@@ -84,7 +84,7 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], block_pairs: torch.Tensor) ->
 # -- swap_blocks -----------------------------------------------------------------------------------
 
 
-@torch.library.impl(LIBRARY, "swap_blocks", "CompositeExplicitAutograd")
+@implements("swap_blocks")
 def _swap_blocks(source: torch.Tensor, target: torch.Tensor, block_pairs: torch.Tensor) -> None:
     _check_pairs(block_pairs)
     _check_paged("source", source)
@@ -157,7 +157,7 @@ def swap_blocks(source: torch.Tensor, target: torch.Tensor, block_pairs: torch.T
 # -- gather_kv -------------------------------------------------------------------------------------
 
 
-@torch.library.impl(LIBRARY, "gather_kv", "CompositeExplicitAutograd")
+@implements("gather_kv")
 def _gather_kv(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,

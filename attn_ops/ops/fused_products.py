@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 from attn_ops.ops.skinny_mm import is_skinny, product, takes
 
 LIBRARY.define(
@@ -25,7 +25,7 @@ MOST_ROWS = 16
 """Of the kernels that compute it all."""
 
 
-@torch.library.impl(LIBRARY, "norm_mm", "CompositeExplicitAutograd")
+@implements("norm_mm")
 def _norm_mm(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -52,7 +52,7 @@ def _norm_mm_fake(
     return x.new_empty((x.shape[0], w.shape[1]))
 
 
-@torch.library.impl(LIBRARY, "gated_mlp", "CompositeExplicitAutograd")
+@implements("gated_mlp")
 def _gated_mlp(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -70,8 +70,8 @@ def _gated_mlp(
         return launch_fused(gated, w_down, residuals=(x, residual))
     total, normed = _normed(x, residual, norm_weight, eps)
     gated = _gated(product(normed, w_gate_up))
-    in_place = gated.dtype == total.dtype and not gated.requires_grad  # autocast, training
-    if not in_place or is_skinny(gated.shape[0], w_down, gated.device):
+    autocast = gated.dtype != total.dtype
+    if autocast or is_skinny(gated.shape[0], w_down, gated.device):
         return total + product(gated, w_down)
     return total.addmm_(gated, w_down)  # `total` is a tensor of its own
 

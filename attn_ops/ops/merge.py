@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 from attn_ops.output_quant.quantize import quantize_output
 from attn_ops.output_quant.schemes import (
     HOW_SCHEMA,
@@ -23,7 +23,7 @@ LIBRARY.define(f"merge_attn_states({_STATES}) -> (Tensor, Tensor)")
 LIBRARY.define(f"merge_attn_states_quant({_STATES}, *, {HOW_SCHEMA}) -> (Tensor, Tensor)")
 
 
-@torch.library.impl(LIBRARY, "merge_attn_states", "CompositeExplicitAutograd")
+@implements("merge_attn_states")
 def _merge_attn_states(
     out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +41,7 @@ def _merge_attn_states_fake(
     return out1.new_empty(out1.shape), lse1.new_empty(lse1.shape)
 
 
-@torch.library.impl(LIBRARY, "merge_attn_states_quant", "CompositeExplicitAutograd")
+@implements("merge_attn_states_quant")
 def _merge_attn_states_quant(
     out1: torch.Tensor,
     lse1: torch.Tensor,

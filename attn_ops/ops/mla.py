@@ -21,7 +21,7 @@ from attn_ops.ops import breaks
 from attn_ops.ops.attention import TAGS
 from attn_ops.ops.breaks import AttentionCall
 from attn_ops.ops.checks import check_causal, check_metadata, check_vector
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 
 ARGUMENTS = (
     f"Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, Tensor kv_b, float scale, *, int v_head_dim"
@@ -48,7 +48,7 @@ class LatentCall(AttentionCall):
         return self.empty(empty_out(self.q, self.options["v_head_dim"]))
 
 
-@torch.library.impl(LIBRARY, "mla_attention", "CompositeExplicitAutograd")
+@implements("mla_attention")
 def _mla_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -88,7 +88,7 @@ def _mla_attention_fake(
     return empty_out(q, v_head_dim)
 
 
-@torch.library.impl(LIBRARY, "mla_attention_with_lse", "CompositeExplicitAutograd")
+@implements("mla_attention_with_lse")
 def _mla_attention_with_lse(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

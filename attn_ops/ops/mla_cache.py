@@ -18,7 +18,7 @@ from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, LatentShape, kv_
 from attn_ops.metadata.checks import check_tensor
 from attn_ops.ops.cache_blocks import copy_blocks
 from attn_ops.ops.checks import check_metadata, check_vector
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 from attn_ops.ops.write_kv import stored
 
 LIBRARY.define(
@@ -34,7 +34,7 @@ LIBRARY.define(
 # -- write_mla_kv ----------------------------------------------------------------------------------
 
 
-@torch.library.impl(LIBRARY, "write_mla_kv", "CompositeExplicitAutograd")
+@implements("write_mla_kv")
 def _write_mla_kv(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
@@ -194,7 +194,7 @@ def write_mla_kv(
 # -- gather_mla_kv ---------------------------------------------------------------------------------
 
 
-@torch.library.impl(LIBRARY, "gather_mla_kv", "CompositeExplicitAutograd")
+@implements("gather_mla_kv")
 def _gather_mla_kv(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,

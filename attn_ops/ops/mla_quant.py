@@ -13,7 +13,7 @@ from attn_ops.metadata import AttentionMetadata, LatentOptions
 from attn_ops.ops import breaks
 from attn_ops.ops.attention import TAGS
 from attn_ops.ops.checks import check_query
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 from attn_ops.ops.mla import ARGUMENTS, OPTIONS, LatentCall, empty_out, latent_layer_of
 from attn_ops.output_quant.quantize import quantize_output
 from attn_ops.output_quant.schemes import (
@@ -31,7 +31,7 @@ LIBRARY.define(
 )
 
 
-@torch.library.impl(LIBRARY, "mla_attention_quant", "CompositeExplicitAutograd")
+@implements("mla_attention_quant")
 def _mla_attention_quant(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

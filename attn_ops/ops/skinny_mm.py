@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 from attn_ops.ops.skinny_constants import most_rows
 
 LIBRARY.define(
@@ -18,7 +18,7 @@ LIBRARY.define(
 _FP8 = torch.float8_e4m3fn
 
 
-@torch.library.impl(LIBRARY, "skinny_mm", "CompositeExplicitAutograd")
+@implements("skinny_mm")
 def _skinny_mm(
     x: torch.Tensor,
     w: torch.Tensor,

@@ -22,7 +22,7 @@ from attn_ops.metadata import (
 )
 from attn_ops.metadata.features import PER_HEAD, SCHEMA, FeatureArguments, options_key
 from attn_ops.ops.checks import check_causal, check_metadata, check_per_head, check_query
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 
 LIBRARY.define(
     f"varlen_attention(Tensor q, Tensor k, Tensor v, {METADATA_TYPE} meta, float scale, *, "
@@ -31,7 +31,7 @@ LIBRARY.define(
 )
 
 
-@torch.library.impl(LIBRARY, "varlen_attention", "CompositeExplicitAutograd")
+@implements("varlen_attention")
 def _varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -17,7 +17,7 @@ from attn_ops.ops.checks import (
     check_scales,
     check_v_head_size,
 )
-from attn_ops.ops.library import LIBRARY
+from attn_ops.ops.library import LIBRARY, implements
 
 SlotMapping = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Slots [T] int64 of a step. Where layers with a window have blocks of their own: a pair, those of
@@ -31,7 +31,7 @@ LIBRARY.define(
 LIBRARY.define(f"slot_mapping({METADATA_TYPE} meta, SymInt num_tokens, Device device) -> Tensor")
 
 
-@torch.library.impl(LIBRARY, "write_kv", "CompositeExplicitAutograd")
+@implements("write_kv")
 def _write_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -68,7 +68,7 @@ def _write_kv_fake(
     return None
 
 
-@torch.library.impl(LIBRARY, "slot_mapping", "CompositeExplicitAutograd")
+@implements("slot_mapping")
 def _slot_mapping(meta: AttentionMetadata, num_tokens: int, device: torch.device) -> torch.Tensor:
     slots_T = _slots_of(meta)
     if slots_T.shape[0] != num_tokens:

@@ -32,8 +32,6 @@ def mla_forward(
 ) -> torch.Tensor:
     """q [T, N, P + R], kv_cache [P, B, Lkv + R] -> [T, N, V]; writes `options.lse` and `.quant`."""
     plan = all_decode(meta.common) if plan is None else plan
-    if q.requires_grad or kv_cache.requires_grad:  # autograd refuses products in given memory
-        q, kv_cache = q.detach(), kv_cache.detach()
     if plan.prefill is None:
         assert plan.decode is not None, "a batch without prefills is all decodes"
         return _decode_way(kernels, q, kv_cache, plan.decode, options)

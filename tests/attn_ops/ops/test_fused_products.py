@@ -149,18 +149,11 @@ def test_operators(rows, dtype, tolerance):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_in_autocast_and_with_gradients(enabled):
+def test_in_autocast(enabled):
     args = inputs(40, 128, 64, torch.float32)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=enabled):
         found = gated_mlp(*args[:3], EPS, *args[3:])
     close(found, mlp(*args), 6e-2 if enabled else 1e-4)
-    args = [t.requires_grad_() for t in inputs(40, 128, 64, torch.float32)]
-    gated_mlp(*args[:3], EPS, *args[3:]).sum().backward()
-    wanted = [t.detach().double().requires_grad_() for t in args]
-    mlp(*wanted).sum().backward()
-    for one, other in zip(args, wanted, strict=True):
-        assert one.grad is not None
-        close(one.grad.contiguous(), other.grad, 1e-3)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 
 from attn_ops.backends.base import Backend, Support
 from attn_ops.output_quant.schemes import SCHEMES
-from attn_ops.testing import latent, rules
+from attn_ops.testing import apart, latent, rules
 from attn_ops.testing.features import CROSS, FEATURES, HEADS, LENGTHS, UNIFORM
 
 _RULES: dict[rules.Rule, tuple[Iterable[Any], ...]] = {
@@ -28,6 +28,9 @@ _RULES: dict[rules.Rule, tuple[Iterable[Any], ...]] = {
     rules.narrow_values: (),
     rules.without_a_cache: (FEATURES, (None, 32)),
     rules.operator_contract: (),
+    apart.requests_apart: (("decode", "mixed"), ("plain", "blocksparse")),
+    apart.requests_of_a_cascade_apart: (),
+    apart.rows_apart_without_a_cache: (),
     latent.refuses_latent_layers: (),
     rules.compiled_features: (FEATURES,),
 }
@@ -49,6 +52,7 @@ _LATENT_RULES: dict[rules.Rule, tuple[Iterable[Any], ...]] = {
     latent.latent_geometry: (),
     latent.latent_beyond_64k: (),
     latent.latent_operators: (),
+    apart.latent_requests_apart: (("decode", "mixed"),),
     latent.latent_compiled: (latent.LATENT_CACHES,),
 }
 """The same of backends of latent attention."""

@@ -199,7 +199,8 @@ class CommonAttentionMetadata:
             num_padded_reqs: requests of the batch, at least S; those past it are padding, with no
                 query, no cached tokens and a table of null blocks.
             out: buffers that the batch's tensors are written to. A `block_table` that is the first
-                rows of `out.block_table` is used where it stands; padding rows of it become 0.
+                rows of `out.block_table` is used where it stands; padding rows of it become 0. One
+                that is wider is cut.
 
         Raises:
             ValueError: lengths, table and rows do not fit each other; the first offender is named.
@@ -208,6 +209,8 @@ class CommonAttentionMetadata:
         lengths = Lengths.checked(query_lens, seq_lens, num_padded_reqs, num_padded_tokens)
         table = as_table(block_table)
         lengths.check_table(table, block_size)
+        if out is not None:  # further blocks belong to no token yet
+            table = table[:, : max(out.max_blocks, -(-lengths.max_seq_len // block_size))]
         num_reqs, num_rows, width = lengths.num_reqs, lengths.num_rows, table.shape[1]
         if out is None:
             out = MetadataBuffers.allocate(num_reqs, num_rows, width, device)

@@ -63,16 +63,21 @@ class CapturedDecodes:
     def plan(self, common: CommonAttentionMetadata) -> None:
         """Plan for a batch of other lengths and blocks; launches on the current stream.
 
+        Columns of the block table behind those of the captured step are ignored.
+
         Raises:
-            ValueError: the batch has another number of requests or blocks a request, or is no
-                decode batch.
+            ValueError: the batch has another number of requests, needs more blocks a request, or is
+                no decode batch.
         """
-        shape = tuple(common.block_table_tensor.shape)
-        if shape != (self.num_reqs, self._max_blocks):
+        num_reqs, max_blocks = common.block_table_tensor.shape
+        if num_reqs != self.num_reqs:
             raise ValueError(
-                f"block_table_tensor must have shape {[self.num_reqs, self._max_blocks]} as when "
-                f"the step was captured, got {list(shape)}"
+                f"block_table_tensor must have {self.num_reqs} rows as when the step was captured, "
+                f"got {num_reqs}"
             )
+        if max_blocks > self._max_blocks:
+            table = common.block_table_tensor[:, : self._max_blocks]
+            common = common.replace(block_table_tensor=table)
         part = divide_captured(common, self._block_size)
         indices = page_indices(common, part.pages.stop, self._block_size)
         with torch.cuda.device_of(indices):

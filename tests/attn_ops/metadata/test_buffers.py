@@ -77,3 +77,14 @@ def test_results_do_not_overwrite_the_batch_that_they_are_made_of():
     with pytest.raises(ValueError, match="out must not be the buffers of the batch"):
         make_kv_sharing_fast_prefill_common_attn_metadata(common, out=out)
     assert common.query_start_loc.tolist() == [0, 4, 14]
+
+
+def test_columns_that_no_length_needs_are_cut():
+    table = [[7, 9, 3], [5, 8, 2]]
+    buffers = MetadataBuffers.allocate(2, 4, 2)
+    common = CommonAttentionMetadata.from_lengths([1, 3], [8, 5], table, 4, out=buffers)
+    assert common.block_table_tensor.tolist() == [[7, 9], [5, 8]]
+    assert common.slot_mapping.tolist() == [39, 22, 23, 32]
+    for wide in (table, int32(table)):
+        with pytest.raises(ValueError, match="out must have room for 3 blocks a request, got 2"):
+            CommonAttentionMetadata.from_lengths([1, 3], [8, 9], wide, 4, out=buffers)

@@ -12,7 +12,7 @@ from attn_ops.block_layout import BlockTables, tables_of
 from attn_ops.metadata import AttentionMetadata, AttentionSpec
 from attn_ops.metadata.features import FEATURES, FeatureArguments, spec_fields
 from attn_ops.ops import attention, write_kv
-from attn_ops.ops.checks import check_layout
+from attn_ops.ops.checks import check_layout, check_scale_values
 from attn_ops.ops.write_kv import SlotMapping, slots_of_layer
 
 
@@ -99,8 +99,11 @@ class Attention(nn.Module):
             kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2: what the cache holds.
 
         Raises:
-            ValueError: a number is out of range, or differs from that of `kv_sharing_target`.
+            ValueError: a number is out of range, or differs from that of `kv_sharing_target`; or a
+                scale is not finite and above 0, with an FP8 cache.
         """
+        if kv_cache_dtype != "auto":
+            check_scale_values(self, None)
         spec = AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

@@ -12,6 +12,7 @@ from torch import nn
 from attn_ops.latent_weights import expansion
 from attn_ops.metadata import AttentionMetadata, AttentionSpec, LatentShape
 from attn_ops.ops import mla_attention, write_mla_kv
+from attn_ops.ops.checks import check_scale_values
 
 
 class MLAAttention(nn.Module):
@@ -72,7 +73,12 @@ class MLAAttention(nn.Module):
         Args:
             dtype: of q.
             kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2: what the cache holds.
+
+        Raises:
+            ValueError: `kv_scale` is not finite and above 0, with an FP8 cache.
         """
+        if kv_cache_dtype != "auto":
+            check_scale_values(self, None)
         return AttentionSpec.of_latent(
             self.num_heads, self.latent, dtype, kv_cache_dtype=kv_cache_dtype
         )

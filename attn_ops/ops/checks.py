@@ -1,5 +1,6 @@
 """What the operators check before they run."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "check_metadata",
     "check_per_head",
     "check_query",
+    "check_scale_values",
     "check_scales",
     "check_v_head_size",
     "layer_of",
@@ -165,3 +167,19 @@ def check_scales(
     """Raise a ValueError unless the scales of an FP8 cache are None or [1] float32 on `device`."""
     check_vector("k_scale", k_scale, 1, device)
     check_vector("v_scale", v_scale, 1, device)
+
+
+def check_scale_values(layer: object, device: torch.device | None, of: str = "") -> None:
+    """Raise a ValueError unless the scales of a layer's FP8 cache are None or finite and above 0.
+
+    Reads them from the device: when a layer or session is made, not in a step.
+    """
+    for name in ("k_scale", "v_scale", "kv_scale"):
+        scale = getattr(layer, name, None)
+        if scale is None:
+            continue
+        if not isinstance(scale, torch.Tensor):
+            raise ValueError(f"{name}{of} must be a tensor of shape [1] or None, got {scale!r}")
+        check_vector(f"{name}{of}", scale, 1, device or scale.device)
+        if not scale.is_meta and not 0 < (value := scale.item()) < math.inf:
+            raise ValueError(f"{name}{of} must be finite and above 0, got {value}")

@@ -12,7 +12,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import fx_passes
-from attn_ops import PagedKVCache, get_backend
+from attn_ops import Attention, LatentShape, MLAAttention, PagedKVCache, get_backend
 from attn_ops.integrations import transformers as integration
 from graphs import DecodeSession, Verifier
 from graphs.app.parity import keeping_logits
@@ -62,6 +62,41 @@ def test_logits_stay_close(make_model, kv_cache_dtype, compiled, cache_layout):
     if compiled:
         counters = session.counters
         assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (1, 0, 0)
+
+
+BAD_SCALES = [
+    (torch.tensor([0.0]), "finite and above 0, got 0.0"),
+    (torch.tensor([math.nan]), "finite and above 0, got nan"),
+    (torch.tensor([math.inf]), "finite and above 0, got inf"),
+    (torch.tensor([-0.5]), "finite and above 0, got -0.5"),
+    (0.5, r"a tensor of shape \[1\] or None, got 0.5"),
+    (torch.tensor([1.0, 2.0]), r"torch.float32 of shape \[1\], got torch.float32 \[2\]"),
+    (torch.tensor([1.0]).half(), r"torch.float32 of shape \[1\], got torch.float16 \[1\]"),
+    (torch.ones(1, device="meta"), "on cpu, got meta"),
+]
+
+
+@pytest.mark.parametrize(("scale", "message"), BAD_SCALES, ids=str)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_bad_scales_are_refused_when_the_session_is_made(model, name, scale, message):
+    layer = model.model.layers[1].self_attn
+    setattr(layer, name, scale)
+    try:
+        make_session(model, "auto")  # without FP8 no scale is read
+        with pytest.raises(ValueError, match=f"{name} of layer 1 must be {message}"):
+            make_session(model, "fp8_e4m3")
+    finally:
+        delattr(layer, name)
+
+
+@pytest.mark.parametrize(("scale", "message"), BAD_SCALES[:4], ids=str)
+def test_bad_scales_of_own_layers_are_refused_with_their_spec(scale, message):
+    latent = LatentShape(kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+    for layer, name in ((Attention(4, 2, 16), "v_scale"), (MLAAttention(3, latent), "kv_scale")):
+        setattr(layer, name, scale)
+        layer.spec(torch.float32)
+        with pytest.raises(ValueError, match=f"{name} must be {message}"):
+            layer.spec(torch.float32, "fp8_e4m3")
 
 
 def test_caches_take_half_the_bytes(make_model):

@@ -18,6 +18,7 @@ from attn_ops.integrations.transformers.layers import (
 from attn_ops.integrations.transformers.rotary import trace_real_rotary
 from attn_ops.metadata import AttentionSpec
 from attn_ops.metadata.features import spec_fields
+from attn_ops.ops.checks import check_scale_values
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -110,6 +111,9 @@ def _attends(module: Any) -> bool:
 
 
 def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
+    if kv_cache_dtype != "auto":
+        device = next((p.device for p in layer.parameters()), None)
+        check_scale_values(layer, device, f" of layer {layer.layer_idx}")
     if has_latent(layer):
         sizes = (layer.num_heads, latent_shape(layer), model.dtype)
         return AttentionSpec.of_latent(*sizes, kv_cache_dtype=kv_cache_dtype)

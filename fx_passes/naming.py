@@ -31,10 +31,10 @@ class GraphName:
 
 
 def runs_in(name: str, names: Collection[str], kind: str) -> bool:
-    """Whether the graph `name` of `names` runs in steps of a kind, "called" or "replay"."""
+    """Whether the graph `name` of `names` runs in steps of a kind: a "replay", or any call."""
     if name.endswith(REPLAYED):
         return kind == "replay"
-    return kind == "called" or name + REPLAYED not in names
+    return kind != "replay" or name + REPLAYED not in names
 
 
 def name_of(graph: Graph) -> GraphName:

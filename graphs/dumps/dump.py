@@ -18,10 +18,12 @@ A part that cannot be made is left out, with a warning and a note in the index.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import torch._functorch.config as functorch_config
 from torch._inductor.codecache import PyCodeCache
 
 from fx_passes.observe import Recorder, recording
@@ -42,29 +44,38 @@ from graphs.dumps.raw_files import (
     picture_entries,
     trace_entries,
 )
-from graphs.dumps.timeline.record import timeline_of
-from graphs.dumps.trace import writing_trace
+from graphs.dumps.timeline.record import timeline_of, timeline_of_call
+from graphs.dumps.trace import compilations, writing_trace
 from graphs.report import SessionReport
+
+_NO_TIMELINE = (None, "it failed; see the notes")
 
 
 @contextlib.contextmanager
-def dump(directory: str | os.PathLike[str]) -> Iterator[Path]:
+def dump(
+    directory: str | os.PathLike[str], profile: Callable[[], object] | None = None
+) -> Iterator[Path]:
     """Write what is compiled inside the block, and where it came from; yields the directory's path.
 
     A `DecodeSession` whose model was compiled before the block compiles it once more in its first
     step inside the block (`torch._dynamo.reset()` first), so that there is something to see. Any
     other function that was compiled before leaves nothing. Passes run ahead of Inductor's cache,
-    and on a hit Inductor still loads its output file, so a warm cache changes nothing. When the
-    block raises, what was recorded until then is written.
+    and on a hit Inductor still loads its output file, so a warm cache changes nothing. Hits of
+    AOTAutograd's cache would skip passes, so it is off inside. When the block raises, what was
+    recorded until then is written.
 
     Args:
         directory: made if it is missing; an earlier dump in it is replaced.
+        profile: called without arguments when the block ends, where it may compile, and up to
+            eight times more for the timeline. None: the timeline is of a session's step.
 
     Raises:
         TypeError: `directory` is no path.
         ValueError: `directory` is a file, holds something that is not a dump, or holds symbolic
-            links where a dump writes.
+            links where a dump writes; or `profile` cannot be called.
     """
+    if profile is not None and not callable(profile):
+        raise ValueError(f"profile must be None or callable without arguments, got {profile!r:.80}")
     # Here: without a dump nothing is drawn.
     from fx_passes.pictures.nodes import nodes_of
     from fx_passes.pictures.picture import draw
@@ -79,8 +90,11 @@ def dump(directory: str | os.PathLike[str]) -> Iterator[Path]:
             recording(recorder),
             writing_depyf_files(directory / "depyf", attempts.notes),
             writing_trace(directory, attempts.notes),
+            functorch_config.patch(enable_autograd_cache=False),
         ):
             yield directory
+            if profile is not None:
+                profile()
     except BaseException as error:
         attempts.notes.append(
             f"The block ended with {type(error).__name__}; this is what was recorded until then."
@@ -90,7 +104,7 @@ def dump(directory: str | os.PathLike[str]) -> Iterator[Path]:
         failed = False
     finally:
         modules = [m for m in PyCodeCache.modules if id(m) not in loaded]
-        _write(directory, recorder, modules, attempts, failed)
+        _write(directory, recorder, modules, attempts, failed, profile)
 
 
 def _write(
@@ -99,10 +113,14 @@ def _write(
     modules: list[ModuleType],
     attempts: Attempts,
     failed: bool,
+    profile: Callable[[], object] | None,
 ) -> None:
     parts, entries = _raw_parts(directory, recorder, modules, attempts)
     if failed:
         parts.timeline_why = "the block ended with an error"
+    elif profile is not None:
+        record = attempts.guarded("timeline", timeline_of_call, _NO_TIMELINE)
+        parts.timeline, parts.timeline_why = record(profile, directory)
     else:
         _add_timeline(directory, recorder, parts, attempts)
     if parts.timeline is not None:
@@ -116,13 +134,21 @@ def _write(
             "its first step inside the block; anything else must be called for the first time "
             "inside, or after torch._dynamo.reset()."
         )
+    elif not recorder.passes:
+        notes.append(
+            "No pass of attn_ops ran: torch.compile runs them with backend='attn_ops', and some "
+            "with options=fx_passes.options()."
+        )
     described = attempts.guarded("session", lambda one: (one.report(), session_data(one)), None)
     sessions = [found for one in recorder.sessions if (found := described(one)) is not None]
     parts.sessions += [data for _, data in sessions]
     lines = [_session_line(report) for report, _ in sessions]
     notes += [f"The installed pass {n} is left out: {why}." for n, why in broken_passes().items()]
     matches, summaries = recorder.matches_in_words(), recorder.summaries()
-    index = Index(recorder.num_graphs, matches, summaries, lines, notes, entries)
+    found = [one for name in parts.trace for one in compilations((directory / name).read_text())]
+    num_graphs = recorder.num_graphs or len(found)  # the backend counts them, if it is ours
+    compiled = [_compiled_line(one) for one in found]
+    index = Index(num_graphs, matches, summaries, lines, notes, entries, compiled)
     put(directory, "index.md", index.markdown())
     put(directory, FILE, data_of(recorder, index, parts))
     attempts.guarded("page", write_page, None)(directory)
@@ -165,9 +191,15 @@ def _add_timeline(directory: Path, recorder: Recorder, parts: Parts, attempts: A
         for name, code in zip(names, parts.kernels, strict=False)
     ]
     alone = len(sessions) == 1 and len(names) == len(parts.kernels)
-    record = attempts.guarded("timeline", timeline_of, (None, "it failed; see the notes"))
+    record = attempts.guarded("timeline", timeline_of, _NO_TIMELINE)
     found = record(sessions[-1], directory, graphs if alone else [])
     parts.timeline, parts.timeline_why = found
+
+
+def _compiled_line(one: dict[str, Any]) -> str:
+    again = f", again as {' '.join(one['why'].split())}" if one["why"] else ""
+    failed = f", which failed: {' '.join(one['failed'].split())}" if one["failed"] else ""
+    return f"`{one['function']}` ({one['place']}) in {one['seconds']:.1f} s{again}{failed}"
 
 
 def _session_line(report: SessionReport) -> str:

@@ -38,6 +38,7 @@ class Index:
     sessions: list[str]
     notes: list[str]
     entries: list[Entry]
+    compiled: list[str] = dataclasses.field(default_factory=list)  # in order, why again
 
     def markdown(self) -> str:
         return _render(_MARKDOWN, self, autoescape=False)
@@ -76,6 +77,10 @@ Matches:{{ "" if index.matches else " no pass ran." }}
 {{ name | replace("_", " ") | capitalize }}: {{ line }}.
 
 {% endfor %}
+{% for line in index.compiled %}
+- compiled {{ line }}
+{% endfor %}
+
 {% for session in index.sessions %}
 Session: {{ session }}.
 
@@ -112,6 +117,11 @@ _HTML = """\
 {% for name, line in index.summaries.items() %}
 <p>{{ name | replace("_", " ") | capitalize }}: {{ line }}.</p>
 {% endfor %}
+<ul>
+{% for line in index.compiled %}
+<li>compiled {{ line }}</li>
+{% endfor %}
+</ul>
 {% for session in index.sessions %}
 <p>Session: {{ session }}.</p>
 {% endfor %}

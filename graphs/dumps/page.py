@@ -17,7 +17,7 @@ from graphs.dumps.folder import put
 from graphs.dumps.index import Entry, Index
 from graphs.dumps.places import places
 from graphs.dumps.timeline.assigned import beside_calls
-from graphs.dumps.trace import origins
+from graphs.dumps.trace import compilations, origins
 
 
 def write_page(directory: Path) -> Path:
@@ -88,6 +88,7 @@ def _fill(data: dict[str, Any], index: Index, directory: Path) -> None:
     data["files"] = [name for entry in index.entries for name in entry.files]
     for name in (*data["files"], *data["inductor"]):
         raw(directory, name)
+    data["compiled"] = [one for name in data["trace"] for one in compilations(raw(directory, name))]
     if data["timeline"] is not None:
         names = [graph["name"] for graph in data["graphs"]]
         kind = data["timeline"]["kind"]
@@ -98,7 +99,8 @@ def _fill(data: dict[str, Any], index: Index, directory: Path) -> None:
             for one in data["kernels"]
         ]
         calls = [one["num_calls"] for one in data["kernels"]]
-        on_gpu = any(session["device"] != "cpu" for session in data["sessions"])
+        devices = [session["device"] for session in data["sessions"]]  # where the timeline has none
+        on_gpu = data["timeline"].setdefault("device", *devices[:1] or ["cpu"]) != "cpu"
         data["timeline"] = beside_calls(data["timeline"], found, calls, on_gpu)
 
 

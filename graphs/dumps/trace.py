@@ -6,8 +6,10 @@ Whatever goes wrong with it becomes a note, and the compilation goes on without 
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch._inductor.config as inductor_config
 import torch._logging._internal as torch_logging
@@ -18,6 +20,7 @@ FILE = "trace/dedicated_log_torch_trace.log"
 """`tlparse FILE` makes its own page of it."""
 
 _ORIGINS = "inductor_provenance_tracking_node_mappings"
+_WHICH = re.compile(r"^\d+/\d+: ")  # earlier compilation: its number
 _WITHOUT_STACKS = 2  # of trace.provenance_tracking_level: which nodes a kernel came from, no more
 
 
@@ -63,6 +66,33 @@ def origins(text: str) -> list[dict[str, list[str]]]:
         if wanted:
             found.append(_nodes("\n".join(payload)))
         payload, wanted = [], f'"{_ORIGINS}"' in line
+    return found
+
+
+def compilations(text: str) -> list[dict[str, Any]]:
+    """Each time that Dynamo compiled a frame, in order.
+
+    {"function", "place", "seconds", "why", "failed"}: "why" is the guard that failed where the
+    frame had been compiled before, "failed" the error of a compilation that failed, else "".
+    Lines of another form are passed over.
+    """
+    found = []
+    for line in text.splitlines():
+        _, is_there, rest = line.partition('{"compilation_metrics": ')
+        if not is_there:
+            continue
+        try:
+            metrics = json.JSONDecoder().raw_decode(rest)[0]
+            one = {
+                "function": str(metrics["co_name"]),
+                "place": f"{metrics['co_filename']}:{metrics['co_firstlineno']}",
+                "seconds": float(metrics.get("entire_frame_compile_time_s") or 0.0),
+                "why": _WHICH.sub("", str(metrics.get("recompile_reason") or "")),
+                "failed": str(metrics.get("fail_reason") or ""),
+            }
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+        found.append(one)
     return found
 
 

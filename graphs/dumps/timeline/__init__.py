@@ -2,13 +2,15 @@
 
 `dump.json` holds it under "timeline", a dict:
 
-    "kind": "replay", of a captured step on a GPU, or "called", of CPU operators of a called step.
+    "kind": "replay", of a captured step on a GPU, "called", of CPU operators of a called step, or
+        "profile", of a call of the function that `dump` was given.
     "what": that in words, for people.
-    "model": class of the model.
+    "device": whose kernels or operators they are, "cuda:0" or "cpu".
+    "model": class of the model; null for "profile", as are "batch" to "seq_len".
     "batch": the step's key in words.
     "num_tokens", "num_reqs": rows and requests of the step.
     "seq_len": tokens in the cache of every request, the new one included.
-    "replay_us": median of replays, measured with CUDA events; null where there are none.
+    "replay_us": median of replays or calls, measured with CUDA events; null on a CPU.
     "span_us": from the first kernel's begin to the last one's end.
     "sum_us": time in which at least one kernel ran; "gap_us": the rest of "span_us".
     "bandwidth": bytes a second of a copy on the device, read and written; null: not measured.

@@ -217,5 +217,7 @@ def _moved(
     sizes = call["bytes"] if call else None
     if sizes is None:
         return None
+    if timeline["num_reqs"] is None:
+        return None if sizes["per_token"] or sizes["per_cached_token"] else sizes["fixed"]
     cached = sizes["per_cached_token"] * timeline["num_reqs"] * timeline["seq_len"]
     return sizes["fixed"] + sizes["per_token"] * timeline["num_tokens"] + cached

@@ -51,16 +51,65 @@ def timeline_of(
             return None, str(error)
 
 
+def timeline_of_call(
+    run: Callable[[], object], directory: Path
+) -> tuple[dict[str, Any] | None, str]:
+    """The timeline of a call of any function, and ""; else None and why there is none.
+
+    It is called three times on a CPU, eight times on a GPU. A function that uses no GPU has the
+    operators of a CPU in its timeline.
+    """
+    if torch.autograd._profiler_enabled():
+        return None, "a profiler was running"
+    path = directory / TRACE
+    path.parent.mkdir(exist_ok=True)
+    run()
+    found = ["cuda"] if torch.cuda.is_available() else []
+    for device in map(torch.device, (*found, "cpu")):
+        kernels, call_us = _measure(run, device, path, warm=1, number=1)
+        if kernels:
+            break
+    else:
+        path.unlink()
+        return None, "the profiler saw no kernel"
+    rows, _ = rows_of(kernels, 0)
+    bandwidth, source = _bandwidth(device)
+    nobody = dict.fromkeys(("model", "batch", "num_tokens", "num_reqs", "seq_len"))
+    kinds = "kernels of a GPU" if device.type == "cuda" else "CPU operators"
+    return {
+        "kind": "profile",
+        "what": f"a call of the function that was given, {kinds}",
+        "device": str(device),
+        **nobody,
+        "replay_us": call_us,
+        **times_of(kernels),
+        "bandwidth": bandwidth,
+        "bandwidth_from": source,
+        "num_layers": 0,
+        "notes": [],
+        "trace": TRACE,
+        "groups": groups_of(rows, bandwidth),
+        "kernels": rows,
+    }, ""
+
+
+def _measure(
+    run: Callable[[], object], device: torch.device, path: Path, *, warm: int, number: int
+) -> tuple[list[Kernel], float | None]:
+    """Kernels of one run, whose trace is written, and microseconds of a run on a GPU."""
+    on_gpu = device.type == "cuda"
+    for _ in range(warm):
+        run()
+    run_us = _event_us(run, number) if on_gpu else None
+    recorded(run, device, path)
+    return in_turn(kernels_in(path, on_gpu=on_gpu)), run_us
+
+
 def _timeline(
     session: Any, measured: Measured, path: Path, graphs: Sequence[Row]
 ) -> tuple[dict[str, Any] | None, str]:
     device = session.device
-    on_gpu = device.type == "cuda"
-    for _ in range(3):
-        measured.run()
-    replay_us = _event_us(measured.run) if on_gpu else None
-    recorded(measured.run, device, path)
-    kernels = in_turn(kernels_in(path, on_gpu=on_gpu))
+    kernels, replay_us = _measure(measured.run, device, path, warm=3, number=10)
     if not kernels:
         path.unlink()
         return None, "the profiler saw no kernel"
@@ -77,6 +126,7 @@ def _timeline(
     return {
         "kind": measured.kind,
         "what": measured.what,
+        "device": str(device),
         "model": type(session.original).__name__,
         "batch": measured.key.in_words(),
         "num_tokens": measured.key.num_tokens,
@@ -159,7 +209,7 @@ def _note_bytes(
     return notes + ([f"bytes of attention are not known: {attention}"] if attention else [])
 
 
-def _event_us(run: Callable[[], object], number: int = 10) -> float:
+def _event_us(run: Callable[[], object], number: int) -> float:
     """Microseconds of one of `number` runs after one another, the median of five times that."""
     found = []
     for _ in range(5):
@@ -182,6 +232,6 @@ def _bandwidth(device: torch.device) -> tuple[float | None, str]:
         target = torch.empty_like(source)
     except torch.OutOfMemoryError:
         return None, "not measured: no memory for a copy"
-    us = _event_us(lambda: target.copy_(source))
+    us = _event_us(lambda: target.copy_(source), 10)
     size = f"{_COPIED >> 20} MiB"
     return 2 * _COPIED / (us * 1e-6), f"a copy of {size} on this device, bytes read and written"

@@ -1,25 +1,32 @@
 let pass = 0;
 function ran() {
   const out = place("ran");
-  if (!data.sessions.length) out.append(make("h1", { class: "big" }, "A dump without a session"), note("No decode session ran inside this dump; the graphs and kernels are those of other compiled functions."));
+  const matched = data.passes.filter(one => one.matches), changed = data.passes.filter(one => one.difference), step = data.timeline?.replay_us;
+  const tile = (value, text, href) => make("div", { class: "tile" }, make("b", {}, href ? make("a", { href }, value) : value), make("span", {}, text));
+  const passTile = () => tile(`${new Set(changed.map(one => one.name)).size} of ${new Set(data.passes.map(one => one.name)).size}`, "passes changed a graph", "#pass");
+  const passRow = () => row("passes", matched.length ? make("span", {}, ...matched.flatMap((one, i) => [i ? ", " : "", make("a", { href: `#pass=${data.passes.indexOf(one)}` }, `${one.name} ${one.in_words}`)])) : data.passes.length ? "none found anything" : "none ran");
+  if (!data.sessions.length) out.append(make("h1", { class: "big" }, "Compiled functions"), note(`no decode session ran inside; torch ${data.torch}`),
+    make("div", { class: "tiles" }, tile(`${data.index.num_graphs} / ${data.compiled.filter(one => one.why).length}`, "graphs / recompiles"), passTile(), step ? tile(time(step), "a call", "#timeline") : null,
+      tile(`${sum(data.compiled.map(one => one.seconds)).toFixed(1)} s`, "to compile")),
+    make("table", { class: "facts" }, passRow()));
   for (const s of data.sessions) {
     const levels = Object.entries(s.levels).map(([group, level]) => `${group}: ${level.toLowerCase().replaceAll("_", " ")}`).join(", ");
-    const matched = data.passes.filter(one => one.matches), changed = data.passes.filter(one => one.difference);
-    const memory = sum(Object.values(s.memory)), step = data.timeline?.replay_us;
-    const tile = (value, text, href) => make("div", { class: "tile" }, make("b", {}, href ? make("a", { href }, value) : value), make("span", {}, text));
+    const memory = sum(Object.values(s.memory));
     out.append(make("h1", { class: "big" }, s.model), note(`on ${s.device}, torch ${data.torch}`),
       make("div", { class: "tiles" }, tile(s.backend, "attention backend"), tile(s.mode_used === "NONE" ? "called" : s.mode_used.toLowerCase().replaceAll("_", " "), s.graphs.length ? `${plural(s.graphs.length, "captured step")}` : "CUDA graphs: none"),
-        tile(`${s.num_graphs} / ${s.num_breaks} / ${s.num_recompiles}`, "graphs / breaks / recompiles"), tile(`${new Set(changed.map(one => one.name)).size} of ${new Set(data.passes.map(one => one.name)).size}`, "passes changed a graph", "#pass"),
-        step ? tile(time(step), `a decode step of ${plural(batch(), "request")}`, "#timeline") : tile(human(memory), "held"), tile(`${s.compile_seconds.toFixed(1)} s`, "to compile")),
+        tile(`${s.num_graphs} / ${s.num_breaks} / ${s.num_recompiles}`, "graphs / breaks / recompiles"), passTile(),
+        step ? tile(time(step), data.timeline.kind === "profile" ? "a call" : `a decode step of ${plural(batch(), "request")}`, "#timeline") : tile(human(memory), "held"), tile(`${s.compile_seconds.toFixed(1)} s`, "to compile")),
       make("h2", {}, "Memory"), owners(s.memory),
       make("h2", {}, "Chosen, and why"),
       make("table", { class: "facts" }, row("backend", make("span", {}, `${s.backend}: ${s.backend_why}`, against(s.backends_against))), row("may be captured", levels || "no layer"),
         row("CUDA graphs", `asked ${s.mode_asked}, used ${s.mode_used}: ${s.mode_why}`), row("captured", s.graphs.length ? `${plural(s.graphs.length, "step")}, ${human(s.graph_bytes)}, ${s.capture_seconds.toFixed(1)} s` : "nothing"),
         row("decode steps", `${s.decode_steps.used} a launch${s.decode_steps.used === s.decode_steps.asked ? "" : `, ${s.decode_steps.asked} asked: ${s.decode_steps.why}`}`), row("steps", Object.entries(s.num_steps).map(([how, n]) => `${n} ${how === "captured" ? "replayed" : how}`).join(", ")),
-        row("products", s.products), row("passes", matched.length ? make("span", {}, ...matched.flatMap((one, i) => [i ? ", " : "", make("a", { href: `#pass=${data.passes.indexOf(one)}` }, `${one.name} ${one.in_words}`)])) : "none found anything"),
+        row("products", s.products), passRow(),
         row("compiled", `by ${s.compiler || "nobody"}, ${s.compile_seconds.toFixed(1)} s`)));
     for (const failure of s.failures) out.append(note(`not captured: ${typeof failure === "string" ? failure : JSON.stringify(failure)}`));
   }
+  if (data.compiled.length) out.append(make("h2", {}, "Compiled"), make("table", {}, head("function", "where", "took", "why again"),
+    ...data.compiled.map(one => row(one.function, make("span", { class: "wrap dim" }, one.place), `${one.seconds.toFixed(1)} s`, make("span", { class: "wrap" }, one.failed ? `failed: ${one.failed}` : one.why)))));
   if (data.index.notes.length) out.append(make("h2", {}, "Notes"), ...data.index.notes.map(note));
 }
 function against(reasons) { // each of the others, in the order of preference

@@ -1,9 +1,9 @@
 function kernels() {
   const out = place("kernel");
   if (!data.kernels.length) out.append(note("Inductor compiled nothing inside this dump."));
-  else out.append(note(data.timeline ? `Bytes are of the recorded decode step: ${plural(batch(), "request")}, ${cached()} tokens in the cache.` : "Bytes are of a decode step of one request with an empty cache."));
+  else out.append(note(data.timeline?.num_reqs ? `Bytes are of the recorded decode step: ${plural(batch(), "request")}, ${cached()} tokens in the cache.` : "Bytes are of a decode step of one request with an empty cache."));
   data.kernels.forEach((code, i) => {
-    const table = make("table", { class: "calls" }, head("", "kernel", "ATen operators it came from", data.timeline ? "in the step" : "", "bytes moved"));
+    const table = make("table", { class: "calls" }, head("", "kernel", "ATen operators it came from", data.timeline ? "in the timeline" : "", "bytes moved"));
     code.calls.forEach((call, j) => {
       const where = kernelHref(i, j), known = bytesOf(i, j);
       const nodes = call.graph_nodes.map(name => code.graph === null ? name : make("a", { href: `#graph=${code.graph}=${name}`, title: data.graphs[code.graph].nodes.find(node => node.name === name)?.line || "no source line" }, name)).flatMap((one, k) => k ? [", ", one] : [one]);
@@ -27,17 +27,17 @@ const COLOURS = { product: "--product", attention: "--attention", kernel: "--ker
 const rowCall = one => one[3] >= 0 ? data.kernels[one[3]].calls[one[4]] : null;
 function timeline() {
   const out = place("timeline"), t = data.timeline;
-  if (!t) return out.append(make("h1", { class: "big" }, "No timeline"), note(`${data.timeline_why || "nothing was recorded"}.`), note("At its end, a dump runs one decode step of the session that was compiled inside, on rows of padding."));
-  const gpu = data.sessions.some(s => s.device !== "cpu"), what = gpu ? "kernels" : "operators";
-  out.append(make("h1", { class: "big" }, `One decode step, ${time(t.replay_us ?? t.span_us)}`),
-    note(`${t.what}: ${plural(t.num_reqs, "request")} of ${t.seq_len} cached tokens${t.bandwidth ? `; bandwidth ${(t.bandwidth / 1e12).toFixed(2)} TB/s, ${t.bandwidth_from}` : ""}.`), make("p", {}, dim("trace, for ui.perfetto.dev: "), link(t.trace)));
+  if (!t) return out.append(make("h1", { class: "big" }, "No timeline"), note(`${data.timeline_why || "nothing was recorded"}.`), note("At its end, a dump runs one decode step of the session that was compiled inside, on rows of padding, or the function that it is given: graphs.dump(directory, profile=lambda: step())."));
+  const gpu = t.device !== "cpu", what = gpu ? "kernels" : "operators", called = t.kind === "profile" ? "call" : "step";
+  out.append(make("h1", { class: "big" }, `One ${called === "step" ? "decode step" : "call"}, ${time(t.replay_us ?? t.span_us)}`),
+    note(`${t.what}${called === "step" ? `: ${plural(t.num_reqs, "request")} of ${t.seq_len} cached tokens` : ""}${t.bandwidth ? `; bandwidth ${(t.bandwidth / 1e12).toFixed(2)} TB/s, ${t.bandwidth_from}` : ""}.`), make("p", {}, dim("trace, for ui.perfetto.dev: "), link(t.trace)));
   if (!gpu) out.append(note("On a CPU these are operators that torch calls; its profiler does not see Inductor's C++ kernels, so they are gaps."));
   for (const text of t.notes) out.append(note(text));
-  out.append(make("table", { class: "facts" }, row(`sum of ${what}`, `${time(t.sum_us)}${t.replay_us ? `, ${(100 * t.sum_us / t.replay_us).toFixed(0)} % of the measured step` : ""}`),
+  out.append(make("table", { class: "facts" }, row(`sum of ${what}`, `${time(t.sum_us)}${t.replay_us ? `, ${(100 * t.sum_us / t.replay_us).toFixed(0)} % of the measured ${called}` : ""}`),
     row("first to last", `${time(t.span_us)}, of which ${time(t.gap_us)} is gaps${gpu ? "; a kernel's time begins when those before have ended" : ""}`),
-    row("measured", t.replay_us ? `${time(t.replay_us)} a replay without the profiler` : "only under the profiler")));
+    row("measured", t.replay_us ? `${time(t.replay_us)} a ${called === "step" ? "replay" : called} without the profiler` : "only under the profiler")));
   const kind = one => { const call = one.graph >= 0 ? data.kernels[one.graph].calls[one.call] : null; return call ? callKind(call) : "other"; };
-  const most = Math.max(t.calls[0]?.total_us || 1, 1), table = make("table", {}, head("", "in the step", "each", "where", what.slice(0, -1), "bytes each", "of bandwidth"));
+  const most = Math.max(t.calls[0]?.total_us || 1, 1), table = make("table", {}, head("", `in the ${called}`, "each", "where", what.slice(0, -1), "bytes each", "of bandwidth"));
   t.calls.slice(0, 10).forEach((one, i) => { const call = one.graph >= 0 ? data.kernels[one.graph].calls[one.call] : null;
     table.append(make("tr", {}, make("td", { class: "dim" }, i + 1), make("td", { class: "nowrap" }, make("span", { class: "share", style: `width:${Math.round(90 * one.total_us / most)}px;background:var(${COLOURS[kind(one)]})` }), ` ${time(one.total_us)}, ${(100 * one.of_step).toFixed(0)} %`),
       make("td", { class: "nowrap" }, `${one.num} x ${time(one.each_us)}`), make("td", {}, one.graph >= 0 ? graphName(data.kernels[one.graph].graph ?? -1) : "around the graphs"),

@@ -133,3 +133,19 @@ def test_other_modes(make_model, tmp_path, mode):
     assert data["timeline"] is not None, (data["timeline_why"], data["index"]["notes"])
     assert data["timeline"]["kernels"]
     assert session.generate(PROMPTS[:3], 6) == expected
+
+
+def test_a_function_that_is_profiled(tmp_path):
+    """Kernels of the GPU, and about the time that events measure."""
+    x, w = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    function = torch.compile(lambda: torch.relu(x @ w), options=fx_passes.options())
+    with graphs.dump(tmp_path, profile=function) as directory:
+        pass
+    data = read(directory)
+    timeline = data["timeline"]
+    assert timeline is not None, (data["timeline_why"], data["index"]["notes"])
+    assert (timeline["kind"], timeline["device"]) == ("profile", "cuda")
+    assert {row["group"] for row in timeline["kernels"]} >= {"products"}
+    assert timeline["sum_us"] <= timeline["replay_us"] * 1.5
+    assert timeline["bandwidth"] > 1e11
+    assert (directory / "index.html").is_file()

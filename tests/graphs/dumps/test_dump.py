@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
@@ -14,7 +15,7 @@ import graphs
 from graphs.dumps import dump as dump_module
 from graphs.dumps import trace
 from graphs.dumps.index import MARKER
-from tests.graphs.dumps.dumped import compiled_function, files
+from tests.graphs.dumps.dumped import block, compiled_function, files
 
 PROMPTS = [[1, 2, 3], list(range(20))]
 FOLDERS = {"passes", "pictures", "final", "inductor", "timeline", "depyf", "trace"}
@@ -125,6 +126,23 @@ def test_an_uncompiled_session(make_model, expected, tmp_path):
     assert "Nothing was compiled inside" in (directory / "index.md").read_text()
 
 
+def test_a_warm_cache_of_autograd(tmp_path):
+    """Plain Inductor takes a whole graph from it, by which no pass runs, but in a dump."""
+    function = compiled_function(options=fx_passes.options())
+    inputs = torch.randn(3, 4), torch.randn(4, 5)
+    with fresh_cache(), torch.no_grad():
+        function(*inputs)
+        torch._dynamo.reset()
+        counters.clear()
+        with graphs.dump(tmp_path) as directory:
+            function(*inputs)
+    assert not counters["aot_autograd"]["autograd_cache_hit"]
+    index = (directory / "index.md").read_text()
+    assert "no pass ran" not in index
+    assert "- share_products 0: no equal products\n" in index
+    assert (directory / "final" / "01-whole_graph.py").is_file()
+
+
 def test_a_warm_cache(tmp_path):
     """Inductor's cache hits, and the dump holds what it held when it missed."""
     inputs = torch.randn(3, 4), torch.randn(4, 5)
@@ -142,6 +160,7 @@ def test_a_warm_cache(tmp_path):
             seen[-1][trace.FILE] = trace.origins(seen[-1][trace.FILE])  # the rest has times
             data = json.loads(seen[-1].pop("dump.json"))
             entries = data["index"].pop("entries")
+            assert len(data["index"].pop("compiled")) == 1
             data["entries"] = [one for one in entries if one["section"] != "depyf"]
             seen[-1]["data"] = data
             index = (directory / "index.md").read_text()
@@ -236,3 +255,72 @@ def test_an_error_inside_leaves_what_was_recorded(tmp_path):
     assert list((tmp_path / "inductor").iterdir())
     with graphs.dump(tmp_path):
         pass
+
+
+def test_what_was_compiled_without_a_session_and_why_again(tmp_path):
+    function = compiled_function(backend="inductor")
+    with graphs.dump(tmp_path) as directory:
+        for dtype in (torch.float32, torch.float64):
+            function(torch.ones(2, 3, dtype=dtype), torch.ones(3, 2, dtype=dtype))
+    first, again = block(directory / "index.html")["compiled"]
+    assert first["function"] == again["function"] == "<lambda>"
+    assert first["place"].rpartition(":")[0].endswith("dumped.py")
+    assert (first["why"], first["failed"], again["failed"]) == ("", "", "")
+    assert again["why"].endswith("dtype mismatch. expected Float, actual Double")
+    assert min(first["seconds"], again["seconds"]) > 0
+    index = (directory / "index.md").read_text()
+    assert "Graphs that Dynamo handed to the backend: 2." in index
+    assert f"s, again as {again['why']}\n" in index
+    assert "> No pass of attn_ops ran: torch.compile runs them with backend='attn_ops'" in index
+
+
+def test_a_compilation_that_fails_is_listed(tmp_path):
+    def broken(gm, inputs):
+        raise ArithmeticError("no such sum")
+
+    function = compiled_function(backend=broken)
+    with pytest.raises(BackendCompilerFailed), graphs.dump(tmp_path) as directory:
+        function(torch.ones(2, 3), torch.ones(3, 2))
+    (one,) = block(directory / "index.html")["compiled"]
+    assert "no such sum" in one["failed"]
+    assert "which failed: " in (directory / "index.md").read_text()
+
+
+def test_a_function_that_is_profiled(tmp_path):
+    """It is compiled inside, and its operators are the timeline."""
+    function, calls = compiled_function(), []
+
+    def step():
+        calls.append(function(torch.ones(2, 3), torch.ones(3, 2)).sort())
+
+    with graphs.dump(tmp_path, profile=step) as directory:
+        pass
+    assert len(calls) == 4
+    data = block(directory / "index.html")
+    timeline = data["timeline"]
+    assert (data["timeline_why"], timeline["kind"], timeline["device"]) == ("", "profile", "cpu")
+    assert [one["function"] for one in data["compiled"]] == ["<lambda>"]
+    assert {"aten::mm", "aten::sort"} <= set(timeline["names"])
+    product = timeline["calls"][[one["names"] for one in timeline["calls"]].index(["aten::mm"])]
+    assert data["kernels"][product["graph"]]["calls"][product["call"]]["name"].endswith("mm")
+    assert product["bytes"] == 4 * (2 * 3 + 3 * 2 + 2 * 2)
+    assert timeline["sum_us"] == pytest.approx(sum(row[1] for row in timeline["rows"]), abs=0.01)
+    assert timeline["trace"] in (directory / "index.md").read_text()
+
+
+def test_what_cannot_be_profiled(tmp_path):
+    with (
+        pytest.raises(ValueError, match="profile must be None or callable without arguments, got"),
+        graphs.dump(tmp_path / "dump", profile=7),  # pyright: ignore
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ZeroDivisionError), graphs.dump(tmp_path, profile=lambda: 1 / 0):
+        pass
+    assert "The block ended with ZeroDivisionError" in (tmp_path / "index.md").read_text()
+    assert json.loads((tmp_path / "dump.json").read_text())["timeline"] is None
+    with graphs.dump(tmp_path, profile=lambda: None):
+        pass
+    assert json.loads((tmp_path / "dump.json").read_text())["timeline_why"] == (
+        "the profiler saw no kernel"
+    )

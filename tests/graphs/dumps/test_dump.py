@@ -130,13 +130,11 @@ def test_a_warm_cache_of_autograd(tmp_path):
     """Plain Inductor takes a whole graph from it, by which no pass runs, but in a dump."""
     function = compiled_function(options=fx_passes.options())
     inputs = torch.randn(3, 4), torch.randn(4, 5)
-    with fresh_cache(), torch.no_grad():
-        function(*inputs)
-        torch._dynamo.reset()
-        counters.clear()
-        with graphs.dump(tmp_path) as directory:
-            function(*inputs)
-    assert not counters["aot_autograd"]["autograd_cache_hit"]
+    with fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            with graphs.dump(tmp_path) as directory:
+                function(*inputs)
     index = (directory / "index.md").read_text()
     assert "no pass ran" not in index
     assert "- share_products 0: no equal products\n" in index

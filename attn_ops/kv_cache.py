@@ -319,7 +319,10 @@ class PagedKVCache:
         tables = [t for t in self.pool.tables.values() if t.copied is not None]
         if not tables:
             return
-        pairs, device = torch.tensor([t.copied for t in tables]), self.tensors[0].device
+        pairs, device = (
+            torch.tensor([t.copied for t in tables], device="cpu"),
+            self.tensors[0].device,
+        )
         if device.type == "cuda":
             pairs = pairs.pin_memory()
         copy_blocks(self.tensors, pairs.to(device, non_blocking=True))
@@ -362,9 +365,11 @@ class PagedKVCache:
         longest = max([1, *map(len, rows)])
         if width is not None and width < longest:
             raise ValueError(f"width must be at least {longest}, got {width}")
-        table_SM = torch.full((len(rows), width or longest), NULL_BLOCK, dtype=torch.int32)
+        table_SM = torch.full(
+            (len(rows), width or longest), NULL_BLOCK, dtype=torch.int32, device="cpu"
+        )
         for row_M, blocks in zip(table_SM, rows, strict=True):
-            row_M[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            row_M[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
         return table_SM
 
 

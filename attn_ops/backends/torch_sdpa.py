@@ -66,11 +66,16 @@ class Bucket:
         first, size = self.starts[0], self.num_queries
         if all(start == first + i * size for i, start in enumerate(self.starts)):
             return slice(first, first + len(self.starts) * size)
-        return (torch.tensor(self.starts)[:, None] + torch.arange(size)).flatten()
+        return (
+            torch.tensor(self.starts, device="cpu")[:, None] + torch.arange(size, device="cpu")
+        ).flatten()
 
     def missing(self) -> torch.Tensor:
         """[R, C] bool: no token of the request stands there."""
-        return torch.arange(self.width) >= torch.tensor(self.num_keys)[:, None]
+        return (
+            torch.arange(self.width, device="cpu")
+            >= torch.tensor(self.num_keys, device="cpu")[:, None]
+        )
 
 
 def forward(
@@ -82,7 +87,7 @@ def forward(
     seq_lens: list[int],
 ) -> torch.Tensor:
     """Paged attention: [T, N, H] in q's dtype, padding zero. `starts` has S + 1 entries."""
-    out_TNH = torch.zeros(q.shape, dtype=q.dtype)
+    out_TNH = torch.zeros(q.shape, dtype=q.dtype, device="cpu")
     for bucket in buckets(starts, seq_lens):
         k_RCKH, v_RCKH = _gather(kv_cache, common.block_table_tensor, bucket, options)
         rows = bucket.rows()
@@ -142,11 +147,13 @@ def _gather(
     Table entries behind a request's last block may be anything; block 0 is read in their place.
     """
     block_size = kv_cache.shape[2]
-    num_blocks = torch.tensor(bucket.num_keys).add(block_size - 1) // block_size
+    num_blocks = torch.tensor(bucket.num_keys, device="cpu").add(block_size - 1) // block_size
     width = -(-bucket.width // block_size)
     blocks_RM = block_table[bucket.requests, :width].long()
     if bucket.ragged:
-        blocks_RM = blocks_RM.masked_fill(torch.arange(width) >= num_blocks[:, None], 0)
+        blocks_RM = blocks_RM.masked_fill(
+            torch.arange(width, device="cpu") >= num_blocks[:, None], 0
+        )
     kv_2RCKH = kv_cache.transpose(0, 1)[:, blocks_RM].flatten(2, 3)[:, :, : bucket.width]
     fp8 = kv_dtype_of(options.kv_cache_dtype)
     if fp8 is not None:
@@ -235,9 +242,9 @@ def _mask(
     window, slopes = options.sliding_window, options.alibi_slopes
     if window is None and slopes is None and (not causal or bucket.num_queries == 1):
         return seen
-    offset = torch.arange(first, first + q_RQNH.shape[1]) - bucket.num_queries
-    position = (torch.tensor(bucket.num_keys)[:, None] + offset)[:, None, :, None]
-    ahead_R1QC = torch.arange(bucket.width) - position
+    offset = torch.arange(first, first + q_RQNH.shape[1], device="cpu") - bucket.num_queries
+    position = (torch.tensor(bucket.num_keys, device="cpu")[:, None] + offset)[:, None, :, None]
+    ahead_R1QC = torch.arange(bucket.width, device="cpu") - position
     if causal:
         seen = seen & (ahead_R1QC <= 0)
     if window is not None:

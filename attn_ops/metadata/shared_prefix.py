@@ -114,8 +114,8 @@ def split_on_device(
 def _prefix(
     common: CommonAttentionMetadata, rows: int, num_blocks: int, length: int
 ) -> CommonAttentionMetadata:
-    starts_cpu = torch.tensor([0, rows], dtype=torch.int32)
-    seq_cpu = torch.tensor([length], dtype=torch.int32)
+    starts_cpu = torch.tensor([0, rows], dtype=torch.int32, device="cpu")
+    seq_cpu = torch.tensor([length], dtype=torch.int32, device="cpu")
     return CommonAttentionMetadata(
         query_start_loc=starts_cpu.to(common.device, non_blocking=True),
         query_start_loc_cpu=starts_cpu,

@@ -183,7 +183,7 @@ def varlen_metadata(
     common = CommonAttentionMetadata.from_lengths(
         lengths,
         lengths,
-        torch.zeros(len(lengths), -(-max([1, *lengths]) // 16), dtype=torch.int32),
+        torch.zeros(len(lengths), -(-max([1, *lengths]) // 16), dtype=torch.int32, device="cpu"),
         16,
         device,
         num_padded_tokens=num_padded_tokens,

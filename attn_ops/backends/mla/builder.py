@@ -205,7 +205,7 @@ def rows_of_batch(parts: Sequence[Rows], device: torch.device) -> RowsOfBatch:
     ranges = [range(r.first, r.first + r.count) for r in parts if r.count]
     if all(a.stop == b.start for a, b in itertools.pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop) if ranges else slice(0, 0)
-    rows = torch.cat([torch.arange(r.start, r.stop) for r in ranges])
+    rows = torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in ranges])
     return rows.to(device, non_blocking=True)
 
 
@@ -217,8 +217,8 @@ def batch_of(common: CommonAttentionMetadata, requests: tuple[int, ...]) -> Comm
     rows = [
         Rows(i, int(starts[i]), int(starts[i + 1] - starts[i]), int(seq_lens[i])) for i in requests
     ]
-    start_cpu = torch.tensor(cumulative(r.count for r in rows), dtype=torch.int32)
-    seq_cpu = torch.tensor([r.seq_len for r in rows], dtype=torch.int32)
+    start_cpu = torch.tensor(cumulative(r.count for r in rows), dtype=torch.int32, device="cpu")
+    seq_cpu = torch.tensor([r.seq_len for r in rows], dtype=torch.int32, device="cpu")
     taken = _requests(common, requests)
     index = rows_of_batch(rows, common.device)
     return CommonAttentionMetadata(
@@ -241,7 +241,7 @@ def _requests(common: CommonAttentionMetadata, requests: Sequence[int]) -> RowsO
     """An index of requests: a slice where they are neighbours."""
     if list(requests) == list(range(requests[0], requests[0] + len(requests))):
         return slice(requests[0], requests[0] + len(requests))
-    return torch.tensor(requests).to(common.device, non_blocking=True)
+    return torch.tensor(requests, device="cpu").to(common.device, non_blocking=True)
 
 
 def chunks_of(planned: PrefillPlan, common: CommonAttentionMetadata) -> tuple[Chunk, ...]:
@@ -251,7 +251,7 @@ def chunks_of(planned: PrefillPlan, common: CommonAttentionMetadata) -> tuple[Ch
     for chunk in planned.chunks:
         numbers += [cumulative(k.rows.count for k in chunk.keys), chunk.cu_keys]
         numbers += [[k.start for k in chunk.keys]]
-    flat = torch.tensor([n for part in numbers for n in part], dtype=torch.int32)
+    flat = torch.tensor([n for part in numbers for n in part], dtype=torch.int32, device="cpu")
     uploaded = iter(flat.to(common.device, non_blocking=True).split([len(n) for n in numbers]))
     return tuple(
         _chunk(

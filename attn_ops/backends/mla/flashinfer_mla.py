@@ -69,12 +69,14 @@ class FlashInferMLAMetadataBuilder(MLAMetadataBuilder):
         self._wrappers = Wrappers((), 128 << 20)
 
     def plan_decode(self, spec: AttentionSpec, common: CommonAttentionMetadata) -> Planned | None:
-        starts, seq_lens = (torch.tensor(part, dtype=torch.int32) for part in lengths(common))
+        starts, seq_lens = (
+            torch.tensor(part, dtype=torch.int32, device="cpu") for part in lengths(common)
+        )
         if int(starts[-1]) == 0:
             return None
         assert spec.latent is not None, "the backend takes no other layers"
         pages = (seq_lens + self.block_size - 1) // self.block_size
-        page_starts = torch.zeros(len(pages) + 1, dtype=torch.int32)
+        page_starts = torch.zeros(len(pages) + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(pages, 0, out=page_starts[1:])
         arguments = {
             "qo_indptr": starts,
@@ -96,9 +98,9 @@ class FlashInferMLAMetadataBuilder(MLAMetadataBuilder):
 
 def _pages(block_table_SM: torch.Tensor, pages_S: torch.Tensor) -> torch.Tensor:
     """The requests' blocks, one after the other."""
-    request = torch.repeat_interleave(torch.arange(len(pages_S)), pages_S)
+    request = torch.repeat_interleave(torch.arange(len(pages_S), device="cpu"), pages_S)
     first_S = pages_S.cumsum(0) - pages_S
-    place = torch.arange(len(request)) - first_S[request]
+    place = torch.arange(len(request), device="cpu") - first_S[request]
     index = request * block_table_SM.stride(0) + place
     flat = block_table_SM.as_strided((int(block_table_SM.stride(0)) * len(pages_S),), (1,))
     return flat[index.to(block_table_SM.device, non_blocking=True)]

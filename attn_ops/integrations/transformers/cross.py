@@ -50,7 +50,9 @@ def cross_metadata(
         encoder_lens, encoder_lens, block_table, size, device
     )
     # Another table: the decoder may have more rows than the encoder.
-    blocks = torch.zeros(len(query_lens), -(-max([1, *query_lens]) // size), dtype=torch.int32)
+    blocks = torch.zeros(
+        len(query_lens), -(-max([1, *query_lens]) // size), dtype=torch.int32, device="cpu"
+    )
     rows = CommonAttentionMetadata.from_lengths(query_lens, query_lens, blocks, size, device)
     slots = keys.slot_mapping if write else torch.full((1,), PAD_SLOT_ID, device=device)
     common = rows.replace(

@@ -12,6 +12,7 @@ from attn_ops.metadata import (
     LatentOptions,
     LatentShape,
 )
+from attn_ops.metadata.validation import check_blocks
 
 
 def check_layer(
@@ -29,8 +30,16 @@ def check_layer(
     _check_rows(q, kv_cache, meta, plain)
     spec = options.spec(q, kv_cache, meta.common.causal)
     check_supported(spec, kv_cache, meta)
+    _check_blocks(spec, kv_cache, meta)
     _check_lse(options.lse, meta)
     return spec
+
+
+def _check_blocks(spec: AttentionSpec, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
+    """Raise a ValueError for blocks beyond the cache, where the host sees the table."""
+    if kv_cache.is_cpu:
+        size, lengths = spec.block_size_of(kv_cache), meta.common.seq_lens.numpy()
+        check_blocks(meta.common, lengths, kv_cache.shape[0], size)
 
 
 def _check_devices(q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
@@ -72,6 +81,7 @@ def check_latent_layer(
     _check_lse(options.lse, meta)
     spec = latent_spec(q, kv_cache, options, meta.common.causal)
     check_supported(spec, kv_cache, meta)
+    _check_blocks(spec, kv_cache, meta)
     return spec
 
 

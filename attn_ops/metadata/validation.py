@@ -115,7 +115,7 @@ def check_values(
     if starts is not None and seq is not None:
         _check_lengths(common, np.diff(starts), seq)
     if readable and seq is not None:
-        _check_blocks(common, seq, num_blocks, block_size)
+        check_blocks(common, seq, num_blocks, block_size)
         _check_slots(common, num_blocks, block_size)
         if starts is not None:
             _check_padding(common, starts, seq)
@@ -222,7 +222,7 @@ def _check_lengths(common: Batch, query_lens: np.ndarray, seq_lens: np.ndarray) 
         _refuse(bound < seq_lens, "seq_lens_cpu_upper_bound", bound, "be at least seq_lens")
 
 
-def _check_blocks(
+def check_blocks(
     common: Batch,
     seq_lens: np.ndarray,
     num_blocks: int | None,

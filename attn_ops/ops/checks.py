@@ -9,7 +9,7 @@ from attn_ops.backends import checks
 from attn_ops.backends.checks import check_cache_shape, check_query
 from attn_ops.block_layout.layout import check_length
 from attn_ops.block_layout.tables import BlockTables, num_units
-from attn_ops.metadata import AttentionMetadata, AttentionOptions, Layer
+from attn_ops.metadata import PAD_SLOT_ID, AttentionMetadata, AttentionOptions, Layer
 from attn_ops.metadata.features import Feature
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "check_query",
     "check_scale_values",
     "check_scales",
+    "check_slots",
     "check_v_head_size",
     "layer_of",
 ]
@@ -167,6 +168,17 @@ def check_scales(
     """Raise a ValueError unless the scales of an FP8 cache are None or [1] float32 on `device`."""
     check_vector("k_scale", k_scale, 1, device)
     check_vector("v_scale", v_scale, 1, device)
+
+
+def check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
+    """Raise a ValueError for slots beyond the cache, where the host sees them."""
+    if slot_mapping.is_cpu and slot_mapping.numel() and not torch.compiler.is_compiling():
+        lowest, highest = (x.item() for x in slot_mapping.aminmax())
+        if lowest < PAD_SLOT_ID or highest >= num_slots:
+            raise ValueError(
+                f"slot_mapping must hold {PAD_SLOT_ID} or slots from 0 to {num_slots - 1}, "
+                f"got slots from {lowest} to {highest}"
+            )
 
 
 def check_scale_values(layer: object, device: torch.device | None, of: str = "") -> None:

@@ -17,7 +17,7 @@ from attn_ops.compat.clones_until_2_15 import unshared
 from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, LatentShape, kv_dtype_of
 from attn_ops.metadata.checks import check_tensor
 from attn_ops.ops.cache_blocks import copy_blocks
-from attn_ops.ops.checks import check_metadata, check_vector
+from attn_ops.ops.checks import check_metadata, check_slots, check_vector
 from attn_ops.ops.library import LIBRARY, implements
 from attn_ops.ops.write_kv import stored
 
@@ -133,6 +133,7 @@ def check_latent_write(
             raise ValueError(
                 f"{name} must be on the cache's device {kv_cache.device}, got {x.device}"
             )
+    check_slots(slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
 
 
 def _index_put_columns(

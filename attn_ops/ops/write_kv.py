@@ -15,6 +15,7 @@ from attn_ops.ops.checks import (
     check_cache,
     check_cache_shape,
     check_scales,
+    check_slots,
     check_v_head_size,
 )
 from attn_ops.ops.library import LIBRARY, implements
@@ -151,6 +152,7 @@ def check_write_inputs(
             raise ValueError(
                 f"{name} must be on the cache's device {kv_cache.device}, got {x.device}"
             )
+    check_slots(slot_mapping, kv_cache.shape[0] * kv_cache.shape[2])
 
 
 def index_put_kv(

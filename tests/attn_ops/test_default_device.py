@@ -23,7 +23,9 @@ def paged(x):
     cache = PagedKVCache([SPEC], num_tokens=64, device="cpu")
     for request, length in {"a": 5, "b": 30}.items():
         cache.reserve(request, length)
-    common = CommonAttentionMetadata.from_lengths([4, 8], [5, 30], cache.block_table(["a", "b"]), 16)
+    common = CommonAttentionMetadata.from_lengths(
+        [4, 8], [5, 30], cache.block_table(["a", "b"]), 16
+    )
     meta = build_metadata("TORCH", common, SPEC)
     write_kv(x[:, :2], x[:, 2:], cache.tensors[0], meta)
     return attention(x, cache.tensors[0], meta, 0.3)

@@ -21,13 +21,17 @@ from attn_ops import (
     attention_with_lse,
     get_backend,
     grouped_backend,
+    mla_attention,
     varlen_metadata,
     write_kv,
+    write_mla_kv,
 )
 from attn_ops.backends.torch_backend import reference_attention
 from tests.kit.batches import RANDOM_SPEC, build_metadata, random_batch
+from tests.kit.latent import build_latent_batch
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+SPEC_16 = AttentionSpec(4, 2, 16, torch.float32)
 RAGGED = ([3, 0, 1, 1], [7, 5, 1, 9])  # query lengths and seq_lens
 OPCHECKS = (
     "test_schema",
@@ -391,3 +395,40 @@ def test_a_step_is_freed_with_its_last_reference(grouped):
             assert seen() is None
     finally:
         gc.enable()
+
+
+# -- beyond the cache ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["TORCH", "TRITON", "FLEX"])
+@pytest.mark.parametrize("block", [99, -1])
+def test_blocks_beyond_the_cache_are_refused(make_batch, backend, block):
+    b = make_batch(*RAGGED, head_size=16, block_size=16, backend=get_backend(backend))
+    table = b.common.block_table_tensor.clone()
+    table[0, 0] = block
+    meta = build_metadata(backend, b.common.replace(block_table_tensor=table), SPEC_16)
+    with pytest.raises(ValueError, match=rf"block_table_tensor must hold.*\[0\]\[0\]={block}"):
+        attention(b.q, b.kv_cache, meta, 0.3)
+
+
+def test_latent_blocks_and_slots_beyond_the_cache_are_refused():
+    b = build_latent_batch(*RAGGED)
+    table, slots = b.common.block_table_tensor.clone(), b.common.slot_mapping + 999
+    table[3, 0] = 99
+    common, before = b.common.replace(block_table_tensor=table), b.kv_cache.clone()
+    meta = build_metadata(b.meta.backend, common, list(b.meta.plans), 4)
+    with pytest.raises(ValueError, match=r"block_table_tensor must hold.*\[3\]\[0\]=99"):
+        mla_attention(b.q, b.kv_cache, meta, *b.arguments[3:], **b.keywords)
+    with pytest.raises(ValueError, match="slot_mapping must hold -1 or slots from 0 to"):
+        write_mla_kv(b.kv_c, b.k_pe, b.kv_cache, b.meta, slot_mapping=slots)
+    assert torch.equal(bits(b.kv_cache), bits(before))
+
+
+@pytest.mark.parametrize("slot", [-2, 10**6])
+def test_slots_beyond_the_cache_are_refused(make_batch, slot):
+    b = make_batch(*RAGGED)
+    slots, before = b.common.slot_mapping.clone(), b.kv_cache.clone()
+    slots[1] = slot
+    with pytest.raises(ValueError, match=f"slot_mapping must hold -1 or slots from 0 to.*{slot}"):
+        write_kv(b.k, b.v, b.kv_cache, b.meta, slot_mapping=slots)
+    assert torch.equal(bits(b.kv_cache), bits(before))

@@ -37,6 +37,7 @@ from graphs.requests.requests import (
 )
 from graphs.requests.scheduler import Scheduler
 from graphs.requests.stream import TokenStream
+from graphs.requests.tokens import media_tokens
 from graphs.runner import LogitsObserver, StepRunner
 from graphs.step.inputs import ModelInputs
 from graphs.verify.model_state import ModelState
@@ -103,7 +104,8 @@ class DecodeSession:
         )
         self.cache_size, self.cache = made_cache(self, options, runner_of)
         num_tokens = self.cache.num_usable_tokens
-        self.limits = Limits(self.vocab_size, self.max_tokens, num_tokens, options.seed)
+        media = media_tokens(self.original.config)
+        self.limits = Limits(self.vocab_size, self.max_tokens, num_tokens, options.seed, media)
         self.runner = runner_of(model=self.model, cache=self.cache)
         recorders = self.plan.recorders(self.builder)
         if self.verifier is not None:
@@ -169,7 +171,7 @@ class DecodeSession:
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | Mapping[str, Any],
         max_new_tokens: int | None = None,
         *,
         eos: int | Iterable[int] | None = None,
@@ -181,7 +183,7 @@ class DecodeSession:
         """Queue a prompt; returns the request's id.
 
         Args:
-            prompt: token ids, 1 to `max_tokens` of them.
+            prompt: token ids, 1 to `max_tokens` of them; or a tokenizer's mapping of one prompt.
             max_new_tokens: tokens to generate at most; None: max_new_tokens or max_length of the
                 model's generation_config, else 16.
             eos: token or tokens that end it; None: those of the model's generation_config, which
@@ -214,7 +216,7 @@ class DecodeSession:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]] | Mapping[str, Any],
         max_new_tokens: int | None = None,
         *,
         eos: int | Iterable[int] | None = None,
@@ -226,6 +228,8 @@ class DecodeSession:
     ) -> list[Generation]:
         """Generate for all prompts: `n` results a prompt, in order.
 
+        Prompts are lists of tokens, a tokenizer's mapping, whose attention_mask says what padding
+        is, or an array [S, L], in which `pad_token_id` of the model's generation_config is padding.
         Other arguments and errors as in `add`; the seed is that of a prompt's first result, others
         have those after it. A prompt that is refused refuses the call before anything is queued.
         Tokens of other requests are kept for the next `step`.

@@ -235,8 +235,8 @@ class MergedViews:
         index = next(i for i, pair in enumerate(zip(got, wanted, strict=True)) if len({*pair}) > 1)
         raise ValueError(
             f"{self._names[index]} must be a view of its merged {self._parts[index]}, got a tensor "
-            "of its own; "
-            "write weights in place, or call merge_projections after moving or converting it"
+            "of its own; write weights by weight.copy_(new) (torch does not count "
+            "weight.data.copy_), or call merge_projections after moving or converting it"
         )
 
 

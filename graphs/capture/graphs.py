@@ -143,7 +143,8 @@ class StepGraphs:
             shown = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if moved[5:] else "")
             raise ValueError(
                 f"tensors of a captured step must stay where they were, got {shown} at another "
-                "address or of another shape; make a new DecodeSession, or call release() and "
+                "address or of another shape; write weights by weight.copy_(new) (torch does not "
+                "count weight.data.copy_), make a new DecodeSession, or call release() and "
                 "capture again"
             )
 

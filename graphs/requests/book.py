@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from graphs.requests.defaults import Defaults
@@ -25,16 +25,15 @@ class RequestBook:
         self.next_id = 0
         self._adding = threading.Lock()
 
-    def queue_all(
-        self, requests: list[Request], prompts: Sequence[Sequence[int]], wanted: Wanted
-    ) -> None:
+    def queue_all(self, requests: list[Request], prompts: Iterable[Any], wanted: Wanted) -> None:
         """Queue all prompts, or none; `requests` gets what they have become.
 
         A step may run meanwhile: it takes requests from the queue's other end.
         """
         # First, as generators run the caller's code, which may add requests too.
-        prompts = listed("prompts", prompts, "prompts")
-        prompts = [list(one) if isinstance(one, Iterator) else one for one in prompts]
+        if not isinstance(prompts, Mapping) and not hasattr(prompts, "ndim"):
+            prompts = listed("prompts", prompts, "prompts")
+            prompts = [list(one) if isinstance(one, Iterator) else one for one in prompts]
         with self._adding:
             limits = self._limits
             defaults = Defaults.of(self._model)

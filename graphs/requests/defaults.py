@@ -103,12 +103,10 @@ class Defaults:
                 )
         return cls({name: value for name, value in given.items() if name in TAKEN})
 
-    def eos(self, vocab_size: int) -> frozenset[int]:
-        """Tokens that end a request. No step draws those outside the vocabulary."""
-        name = "eos_token_id"
+    def tokens(self, name: str) -> frozenset[int]:
+        """Token ids of a field: none, one or several."""
         with _naming_the_config():
-            tokens = ints(name, listed_ids(name, self.given.get(name)))
-        return frozenset(t for t in tokens if 0 <= t < vocab_size)
+            return frozenset(ints(name, listed_ids(name, self.given.get(name))))
 
     def params(self, own: Mapping[str, Any]) -> SamplingParams:
         """The sampling of a request that names `own` fields.

@@ -10,7 +10,7 @@ import numpy as np
 
 from graphs.options import check_bools, check_positive
 from graphs.requests.defaults import Defaults
-from graphs.requests.tokens import listed, listed_ids, token_ids
+from graphs.requests.tokens import listed_ids, token_ids, unpadded
 from graphs.sampling import FIELDS, SamplingParams
 from graphs.sampling.params import Sampling
 
@@ -145,6 +145,7 @@ class Limits:
     max_tokens: int  # the longest prompt, and the most tokens of a request in the cache
     cache_tokens: int  # that the empty cache holds
     seed: int  # of requests that bring none
+    media: Mapping[int, str]  # tokens that stand for images or sound, with their names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,14 +172,19 @@ class Wanted:
                 "eos and eos_token_id must be the same where both are given, "
                 f"got {sorted(given[0])} and {sorted(given[1])}"
             )
-        eos = given[0] if given else defaults.eos(vocab_size)
+        # No step draws tokens outside the vocabulary, which a config may name.
+        eos = (
+            given[0]
+            if given
+            else frozenset(t for t in defaults.tokens("eos_token_id") if 0 <= t < vocab_size)
+        )
         name, stops = "stop_token_ids", self.stop_token_ids
         return eos, eos.union(token_ids(name, listed_ids(name, stops), vocab_size, ordered=False))
 
 
 def checked_requests(
     first_id: int,
-    prompts: Iterable[Sequence[int]],
+    prompts: Iterable[Any],
     wanted: Wanted,
     defaults: Defaults,
     limits: Limits,
@@ -189,7 +195,7 @@ def checked_requests(
 
     Args:
         first_id: id of the first request.
-        prompts: token ids of each.
+        prompts: token ids of each, or a tokenizer's mapping.
         wanted: what the caller asks for.
         defaults: what holds where the caller asks for nothing.
         limits: of the session.
@@ -198,7 +204,7 @@ def checked_requests(
     check_positive(n=wanted.n)
     check_bools(share_prefix=wanted.share_prefix)
     requests: list[Request] = []
-    for prompt in listed("prompts", prompts, "prompts"):
+    for prompt in unpadded(prompts, defaults.tokens("pad_token_id"), ends[0]):
         tokens = _checked_prompt(prompt, limits)
         new = wanted.max_new_tokens
         new = defaults.max_new_tokens(len(tokens)) if new is None else new
@@ -228,6 +234,12 @@ def _checked_prompt(prompt: Sequence[int], limits: Limits) -> list[int]:
     if len(tokens) > max_tokens:
         raise ValueError(
             f"prompt must be at most max_tokens={max_tokens} long, got {len(tokens)} tokens"
+        )
+    if media := limits.media.keys() & set(tokens):
+        token = min(media)
+        raise ValueError(
+            f"prompt must be text, got {token}, which is {limits.media[token]} of the model's "
+            "config; supported: prompts without images, videos and sound"
         )
     return tokens
 

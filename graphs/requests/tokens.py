@@ -1,7 +1,7 @@
 """Token ids as callers give them: checked, and as lists of ints."""
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 TOKENIZE = "tokenize first, e.g. tokenizer(text)['input_ids']"
@@ -14,7 +14,7 @@ def listed(name: str, values: Any, what: str) -> list[Any]:
     try:
         if isinstance(values, str | bytes | Mapping):
             raise TypeError
-        return list(values)
+        return list(values.tolist() if hasattr(values, "tolist") else values)
     except TypeError:  # of a tensor without dimensions too
         text = f"{name} must be a sequence of {what}, got {values!r:.80}{_advice(name, values)}"
         raise ValueError(text) from None
@@ -22,8 +22,6 @@ def listed(name: str, values: Any, what: str) -> list[Any]:
 
 def _advice(name: str, values: Any) -> str:
     """What a caller does about text, a tokenizer's mapping, or a prompt without a list around."""
-    if isinstance(values, Mapping) and "input_ids" in values:
-        return "; give its 'input_ids'"
     if isinstance(values, Mapping) and "role" in values and name == "prompt":
         return f"; {TEMPLATE}"
     if isinstance(values, str | bytes) and name in ("prompt", "prompts"):
@@ -64,3 +62,73 @@ def token_ids(name: str, values: Any, vocab_size: int, *, ordered: bool = True) 
     if bad is not None:
         raise ValueError(f"{name} must hold token ids from 0 to {vocab_size - 1}, got {bad}")
     return tokens
+
+
+def unpadded(prompts: Any, pads: Set[int], ends: Set[int]) -> list[Any]:
+    """A list of prompts without their padding, from what a caller gave.
+
+    A tokenizer's mapping, of a batch or of one prompt, says by its attention_mask what padding is.
+    In an array [S, L] without a mask it is `pads`, as in `generate`. Lists have no padding.
+
+    Raises:
+        ValueError: there is padding between tokens, or `pads` are also `ends`, so it may be text.
+    """
+    rows, mask = _parts("prompts", prompts)
+    guessed = mask is None and getattr(rows, "ndim", 0) == 2
+    rows = listed("prompts", rows, "prompts")
+    if guessed:
+        mask = _guessed_mask(rows, pads, ends)
+    if mask is None:
+        return [_shown(*_parts("prompt", row)) for row in rows]
+    masks = listed("attention_mask", mask, "rows")
+    if len(masks) != len(rows):
+        raise ValueError(f"attention_mask must have {len(rows)} rows, got {len(masks)}")
+    return list(map(_shown, rows, masks))
+
+
+def _parts(name: str, values: Any) -> tuple[Any, Any]:
+    """Token ids and attention mask of a tokenizer's mapping; others have no mask."""
+    if not isinstance(values, Mapping) or "input_ids" not in values:
+        return values, None
+    more = [key for key in values if key not in ("input_ids", "attention_mask")]
+    if more:
+        raise ValueError(f"{name} must hold input_ids and attention_mask alone, got also {more}")
+    return values["input_ids"], values.get("attention_mask")
+
+
+def _guessed_mask(rows: list[Any], pads: Set[int], ends: Set[int]) -> list[list[int]] | None:
+    if not pads & ends:
+        return [[int(token not in pads) for token in row] for row in rows]
+    if len(rows) > 1 and any(pads & {*row[:1], *row[-1:]} for row in rows):
+        raise ValueError(
+            f"prompts must say what padding is where pad_token_id is also eos, got {sorted(pads)} "
+            "at the ends of rows; supported: a tokenizer's mapping with its attention_mask, or a "
+            "list of lists without padding"
+        )
+    return None
+
+
+def _shown(row: Any, mask: Any) -> Any:
+    if mask is None:
+        return row
+    tokens, kept = listed("prompt", row, "token ids"), listed("attention_mask", mask, "0 and 1")
+    if len(kept) != len(tokens) or any(k not in (0, 1) for k in kept):
+        raise ValueError(
+            f"attention_mask must hold 0 or 1 for each of {len(tokens)} tokens, got {kept!r:.80}"
+        )
+    begin = kept.index(1) if 1 in kept else 0
+    end = begin + sum(kept)
+    if not all(kept[begin:end]):
+        raise ValueError(
+            f"prompts must be padded at the ends of rows alone, got the mask {kept!r:.80}"
+        )
+    return tokens[begin:end]
+
+
+def media_tokens(config: Any) -> dict[int, str]:
+    """Tokens that stand for an image, a video or sound, with their names in a model's config."""
+    kinds = [
+        f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")
+    ]
+    values = [(getattr(config, name, None), name) for name in kinds]
+    return {token: name for token, name in values if isinstance(token, int)}

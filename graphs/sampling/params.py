@@ -114,7 +114,10 @@ class SamplingParams:
         unknown = next((name for name in fields if name not in names), None)
         if unknown is not None:
             known = ", ".join((*names, *OF_REQUESTS))
-            advice = "; temperature=0 is greedy, above 0 draws" * (unknown == "do_sample")
+            advice = {
+                "do_sample": "; temperature=0 is greedy, above 0 draws",
+                "attention_mask": "; prompts may be a tokenizer's mapping, which has it",
+            }.get(unknown, "")
             raise ValueError(
                 f"sampling parameters must be known, got {unknown}; supported: {known}{advice}"
             )

@@ -13,7 +13,7 @@ class WeightVersions:
     """Parameters, buffers and tensors that are attributes of modules, such as scales of a cache.
 
     Tensors in lists, tuples and dicts that are attributes count, too. Torch counts changes in
-    place, but not those through `tensor.data`, by fused optimizers, and by kernels that write to an
+    place, but not those in `tensor.data`, by fused optimizers, and by kernels that write to an
     address. So every step of an optimizer of `torch.optim` is a change, whatever it steps.
     """
 
@@ -72,10 +72,13 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
             yield from ((value, k) for k, one in value.items() if isinstance(one, torch.Tensor))
 
 
-def _versions(tensors: Sequence[Any]) -> list[int] | None:
-    """Counters of changes; None where a tensor has none."""
+def _versions(tensors: Sequence[Any]) -> list[tuple[int, int]] | None:
+    """Counters of changes, and addresses, which `tensor.data = new` changes alone.
+
+    None where a tensor has no counter.
+    """
     try:
-        return [tensor._version for tensor in tensors]
+        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
     except RuntimeError:  # made in inference mode
         return None
 

@@ -109,8 +109,13 @@ TEXTS = {
     "text": ("hello", f"prompts must be a sequence of prompts, got 'hello'; {TOKENIZE}"),
     "texts": (["hello"], f"prompt must be a sequence of token ids, got 'hello'; {TOKENIZE}"),
     "words": ([["hello", "you"]], f"prompt must hold ints, got 'hello'; {TOKENIZE}"),
-    "mapping": ({"input_ids": [[1]]}, "prompts must be a sequence of .*; give its 'input_ids'"),
-    "mappings": ([{"input_ids": [1]}], "prompt must be a sequence of .*; give its 'input_ids'"),
+    "mapping": ({"ids": [[1]]}, "prompts must be a sequence of prompts, got {'ids'"),
+    "images": (
+        {"input_ids": [[1]], "pixel_values": 1},
+        r"prompts must .* alone, got .*pixel_values",
+    ),
+    "rows": ({"input_ids": [[1]], "attention_mask": []}, "attention_mask must have 1 rows, got 0"),
+    "mask": ({"input_ids": [1], "attention_mask": [0.0]}, "prompt must be a sequence .* got 1"),
     "messages": ([MESSAGE], f"prompt must be a sequence of .*; {TEMPLATE}"),
     "conversations": ([[MESSAGE]], f"prompt must hold ints, got .*; {TEMPLATE}"),
     "flat": ([1, 2], "prompt must be a sequence of .* got 1; several prompts are a list of lists"),
@@ -126,13 +131,16 @@ def test_prompts_that_are_no_tokens(model, case):
     assert session.num_unfinished == 0
 
 
-def test_what_a_tokenizer_returns(model):
-    transformers = pytest.importorskip("transformers")
-    encoded = transformers.BatchEncoding({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]})
+@pytest.mark.parametrize("mask", [[1, 0, 1], [1, 2, 1], [0, float("-inf"), 0], [1, 1], [[1, 1, 1]]])
+def test_masks_that_are_no_padding(model, mask):
     session = make_session(model, max_batch_size=1, max_tokens=8)
-    with pytest.raises(ValueError, match="give its 'input_ids'"):
-        session.generate(encoded, 2)
-    assert len(session.generate(encoded["input_ids"], 2)) == 1
+    with pytest.raises(
+        ValueError, match=r"^(attention_mask must hold 0 or 1|prompts must be padded)"
+    ):
+        session.add({"input_ids": [1, 2, 3], "attention_mask": mask}, 2)
+    with pytest.raises(ValueError, match=r"got attention_mask; .*may be a tokenizer's mapping"):
+        session.add([1, 2, 3], 2, attention_mask=[1, 1, 1])
+    assert session.num_unfinished == 0
 
 
 def test_do_sample_is_a_temperature(model):

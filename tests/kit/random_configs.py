@@ -1,4 +1,4 @@
-"""Random generation configs: a session gives the tokens of `generate`, or names what it refuses.
+"""Random configs and padding: a session gives the tokens of `generate`, or names what it refuses.
 
     python -m tests.kit.random_configs --number 200 --seed 0
 
@@ -65,9 +65,26 @@ def drawn_config(rng: random.Random) -> Any:
     return config
 
 
-def generated(model: Any, prompt: list[int], max_new_tokens: int | None) -> list[int]:
-    """By `generate`, whose draws are those of a session's kernels with its probabilities."""
-    length = len(prompt)
+def padded(prompts: list[list[int]], pad: int, side: str) -> dict[str, torch.Tensor]:
+    """As tokenizers pad, on the "left" or "right"."""
+    longest = max(map(len, prompts))
+    rows, masks = [], []
+    for prompt in prompts:
+        fill = longest - len(prompt)
+        row, mask = [*[pad] * fill, *prompt], [*[0] * fill, *[1] * len(prompt)]
+        rows.append(row if side == "left" else row[fill:] + row[:fill])
+        masks.append(mask if side == "left" else mask[::-1])
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
+
+
+def generated(
+    model: Any, prompt: list[int], max_new_tokens: int | None, num_padding: int = 0
+) -> list[int]:
+    """By `generate`, whose draws are those of a session's kernels with its probabilities.
+
+    It finds the padding at a prompt's left itself.
+    """
+    length = len(prompt) - num_padding
 
     def drawn(probs: torch.Tensor, num_samples: int) -> torch.Tensor:
         nonlocal length
@@ -79,29 +96,41 @@ def generated(model: Any, prompt: list[int], max_new_tokens: int | None) -> list
         return token[:, None]
 
     ids = torch.tensor([prompt])
+    keywords: dict[str, Any] = {} if num_padding else {"attention_mask": torch.ones_like(ids)}
+    if max_new_tokens is not None:
+        keywords["max_new_tokens"] = max_new_tokens
     with mock.patch.object(torch, "multinomial", drawn):
-        keywords = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **keywords)
+        out = model.generate(ids, **keywords)
     return out[0, len(prompt) :].tolist()
 
 
 def compare(session: DecodeSession, reference: Any, seed: int) -> str:
-    """ "equal", "refused", or what differs, for one random config."""
+    """ "equal", "refused", or what differs, for one random config and prompts, padded or not."""
     rng = random.Random(seed)
     config = drawn_config(rng)
     session.model.generation_config = reference.generation_config = config
     prompts = [[rng.randrange(64) for _ in range(rng.randint(1, 9))] for _ in range(3)]
-    lengths = [8] if config.max_new_tokens is None and config.max_length is None else [8, None]
-    new = rng.choice(lengths)
+    form = rng.choice(["lists", "left", "right", "array"])
+    pad = rng.randrange(64) if config.pad_token_id is None else config.pad_token_id
+    batch: Any = prompts if form == "lists" else padded(prompts, pad, form.replace("array", "left"))
+    num_padding = [0, 0, 0]
+    if form == "array":
+        batch = batch["input_ids"]
+        if config.pad_token_id is not None:  # else it is text
+            num_padding = [batch.shape[1] - len(prompt) for prompt in prompts]
+        prompts = batch.tolist()
+    unnamed = config.max_new_tokens is None and config.max_length is None
+    new = 8 if unnamed or form == "array" else rng.choice([8, None])
     try:
-        results = session.generate(prompts, new, seed=SEED)
+        results = session.generate(batch, new, seed=SEED)
     except ValueError as error:
         name = str(error).removeprefix("generation_config.").partition(" ")[0]
-        asked = VALUES.get(name, [None])
-        return "refused" if getattr(config, name, None) in asked else f"{config}: {error}"
+        asked = getattr(config, name, None) in VALUES.get(name, [None])
+        unclear = name == "prompts" and form == "array" and config.pad_token_id is not None
+        return "refused" if unclear or asked else f"{config}, {batch}: {error}"
     ours = [result.token_ids for result in results]
-    theirs = [generated(reference, prompt, new) for prompt in prompts]
-    return "equal" if ours == theirs else f"{config}, {prompts}: {ours}, not {theirs}"
+    theirs = [generated(reference, p, new, n) for p, n in zip(prompts, num_padding, strict=True)]
+    return "equal" if ours == theirs else f"{config}, {batch}: {ours}, not {theirs}"
 
 
 def search(number: int, seed: int) -> dict[str, int]:

@@ -206,6 +206,16 @@ def test_the_model_is_checked_before_prefixes_are_looked_up():
     assert session.generate(PROMPTS, 6) == make_session(model).generate(PROMPTS, 6)
 
 
+def test_data_that_is_assigned_is_seen():
+    model = build_model()
+    session = sharing(model)
+    before = session.generate(PROMPTS, 6)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    weight.data = -weight.data
+    want = make_session(model).generate(PROMPTS, 6)
+    assert session.generate(PROMPTS, 6) == want != before
+
+
 def test_data_is_not_counted_but_may_be_told():
     model = build_model()
     session = sharing(model)

@@ -23,6 +23,8 @@ GROUPS = (
 )
 """Names of sibling linear layers that read the same input in Transformers' models."""
 
+_FORWARD = nn.Linear.forward
+
 
 class MergedSlice(nn.Linear):
     """A linear layer whose weight is rows `begin` to `end` of a merged weight.
@@ -57,8 +59,9 @@ class MergedSlice(nn.Linear):
         if self.bias is not None:
             assert merged.bias is not None, "slices have a bias only where the merged weight has"
             bias = nn.Parameter(merged.bias[rows], self.bias.requires_grad)
-        twin = MergedSlice(weight, bias, merged, self.begin, self.end).train(self.training)
-        memo[id(self)] = twin
+        twin = memo[id(self)] = MergedSlice(weight, bias, merged, self.begin, self.end)
+        kept = {k: v for k, v in vars(self).items() if k not in ("_parameters", "merged")}
+        vars(twin).update(copy.deepcopy(kept, memo))  # hooks too
         return twin
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -251,8 +254,7 @@ def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     for parent in model.modules():
         for names in GROUPS:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
-            plain = all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers)
-            if not plain or not _alike(layers):
+            if not all(map(_is_plain, layers)) or not _alike(layers):
                 continue
             held = [x for layer in layers for x in (layer, *layer.parameters())]
             if all(holders[id(x)] == 1 for x in held):
@@ -272,9 +274,13 @@ def _check_plain(model: nn.Module, groups: list[tuple[nn.Module, tuple[str, ...]
                 )
 
 
-def _hooked(layer: nn.Module) -> bool:
-    """Whether the layer has a hook, which merging would lose."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+def _is_plain(layer: Any) -> bool:
+    """Whether calling, saving and loading the layer is what `nn.Linear` does: no hook, no patch."""
+    if type(layer) is not nn.Linear or nn.Linear.forward is not _FORWARD:
+        return False
+    own = vars(layer)
+    hooked = any(value for name, value in own.items() if name.endswith("hooks"))
+    return not hooked and not own.keys() & {"forward", "_call_impl"}
 
 
 def _alike(layers: list[nn.Linear]) -> bool:

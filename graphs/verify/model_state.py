@@ -112,6 +112,12 @@ class ModelState:
                 "autocast must be off while a session is made and runs, got it on; supported: a "
                 "model in the dtype that it is to compute in"
             )
+        if self._compiled and nn.modules.module._has_any_global_hook():
+            raise ValueError(
+                "hooks must be registered on a compiled model's own modules, got global hooks, "
+                "which torch.compile misses or calls twice; supported: "
+                "module.register_forward_hook, or a model that is not compiled"
+            )
 
     def _remember(self) -> None:
         self._merged = MergedViews(self._model)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.integrations.transformers.hooks import guard_hooks
 from attn_ops.integrations.transformers.latent import (
     check_keeps_latent,
     expanded,
@@ -144,8 +145,9 @@ def attention_forward(
     own = (attn_metadata, kv_caches, slot_mapping)
     cross = (cross_attn_metadata, cross_kv_caches, cross_slot_mapping)
     meta, caches, slots_T = _batch_of(query, causal, own, cross)
-    if compiling:  # eager has checked it; fewer options make a faster call
-        options["causal"] = causal
+    if compiling:
+        guard_hooks(module)
+        options["causal"] = causal  # eager has checked it; fewer options make a faster call
     q_TNH = _rows(query)
     if caches is None:
         out_TNH = varlen_attention(q_TNH, _rows(key), _rows(value), meta, scale, **options)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from attn_ops.integrations.transformers.batch import compute_all_rows
+from attn_ops.integrations.transformers.hooks import mark_hooks
 from attn_ops.integrations.transformers.latent import has_latent, keep_latent, latent_shape
 from attn_ops.integrations.transformers.layers import (
     NAME,
@@ -41,6 +42,7 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
     """
     compute_all_rows(model)
     layers = attention_layers(model)
+    mark_hooks(model, layers)
     for layer in filter(has_latent, layers):
         keep_latent(layer)
         trace_real_rotary(layer)

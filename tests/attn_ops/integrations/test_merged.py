@@ -176,6 +176,18 @@ def hooked() -> nn.Linear:
     return layer
 
 
+def patched() -> nn.Linear:
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight, layer.bias) + 1
+    return layer
+
+
+def saving() -> nn.Linear:
+    layer = nn.Linear(4, 4)
+    layer.register_state_dict_post_hook(lambda *args: None)
+    return layer
+
+
 UNLIKE = {
     "no such layers": nn.Sequential(nn.Linear(4, 4)),
     "one is missing": nn.ModuleDict({"gate_proj": nn.Linear(4, 4)}),
@@ -185,6 +197,8 @@ UNLIKE = {
     "device": Projections(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)),
     "subclass": Projections(nn.Linear(4, 4), Scaled(4, 4), nn.Linear(4, 4)),
     "hook": Projections(nn.Linear(4, 4), hooked(), nn.Linear(4, 4)),
+    "forward of its own": Projections(nn.Linear(4, 4), patched(), nn.Linear(4, 4)),
+    "hook of the state dict": Projections(nn.Linear(4, 4), saving(), nn.Linear(4, 4)),
 }
 
 
@@ -207,6 +221,23 @@ def test_a_copy_of_a_merged_model_is_merged_too():
     wanted = twin.k_proj(x)
     torch.testing.assert_close(torch.compile(twin.k_proj, backend="aot_eager")(x), wanted)
     torch.testing.assert_close(torch.compile(model.k_proj, backend="aot_eager")(x), model.k_proj(x))
+
+
+def test_a_patched_class_is_left_alone(monkeypatch):
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) + 1)
+    assert merge_projections(Projections(*(nn.Linear(4, 4) for _ in range(3)))) == 0
+
+
+def test_a_copy_of_a_merged_model_keeps_hooks_and_forwards():
+    x = torch.randn(2, 4)
+    model = Projections(*(nn.Linear(4, 4) for _ in range(3))).requires_grad_(False)
+    merge_projections(model)
+    model.q_proj.register_forward_hook(lambda module, args, output: output * 2)
+    model.k_proj.forward = lambda x: 3 * x
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin.q_proj(x), model.q_proj(x))
+    assert torch.equal(twin.k_proj(x), 3 * x)
 
 
 def test_tied_weights_are_left_alone():

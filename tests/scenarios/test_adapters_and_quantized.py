@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from attn_ops.integrations.merged import merge_projections
 from tests.kit.marks import slow
 from tests.kit.models import build_model
-from tests.kit.sessions import make_session, tokens_of
+from tests.kit.sessions import make_session, refuses, tokens_of
 
 PROMPTS = [[5, 9, 33, 2, 61], [7], [11, 12]]
 
@@ -26,13 +26,15 @@ def plain(implementation: str):
     return build_model("llama", implementation, eos_token_id=None, bos_token_id=None)
 
 
-def adapted(implementation: str):
+def adapted(implementation: str, **options):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         r=4,
         lora_alpha=16,
         target_modules=["q_proj", "v_proj", "down_proj"],
         init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        **options,
     )
     torch.manual_seed(9)
     return peft.get_peft_model(plain(implementation), config).eval()
@@ -65,6 +67,21 @@ def test_a_model_with_a_lora_adapter(compiled):
 
 def test_the_peft_model_itself():
     check(adapted("attn_ops"), expected(adapted("eager")), compiled=False)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_an_adapter_that_acts_behind_some_tokens_is_refused(inner):
+    """The inner model would not let it act at all."""
+    model = adapted("attn_ops", alora_invocation_tokens=[33, 2])
+    run = model.base_model.model if inner else model
+    refuses(run, "every token alike, got 'default', an activated LoRA")
+
+
+def test_virtual_tokens_are_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(plain("attn_ops"), config).eval()
+    refuses(model, "self_attn must attend from a row a token, got 16 rows for 12 tokens")
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,12 @@ class Probes:
                 "attention_mask must be left to the batch's metadata, got "
                 f"{type(self.model).__name__}, which makes a padding mask where it is given none"
             ) from error
+        for call in probe.calls:
+            if call.q.shape[0] != rows.numel():
+                raise ValueError(
+                    f"{call.name} must attend from a row a token, got {call.q.shape[0]} rows for "
+                    f"{rows.numel()} tokens; supported: no virtual tokens (prompt tuning)"
+                )
         check_logits(logits, wanted.numel())
         return Run(probe.calls, logits[0], rows, wanted)
 

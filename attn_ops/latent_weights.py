@@ -20,32 +20,32 @@ def expansion(linear: Any, like: torch.Tensor) -> torch.Tensor:
 
     Known are plain weights, tensors with `dequantize` (torchao), layers with `dequantized` and FP8
     with scales of blocks (Transformers' FP8Linear). Any other layer is applied to the unit vectors:
-    a weight with adapters.
+    a weight with adapters, or one packed under another name (`qweight`, `weight_packed`).
 
     Args:
         linear: the layer, without a bias.
-        like: a tensor of the model's dtype and device.
+        like: a tensor of the model's dtype and device; latents [T, Lkv] where there is no `weight`.
     """
-    weight: Any = linear.weight
+    weight: Any = getattr(linear, "weight", None)
     scale: Any = getattr(linear, "weight_scale_inv", None)
     if is_plain(linear):
         return weight.to(like.dtype)
     if hasattr(linear, "dequantized"):
         return linear.dequantized(like.dtype)
-    if isinstance(linear, nn.Linear) and type(weight) not in _PLAIN:
+    if isinstance(linear, nn.Linear) and type(weight) not in (*_PLAIN, type(None)):
         return weight.dequantize().to(like.dtype)
     if scale is not None:
         return _of_blocks(weight, scale, cast(Any, linear).block_size).to(like.dtype)
-    units = torch.eye(weight.shape[1], dtype=like.dtype, device=like.device)
+    columns = like.shape[-1] if weight is None else weight.shape[1]
+    units = torch.eye(columns, dtype=like.dtype, device=like.device)
     return linear(units).detach().t().contiguous()
 
 
 def is_plain(linear: Any) -> bool:
     """Whether the layer multiplies with its weight, which is a tensor in full precision."""
-    weight, is_linear = linear.weight, type(linear).forward is nn.Linear.forward
+    weight, is_linear = getattr(linear, "weight", None), type(linear).forward is nn.Linear.forward
     known = is_linear or hasattr(linear, "weight_scale_inv")  # which may hold no FP8
-    wide = weight.is_floating_point() and weight.dtype.itemsize > 1
-    return known and wide and type(weight) in _PLAIN
+    return known and type(weight) in _PLAIN and weight.is_floating_point() and weight.itemsize > 1
 
 
 def _of_blocks(

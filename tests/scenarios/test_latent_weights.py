@@ -123,6 +123,46 @@ def test_merged_projections():
     check(model, wanted, compiled=False)
 
 
+class Packed(nn.Module):
+    """Rounds a linear layer to five values, under the names of GPTQ's and AWQ's layers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(linear.weight.abs().amax(1) / 2, requires_grad=False)
+        packed = (linear.weight / self.scales[:, None]).round().to(torch.int8)
+        self.register_buffer("qweight", packed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.qweight * self.scales[:, None]).t()
+
+
+class CompressedLinear(nn.Linear):
+    """Rounds its weight to five values, under the names of compressed-tensors' layers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        packed = Packed(linear)
+        self.weight_scale = packed.scales
+        self.register_buffer("weight_packed", packed.qweight)
+        del self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight_packed * self.weight_scale[:, None]).t()
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiled"), [(Packed, False), (CompressedLinear, False), *slow((Packed, True))]
+)
+def test_weights_under_other_names(kind, compiled):
+    model = build_model("deepseek_v3")
+    plain = expected(model)
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = kind(layer.self_attn.kv_b_proj)
+    wanted = expected(model)
+    assert wanted != plain
+    check(model, wanted, compiled)
+
+
 class Clipping(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.clamp(-0.1, 0.1))

@@ -21,6 +21,7 @@ from attn_ops import (
     PagedKVCache,
 )
 from attn_ops.integrations.transformers import check_logits
+from attn_ops.integrations.transformers.rotary import SHIFT
 from fx_passes.forms import calls, replayed
 from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.recorder import Recorder, Step, metadata_now
@@ -263,7 +264,7 @@ class StepRunner:
         seq_lens_S, query_len = tensors.device["seq_lens"].long(), tensors.query_len
         positions_R = seq_lens_S
         if query_len is not None and query_len > 1:
-            positions_R = tensors.device["position_ids"][0] + 1
+            positions_R = tensors.device["position_ids"][0] % SHIFT + 1
         state = None
         if kind is Sampling.PENALIZED:
             state = self._penalty_state().view(tensors.num_reqs)

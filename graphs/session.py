@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from attn_ops.integrations.transformers import Contract, attention_specs, prepare_model
+from attn_ops.integrations.transformers.rotary import rope_boundary
 from fx_passes.backend import start_compile_workers
 from graphs.cache.made import made_cache
 from graphs.capture.graphs import StepGraphs
@@ -104,8 +105,10 @@ class DecodeSession:
         )
         self.cache_size, self.cache = made_cache(self, options, runner_of)
         num_tokens = self.cache.num_usable_tokens
-        media = media_tokens(self.original.config)
-        self.limits = Limits(self.vocab_size, self.max_tokens, num_tokens, options.seed, media)
+        media, boundary = media_tokens(self.original.config), rope_boundary(self.original)
+        self.limits = Limits(
+            self.vocab_size, self.max_tokens, num_tokens, options.seed, media, boundary
+        )
         self.runner = runner_of(model=self.model, cache=self.cache)
         recorders = self.plan.recorders(self.builder)
         if self.verifier is not None:

@@ -98,7 +98,7 @@ class PrefixSharing:
         """What the cache holds of all known tokens but the last, whose logits are wanted."""
         if not (self.is_on and request.share_prefix):
             return NO_MATCH
-        tokens = request.tokens(0, request.num_tokens - 1)
+        tokens = _tokens(request, request.num_tokens - 1)
         return self.cache.match(tokens, self._keys_of(request, tokens))
 
     def awaits(self, request: Request, match: Match, promised: dict[Key, int]) -> bool:
@@ -161,7 +161,7 @@ class PrefixSharing:
             if num_tokens < len(request.prompt):
                 # A part of a block is kept at a prompt's end.
                 num_tokens -= num_tokens % self.cache.block_size
-            tokens = request.tokens(0, num_tokens)
+            tokens = _tokens(request, num_tokens)
             self.cache.keep(request.id, tokens, self._keys_of(request, tokens))
         request.num_kept = max(request.num_kept, num_tokens)
 
@@ -174,8 +174,14 @@ class PrefixSharing:
     def _keys(self, request: Request) -> Sequence[Key]:
         """Of the prompt's blocks, the last one too where it is not full."""
         if not request.block_keys:
-            request.block_keys = block_keys(request.prompt, self.cache.block_size)
+            tokens = _tokens(request, len(request.prompt))
+            request.block_keys = block_keys(tokens, self.cache.block_size)
         return request.block_keys
+
+
+def _tokens(request: Request, number: int) -> list[int]:
+    """Its first tokens; where positions are shifted, others: their keys and values are others."""
+    return [token + request.shift for token in request.tokens(0, number)]
 
 
 def _with_more(running: Iterable[Request]) -> list[Request]:

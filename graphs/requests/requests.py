@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_ops.integrations.transformers.rotary import SHIFT
 from graphs.options import check_bools, check_positive
 from graphs.requests.defaults import Defaults
 from graphs.requests.tokens import listed_ids, token_ids, unpadded
@@ -41,6 +42,7 @@ class Request:
     eos: frozenset[int]
     stops: frozenset[int]  # all tokens that end it, those of `eos` too
     max_tokens: int  # tokens of it that the cache may hold
+    shift: int = 0  # of its positions, SHIFT where its prompt is beyond longrope's original context
     token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
     num_computed: int = 0  # tokens whose keys and values are in the cache
     share_prefix: bool = True  # where the session shares prefixes
@@ -98,7 +100,13 @@ class Request:
         stops = sorted(self.stops)[:MAX_STOP_TOKENS]
         stops += [-1] * (MAX_STOP_TOKENS - len(stops))
         fields = tuple(getattr(self.sampling, name) for name in FIELDS)
-        rest = (stops, self.max_tokens - 1, len(self.prompt), self.end, self.sampling.kind)
+        rest = (
+            stops,
+            self.shift + self.max_tokens - 1,
+            len(self.prompt),
+            self.end,
+            self.sampling.kind,
+        )
         return np.array((*fields, *rest), dtype=PACKED).tobytes()
 
     def tokens(self, begin: int, end: int) -> list[int]:
@@ -146,6 +154,7 @@ class Limits:
     cache_tokens: int  # that the empty cache holds
     seed: int  # of requests that bring none
     media: Mapping[int, str]  # tokens that stand for images or sound, with their names
+    rope_boundary: int | None = None  # longer requests have other RoPE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +224,8 @@ def checked_requests(
             own = dataclasses.replace(params, seed=seed)
             request = Request(number, tokens, new, own, *ends, limits.max_tokens)
             request.share_prefix = wanted.share_prefix
+            if limits.rope_boundary is not None and len(tokens) > limits.rope_boundary:
+                request.shift = SHIFT
             requests.append(request)
     return requests
 
@@ -247,6 +258,13 @@ def _checked_prompt(prompt: Sequence[int], limits: Limits) -> list[int]:
 def _check_length(tokens: list[int], max_new_tokens: int, limits: Limits) -> None:
     check_positive(max_new_tokens=max_new_tokens)
     longest = min(len(tokens) + max_new_tokens - 1, limits.max_tokens)
+    if limits.rope_boundary is not None and len(tokens) <= limits.rope_boundary < longest:
+        raise ValueError(
+            f"max_new_tokens must be at most {limits.rope_boundary + 1 - len(tokens)} for a prompt "
+            f"of {len(tokens)} tokens, got {max_new_tokens}: beyond {limits.rope_boundary} tokens "
+            "longrope has other factors for all keys; supported: longer prompts, which have them "
+            "from the start"
+        )
     if longest > limits.cache_tokens:
         raise ValueError(
             f"prompt and max_new_tokens must fit into the cache of {limits.cache_tokens} tokens, "

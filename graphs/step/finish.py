@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from attn_ops import PAD_SLOT_ID
+from attn_ops.integrations.transformers.rotary import SHIFT
 
 
 def finish_step(
@@ -40,6 +41,7 @@ def reference_finish_step(
     remaining_S.sub_(active_S.int())
     stopped_S = (tokens_S.unsqueeze(1) == tensors["stop_tokens"]).any(1)
     active_S.logical_and_(~stopped_S & (remaining_S > 0))
+    shift_S = tensors["position_ids"][0] // SHIFT * SHIFT
     torch.ops.attn_ops.advance_step(
         tokens_S,
         tensors["input_ids"][0],
@@ -50,6 +52,7 @@ def reference_finish_step(
         block_size,
         active=active_S,
     )
+    tensors["position_ids"][0].remainder_(SHIFT).add_(shift_S)
     if "window_block_table" in tensors:
         last_S = (tensors["seq_lens"] - 1).clamp(min=0).long()
         table_SM = tensors["window_block_table"]

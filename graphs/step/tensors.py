@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from attn_ops import PAD_SLOT_ID, CommonAttentionMetadata
+from attn_ops.integrations.transformers.rotary import SHIFT
 from attn_ops.metadata import positions_of_step
 from graphs.requests.requests import MAX_STOP_TOKENS
 from graphs.requests.scheduled import Rows
@@ -235,7 +236,8 @@ class StepTensors:
             positions = positions_of_step(query, computed, start)
             request = np.repeat(np.arange(num_reqs), query)
             last = last[request]
-        np.minimum(positions, last, out=host["position_ids"][0, :num_tokens])
+        shift = last // SHIFT * SHIFT
+        np.minimum(positions + shift, last, out=host["position_ids"][0, :num_tokens])
         block, offset = np.divmod(positions, block_size)
         for name, room in zip(self.versions, rooms, strict=True):
             table = host[name][:num_reqs]

@@ -136,10 +136,9 @@ def test_indexers_are_named():
 
 
 def test_rope_that_depends_on_the_batch_is_refused():
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0}
-    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    model = build_model("phi3", rope_parameters=rope, original_max_position_embeddings=20)
-    with pytest.raises(ValueError, match="max_tokens must be at most 20 with rope_type 'longrope'"):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = build_model("llama", rope_parameters=rope, max_position_embeddings=20)
+    with pytest.raises(ValueError, match="max_tokens must be at most 20 with rope_type 'dynamic'"):
         make_session(model, max_batch_size=2, max_tokens=40)
     make_session(model, max_batch_size=2, max_tokens=20)
 

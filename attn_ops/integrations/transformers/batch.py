@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
+from attn_ops.integrations.transformers.rotary import rope_boundary
+
 
 def check_lengths(model: Any, max_tokens: int) -> None:
     """Refuse requests longer than the model's positions, and RoPE that changes with the batch.
 
     Transformers picks "dynamic" and "longrope" frequencies by the largest position of the batch.
     A batch here holds several requests, so one would change the result of another. While no request
-    is longer than the original context, the frequencies are the same for all.
+    is longer than the original context, the frequencies are the same for all. Beyond it `LongRope`
+    must be there.
 
     Raises:
         ValueError: `max_tokens` is too large for the model.
@@ -26,7 +29,7 @@ def check_lengths(model: Any, max_tokens: int) -> None:
     per_layer_type = [r for r in rope.values() if isinstance(r, dict)]
     for parameters in per_layer_type or [rope]:
         kind = parameters.get("rope_type", "default")
-        if kind in ("dynamic", "longrope"):
+        if kind == "dynamic" or (kind == "longrope" and rope_boundary(model) is None):
             original = parameters.get("original_max_position_embeddings") or longest
             if max_tokens > original:
                 raise ValueError(

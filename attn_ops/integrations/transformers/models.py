@@ -7,6 +7,7 @@ from torch import nn
 from attn_ops.integrations.merged import check_merged, mend_merged, merged_in_words
 from attn_ops.integrations.transformers.batch import check_lengths
 from attn_ops.integrations.transformers.layers import NAME
+from attn_ops.integrations.transformers.rotary import follow_requests
 
 
 class Prepared(Protocol):
@@ -65,6 +66,7 @@ def check_model(model: Any, max_tokens: int) -> None:
             "models (AutoModelForCausalLM)"
         )
     _check_weights(model)
+    follow_requests(model, max_tokens)
     check_lengths(model, max_tokens)
     check_merged(model)
 

@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.integrations.transformers.rotary import SHIFT
 
 ROWS = 256
 """Requests that the program takes at a time."""
 
 PAD_SLOT = tl.constexpr(-1)
+SHIFTED = tl.constexpr(SHIFT)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "max_blocks", "num_steps"])
@@ -71,7 +73,9 @@ def finish_step_kernel(
             slot_R = tl.where(goes_on_R, block_R * BLOCK_SIZE + seq_len_R % BLOCK_SIZE, PAD_SLOT)
             tl.store(window_slots_ptr + request_R, slot_R, mask=inside_R)
         tl.store(input_ids_ptr + request_R, token_R, mask=goes_on_R)
-        tl.store(positions_ptr + request_R, seq_len_R.to(tl.int64), mask=goes_on_R)
+        position_R = tl.load(positions_ptr + request_R, mask=goes_on_R, other=0)
+        position_R = position_R // SHIFTED * SHIFTED + seq_len_R
+        tl.store(positions_ptr + request_R, position_R, mask=goes_on_R)
         tl.store(seq_lens_ptr + request_R, seq_len_R + 1, mask=goes_on_R)
     tl.debug_barrier()  # every warp has read the counter
     tl.store(step_ptr, step + 1)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from attn_ops.integrations.transformers.rotary import SHIFT
 from graphs.step.finish import reference_finish_step
 from graphs.step.triton.finish import launch_finish_step
 
@@ -23,7 +24,7 @@ def make(num_reqs, num_steps, generator, max_blocks=3, windows=False):
     return {
         **(own if windows else {}),
         "input_ids": pick(9, 1, num_reqs),
-        "position_ids": pick(9, 1, num_reqs),
+        "position_ids": pick(9, 1, num_reqs) + pick(2, 1, num_reqs) * SHIFT,
         "slot_mapping": pick(9, num_reqs),
         "seq_lens": seq_lens,
         "block_table": pick(50, num_reqs, max_blocks, dtype=torch.int32),
@@ -53,7 +54,8 @@ def by_hand(tokens, t):
             for kind in kinds:
                 block = t[f"{kind}block_table"][i, length // BLOCK]
                 t[f"{kind}slot_mapping"][i] = block * BLOCK + length % BLOCK
-            t["input_ids"][0, i], t["position_ids"][0, i] = token, length
+            shift = SHIFT if t["position_ids"][0, i] >= SHIFT else 0
+            t["input_ids"][0, i], t["position_ids"][0, i] = token, shift + length
             t["seq_lens"][i] += 1
     return t
 

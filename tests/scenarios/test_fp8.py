@@ -113,8 +113,8 @@ def test_caches_take_half_the_bytes(make_model):
 
 def test_unknown_dtypes_and_layouts_are_refused(make_model):
     model = make_model("llama")
-    with pytest.raises(ValueError, match="kv_cache_dtype must be known, got 'fp8'; supported"):
-        make_session(model, "fp8")
+    with pytest.raises(ValueError, match="kv_cache_dtype must be known, got 'fp8_e3m4'; supported"):
+        make_session(model, "fp8_e3m4")
     with pytest.raises(ValueError, match="cache_layout"):
         make_session(model, "auto", cache_layout="DNH")
 

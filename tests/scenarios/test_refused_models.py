@@ -135,6 +135,11 @@ def test_indexers_are_named():
     refuses(model, "^layer_types must be supported, got indexed_attention; .*index-selecting layer")
 
 
+def test_alibi_models_have_attention_of_their_own():
+    sizes = {"n_layers": 1, "n_heads": 4, "d_model": 32, "num_hidden_layers": 1}
+    refuses(tiny("MptConfig", "MptForCausalLM", **sizes), "MptForCausalLM, .*own .*ALiBi")
+
+
 def test_rope_that_depends_on_the_batch_is_refused():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = build_model("llama", rope_parameters=rope, max_position_embeddings=20)

@@ -89,8 +89,8 @@ def _layers(model: Any) -> list[Any]:
     if not layers:
         raise ValueError(
             "model must have layers that attend by Transformers' attention functions and have a "
-            f"layer_idx, got {type(model).__name__}, whose layers have code of their own or do not "
-            "attend at all"
+            f"layer_idx, got {type(model).__name__}, whose layers have code of their own (as ALiBi "
+            "has in BLOOM and MPT, which never call such a function) or do not attend at all"
         )
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:

@@ -203,7 +203,7 @@ def test_what_a_session_does_not_do_is_refused_by_name(model):
     assert session.num_unfinished == 0
 
 
-def test_fields_of_a_newer_transformers(model):
+def test_fields_of_a_newer_transformers(configured):
     transformers = pytest.importorskip("transformers")
 
     class Newer(transformers.GenerationConfig):
@@ -211,7 +211,7 @@ def test_fields_of_a_newer_transformers(model):
             self.newest_penalty = kwargs.pop("newest_penalty", None)
             super().__init__(**kwargs)
 
-    session = make_session(model)
+    session = make_session(configured())
     session.model.generation_config = Newer(chat_format="generate reads no such field")
     assert len(session.generate([[1]], 1)) == 1
     session.model.generation_config.newest_penalty = 2.0

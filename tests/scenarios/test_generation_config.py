@@ -185,9 +185,9 @@ def test_every_field_of_transformers_is_listed_once():
         assert known == set(listed)
 
 
-def test_what_a_session_does_not_do_is_refused_by_name(model):
+def test_what_a_session_does_not_do_is_refused_by_name(configured):
     transformers = pytest.importorskip("transformers")
-    session = make_session(model)
+    session = make_session(configured())
     for name, neutral in REFUSED.items():
         asks = [value for value in VALUES[name] if value not in neutral]
         assert asks

@@ -42,7 +42,8 @@ def requests_of_a_cascade_apart(backend: Backend, device: str) -> None:
         lengths = ([1, 1, 9, 4], [SHARED * size + n for n in (1, 33, 9, 40)])
         arguments = (backend, rules.plain_spec(support), lengths, FEATURES["plain"], size)
         case = make_case(*arguments, device=device, shared_prefix=SHARED)
-        _check_cache(case, rules.attend, SHARED * size)
+        # FlashAttention's log-sum-exp of a row of NaN is -inf, so a merge leaves that part out.
+        _check_cache(case, rules.attend, SHARED * size, stays=False)
 
 
 def latent_requests_apart(backend: Backend, device: str, batch: str) -> None:
@@ -70,28 +71,34 @@ def rows_apart_without_a_cache(backend: Backend, device: str) -> None:
 
 
 def _check_cache(
-    case: Case | LatentCase, attend: Callable[[Any], torch.Tensor], first: int = 0
+    case: Case | LatentCase,
+    attend: Callable[[Any], torch.Tensor],
+    first: int = 0,
+    *,
+    stays: bool = True,
 ) -> None:
     """Poison the cache of every second request, from its token `first` on."""
     cache, common, block_size = case.kv_cache.clone(), case.meta.common, case.meta.block_size
     requests = list(zip(common.block_table_tensor, common.seq_lens.tolist(), strict=True))
-    for (table, length), value in zip(requests[1::2], POISON, strict=True):
+    for (table, length), value in zip(requests[1::2], POISON, strict=False):
         position = torch.arange(first, length, device=cache.device)
         blocks, offsets = table[position // block_size].long(), position % block_size
         # [B, K, H] is a block of keys, and one of values; [B, Lkv + R] is one of latents.
         for part in (cache[:, 0], cache[:, 1]) if cache.dim() == 5 else (cache,):
             part[blocks, offsets] = value
     out = attend(dataclasses.replace(case, kv_cache=cache))
-    _check_apart(out, attend(case), case.meta)
+    _check_apart(out, attend(case), case.meta, stays=stays)
 
 
-def _check_apart(out: torch.Tensor, want: torch.Tensor, meta: AttentionMetadata) -> None:
-    """Raise unless rows of requests 0, 2, ... are those of `want`, and the others' are poisoned."""
+def _check_apart(
+    out: torch.Tensor, want: torch.Tensor, meta: AttentionMetadata, *, stays: bool = True
+) -> None:
+    """Raise unless requests 0, 2, ... have the rows of `want`; others have NaN, if it `stays`."""
     starts = meta.common.query_start_loc.tolist()
     for request, (begin, end) in enumerate(itertools.pairwise(starts)):
-        if request % 2:
+        if request % 2 and stays:
             hidden = bool(out[begin:end].isfinite().any())
             expect(not hidden, f"NaN or inf of request {request} must reach its own rows")
-        else:
+        elif not request % 2:
             same = torch.equal(out[begin:end], want[begin:end])
             expect(same, f"NaN or inf of another request reached request {request}")

@@ -52,7 +52,7 @@ _LATENT_RULES: dict[rules.Rule, tuple[Iterable[Any], ...]] = {
     latent.latent_geometry: (),
     latent.latent_beyond_64k: (),
     latent.latent_operators: (),
-    apart.latent_requests_apart: (("decode", "mixed"),),
+    apart.latent_requests_apart: (("decode", "mixed", "prefill"),),
     latent.latent_compiled: (latent.LATENT_CACHES,),
 }
 """The same of backends of latent attention."""

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from attn_ops.backends.base import AttentionOptions, Backend, Support
+from attn_ops.backends.finite import finite_values
 from attn_ops.backends.flash_attn.library import (
     LIBRARIES,
     check_fp8,
@@ -238,14 +239,17 @@ def varlen(
         out_TNH[rows:].zero_()
     if rows == 0:
         return out_TNH
+    # The kernels load whole tiles of keys, of the next requests and of the padding rows too.
+    k, v = k[:rows], v[:rows]
+    if common.num_reqs > 1:
+        k, v = finite_values(k, v)
     if fa_version() is None:
         _refuse_sinks(options)
         return upstream_varlen(q, k, v, common, options, out_TNH)
     varlen_function()(
         q=q,
-        # The kernels load whole tiles of keys; a NaN of the padding rows behind would come out.
-        k=k[:rows],
-        v=v[:rows],
+        k=k,
+        v=v,
         out=out_TNH,
         max_seqlen_q=common.max_query_len,
         cu_seqlens_q=common.query_start_loc,

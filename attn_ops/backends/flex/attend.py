@@ -20,6 +20,7 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from attn_ops.backends.base import AttentionOptions
+from attn_ops.backends.finite import finite_values
 from attn_ops.backends.flex.layout import LayoutMask
 from attn_ops.backends.flex.plan import KEY_TILE, FlexPlan
 from attn_ops.metadata import kv_dtype_of
@@ -197,10 +198,7 @@ def _computation(variant: _Variant, flex: Callable[..., Any]) -> Callable[..., A
         dtype = torch.float32 if q_TNH.device.type == "cpu" else q_TNH.dtype
         if variant.kv_cache_dtype is not None:
             k, v = _gathered(k, v, variant.kv_cache_dtype, k_scale, v_scale, keys_CK, dtype)
-        # Tiles mix requests: 0, the weight of a key that is masked, times NaN would be NaN. So the
-        # key of such values is NaN instead: only scores of rows that see it are.
-        lost_CK1 = ~v.isfinite().all(-1, keepdim=True)
-        k, v = torch.where(lost_CK1, torch.nan, k), torch.where(lost_CK1, 0, v)
+        k, v = finite_values(k, v)  # tiles mix requests
         q, k, v = (_dense(x, dtype, flex is not _eager) for x in (q_TNH, k, v))
         block_mask = BlockMask.from_kv_blocks(
             num_tiles,

@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import pad
 
 from attn_ops.backends.base import Backend, Support
+from attn_ops.backends.finite import finite_values
 from attn_ops.backends.flash_attn.library import (
     LIBRARIES,
     fa_version,
@@ -121,6 +122,8 @@ def prefill(
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `Prefill` in kernels.py; values are padded where FA3 has no kernel for their size."""
+    if len(cu_k) > 2:  # tiles of keys reach into the next request's
+        k, v = finite_values(k, v)
     sizes = q.shape[2], v.shape[2]
     padded = sizes[0] != sizes[1] and sizes not in OWN_VALUE_SIZES
     result: Any = varlen_function()(

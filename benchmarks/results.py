@@ -32,17 +32,19 @@ command. Compare figures of one table only: it is one run on one card.
 
 
 def of_junit(paths: Iterable[Path], **origin: str) -> dict[str, Any]:
-    """Counts by test file, names of failed tests and reasons of skipped ones, of JUnit files."""
+    """Counts by test file, beginnings of failed tests' names, and reasons of skipped ones."""
     rows: dict[str, Counter[str]] = {}
-    failed, skipped, seconds = [], Counter[str](), Counter[str]()
-    for case in (c for path in paths for c in ElementTree.parse(path).iter("testcase")):
-        file = case.get("classname", "").replace(".", "/") + ".py"
+    failed, skipped, seconds = Counter[str](), Counter[str](), Counter[str]()
+    cases = (c for path in paths for c in ElementTree.parse(path).iter("testcase"))
+    for case in (c for c in cases if c.get("name")):  # what was cut off has none
+        name = case.get("classname") or str(case.get("name"))  # a file that is not collected
+        file = name.replace(".", "/") + ".py"
         outcome = next((c.tag for c in case if c.tag in ("failure", "error", "skipped")), "passed")
         outcome = "failed" if outcome in ("failure", "error") else outcome
         rows.setdefault(file, Counter())[outcome] += 1
         seconds[file] += float(case.get("time", 0))  # pyright: ignore[reportArgumentType]
         if outcome == "failed":
-            failed.append(f"{file}::{case.get('name')}")
+            failed[f"{file}::{str(case.get('name')).partition('-')[0]}"] += 1
         if outcome == "skipped":
             skipped[str(case.find("skipped").get("message"))[:120]] += 1  # pyright: ignore
     names = ("passed", "failed", "skipped")
@@ -54,7 +56,7 @@ def of_junit(paths: Iterable[Path], **origin: str) -> dict[str, Any]:
     table["all"] = total | {"seconds": round(total["seconds"], 1)}
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     command = "python -m pytest -m gpu"
-    rest = {"failed": failed, "skipped because": dict(skipped.most_common())}
+    rest = {"failed": dict(failed), "skipped because": dict(skipped.most_common())}
     return {"command": command, "date": date, **origin, "rows": table, **rest}
 
 
@@ -66,10 +68,10 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         where = [result["device"], f"commit {result['commit'][:9]}", result["date"], *versions]
         parts += [f"## {name}\n", _line(f"`{result['command']}`: {', '.join(where)}."), ""]
         parts += [*_table(result["rows"]), ""]
-        parts += [_line(f"- failed: `{test}`") for test in result.get("failed", ())]
-        because = dict(result.get("skipped because", {}))
-        parts += [_line(f"- skipped, {number}: {why}") for why, number in because.items()]
-        parts += [_line(result["note"])] if result.get("note") else []
+        for what, form in (("failed", "`{}`"), ("skipped because", "{}")):
+            found = dict(result.get(what, {}))
+            parts += [_line(f"- {what}, {n}: {form.format(text)}") for text, n in found.items()]
+        parts += ["", _line(result["note"])] if result.get("note") else []
         parts += [""]
     return re.sub("\n\n+", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
@@ -100,12 +102,13 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", type=Path, help="JUnit files of one run")
     parser.add_argument("--figures", nargs="+", type=Path, help="what benchmarks wrote by --json")
     parser.add_argument("--name", default="gpu_tests", help="of the tests' file in docs/results/")
+    parser.add_argument("--note", default="", help="what the reader of the tests must know")
     parser.add_argument("--commit", default="")
     parser.add_argument("--device", default="")
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     if args.tests:
-        found = of_junit(args.tests, commit=args.commit, device=args.device)
+        found = of_junit(args.tests, commit=args.commit, device=args.device, note=args.note)
         (FOLDER / f"{args.name}.json").write_text(json.dumps(found, indent=1) + "\n")
     for path in args.figures or ():
         found = json.loads(path.read_text())

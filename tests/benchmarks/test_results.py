@@ -19,13 +19,13 @@ def test_junit_is_counted(tmp_path):
         "passed": 2, "failed": 2, "skipped": 0, "seconds": 4.0,
     }  # fmt: skip
     assert found["rows"]["all"] == {"passed": 2, "failed": 2, "skipped": 2, "seconds": 4.0}
-    assert found["failed"] == ["tests/gpu/test_a.py::test_x[2]"] * 2
+    assert found["failed"] == {"tests/gpu/test_a.py::test_x[2]": 2}
     assert found["skipped because"] == {"no GPU": 2}
     text = page({"gpu_tests": found})
     assert "## gpu_tests" in text
     assert "| tests/gpu/test_a.py | 2 | 2 | 0 | 4 |" in text
-    assert "- failed: `tests/gpu/test_a.py::test_x[2]`" in text
-    assert "- skipped, 2: no GPU" in text
+    assert "- failed, 2: `tests/gpu/test_a.py::test_x[2]`" in text
+    assert "- skipped because, 2: no GPU" in text
 
 
 def test_the_page_is_that_of_its_files():

@@ -78,7 +78,7 @@ class MLAAttention(nn.Module):
             ValueError: `kv_scale` is not finite and above 0, with an FP8 cache.
         """
         if kv_cache_dtype != "auto":
-            check_scale_values(self, None)
+            check_scale_values(self, None, used=("kv_scale",))
         return AttentionSpec.of_latent(
             self.num_heads, self.latent, dtype, kv_cache_dtype=kv_cache_dtype
         )

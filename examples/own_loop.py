@@ -128,6 +128,7 @@ def generate(
 ) -> list[list[int]]:
     """Greedy tokens of each prompt, [S][num_tokens]; steps are replayed on a GPU."""
     device, longest = next(model.parameters()).device, max(map(len, prompts)) + num_tokens
+    integration.check_lengths(model, longest)  # refuses RoPE that depends on the whole batch
     specs = integration.attention_specs(model)
     chosen = select_backend(specs, block_size=BLOCK, device=device, backend=backend).backend
     builder = chosen.builder(chosen, specs, BLOCK, device)

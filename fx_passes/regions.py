@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from fx_passes.analysis.layer_paths import drop_path
 from fx_passes.analysis.memory import mutated_storages, touched_storages
-from fx_passes.analysis.values import value_of
+from fx_passes.analysis.values import noted, value_of
 from fx_passes.naming import GraphName, names_of_pieces
 
 CompilePiece = Callable[[GraphModule, Sequence[Any], GraphName | None], Callable[..., Any]]
@@ -195,7 +195,7 @@ def _tell_static_inputs(gm: GraphModule, piece: GraphModule, calls: list[Node]) 
     AOTAutograd reads it from nodes and attributes of a graph of Dynamo. Without it Inductor's CUDA
     graphs ("reduce-overhead") copy every weight before each replay.
     """
-    piece.meta["dynamo_compile_id"] = gm.meta.get("dynamo_compile_id")
+    piece.meta |= {name: v for name, v in gm.meta.items() if name == "dynamo_compile_id"}
     piece._param_name_to_source = {}  # pyright: ignore[reportAttributeAccessIssue]
     for i, node in enumerate(piece.graph.find_nodes(op="placeholder")):
         node._dynamo_source = None
@@ -206,8 +206,7 @@ def _tell_static_inputs(gm: GraphModule, piece: GraphModule, calls: list[Node]) 
 
 def _is_static(node: Any) -> bool:
     """Whether an argument keeps its address, and is aligned as kernels for static inputs assume."""
-    told = node.op == "placeholder" and node.meta.get("tensor_dict")
-    value = value_of(node)
+    told, value = node.op == "placeholder" and noted(node, "tensor_dict"), value_of(node)
     if not told or not told.get("_dynamo_static_input_type") or not isinstance(value, torch.Tensor):
         return False
     offset = value.storage_offset()

@@ -173,7 +173,8 @@ def check_scales(
 def check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
     """Raise a ValueError for slots beyond the cache, where the host sees them."""
     if slot_mapping.is_cpu and slot_mapping.numel() and not torch.compiler.is_compiling():
-        lowest, highest = (x.item() for x in slot_mapping.aminmax())
+        slots = slot_mapping.numpy()
+        lowest, highest = slots.min(), slots.max()
         if lowest < PAD_SLOT_ID or highest >= num_slots:
             raise ValueError(
                 f"slot_mapping must hold {PAD_SLOT_ID} or slots from 0 to {num_slots - 1}, "
@@ -181,17 +182,34 @@ def check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
             )
 
 
-def check_scale_values(layer: object, device: torch.device | None, of: str = "") -> None:
+SCALES = ("k_scale", "v_scale", "kv_scale")
+
+
+def check_scale_values(
+    layer: object,
+    device: torch.device | None,
+    of: str = "",
+    used: tuple[str, ...] = ("k_scale", "v_scale"),
+) -> None:
     """Raise a ValueError unless the scales of a layer's FP8 cache are None or finite and above 0.
 
-    Reads them from the device: when a layer or session is made, not in a step.
+    Reads them from the device: when a layer or session is made, not in a step. Scales by other
+    names than those `used` would silently not count, so they are refused.
     """
-    for name in ("k_scale", "v_scale", "kv_scale"):
+    for name in SCALES:
         scale = getattr(layer, name, None)
         if scale is None:
             continue
+        if name not in used:
+            raise ValueError(f"{name}{of} must be None, got {scale!r}; supported: {used}")
         if not isinstance(scale, torch.Tensor):
             raise ValueError(f"{name}{of} must be a tensor of shape [1] or None, got {scale!r}")
         check_vector(f"{name}{of}", scale, 1, device or scale.device)
         if not scale.is_meta and not 0 < (value := scale.item()) < math.inf:
             raise ValueError(f"{name}{of} must be finite and above 0, got {value}")
+    for part, name in (("k_proj", "k_scale"), ("v_proj", "v_scale")):
+        if getattr(getattr(layer, part, None), name, None) is not None:
+            raise ValueError(
+                f"{part}.{name}{of} must be None, got a scale; supported: {name} of the attention "
+                "layer itself"
+            )

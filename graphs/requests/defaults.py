@@ -14,7 +14,7 @@ from graphs.requests.tokens import ints, listed_ids
 from graphs.sampling import SamplingParams
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p")
-"""Fields that count only where the config says `do_sample`."""
+"""Fields that count only for requests that draw: where the config says `do_sample`, or they do."""
 
 TAKEN = frozenset((
     "do_sample", *DRAWN, "repetition_penalty", "eos_token_id", "pad_token_id", "max_new_tokens",
@@ -70,7 +70,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Fields that sessions do not obey: the values, beside None, with which they ask for nothing."""
 
-_OF_DRAWS = frozenset(("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"))
 _LISTED = TAKEN.union(*IDLE.values())
 
 
@@ -91,6 +90,8 @@ class Defaults:
             ValueError: a field asks for what sessions do not do.
         """
         config = getattr(model, "generation_config", None)
+        if isinstance(config, Mapping):
+            raise ValueError("generation_config must be a GenerationConfig, got a mapping")
         fields = {} if config is None else vars(config)
         given = {name: value for name, value in fields.items() if value is not None}
         for name in given:
@@ -116,6 +117,8 @@ class Defaults:
         names, fields = ("repetition_penalty",), {}
         if self.given.get("do_sample"):
             names, fields = (*DRAWN, *names), {"temperature": 1.0, "top_k": 50}
+        elif own.get("temperature"):
+            names = (*DRAWN, *names)
         fields |= {name: self.given[name] for name in names if name in self.given}
         fields = {name: value for name, value in fields.items() if name not in own}
         with _naming_the_config():
@@ -140,8 +143,6 @@ class Defaults:
 
 def _asks(config: Any, name: str) -> bool:
     """Whether `generate` obeys the field and its value is no neutral one."""
-    if name in _OF_DRAWS and not getattr(config, "do_sample", None):
-        return False
     if name not in REFUSED and (name.startswith("_") or name not in vars(type(config)())):
         return False  # generate does not know it either
     value = getattr(config, name)

@@ -213,7 +213,9 @@ def checked_requests(
     check_positive(n=wanted.n)
     check_bools(share_prefix=wanted.share_prefix)
     requests: list[Request] = []
-    for prompt in unpadded(prompts, defaults.tokens("pad_token_id"), ends[0]):
+    pads, eos = defaults.tokens("pad_token_id"), ends[0]
+    eos = eos | defaults.tokens("eos_token_id") if pads else eos
+    for prompt in unpadded(prompts, pads, eos):
         tokens = _checked_prompt(prompt, limits)
         new = wanted.max_new_tokens
         new = defaults.max_new_tokens(len(tokens)) if new is None else new

@@ -68,7 +68,8 @@ def unpadded(prompts: Any, pads: Set[int], ends: Set[int]) -> list[Any]:
     """A list of prompts without their padding, from what a caller gave.
 
     A tokenizer's mapping, of a batch or of one prompt, says by its attention_mask what padding is.
-    In an array [S, L] without a mask it is `pads`, as in `generate`. Lists have no padding.
+    In an array [S, L], or a mapping of equally long rows, without a mask it is `pads`, as in
+    `generate`. Lists have no padding.
 
     Raises:
         ValueError: there is padding between tokens, or `pads` are also `ends`, so it may be text.
@@ -76,10 +77,12 @@ def unpadded(prompts: Any, pads: Set[int], ends: Set[int]) -> list[Any]:
     rows, mask = _parts("prompts", prompts)
     guessed = mask is None and getattr(rows, "ndim", 0) == 2
     rows = listed("prompts", rows, "prompts")
+    if mask is None and isinstance(prompts, Mapping) and len(rows) > 1:
+        guessed = guessed or len({len(row) if isinstance(row, list) else -1 for row in rows}) == 1
     if guessed:
         mask = _guessed_mask(rows, pads, ends)
     if mask is None:
-        return [_shown(*_parts("prompt", row)) for row in rows]
+        return [_shown(*_one(*_parts("prompt", row))) for row in rows]
     masks = listed("attention_mask", mask, "rows")
     if len(masks) != len(rows):
         raise ValueError(f"attention_mask must have {len(rows)} rows, got {len(masks)}")
@@ -94,6 +97,13 @@ def _parts(name: str, values: Any) -> tuple[Any, Any]:
     if more:
         raise ValueError(f"{name} must hold input_ids and attention_mask alone, got also {more}")
     return values["input_ids"], values.get("attention_mask")
+
+
+def _one(rows: Any, mask: Any) -> tuple[Any, Any]:
+    """The row of a batch of one prompt, as a tokenizer returns tensors, and of its mask."""
+    if getattr(rows, "ndim", 1) == 2 and len(rows) == 1:
+        return rows[0], mask if getattr(mask, "ndim", 1) == 1 else mask[0]
+    return rows, mask
 
 
 def _guessed_mask(rows: list[Any], pads: Set[int], ends: Set[int]) -> list[list[int]] | None:
@@ -117,7 +127,7 @@ def _shown(row: Any, mask: Any) -> Any:
             f"attention_mask must hold 0 or 1 for each of {len(tokens)} tokens, got {kept!r:.80}"
         )
     begin = kept.index(1) if 1 in kept else 0
-    end = begin + sum(kept)
+    end = begin + int(sum(kept))
     if not all(kept[begin:end]):
         raise ValueError(
             f"prompts must be padded at the ends of rows alone, got the mask {kept!r:.80}"
@@ -131,4 +141,8 @@ def media_tokens(config: Any) -> dict[int, str]:
         f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")
     ]
     values = [(getattr(config, name, None), name) for name in kinds]
-    return {token: name for token, name in values if isinstance(token, int)}
+    found = {token: name for token, name in values if isinstance(token, int)}
+    for part in vars(config).values():
+        if hasattr(part, "to_diff_dict"):  # of a vision or audio encoder
+            found |= media_tokens(part)
+    return found

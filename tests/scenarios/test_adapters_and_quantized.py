@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from attn_ops.integrations.merged import merge_projections
+from attn_ops.integrations.transformers import attention_specs
 from tests.kit.marks import slow
 from tests.kit.models import build_model
 from tests.kit.sessions import make_session, refuses, tokens_of
@@ -75,6 +76,8 @@ def test_an_adapter_that_acts_behind_some_tokens_is_refused(inner):
     model = adapted("attn_ops", alora_invocation_tokens=[33, 2])
     run = model.base_model.model if inner else model
     refuses(run, "every token alike, got 'default', an activated LoRA")
+    with pytest.raises(ValueError, match="an activated LoRA"):
+        attention_specs(run)  # by hand
 
 
 def test_virtual_tokens_are_refused():

@@ -99,6 +99,20 @@ def test_bad_scales_of_own_layers_are_refused_with_their_spec(scale, message):
             layer.spec(torch.float32, "fp8_e4m3")
 
 
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [("llama", "kv_scale"), ("llama", "k_proj.k_scale"), ("deepseek_v2", "v_scale")],
+)
+def test_scales_by_other_names_do_not_pass_unused(make_model, family, path):
+    model = make_model(family)
+    part, _, name = path.rpartition(".")
+    layer = model.model.layers[1].self_attn.get_submodule(part)
+    setattr(layer, name, torch.tensor([0.5]))
+    make_session(model, "auto")
+    with pytest.raises(ValueError, match=rf"^{path} of layer 1 must be None, got .*; supported"):
+        make_session(model, "fp8_e4m3")
+
+
 def test_caches_take_half_the_bytes(make_model):
     model = make_model("llama").to(torch.bfloat16)
     plain, narrow = (make_session(model, dtype) for dtype in ("auto", "fp8_e4m3"))

@@ -193,7 +193,6 @@ def test_what_a_session_does_not_do_is_refused_by_name(configured):
         assert asks
         for value in [*asks, *neutral]:
             session.model.generation_config = config = transformers.GenerationConfig()
-            config.do_sample = True  # typical_p and its like count with draws alone
             setattr(config, name, value)
             if value in neutral:
                 assert len(session.generate([[1]], 1)) == 1
@@ -201,6 +200,22 @@ def test_what_a_session_does_not_do_is_refused_by_name(configured):
             with pytest.raises(ValueError, match=rf"^generation_config\.{name} must .* = None gen"):
                 session.add([1], 1)
     assert session.num_unfinished == 0
+
+
+def test_filters_count_for_requests_that_draw_by_themselves(configured):
+    model = configured(top_k=1)  # without do_sample
+    session = make_session(model)
+    greedy, drawn, free = (
+        tokens_of(session.generate(PROMPTS, 8, **own))
+        for own in ({}, {"temperature": 5.0}, {"temperature": 5.0, "top_k": 0})
+    )
+    assert greedy == drawn != free
+    model.generation_config.typical_p = 0.5
+    with pytest.raises(ValueError, match=r"^generation_config\.typical_p must be neutral"):
+        session.add([1], 1, temperature=1.0)
+    model.generation_config = {"top_k": 1}
+    with pytest.raises(ValueError, match=r"^generation_config must be a GenerationConfig"):
+        session.add([1], 1)
 
 
 def test_fields_of_a_newer_transformers(configured):

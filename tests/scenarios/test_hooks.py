@@ -94,3 +94,21 @@ def test_global_hooks_of_a_compiled_model_are_refused(make_model):
         refuses(torch.compile(model, backend="eager"), "own modules, got global hooks")
     finally:
         handle.remove()
+
+
+def test_classes_patched_after_an_equal_model_was_compiled(make_model, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    torch._dynamo.reset()
+
+    def tokens(compiled=True):
+        model = make_model("llama")
+        run = torch.compile(model, backend="attn_ops") if compiled else model
+        return tokens_of(make_session(run).generate(PROMPTS, 6))
+
+    plain, forward = tokens(), LlamaMLP.forward
+    for factor in (-3, 2):
+        monkeypatch.setattr(LlamaMLP, "forward", lambda self, x, f=factor: f * forward(self, x))
+        assert tokens() == tokens(compiled=False) != plain
+    monkeypatch.undo()
+    assert tokens() == plain

@@ -100,7 +100,6 @@ class Contract:
 
     def _check(self) -> None:
         check_eval(self.model)
-        _check_adapters(self.model)
         _check_embeddings(self.model, self.vocab_size)
         layers = attention_layers(self.model)
         for tables in filter(None, map(blocksparse, layers)):
@@ -150,16 +149,6 @@ def check_eval(model: Any) -> None:
         if module.training and (module is model or draws):
             raise ValueError(
                 f"{name or 'model'}.training must be False, got True; call model.eval()"
-            )
-
-
-def _check_adapters(model: Any) -> None:
-    """Adapters of peft act on every token. The model in a peft model would leave this one out."""
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
-        if getattr(config, "alora_invocation_tokens", None):
-            raise ValueError(
-                f"adapters must act on every token alike, got {name!r}, an activated LoRA, which "
-                "acts behind its alora_invocation_tokens; supported: adapters without them"
             )
 
 

@@ -38,10 +38,12 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
 
     Raises:
         ValueError: the model was not built with `attn_implementation="attn_ops"`, has no attention
-            layers, or layers that share a cache differ in geometry or FP8 scales.
+            layers, or layers that share a cache differ in geometry or FP8 scales; or an adapter
+            acts on some tokens alone.
     """
     compute_all_rows(model)
     layers = attention_layers(model)
+    _check_adapters(model)
     mark_hooks(model, layers)
     for layer in filter(has_latent, layers):
         keep_latent(layer)
@@ -50,6 +52,16 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
         _check_sharing(sharer, layers, model, kv_cache_dtype)
     owners = [layer for layer in layers if not shares_cache(layer)]
     return [_spec(layer, model, kv_cache_dtype) for layer in owners]
+
+
+def _check_adapters(model: Any) -> None:
+    """Adapters of peft act on every token. The model in a peft model would leave this one out."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"adapters must act on every token alike, got {name!r}, an activated LoRA, which "
+                "acts behind its alora_invocation_tokens; supported: adapters without them"
+            )
 
 
 def attention_layers(model: Any) -> list[Any]:
@@ -115,7 +127,8 @@ def _attends(module: Any) -> bool:
 def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
     if kv_cache_dtype != "auto":
         device = next((p.device for p in layer.parameters()), None)
-        check_scale_values(layer, device, f" of layer {layer.layer_idx}")
+        used = ("kv_scale",) if has_latent(layer) else ("k_scale", "v_scale")
+        check_scale_values(layer, device, f" of layer {layer.layer_idx}", used)
     if has_latent(layer):
         sizes = (layer.num_heads, latent_shape(layer), model.dtype)
         return AttentionSpec.of_latent(*sizes, kv_cache_dtype=kv_cache_dtype)

@@ -44,7 +44,7 @@ def step(seq, width=WIDTH):
 def filled(common, spec=SPEC):
     """q and a cache for it, both NaN wherever no request has tokens, in the null block too."""
     size = common.num_reqs
-    num_blocks = common.block_table_tensor.numel() + 1
+    num_blocks = max(size * WIDTH, int(common.block_table_tensor.max())) + 1
     cache = torch.full((num_blocks, 2, BLOCK, spec.num_kv_heads, spec.head_size), np.nan)
     for blocks, length in zip(common.block_table_tensor, common.seq_lens.tolist(), strict=True):
         for begin in range(0, length, BLOCK):

@@ -157,16 +157,16 @@ def test_chunked_layers_have_a_group_of_their_own(chunked_on):
 
 
 def test_geometries_that_only_one_group_takes(make_batch):
-    """The default takes no head size 40; the operators ask before the group is known."""
-    spec = dataclasses.replace(FULL, head_size=40)
+    """The default takes no head size 36; the operators ask before the group is known."""
+    spec = dataclasses.replace(FULL, head_size=36)
     backend = grouped_backend({spec: "FLEX"}, default="TRITON")
-    batch = make_batch(*LENGTHS["mixed"], head_size=40, block_size=16)
+    batch = make_batch(*LENGTHS["mixed"], head_size=36, block_size=16)
     meta = built(backend, batch.common, (FULL, spec))
     write_kv(batch.k, batch.v, batch.kv_cache, meta)
     check(attention(batch.q, batch.kv_cache, meta, SCALE), None, batch, {})
     assert select_reasons(backend, spec) == []
     (reason,) = select_reasons(backend, dataclasses.replace(spec, sliding_window=3))
-    assert reason.startswith("TRITON: head_size must be supported, got 40")
+    assert reason.startswith("TRITON: head_size must be supported, got 36")
     with pytest.raises(ValueError, match=r"backend TRITON cannot take these layers: head_size"):
         built(backend, batch.common, (spec, dataclasses.replace(spec, soft_cap=2.0)))
 

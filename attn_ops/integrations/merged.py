@@ -3,6 +3,8 @@
 A decode step is bound by memory traffic and launches. One product of a merged weight reads the same
 bytes in one kernel, without the split-K reductions of the small ones. Modules, names and the state
 dict stay: each weight becomes a view of the merged one, so loading and in-place updates reach both.
+`save_pretrained` and `safetensors.torch.save_file(model.state_dict(), ...)` save them;
+`safetensors.torch.save_model` refuses views.
 """
 
 import collections

@@ -173,6 +173,8 @@ def stored(x: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor | None) -> 
         return x
     limit = torch.finfo(fp8).max
     x = x.float() if scale is None else x.float() / scale
+    if x.requires_grad and torch.is_grad_enabled():  # in a trace; the operator refuses before
+        x = x + torch.ops.attn_ops.no_backward(x.detach(), "write_kv")
     return x.clamp(-limit, limit).to(fp8).view(torch.uint8)
 
 

@@ -1,7 +1,10 @@
 """Gradients: no operator computes any, and backward says so, in eager and in compiled code."""
 
+import functools
+
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from attn_ops import (
     Attention,
@@ -10,6 +13,7 @@ from attn_ops import (
     get_backend,
     mla_attention,
     varlen_metadata,
+    write_kv,
     write_mla_kv,
 )
 from tests.kit.batches import build_batch
@@ -57,16 +61,9 @@ def calls() -> dict[str, tuple[tuple, dict]]:
     return {name: (call[0], *call[1:], {})[:2] for name, call in found.items()}
 
 
-def test_every_operator_is_here():
-    schemas = [s.name.partition("::") for s in torch._C._jit_get_all_schemas()]
-    assert {name for space, _, name in schemas if space == "attn_ops"} == calls().keys() | WITHOUT
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", calls())
-def test_backward_raises(name, compiled):
-    operator = getattr(torch.ops.attn_ops, name).default
-    args, keywords = calls()[name]
+def scaled_call(name: str):
+    """A call of an operator with what it reads times a factor: what it returns or writes."""
+    operator, (_, keywords) = getattr(torch.ops.attn_ops, name).default, calls()[name]
     written = [a.is_write for a in operator._schema.arguments]
 
     def function(args, factor):
@@ -82,17 +79,77 @@ def test_backward_raises(name, compiled):
             results = args[written.index(True)]
         return [results] if isinstance(results, torch.Tensor) else list(results)
 
+    return function
+
+
+def test_every_operator_is_here():
+    schemas = [s.name.partition("::") for s in torch._C._jit_get_all_schemas()]
+    assert {name for space, _, name in schemas if space == "attn_ops"} == calls().keys() | WITHOUT
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", calls())
+def test_backward_raises(name, compiled):
+    function = scaled_call(name)
     with torch.no_grad():
         want = function(calls()[name][0], 1.0)
     if compiled:
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
     factor = torch.ones((), requires_grad=True)
-    results = function(args, factor)
+    results = function(calls()[name][0], factor)
     for result, expected in zip(results, want, strict=True):
         assert torch.equal(result.float().nan_to_num(), expected.float().nan_to_num())
         with refused:
             result.float().nan_to_num().sum().backward(retain_graph=True)
     assert factor.grad is None
+
+
+def dual_call(function, one):
+    with forward_ad.dual_level(), torch.no_grad():  # which tangents do not heed
+        function(forward_ad.make_dual(one, one))
+
+
+DIFFERENTIATE = {
+    "grad": lambda function, one: torch.func.grad(function)(one),
+    "vjp": torch.func.vjp,
+    "jvp": lambda function, one: torch.func.jvp(function, (one,), (one,)),
+    "vmap": lambda function, one: torch.func.vmap(function)(torch.stack([one, one])),
+    "dual": dual_call,
+}
+
+
+@pytest.mark.parametrize("name", calls())
+def test_what_has_no_backward_is_refused_when_it_is_called(name):
+    """functorch hides from an operator what is differentiated, and tangents need no history."""
+    call, (args, _) = scaled_call(name), calls()[name]
+
+    def function(factor):
+        return sum(x.float().nan_to_num().sum() for x in call(args, factor))
+
+    for differentiate in DIFFERENTIATE.values():
+        with refused:
+            differentiate(function, torch.ones(()))
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_gradients_by_torch_func_of_compiled_code_are_refused(outside):
+    """Whichever is around the other."""
+    b = build_batch([3, 1], [5, 4])
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+
+    def function(q):
+        return attention(q, b.kv_cache, b.meta, 0.3).square().sum()
+
+    grad = torch.func.grad(compiled(function)) if outside else compiled(torch.func.grad(function))
+    with refused:
+        grad(b.q)
+
+
+def test_a_call_beside_tangents_is_not_refused():
+    b = build_batch([3, 1], [5, 4])
+    want = attention(b.q, b.kv_cache, b.meta, 0.3)
+    with forward_ad.dual_level():
+        assert torch.equal(attention(b.q, b.kv_cache, b.meta, 0.3), want)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +196,64 @@ def test_traced_write_of_latents():
     torch.compile(write, backend="aot_eager")(b.kv_c, b.k_pe, b.kv_cache, b.meta)
     with refused:
         mla_attention(*b.arguments, **b.keywords).sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("asked", ["k", "v", "k_scale", "latent"])
+def test_a_write_to_an_fp8_cache_is_refused_at_once(asked, compiled):
+    """Integers hand no refusal on."""
+    factor, fp8 = torch.ones((), requires_grad=True), {"kv_cache_dtype": "fp8_e4m3"}
+    if asked == "latent":
+        b = build_latent_batch([3, 1], [5, 4], written=False, **fp8)
+        write, inputs, name = write_mla_kv, {"kv_c": b.kv_c, "k_pe": b.k_pe}, "k_pe"
+        kv_cache = b.kv_cache
+    else:
+        b = build_batch([3, 1], [5, 4], written=False)
+        write, inputs = write_kv, {"k": b.k, "v": b.v, "k_scale": torch.ones(1)}
+        name, kv_cache = asked, torch.zeros(b.kv_cache.shape, dtype=torch.uint8)
+
+    def step(kv_cache, meta, factor):
+        write(kv_cache=kv_cache, meta=meta, **inputs | {name: inputs[name] * factor}, **fp8)
+
+    run = torch.compile(step, backend="aot_eager") if compiled else step
+    before = kv_cache.clone()
+    with refused:
+        run(kv_cache, b.meta, factor)
+    assert torch.equal(kv_cache, before)
+    with torch.no_grad():
+        run(kv_cache, b.meta, factor)
+    assert not torch.equal(kv_cache, before)
+
+
+def history(x: torch.Tensor) -> set:
+    """The autograd nodes behind x."""
+    found, left = set(), [x.grad_fn]
+    while left:
+        if (node := left.pop()) is not None and node not in found:
+            found.add(node)
+            left += [before for before, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_steps_with_gradients_hold_no_step_before(is_view):
+    """A view: that of a cache whose heads stand before its tokens."""
+    b = build_batch([3, 1], [5, 4])
+    cache = b.kv_cache.transpose(2, 3).contiguous().transpose(2, 3) if is_view else b.kv_cache
+    layer, factor, sizes = Attention(4, 2, b.q.shape[2]), torch.ones((), requires_grad=True), []
+    for _ in range(4):
+        k, v = b.k * factor, b.v * factor
+        out = layer(b.q * factor, k, v, cache, b.meta)
+        sizes.append(len(history(out)))
+    assert len(set(sizes)) == 1, sizes
+    for wanted in (factor, k, v):
+        with refused:
+            torch.autograd.grad(out.sum(), wanted, retain_graph=True)
+    write_kv(b.k, b.v, cache, b.meta)  # without gradients: the cache's own stand
+    out = layer(b.q, b.k, b.v, cache, b.meta)
+    assert len(history(out)) <= sizes[0]
+    with refused:
+        torch.autograd.grad(out.sum(), k)
 
 
 def test_inference_pays_no_autograd():

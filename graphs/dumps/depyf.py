@@ -91,7 +91,7 @@ def _format_graph(name: str, gm: Any, maybe_id: int | None = None, **kwargs: Any
     """Runs with the globals of torch._dynamo.utils, so it must find its own by importing them."""
     from graphs.dumps.depyf import _block, _guarded, _is_in_dump
 
-    def format_graph(*args: Any, **kwargs: Any) -> Any:
+    def format_graph(*args, **kwargs):  # an annotation would be looked up in those globals
         return _block["theirs" if _is_in_dump(gm) else "torchs"](*args, **kwargs)
 
     return _guarded(format_graph, _block["torchs"])(name, gm, maybe_id, **kwargs)

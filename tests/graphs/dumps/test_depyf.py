@@ -3,12 +3,14 @@
 import linecache
 import re
 import sys
+from types import FunctionType
 
 import pytest
 import torch
 from torch._dynamo.utils import lazy_format_graph_code
 
 import graphs
+from graphs.dumps import depyf
 from tests.graphs.dumps.dumped import compiled_function, files
 
 
@@ -91,3 +93,14 @@ def test_depyf_writes_into_the_dump_alone(tmp_path, monkeypatch):
     names = [path.name.split(".")[1] for path in (directory / "depyf").glob("*of_a*")]
     assert names == ["of_a_graph"]
     assert "depyf left" not in (directory / "index.md").read_text()
+
+
+def test_the_swapped_code_finds_all_it_needs_by_itself(monkeypatch):
+    """It runs with torch's globals; those of torch 2.11 have no `Any`."""
+    monkeypatch.setitem(depyf._block, "torchs", lambda name, gm, *rest, **more: f"torch's {name}")
+    gm = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
+    monkeypatch.setitem(depyf._block, "directory", None)
+    monkeypatch.setitem(depyf._block, "notes", [])
+    swapped = FunctionType(depyf._format_graph.__code__, {"__builtins__": __builtins__})
+    assert swapped("graph", gm, None) == "torch's graph"
+    assert depyf._block["notes"] == []

@@ -195,7 +195,7 @@ def _tell_static_inputs(gm: GraphModule, piece: GraphModule, calls: list[Node]) 
     AOTAutograd reads it from nodes and attributes of a graph of Dynamo. Without it Inductor's CUDA
     graphs ("reduce-overhead") copy every weight before each replay.
     """
-    piece.meta |= {name: v for name, v in gm.meta.items() if name == "dynamo_compile_id"}
+    piece.meta.update({k: v for k, v in gm.meta.items() if k == "dynamo_compile_id"})
     piece._param_name_to_source = {}  # pyright: ignore[reportAttributeAccessIssue]
     for i, node in enumerate(piece.graph.find_nodes(op="placeholder")):
         node._dynamo_source = None

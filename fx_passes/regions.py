@@ -196,7 +196,7 @@ def _tell_static_inputs(gm: GraphModule, piece: GraphModule, calls: list[Node]) 
     graphs ("reduce-overhead") copy every weight before each replay.
     """
     piece.meta.update({k: v for k, v in gm.meta.items() if k == "dynamo_compile_id"})
-    piece._param_name_to_source = {}  # pyright: ignore[reportAttributeAccessIssue]
+    vars(piece)["_param_name_to_source"] = {}
     for i, node in enumerate(piece.graph.find_nodes(op="placeholder")):
         node._dynamo_source = None
         node.meta["tensor_dict"] = {}

@@ -11,13 +11,12 @@ names of rows, each with columns.
 """
 
 import argparse
-import datetime
 import json
 import re
 import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ command. Compare figures of one table only: it is one run on one card.
 """
 
 
-def of_junit(paths: Iterable[Path], **origin: str) -> dict[str, Any]:
+def of_junit(paths: Sequence[Path], **origin: str) -> dict[str, Any]:
     """Counts by test file, beginnings of failed tests' names, and reasons of skipped ones."""
     rows: dict[str, Counter[str]] = {}
     failed, skipped, seconds = Counter[str](), Counter[str](), Counter[str]()
@@ -54,7 +53,7 @@ def of_junit(paths: Iterable[Path], **origin: str) -> dict[str, Any]:
     }
     total = {name: sum(row[name] for row in table.values()) for name in (*names, "seconds")}
     table["all"] = total | {"seconds": round(total["seconds"], 1)}
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    date = str(ElementTree.parse(paths[0]).find(".//testsuite").get("timestamp"))  # pyright: ignore
     command = "python -m pytest -m gpu"
     rest = {"failed": dict(failed), "skipped because": dict(skipped.most_common())}
     return {"command": command, "date": date, **origin, "rows": table, **rest}

@@ -44,7 +44,7 @@ def mark_hooks(model: nn.Module, layers: Sequence[Any]) -> None:
 
 def _patches(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """`forward` and `__call__` of the model's classes that are not those of their own source."""
-    for kind in {type(module) for module in model.modules()}:
+    for kind in dict.fromkeys(map(type, model.modules())):
         for name in ("forward", "__call__"):
             function = getattr(kind, name)
             if hasattr(function, "__code__") and not _is_own(function, name, kind):

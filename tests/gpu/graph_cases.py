@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0},
     "gemma3n": {"vocab_size_per_layer_input": VOCAB},
-    "gemma4": {},
+    "gemma4": {"vocab_size_per_layer_input": VOCAB},
 }
 """bfloat16 of this head size, with and without a window and a cap: what test_flashinfer.py needs of
 FlashInfer's modules, and no others."""
@@ -46,7 +46,7 @@ PROMPTS = [[3], [5, 9], list(range(1, 60)), [1, 2, 3, 4], [7] * 9, [60, 61]]
 
 KINDS: list[dict[str, Any]] = [
     {},
-    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 0},  # none of generation_config's filters
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
     {"temperature": 1.2, "min_p": 0.05},
     {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5},

@@ -116,7 +116,8 @@ def test_kernels_of_inductor_wait(make_model):
     for one in kernels:
         for result in getattr(one, "compile_results", []):
             binary = getattr(result, "kernel", None)
-            if binary is None or not getattr(binary.metadata, "launch_pdl", False):
+            # torch launches kernels without PDL by itself, and keeps no metadata of them.
+            if not getattr(getattr(binary, "metadata", None), "launch_pdl", False):
                 continue
             pointers = {i: f"p{i}" for i in range(64)}
             wrong = faults(binary.asm["ptx"], pointers, set(pointers.values()))

@@ -31,11 +31,15 @@ command. Compare figures of one table only: it is one run on one card.
 
 
 def of_junit(paths: Sequence[Path], **origin: str) -> dict[str, Any]:
-    """Counts by test file, beginnings of failed tests' names, and reasons of skipped ones."""
+    """Counts by test file, beginnings of failed tests' names, and reasons of skipped ones.
+
+    A test that several files have counts as in the last of them.
+    """
     rows: dict[str, Counter[str]] = {}
     failed, skipped, seconds = Counter[str](), Counter[str](), Counter[str]()
     cases = (c for path in paths for c in ElementTree.parse(path).iter("testcase"))
-    for case in (c for c in cases if c.get("name")):  # what was cut off has none
+    newest = {(c.get("classname"), c.get("name")): c for c in cases if c.get("name")}
+    for case in newest.values():  # what was cut off has no name
         name = case.get("classname") or str(case.get("name"))  # a file that is not collected
         file = name.replace(".", "/") + ".py"
         outcome = next((c.tag for c in case if c.tag in ("failure", "error", "skipped")), "passed")
@@ -98,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tests", nargs="+", type=Path, help="JUnit files of one run")
+    parser.add_argument("--tests", nargs="+", type=Path, help="JUnit files of one run, oldest first")
     parser.add_argument("--figures", nargs="+", type=Path, help="what benchmarks wrote by --json")
     parser.add_argument("--name", default="gpu_tests", help="of the tests' file in docs/results/")
     parser.add_argument("--note", default="", help="what the reader of the tests must know")

@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0},
     "gemma3n": {"vocab_size_per_layer_input": VOCAB},
-    "gemma4": {"vocab_size_per_layer_input": VOCAB},
+    "gemma4": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 64},
 }
 """bfloat16 of this head size, with and without a window and a cap: what test_flashinfer.py needs of
 FlashInfer's modules, and no others."""

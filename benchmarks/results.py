@@ -102,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tests", nargs="+", type=Path, help="JUnit files of one run, oldest first")
+    parser.add_argument("--tests", nargs="+", type=Path, help="JUnit files, oldest first")
     parser.add_argument("--figures", nargs="+", type=Path, help="what benchmarks wrote by --json")
     parser.add_argument("--name", default="gpu_tests", help="of the tests' file in docs/results/")
     parser.add_argument("--note", default="", help="what the reader of the tests must know")

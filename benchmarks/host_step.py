@@ -26,8 +26,8 @@ from attn_ops.metadata import positions_of_step, slots_of_step
 from benchmarks.decode_step import build
 from benchmarks.graphs import tiny_llama
 from graphs import DecodeSession
+from graphs.requests.batch import Rows
 from graphs.requests.requests import MAX_STOP_TOKENS
-from graphs.requests.scheduled import Rows
 from graphs.sampling import FIELDS
 from graphs.sampling.params import Sampling
 from graphs.step.tensors import StepTensors

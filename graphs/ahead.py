@@ -49,7 +49,7 @@ import torch
 from graphs.capture.graphs import CapturedStep
 from graphs.capture.plan import CapturePlan
 from graphs.modes import CUDAGraphMode
-from graphs.requests.scheduled import After, Rows
+from graphs.requests.batch import After, Rows
 from graphs.runner import LogitsObserver, StepRunner
 from graphs.sampling.params import Sampling
 

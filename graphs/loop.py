@@ -19,9 +19,9 @@ from graphs.capture.plan import CapturePlan
 from graphs.compilation import Compilation
 from graphs.context import StreamOrder
 from graphs.modes import BatchDescriptor, CUDAGraphMode
-from graphs.requests.scheduled import Rows
+from graphs.requests.batch import Rows
+from graphs.requests.outputs import TokenStream
 from graphs.requests.scheduler import Scheduler
-from graphs.requests.stream import TokenStream
 from graphs.runner import StepRunner
 from graphs.sampling.params import Sampling
 from graphs.verify.model_state import ModelState

@@ -24,8 +24,8 @@ from graphs.capture.plan import CapturePlan
 from graphs.compilation import Compilation
 from graphs.loop import StepLoop
 from graphs.modes import BatchDescriptor
+from graphs.requests.blocks import PreemptionCounts
 from graphs.requests.prefixes import PrefixCounts
-from graphs.requests.reservations import PreemptionCounts
 from graphs.runner import StepRunner
 from graphs.verify.verifier import Verifier
 

@@ -26,7 +26,7 @@ from fx_passes.forms import calls, replayed
 from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.modes import BatchDescriptor, CUDAGraphMode
-from graphs.requests.scheduled import Rows, Scheduled
+from graphs.requests.batch import Rows, Scheduled
 from graphs.sampling import PenaltyState, argmax, sample
 from graphs.sampling.params import Sampling
 from graphs.step.blocks import BlockRows

@@ -27,6 +27,7 @@ from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
 from graphs.report import SessionReport
 from graphs.requests.book import RequestBook
+from graphs.requests.outputs import TokenStream
 from graphs.requests.requests import (
     Generation,
     Limits,
@@ -37,7 +38,6 @@ from graphs.requests.requests import (
     known_request,
 )
 from graphs.requests.scheduler import Scheduler
-from graphs.requests.stream import TokenStream
 from graphs.requests.tokens import media_tokens
 from graphs.runner import LogitsObserver, StepRunner
 from graphs.step.inputs import ModelInputs

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphs.requests.scheduled import Scheduled
+from graphs.requests.batch import Scheduled
 from graphs.session import DecodeSession, Generation
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import torch
 
 from attn_ops.block_pool import NULL_BLOCK, BlockTable
+from graphs.requests.batch import Rows, Scheduled
 from graphs.requests.requests import Request
-from graphs.requests.scheduled import Rows, Scheduled
 from graphs.runner import StepRunner
 from graphs.sampling import SamplingParams
 from graphs.sampling.params import Sampling

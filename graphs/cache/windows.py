@@ -11,7 +11,7 @@ from typing import Any
 from attn_ops import AttentionSpec
 from attn_ops.kv_cache import bytes_per_block, has_window, window_of
 from graphs.options import SessionOptions
-from graphs.requests.reservations import STRIDE
+from graphs.requests.blocks import STRIDE
 
 SHARED_TIMES = 8
 """Where requests share prefixes, blocks stay after them: room for so many times the batch."""

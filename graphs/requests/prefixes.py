@@ -13,8 +13,8 @@ from typing import Protocol
 
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import NO_MATCH, Key, Match, block_keys
+from graphs.requests.batch import After
 from graphs.requests.requests import Request
-from graphs.requests.scheduled import After
 
 
 class Watched(Protocol):

@@ -15,10 +15,10 @@ import numpy as np
 
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import Match
+from graphs.requests.batch import NOTHING, After, Columns, Known, Rows
+from graphs.requests.blocks import Reservations
 from graphs.requests.prefixes import PrefixSharing, Watched
 from graphs.requests.requests import Request
-from graphs.requests.reservations import Reservations
-from graphs.requests.scheduled import NOTHING, After, Columns, Known, Rows
 
 
 class Scheduler:

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from graphs.requests.scheduled import Rows
+from graphs.requests.batch import Rows
 from graphs.step.blocks import BlockRows
 
 LEAST_REQUESTS = 16

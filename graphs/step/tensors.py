@@ -17,8 +17,8 @@ import torch
 from attn_ops import PAD_SLOT_ID, CommonAttentionMetadata
 from attn_ops.integrations.transformers.rotary import SHIFT
 from attn_ops.metadata import positions_of_step
+from graphs.requests.batch import Rows
 from graphs.requests.requests import MAX_STOP_TOKENS
-from graphs.requests.scheduled import Rows
 from graphs.sampling import FIELDS
 from graphs.step.blocks import BlockRows
 from graphs.step.shared import SharedPrefixes

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from attn_ops import AttentionSpec, PagedKVCache
+from graphs.requests.batch import After, Rows, Scheduled
 from graphs.requests.requests import Request
-from graphs.requests.scheduled import After, Rows, Scheduled
 from graphs.requests.scheduler import Scheduler
 from graphs.sampling import SamplingParams
 from tests.graphs.requests.test_prefixes import Weights

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from attn_ops import AttentionSpec, PagedKVCache
+from graphs.requests.batch import NOTHING, After, Rows
+from graphs.requests.outputs import TokenStream
 from graphs.requests.requests import Request
-from graphs.requests.scheduled import NOTHING, After, Rows
 from graphs.requests.scheduler import Scheduler
-from graphs.requests.stream import TokenStream
 from graphs.sampling import SamplingParams
 from tests.graphs.requests.test_prefixes import Weights
 from tests.kit.interrupts import Interrupt
 
-FILES = ("requests/prefixes", "requests/reservations", "requests/scheduler", "requests/stream")
+FILES = ("requests/prefixes", "requests/blocks", "requests/scheduler", "requests/outputs")
 TRACED = (*(f"graphs/{name}.py" for name in FILES), "attn_ops/block_pool.py")
 SYSTEM = (3, 1, 4, 1, 5, 2, 6, 5, 3)
 PROMPTS = [(1,), (2, 3), (4,) * 7, SYSTEM, (*SYSTEM, 1, 2), (*SYSTEM, 4, 4, 4, 4, 4), (6,) * 13]

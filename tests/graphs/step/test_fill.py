@@ -10,8 +10,8 @@ from attn_ops import AttentionSpec, PagedKVCache
 from attn_ops.block_pool import NULL_BLOCK, BlockPool
 from attn_ops.prefixes import NO_MATCH, Match
 from benchmarks import host_step
+from graphs.requests.batch import Rows, Scheduled
 from graphs.requests.requests import Request
-from graphs.requests.scheduled import Rows, Scheduled
 from graphs.sampling import SamplingParams
 from graphs.step.blocks import BlockRows
 from graphs.step.tensors import StepTensors

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+from graphs.requests.batch import Rows, Scheduled
 from graphs.requests.requests import Request, StepOutput
-from graphs.requests.scheduled import Rows, Scheduled
 from graphs.requests.scheduler import Scheduler
 
 

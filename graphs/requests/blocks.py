@@ -12,8 +12,8 @@ import numpy as np
 
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import NO_MATCH, Match
+from graphs.requests.batch import FAR, After, Known
 from graphs.requests.requests import Request
-from graphs.requests.scheduled import FAR, After, Known
 
 STRIDE = 64
 """Tokens by which requests grow while blocks are plentiful: tables on the device change rarely."""

@@ -44,6 +44,11 @@ def test_1000_random_steps_verified(make_model, backend, family, mode):
     while session.num_steps["captured"] < 1000:
         visitors.step()
     visitors.drain()
+    for kind in cases.KINDS:  # a step is of its requests' strongest kind: RANDOM is rare among all
+        alone = cases.Visitors(session, kinds=[kind])
+        for _ in range(20):
+            alone.step()
+        alone.drain()
     verifier, graphs = session.verifier, session.graphs
     assert verifier is not None
     assert graphs is not None

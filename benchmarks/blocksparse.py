@@ -256,7 +256,7 @@ def launch(layers: Layers, form: dict[str, Any]) -> Attend:
             constants,
         )  # fmt: skip
     from attn_ops.backends.blocksparse.triton.prefill import prefill_attention
-    from attn_ops.backends.triton.prefill_launch import Launch
+    from attn_ops.backends.triton.prefill import Launch
 
     by_rows = form["by_rows"]
     chosen = Launch(**{name: value for name, value in form.items() if name != "by_rows"})

@@ -33,7 +33,7 @@ from benchmarks.shapes import MODELS
 from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.app.quantized_linear import quantize_linear_layers
-from graphs.capture.graphs import CapturedStep
+from graphs.capture.store import CapturedStep
 
 CASES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 8192), (64, 8192)]
 

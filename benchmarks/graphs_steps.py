@@ -12,7 +12,7 @@ import torch
 
 from graphs import BatchDescriptor, DecodeSession
 from graphs.ahead import LaunchedSteps
-from graphs.capture.graphs import CapturedStep
+from graphs.capture.store import CapturedStep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from graphs.options import SessionOptions
     from graphs.sampling import SamplingParams
     from graphs.session import DecodeSession, Generation, StepOutput
-    from graphs.verify.verifier import VerificationError, Verifier
+    from graphs.verifier import VerificationError, Verifier
 
 __all__ = [
     "BatchDescriptor",

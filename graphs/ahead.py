@@ -1,7 +1,7 @@
 """Launch ahead: the device runs steps while the host reads the tokens of the ones before.
 
 The host schedules by lengths, which it knows before the tokens. A row whose last token is not read
-takes it from the steps before on the device (`graphs.step.sources`). A request that ends by its
+takes it from the steps before on the device (`graphs.step.finish`). A request that ends by its
 length takes no part in the next steps. One that ends by a stop token does, as the host finds that
 later: its token is dropped then, and its blocks are given back. Whatever writes to those blocks is
 launched after that step.
@@ -46,8 +46,8 @@ import dataclasses
 
 import torch
 
-from graphs.capture.graphs import CapturedStep
 from graphs.capture.plan import CapturePlan
+from graphs.capture.store import CapturedStep
 from graphs.modes import CUDAGraphMode
 from graphs.requests.batch import After, Rows
 from graphs.runner import LogitsObserver, StepRunner

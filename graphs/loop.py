@@ -13,18 +13,18 @@ from tqdm import tqdm
 
 from graphs.ahead import DecodeLauncher, LaunchedSteps
 from graphs.capture.gains import MixedGains, gpu_ms
-from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
+from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.compilation import Compilation
 from graphs.context import StreamOrder
+from graphs.model_changes import ModelState
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.batch import Rows
 from graphs.requests.outputs import TokenStream
 from graphs.requests.scheduler import Scheduler
 from graphs.runner import StepRunner
 from graphs.sampling.params import Sampling
-from graphs.verify.model_state import ModelState
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from graphs.modes import (
     checked_sizes,
     default_mixed_sizes,
 )
-from graphs.verify.verifier import Verifier
+from graphs.verifier import Verifier
 
 DEBUGS = (None, "eager_replay")
 ON_FAILURE = ("raise", "continue")

@@ -16,18 +16,18 @@ from rich.text import Text
 
 from attn_ops.backends.registry import Selection
 from graphs.ahead import DecodeSteps
-from graphs.cache.size import CacheSize
+from graphs.cache_size import CacheSize
 from graphs.capture.failures import CaptureError
-from graphs.capture.graphs import CapturedStep
 from graphs.capture.memory import GraphMemory, human
 from graphs.capture.plan import CapturePlan
+from graphs.capture.store import CapturedStep
 from graphs.compilation import Compilation
 from graphs.loop import StepLoop
 from graphs.modes import BatchDescriptor
 from graphs.requests.blocks import PreemptionCounts
 from graphs.requests.prefixes import PrefixCounts
 from graphs.runner import StepRunner
-from graphs.verify.verifier import Verifier
+from graphs.verifier import Verifier
 
 
 class Reported(Protocol):

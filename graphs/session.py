@@ -16,22 +16,24 @@ from tqdm import tqdm
 from attn_ops.integrations.transformers import Contract, attention_specs, prepare_model
 from attn_ops.integrations.transformers.rotary import rope_boundary
 from fx_passes.backend import start_compile_workers
-from graphs.cache.made import made_cache
-from graphs.capture.graphs import StepGraphs
+from graphs.cache_size import made_cache
 from graphs.capture.memory import sizes_of
 from graphs.capture.plan import CapturePlan, builder_of, selected
+from graphs.capture.store import StepGraphs
+from graphs.capture.verified import verified
 from graphs.compilation import Compilation, is_compiled
 from graphs.context import exclusive, in_surroundings, refuse_inside, surroundings
 from graphs.loop import StepLoop
+from graphs.model_changes import ModelState, checked_versions
 from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
 from graphs.report import SessionReport
-from graphs.requests.book import RequestBook
 from graphs.requests.outputs import TokenStream
 from graphs.requests.requests import (
     Generation,
     Limits,
     Request,
+    RequestBook,
     StepOutput,
     Wanted,
     checked_drafts,
@@ -39,11 +41,7 @@ from graphs.requests.requests import (
 )
 from graphs.requests.scheduler import Scheduler
 from graphs.requests.tokens import media_tokens
-from graphs.runner import LogitsObserver, StepRunner
-from graphs.step.inputs import ModelInputs
-from graphs.verify.model_state import ModelState
-from graphs.verify.replay import verified
-from graphs.verify.weight_versions import checked_versions
+from graphs.runner import LogitsObserver, ModelInputs, StepRunner
 
 
 class DecodeSession:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from graphs.capture.graphs import CapturedStep, StepGraphs
 from graphs.capture.recorder import Builder, metadata_now
+from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.modes import BatchDescriptor
 
 Timer = Callable[[Callable[[], object]], float]

@@ -1,8 +1,8 @@
-"""The contract between a step, a recorder that records it, and the graph that replays it.
+"""Records a step and replays it.
 
-    Step -> Recorder.metadata, warm_up, record -> Graph -> plan, replay; plan, replay; ...
-
-`whole`, `pieces` and `rerun` implement it. S requests, R rows of logits, V vocabulary.
+`Recorder` and `Graph` are the contract. `WholeRecorder` captures one CUDA graph. `Rerun` is for
+debugging (`debug="eager_replay"`): a replay runs the step's Python again, with the same padding,
+static tensors and checks.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 
 from attn_ops import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attn_ops.ops.breaks import AttentionCall, around_attention
+from graphs.capture.pool import GraphPool, paused_collector
 from graphs.modes import BatchDescriptor
 from graphs.sampling import PenaltyState
 from graphs.step.tensors import StepTensors
@@ -122,3 +124,122 @@ def plan_in_place(
 def plan_anew(builder: Builder, step: Step) -> HostPlan:
     """For a graph with attention outside: every replay takes new metadata."""
     return functools.partial(metadata_now, builder, step.tensors)
+
+
+class WholeGraph:
+    """One CUDA graph.
+
+    Args:
+        graph: captured.
+        num_bytes, metadata, plan: see `Graph`.
+    """
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        num_bytes: int,
+        metadata: AttentionMetadata | None,
+        plan: HostPlan | None,
+    ) -> None:
+        self.graph = graph
+        self.num_bytes, self.metadata, self.plan = num_bytes, metadata, plan
+
+    def replay(self, metadata: AttentionMetadata | None = None) -> None:
+        """The graph has its own metadata."""
+        self.graph.replay()
+
+
+class WholeRecorder:
+    """Records whole steps.
+
+    Args:
+        builder: of the backend; one that plans on the host does so before capture and replay.
+        pool: the memory of all graphs.
+    """
+
+    def __init__(self, builder: Builder, pool: GraphPool) -> None:
+        self.builder, self.pool = builder, pool
+
+    def metadata(self, step: Step) -> AttentionMetadata | None:
+        """Of a backend that plans on the host."""
+        return self.builder.prepare_capture(step.common_on_host())
+
+    def warm_up(self, step: Step, metadata: AttentionMetadata | None) -> None:
+        """On the stream that is captured next."""
+        self.pool.warm_up(lambda: step.run(metadata))
+
+    def record(self, step: Step, metadata: AttentionMetadata | None) -> WholeGraph:
+        """Capture the step; nothing runs."""
+        before = torch.cuda.memory_reserved()
+        graph = torch.cuda.CUDAGraph()
+        with paused_collector(), self.pool.capturing(graph):
+            step.run(metadata)
+        num_bytes = torch.cuda.memory_reserved() - before
+        return WholeGraph(graph, num_bytes, metadata, plan_in_place(self.builder, step, metadata))
+
+    def release(self) -> None:
+        """The pool's memory goes back to the device."""
+        self.pool.release()
+
+
+class Rerun:
+    """A step that runs again.
+
+    Args:
+        step: what runs.
+        recorded: the metadata that it runs with, as recorded; None: it builds its own.
+        metadata, plan: see `Graph`.
+    """
+
+    num_bytes = 0
+
+    def __init__(
+        self,
+        step: Step,
+        recorded: AttentionMetadata | None,
+        metadata: AttentionMetadata | None,
+        plan: HostPlan | None,
+    ) -> None:
+        self.step, self.recorded = step, recorded
+        self.metadata, self.plan = metadata, plan
+
+    def replay(self, metadata: AttentionMetadata | None = None) -> None:
+        """`metadata` replaces the recorded one in every call of attention."""
+        if metadata is None:
+            self.step.run(self.recorded)
+            return
+
+        def replaced(call: AttentionCall) -> tuple[torch.Tensor, ...]:
+            return call.run(metadata)
+
+        with around_attention(replaced):
+            self.step.run(self.recorded)
+
+
+class RerunRecorder:
+    """Records nothing: its graphs run the step.
+
+    Args:
+        builder: of the backend.
+        in_pieces: act as a graph in pieces: attention takes each replay's metadata.
+    """
+
+    def __init__(self, builder: Builder, *, in_pieces: bool) -> None:
+        self.builder, self.in_pieces = builder, in_pieces
+
+    def metadata(self, step: Step) -> AttentionMetadata | None:
+        common = step.common_on_host()
+        if self.in_pieces:
+            return self.builder.build(0, common)
+        return self.builder.prepare_capture(common)
+
+    def warm_up(self, step: Step, metadata: AttentionMetadata | None) -> None:
+        step.run(metadata)
+
+    def record(self, step: Step, metadata: AttentionMetadata | None) -> Rerun:
+        if self.in_pieces:
+            return Rerun(step, metadata, None, plan_anew(self.builder, step))
+        return Rerun(step, metadata, metadata, plan_in_place(self.builder, step, metadata))
+
+    def release(self) -> None:
+        """There is nothing to give back."""

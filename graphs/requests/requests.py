@@ -1,8 +1,10 @@
-"""Requests: what a prompt and its sampling must look like, and what becomes of it."""
+"""Requests: their limits, their checks, their progress, and the book that holds them by id."""
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 from attn_ops.integrations.transformers.rotary import SHIFT
 from graphs.options import check_bools, check_positive
 from graphs.requests.defaults import Defaults
-from graphs.requests.tokens import listed_ids, token_ids, unpadded
+from graphs.requests.tokens import listed, listed_ids, token_ids, unpadded
 from graphs.sampling import FIELDS, SamplingParams
 from graphs.sampling.params import Sampling
 
@@ -324,3 +326,37 @@ def _seed(session_seed: int, request_id: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
     return (x ^ (x >> 31)) % 2**63
+
+
+class RequestBook:
+    """Knows every request until it is discarded.
+
+    Args:
+        model: whose generation config gives requests their defaults.
+        limits: what the session takes.
+        waiting: where requests queue.
+    """
+
+    def __init__(self, model: Any, limits: Limits, waiting: deque[Request]) -> None:
+        self._model, self._limits, self._waiting = model, limits, waiting
+        self.requests: dict[int, Request] = {}
+        self.next_id = 0
+        self._adding = threading.Lock()
+
+    def queue_all(self, requests: list[Request], prompts: Iterable[Any], wanted: Wanted) -> None:
+        """Queue all prompts, or none; `requests` gets what they have become.
+
+        A step may run meanwhile: it takes requests from the queue's other end.
+        """
+        # First, as generators run the caller's code, which may add requests too.
+        if not isinstance(prompts, Mapping) and not hasattr(prompts, "ndim"):
+            prompts = listed("prompts", prompts, "prompts")
+            prompts = [list(one) if isinstance(one, Iterator) else one for one in prompts]
+        with self._adding:
+            limits = self._limits
+            defaults = Defaults.of(self._model)
+            requests += checked_requests(self.next_id, prompts, wanted, defaults, limits)
+            for request in requests:
+                self.next_id = request.id + 1
+                self.requests[request.id] = request  # first: a discard knows what is queued
+                self._waiting.append(request)

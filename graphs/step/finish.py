@@ -1,6 +1,6 @@
-"""What a decode step does after its model, on the device: keep the tokens, stop, and go on.
+"""The device's work around a decode step: take the last step's tokens, keep the new ones, stop.
 
-S requests, N steps without the host.
+S requests, R rows of tokens, N steps without the host.
 """
 
 from collections.abc import Mapping
@@ -60,3 +60,25 @@ def reference_finish_step(
         slots_S = block_S * block_size + last_S % block_size
         padding_S = tensors["slot_mapping"] < 0
         tensors["window_slot_mapping"].copy_(slots_S.masked_fill(padding_S, PAD_SLOT_ID))
+
+
+def take_tokens(tensors: Mapping[str, torch.Tensor], drawn_R: torch.Tensor) -> None:
+    """Write drawn tokens into `input_ids`, in place, without a host wait.
+
+    A request with a source in `sources` brings one token, which is `drawn_R` at that row.
+
+    Args:
+        tensors: the device side of `StepTensors`, uploaded.
+        drawn_R: [R] int64, tokens of the step before.
+    """
+    take = reference_take_tokens
+    if drawn_R.device.type == "cuda":
+        from graphs.step.triton.finish import launch_take_tokens as take
+    take(tensors, drawn_R)
+
+
+def reference_take_tokens(tensors: Mapping[str, torch.Tensor], drawn_R: torch.Tensor) -> None:
+    """`take_tokens` in plain PyTorch."""
+    source_S, row_S = tensors["sources"].long(), tensors["query_start_loc"][:-1].long()
+    taken_S = source_S >= 0
+    tensors["input_ids"][0].index_copy_(0, row_S[taken_S], drawn_R[source_S[taken_S]])

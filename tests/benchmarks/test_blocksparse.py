@@ -42,7 +42,7 @@ def test_it_runs_on_a_cpu(tmp_path):
 def test_forms_of_the_launch(kind):
     """They name the launchers' own arguments."""
     from attn_ops.backends.triton.decode import DecodeConstants
-    from attn_ops.backends.triton.prefill_launch import Launch
+    from attn_ops.backends.triton.prefill import Launch
 
     forms = list(blocksparse.decode_forms() if kind == "decode" else blocksparse.prefill_forms())
     assert len(forms) == len({tuple(form.items()) for form in forms}) > 30

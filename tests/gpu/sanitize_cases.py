@@ -81,8 +81,7 @@ def prefill() -> None:
 
 def launches() -> None:
     """Keys read in place, split, gathered first, and without a cache."""
-    from attn_ops.backends.triton.prefill import prefill_attention, varlen_attention
-    from attn_ops.backends.triton.prefill_launch import choose_launch
+    from attn_ops.backends.triton.prefill import choose_launch, prefill_attention, varlen_attention
 
     backend = get_backend("TRITON")
     spec = AttentionSpec(4, 2, 64, torch.bfloat16)

@@ -14,10 +14,10 @@ import torch
 
 from attn_ops import grouped_backend
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
-from graphs.capture.graphs import CapturedStep
-from graphs.capture.pieces import PiecewiseGraph
+from graphs.capture.piecewise import PiecewiseGraph
+from graphs.capture.store import CapturedStep
+from graphs.capture.verified import VerifiedReplay
 from graphs.sampling.params import Sampling
-from graphs.verify.replay import VerifiedReplay
 from tests.gpu import graph_cases as cases
 from tests.gpu.graph_cases import PROMPTS, small
 

@@ -13,8 +13,8 @@ from attn_ops import get_backend
 from attn_ops.backends.grouped import grouped_backend
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.capture.failures import CaptureError, Failure
-from graphs.capture.levels import resolve
 from graphs.capture.memory import NODE_BYTES
+from graphs.capture.plan import resolve
 from graphs.report import FailureLine, SessionReport
 from tests.kit.sessions import captured
 

@@ -22,17 +22,17 @@ SESSION = tuple(
         "requests/outputs",
         "step/blocks",
         "step/tensors",
-        "verify/model_state",
+        "model_changes",
     )
 )
 """What a step of a session runs on the host, but for the making of graphs."""
 
 CACHE = ("attn_ops/kv_cache.py", "attn_ops/block_pool.py")
 
-SHARING = (*SESSION, *CACHE, "attn_ops/prefixes.py", "graphs/verify/weight_versions.py")
+SHARING = (*SESSION, *CACHE, "attn_ops/prefixes.py")
 """The same of sessions whose requests share prefixes."""
 
-CALLS = (*SESSION, *CACHE, "graphs/requests/book.py")
+CALLS = (*SESSION, *CACHE, "graphs/requests/requests.py")
 """The same, and what queues requests."""
 
 

@@ -12,8 +12,8 @@ from attn_ops.backends import registry
 from attn_ops.integrations.transformers import attention_specs
 from attn_ops.metadata import AttentionMetadata
 from attn_ops.prefixes import NO_MATCH
-from graphs.cache import windows
-from graphs.verify.verifier import VerificationError
+from graphs import cache_size
+from graphs.verifier import VerificationError
 from tests.kit.marks import long, slow
 from tests.kit.models import build_model
 from tests.kit.random_sessions import results_alone, run_session
@@ -27,8 +27,8 @@ SAMPLED = {"temperature": 1.5, "seed": 5}
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
     """For a batch of requests that reserve few tokens in advance, and nothing behind them."""
-    monkeypatch.setattr(windows, "STRIDE", 4)
-    monkeypatch.setattr(windows, "SHARED_TIMES", 1)
+    monkeypatch.setattr(cache_size, "STRIDE", 4)
+    monkeypatch.setattr(cache_size, "SHARED_TIMES", 1)
 
 
 def longer(family):
@@ -223,7 +223,7 @@ def test_random_sessions(number, monkeypatch):
     alone = results_alone(made, share_prefixes=False, reserve="need")
     for seed in range(number):
         monkeypatch.setattr(
-            windows, "_blocks_of_a_batch",
+            cache_size, "_blocks_of_a_batch",
             lambda _, options, more=seed % 4: 8 + options.max_tokens_per_step // 4 + 2 * more,
         )  # fmt: skip
         options = {"cache_tokens": 256, "max_tokens_per_step": [3, 8, 16][seed % 3]}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphs.modes import CUDAGraphMode
-from graphs.verify.verifier import VerificationError
+from graphs.verifier import VerificationError
 from tests.kit.sessions import captured, uncaptured
 
 PROMPTS = [[3], [5, 9], list(range(1, 18)), [1, 2, 3, 4], [7] * 9, [60, 61]]

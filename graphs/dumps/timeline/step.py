@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from attn_ops import PAD_SLOT_ID
-from graphs.capture.graphs import CapturedStep
 from graphs.capture.recorder import metadata_now
+from graphs.capture.store import CapturedStep
+from graphs.capture.verified import VerifiedReplay
 from graphs.modes import BatchDescriptor
 from graphs.sampling import FIELDS
 from graphs.sampling.params import Sampling
 from graphs.step.tensors import TABLES, StepTensors
-from graphs.verify.replay import VerifiedReplay
 
 
 class NoStep(Exception):

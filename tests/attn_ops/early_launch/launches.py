@@ -54,8 +54,7 @@ def quantized(options: AttentionOptions, q: torch.Tensor, scheme: str) -> Attent
 
 def triton() -> None:
     from attn_ops.backends.triton.decode import decode_attention
-    from attn_ops.backends.triton.prefill import prefill_attention
-    from attn_ops.backends.triton.prefill_launch import choose_launch
+    from attn_ops.backends.triton.prefill import choose_launch, prefill_attention
 
     decode, prefill = attention_cases()
     for splits in (1, 3):

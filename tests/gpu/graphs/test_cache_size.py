@@ -6,7 +6,7 @@ import torch
 
 from attn_ops import AttentionSpec, PagedKVCache
 from graphs import DecodeSession
-from graphs.cache.device import memory_of
+from graphs.cache_size import memory_of
 from tests.gpu import graph_cases as cases
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from attn_ops import get_backend
 from attn_ops.backends import registry
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.sampling.params import Sampling
-from graphs.verify.verifier import VerificationError
+from graphs.verifier import VerificationError
 from tests.gpu import graph_cases as cases
 from tests.gpu.graph_cases import PROMPTS, tokens
 

@@ -21,9 +21,8 @@ from attn_ops import (
 )
 from attn_ops.compat.cuda_driver import Status, driver
 from attn_ops.integrations.transformers import attention_specs, dynamic_batch
-from graphs.capture.pieces import PiecewiseGraph, record_parts
+from graphs.capture.piecewise import CUDASegments, PiecewiseGraph, record_parts
 from graphs.capture.pool import GraphPool
-from graphs.capture.segments import CUDASegments
 from tests.gpu.test_session import VOCAB, tiny_llama
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,7 @@
 import pytest
 import torch
 
-from graphs import DecodeSession
-from graphs.cache import windows
+from graphs import DecodeSession, cache_size
 from tests.gpu import graph_cases as cases
 from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import is_empty
@@ -67,7 +66,7 @@ def test_windows_of_backends_verified(make_model, backend):
 @pytest.mark.parametrize("mode", MODES)
 def test_own_blocks(make_model, mode, monkeypatch):
     """Layers with a window beside others: few blocks, the same tokens, nothing else read."""
-    monkeypatch.setattr(windows, "STRIDE", 16)
+    monkeypatch.setattr(cache_size, "STRIDE", 16)
     model = cases.wide(make_model, "gemma2", dtype=torch.float32, sliding_window=40)
     options = {"backend": "TRITON", **SIZES, "max_tokens_per_step": 16}
     kinds = [{}, {"temperature": 1.0, "seed": 3}]
@@ -85,7 +84,7 @@ def test_own_blocks(make_model, mode, monkeypatch):
 @pytest.mark.parametrize("family", ["gemma2", "gemma3n", "gemma4"])
 @pytest.mark.parametrize("backend", ["TRITON", "FLASH_ATTN", "AUTO"])
 def test_own_blocks_of_backends_verified(make_model, backend, family, monkeypatch):
-    monkeypatch.setattr(windows, "STRIDE", 16)
+    monkeypatch.setattr(cache_size, "STRIDE", 16)
     model = cases.compiled(cases.wide(make_model, family, sliding_window=40))
     options = SIZES | {"max_tokens_per_step": 16, "backend": backend, "decode_steps": 4}
     session = DecodeSession(model, verify="always", **options)

@@ -191,7 +191,7 @@ def _mutates(func: Any) -> bool:
 
 
 class TapeSegments:
-    """Tapes one behind another, as `graphs.capture.segments.SegmentRecorder`.
+    """Tapes one behind another, as `graphs.capture.piecewise.SegmentRecorder`.
 
     Args:
         whole: operators that are one entry; others of attn_ops are recorded inside.

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
-from graphs.capture.recorder import plan_in_place
-from graphs.capture.rerun import Rerun, RerunRecorder
+from graphs.capture.recorder import Rerun, RerunRecorder, plan_in_place
 
 PROMPTS = [[3], [5, 9], list(range(17)), [1, 2, 3, 4]]
 

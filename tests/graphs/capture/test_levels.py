@@ -7,7 +7,7 @@ import pytest
 
 from attn_ops import AttentionCGSupport
 from graphs.capture.dispatch import CudagraphDispatcher
-from graphs.capture.levels import resolve, takes
+from graphs.capture.plan import resolve, takes
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -157,7 +157,7 @@ def test_nothing_is_captured_on_the_cpu(mode, level):
 
 def said_at(caplog) -> list[tuple[str, str]]:
     return [
-        (r.levelname, r.getMessage()) for r in caplog.records if r.name == "graphs.capture.levels"
+        (r.levelname, r.getMessage()) for r in caplog.records if r.name == "graphs.capture.plan"
     ]
 
 

@@ -25,7 +25,7 @@ from attn_ops.integrations.transformers import attention_specs
 from fx_passes.config import PassConfig
 from fx_passes.pipeline import run_dynamo_stage
 from fx_passes.regions import compile_regions
-from graphs.capture.pieces import PiecewiseGraph, record_parts
+from graphs.capture.piecewise import PiecewiseGraph, record_parts
 from tests.graphs.capture.tape import TapeSegments
 
 ROWS = 12  # of a padded step

@@ -10,7 +10,7 @@ import torch
 
 from attn_ops import AttentionSpec, attention
 from attn_ops.ops import breaks
-from graphs.capture.pieces import PiecewiseGraph, over_memory_of, record_parts
+from graphs.capture.piecewise import PiecewiseGraph, over_memory_of, record_parts
 
 
 def everything(call) -> bool:

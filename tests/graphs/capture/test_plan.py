@@ -8,7 +8,7 @@ from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
 from tests.kit.interrupts import Interrupt
 
-FILES = ("graphs/capture/plan.py", "graphs/capture/levels.py", "graphs/capture/dispatch.py")
+FILES = ("graphs/capture/plan.py", "graphs/capture/plan.py", "graphs/capture/dispatch.py")
 
 
 def make_plan() -> CapturePlan:

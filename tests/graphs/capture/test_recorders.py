@@ -3,11 +3,9 @@
 import pytest
 
 from attn_ops.backends.grouped import grouped_backend
-from graphs.capture.levels import resolve
-from graphs.capture.pieces import PiecewiseGraph, PiecewiseRecorder
-from graphs.capture.recorder import plan_in_place
-from graphs.capture.rerun import RerunRecorder
-from graphs.capture.whole import WholeGraph
+from graphs.capture.piecewise import PiecewiseGraph, PiecewiseRecorder
+from graphs.capture.plan import resolve
+from graphs.capture.recorder import RerunRecorder, WholeGraph, plan_in_place
 from graphs.modes import CUDAGraphMode
 from tests.graphs.capture.tape import TapeRecorder, TapeSegments
 from tests.kit.sessions import captured, uncaptured

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from graphs.capture.segments import CUDASegments
+from graphs.capture.piecewise import CUDASegments
 
 
 class FakePool:

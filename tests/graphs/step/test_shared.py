@@ -5,7 +5,7 @@ import pytest
 
 from graphs import BatchDescriptor
 from graphs.step import shared
-from graphs.verify.verifier import VerificationError
+from graphs.verifier import VerificationError
 from tests.kit.models import build_model
 from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import is_empty, make_session, poisoned, tokens_of

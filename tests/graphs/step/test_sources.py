@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from graphs.step.sources import reference_take_tokens
-from graphs.step.triton.sources import launch_take_tokens
+from graphs.step.finish import reference_take_tokens
+from graphs.step.triton.finish import launch_take_tokens
 
 
 @pytest.mark.parametrize("take", [reference_take_tokens, launch_take_tokens])

@@ -9,7 +9,7 @@ import torch
 
 from attn_ops.ops.write_kv import stored
 from graphs.modes import BatchDescriptor
-from graphs.verify.verifier import Verifier
+from graphs.verifier import Verifier
 
 S, V, P, B, K, H = 4, 32, 9, 4, 2, 8
 LAYERS = 3

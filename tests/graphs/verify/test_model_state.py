@@ -173,7 +173,7 @@ def test_an_interrupt_leaves_a_change_unchecked(model, change):
     session = chunked(model)
     state, unchanged = session.state, dict(vars(session.state))
     change(model)
-    count = Interrupt(0, ("verify/model_state.py",))
+    count = Interrupt(0, ("graphs/model_changes.py",))
     with contextlib.suppress(ValueError):
         count.during(state.check)
     assert count.num_lines > 500

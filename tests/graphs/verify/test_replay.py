@@ -2,9 +2,9 @@
 
 import pytest
 
+from graphs.capture.verified import VerifiedReplay
 from graphs.modes import BatchDescriptor
-from graphs.verify.replay import VerifiedReplay
-from graphs.verify.verifier import VerificationError
+from graphs.verifier import VerificationError
 from tests.kit.sessions import captured_lazily, uncaptured
 
 DECODE = BatchDescriptor(1, 1, uniform=True)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.verify.compare import compare
-from graphs.verify.verifier import VerificationError, Verifier
+from graphs.verifier import VerificationError, Verifier, compare
 from tests.graphs.verify.fake_step import (
     KEY,
     SLOTS,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.verify.weight_versions import WeightVersions, checked_versions
+from graphs.model_changes import WeightVersions, checked_versions
 
 
 def make_module() -> torch.nn.Module:

@@ -18,8 +18,13 @@ import triton.language as tl
 
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.blocksparse.triton.prefill import divisor
-from attn_ops.backends.triton.decode import MAX_HEADS, DecodeConstants, DecodeWork, decode_work
-from attn_ops.backends.triton.decode_loop import attend_range
+from attn_ops.backends.triton.decode import (
+    MAX_HEADS,
+    DecodeConstants,
+    DecodeWork,
+    attend_range,
+    decode_work,
+)
 from attn_ops.backends.triton.decode_parts import combine_row, store_padding, store_range
 from attn_ops.backends.triton.tiles import LOG2_E, first_logits, readable
 from attn_ops.block_layout.tables import UNIT_HEADS

@@ -19,12 +19,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_ops.backends.base import AttentionOptions
-from attn_ops.backends.triton.prefill import CHANGES_SCORES, find_request
-from attn_ops.backends.triton.prefill_keys import PAGED, PAGED_TMA, TMA, attend_keys
-from attn_ops.backends.triton.prefill_launch import (
+from attn_ops.backends.triton.prefill import (
+    CHANGES_SCORES,
+    PAGED,
+    PAGED_TMA,
+    TMA,
     Keys,
     Launch,
+    attend_keys,
     choose_num_splits,
+    find_request,
     gathered_keys,
     gathers,
     has_tma,

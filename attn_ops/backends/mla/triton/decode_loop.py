@@ -7,14 +7,14 @@ M rows of a program.
 import triton
 import triton.language as tl
 
-from attn_ops.backends.triton.decode_loop import tile_blocks
+from attn_ops.backends.triton.decode import tile_blocks
 
 
 @triton.jit
 def halves(x):
     """float16 that has passed an empty instruction, behind which its conversion cannot move.
 
-    Else shared memory is read in single bytes (attn_ops/backends/triton/decode_loop.py).
+    Else shared memory is read in single bytes (attn_ops/backends/triton/decode.py).
     """
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2

@@ -114,7 +114,7 @@ def test_any_number_of_ranges(num_splits, homo_head_group):
 def test_forms_of_prefill(keys, num_splits, rows):
     """Keys read in place, by pointers or descriptors of rows, or gathered; split over programs."""
     from attn_ops.backends.blocksparse.triton.prefill import prefill_attention, readable_by_rows
-    from attn_ops.backends.triton.prefill_launch import Launch
+    from attn_ops.backends.triton.prefill import Launch
 
     gather = keys == "gathered"
     launch = Launch(rows, 32, 4, 1, heads=1, gather=gather, num_splits=num_splits)

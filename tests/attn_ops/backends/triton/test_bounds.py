@@ -13,8 +13,7 @@ pytestmark = pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs
 
 def test_keys_beyond_the_scratch_stay_with_their_request():
     """`max_seq_len` sizes the gathered rows: an overrun must not read the next request's."""
-    from attn_ops.backends.triton.prefill import prefill_attention
-    from attn_ops.backends.triton.prefill_launch import Launch
+    from attn_ops.backends.triton.prefill import Launch, prefill_attention
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = torch.arange(1, 31, dtype=torch.int32).view(2, 15)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attn_ops import AttentionSpec, attention, get_backend
-from attn_ops.backends.triton import decode, decode_parts, prefill_launch, prefill_parts
+from attn_ops.backends.triton import decode, decode_parts, prefill, prefill_parts
 from attn_ops.output_quant.schemes import SCHEMES, OutputQuant
 from attn_ops.testing.calls import make_case
 from attn_ops.testing.features import FEATURES
@@ -29,7 +29,7 @@ def heads_of(how: OutputQuant) -> tuple[int, int, int]:
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_splits(scheme, batch, sms, monkeypatch):
-    for module in (decode, prefill_launch):
+    for module in (decode, prefill):
         monkeypatch.setattr(module, "num_sms", lambda device: sms)
     combined, before = [], [decode.combine, prefill_parts.combine_rows]
     monkeypatch.setattr(decode, "combine", lambda *a, **k: (combined.append(1), before[0](*a, **k)))

@@ -159,7 +159,7 @@ def check_launch(launch, case, **options) -> None:
 @OPTIONS
 @pytest.mark.parametrize(("tile", "heads"), [(64, 2), pytest.param(32, None, marks=SLOW)])
 def test_gathered_keys(causal, options, tile, heads):
-    from attn_ops.backends.triton.prefill_launch import Launch
+    from attn_ops.backends.triton.prefill import Launch
 
     case = make_paged([5, 0, 1, 70], [5, 0, 40, 130], causal, 16, torch.float32)
     check_launch(Launch(32, tile, 4, 1, heads, gather=True, heads_first=True), case, **options)
@@ -168,7 +168,7 @@ def test_gathered_keys(causal, options, tile, heads):
 @pytest.mark.parametrize("head_size", [80, 128])
 @pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
 def test_gathered_dtypes(head_size, kv_cache_dtype):
-    from attn_ops.backends.triton.prefill_launch import Launch
+    from attn_ops.backends.triton.prefill import Launch
 
     stored = KV_CACHE_DTYPES[kv_cache_dtype]
     case = make_paged([9, 70], [50, 130], True, head_size, torch.bfloat16, stored)
@@ -190,7 +190,7 @@ OTHER_SPLITS = sorted({(n, a, c) for n in (2, 7) for a in (0, 1) for c in (0, 1)
     [*SPLITS, *long(*OTHER_SPLITS)],
 )
 def test_split_keys(options, num_splits, ahead, causal):
-    from attn_ops.backends.triton.prefill_launch import Launch
+    from attn_ops.backends.triton.prefill import Launch
 
     case = make_paged([4, 0, 1, 4, 3], [4, 0, 40, 130, 99], bool(causal), 16, torch.float32)
     launch = Launch(16, 16, 4, 1, ahead=bool(ahead), num_splits=num_splits)
@@ -198,7 +198,7 @@ def test_split_keys(options, num_splits, ahead, causal):
 
 
 def test_number_of_splits():
-    from attn_ops.backends.triton.prefill_launch import MAX_SPLITS, Launch, choose_num_splits
+    from attn_ops.backends.triton.prefill import MAX_SPLITS, Launch, choose_num_splits
 
     launch = Launch(128, 64, 8, 3)
     q = torch.empty(1, device=DEVICE)

@@ -13,7 +13,7 @@ from graphs.capture.recorder import Builder, Graph, Recorder, Step, metadata_now
 from graphs.modes import CUDAGraphMode
 from graphs.sampling.params import Sampling
 from graphs.step.tensors import TABLES
-from graphs.verify.verifier import Verifier
+from graphs.verifier import Verifier
 
 
 def verified(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn_ops import AttentionSpec
-from graphs.cache.windows import Windows
+from graphs.cache_size import Windows
 from graphs.options import SessionOptions
 
 GIB = 2**30

@@ -1,23 +1,109 @@
-"""Steps as graphs with calls between them: a capture that is broken around attention, as it runs.
+"""Steps captured in segments, each a CUDA graph, with attention called between them.
 
-    model:    embedding, q, k, v | attention | o, mlp, q, k, v | attention | ... | norm, logits
-    recorded: segment 0          | call 0    | segment 1       | call 1    | ... | segment n
-
-A call of attention that cannot be captured ends the capture, and a new one begins after it.
+For backends that cannot be captured: the capture is broken around each attention call.
 """
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from attn_ops import AttentionMetadata
 from attn_ops.ops.breaks import AttentionCall, around_attention
-from graphs.capture.pool import paused_collector
+from graphs.capture.pool import GraphPool, paused_collector
 from graphs.capture.recorder import Builder, HostPlan, Step, plan_anew
-from graphs.capture.segments import Segment, SegmentRecorder
 from graphs.modes import BatchDescriptor
+
+
+class Segment(Protocol):
+    """What was recorded between two calls; it also keeps the pool's memory from being returned."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was launched in it; known when it has ended."""
+        ...
+
+    def replay(self) -> None:
+        """Launch it."""
+
+
+class SegmentRecorder(Protocol):
+    """Makes segments: of CUDA, and in tests of anything that can be run again."""
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Run once, unrecorded, for lazy initialisation."""
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Around all segments of a step."""
+        ...
+
+    def segment(self) -> contextlib.AbstractContextManager[Segment]:
+        """Record what runs inside; afterwards nothing is recorded, also where this raises."""
+        ...
+
+    def num_bytes(self) -> int:
+        """Memory that is taken now."""
+        ...
+
+    def release(self) -> None:
+        """Give back the memory of all segments; none of them is alive."""
+
+
+class CUDASegment:
+    """One CUDA graph."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.is_empty = False
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class CUDASegments:
+    """CUDA graphs in one memory pool, captured on its stream.
+
+    Args:
+        pool: shared with other graphs that are not replayed at the same time.
+    """
+
+    def __init__(self, pool: GraphPool) -> None:
+        self.pool = pool
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        self.pool.warm_up(run)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        _ = self.pool.handle  # the pool captures something itself when it is new
+        torch.cuda.synchronize()
+        with self.pool.on_stream():
+            yield
+
+    @contextlib.contextmanager
+    def segment(self) -> Iterator[CUDASegment]:
+        segment = CUDASegment()
+        with contextlib.ExitStack() as capture:
+            capture.enter_context(self.pool.capturing(segment.graph))
+            yield segment
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                capture.close()
+        for w in caught:
+            if "Graph is empty" in str(w.message):  # torch says it in no other way
+                segment.is_empty = True
+            else:
+                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+
+    def num_bytes(self) -> int:
+        return torch.cuda.memory_reserved()
+
+    def release(self) -> None:
+        self.pool.release()
+
 
 Breaks = Callable[[AttentionCall], bool]
 """Whether a call must run between the graphs."""

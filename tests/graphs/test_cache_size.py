@@ -7,9 +7,8 @@ import torch
 
 from attn_ops import AttentionSpec
 from attn_ops.kv_cache import bytes_per_block
-from graphs.cache import device as device_module
-from graphs.cache.device import largest_step
-from graphs.cache.made import WORKSPACE_BYTES
+from graphs import cache_size
+from graphs.cache_size import WORKSPACE_BYTES, largest_step
 from graphs.options import SessionOptions
 from tests.kit.models import build_model
 from tests.kit.sessions import PROMPTS, make_session
@@ -35,7 +34,7 @@ class Gpu:
         self.reserved = self.peak
 
     def install(self, monkeypatch):
-        monkeypatch.setattr(device_module, "is_rationed", lambda device: True)
+        monkeypatch.setattr(cache_size, "is_rationed", lambda device: True)
         fakes = {
             "mem_get_info": lambda device=None: (self.total - self.in_use, self.total),
             "memory_reserved": lambda device=None: 0,

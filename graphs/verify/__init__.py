@@ -1,1 +1,0 @@
-"""What is checked while a session runs: replays against calls, the model against what it was."""

@@ -1,0 +1,87 @@
+"""Text of generated tokens, as they come: never half a character, and cut at stop strings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_HALF = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer puts where the bytes of a character are not complete yet."""
+
+
+class TextOfTokens:
+    """Decodes one request's tokens bit by bit.
+
+    What `take` returns, joined, is what the tokenizer turns all tokens into, up to the first stop
+    string. (Where a tokenizer changes characters that were complete, those that were taken stay.) Tokens are decoded in a window that begins at a character's border, so a token
+    costs the same late in a text as early.
+
+    Args:
+        tokenizer: `decode(ids, skip_special_tokens=bool) -> str`, of Transformers or `tokenizers`.
+        stop: strings that end the text.
+        include_stop: whether the text keeps the one that ended it.
+        skip_special_tokens: whether tokens such as eos are left out of the text.
+
+    Attributes:
+        text: so far; behind a stop string, the final one.
+        stop_reason: the stop string that ended it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer, self._stop, self._include = tokenizer, tuple(stop), include_stop
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._begin = self._read = 0  # the window's first token, and the first not in `text`
+        self._longest = max(map(len, self._stop), default=1)
+        self._taken = 0  # characters that `take` has returned
+        self.text = ""
+        self.stop_reason: str | None = None
+
+    def push(self, token: int) -> str | None:
+        """Add a token; returns the stop string that it completes, if any."""
+        if self.stop_reason is not None:
+            return self.stop_reason
+        self._ids.append(token)
+        known, now = self._decoded(self._begin, self._read), self._decoded(self._begin, None)
+        if len(now) > len(known) and now.startswith(known) and not now.endswith(_HALF):
+            self._add(now[len(known) :])
+            self._begin, self._read = self._read, len(self._ids)
+        return self.stop_reason
+
+    def finish(self) -> str:
+        """The final text; no token comes any more."""
+        if self.stop_reason is None:
+            whole = self._decoded(0, None)
+            self._add(whole[len(self.text) :] if whole.startswith(self.text) else "")
+        return self.text
+
+    def take(self, *, finished: bool = False) -> str:
+        """The text since the last call that no later token can take back."""
+        end = len(self.text)
+        if not finished and self.stop_reason is None:
+            end -= self._held()
+        begin, self._taken = self._taken, max(end, self._taken)
+        return self.text[begin : self._taken]
+
+    def _held(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        tail = self.text[-(self._longest - 1) :] if self._longest > 1 else ""
+        lengths = range(len(tail), 0, -1)
+        return next((n for n in lengths if any(s.startswith(tail[-n:]) for s in self._stop)), 0)
+
+    def _add(self, piece: str) -> None:
+        begin = max(0, len(self.text) - self._longest + 1)
+        self.text += piece
+        found = [(at, s) for s in self._stop if (at := self.text.find(s, begin)) >= 0]
+        if found:
+            at, self.stop_reason = min(found, key=lambda pair: pair[0])
+            self.text = self.text[: at + len(self.stop_reason) * self._include]
+
+    def _decoded(self, begin: int, end: int | None) -> str:
+        ids = self._ids[begin:end]
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""

@@ -11,8 +11,9 @@ class TextOfTokens:
     """Decodes one request's tokens bit by bit.
 
     What `take` returns, joined, is what the tokenizer turns all tokens into, up to the first stop
-    string. (Where a tokenizer changes characters that were complete, those that were taken stay.) Tokens are decoded in a window that begins at a character's border, so a token
-    costs the same late in a text as early.
+    string. (Where a tokenizer changes characters that were complete, those that were taken stay.)
+    Tokens are decoded in a window that begins at a character's border, so a token costs the same
+    late in a text as early.
 
     Args:
         tokenizer: `decode(ids, skip_special_tokens=bool) -> str`, of Transformers or `tokenizers`.

@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens, and of the most likely ones. R rows, V vocabulary, k of them."""
+"""Log-probabilities of drawn tokens and of the k most likely ones. R rows, V vocabulary."""
 
 from typing import NamedTuple
 

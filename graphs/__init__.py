@@ -41,8 +41,8 @@ _MODULES = {
     "SamplingParams": "sampling",
     "SessionOptions": "options",
     "StepOutput": "session",
-    "VerificationError": "verify.verifier",
-    "Verifier": "verify.verifier",
+    "VerificationError": "verifier",
+    "Verifier": "verifier",
     "dump": "dumps.dump",
 }
 """Where a public name is."""

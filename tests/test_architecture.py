@@ -1,6 +1,7 @@
 """Packages import each other in one direction; `import attn_ops` only defines operators."""
 
 import ast
+import importlib
 import itertools
 import json
 import subprocess
@@ -258,3 +259,10 @@ def test_slow_tests_exist():
         path, _, name = line.partition("::")
         text = (ROOT / path).read_text()
         assert not name or f"def {name.split('[')[0].split('::')[-1]}(" in text, line
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_every_public_name_is_there(package):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        assert getattr(module, name) is not None

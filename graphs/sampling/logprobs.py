@@ -33,7 +33,7 @@ def log_probs(logits: torch.Tensor, tokens: torch.Tensor, k: int = 0) -> LogProb
     compute = reference_log_probs
     if logits.device.type == "cuda":
         from graphs.sampling.triton.logprobs import launch_log_probs as compute
-    return compute(logits, tokens, k)
+    return LogProbs(*compute(logits, tokens, k))
 
 
 def reference_log_probs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> LogProbs:

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from graphs.sampling.logprobs import LogProbs
 from graphs.sampling.triton.race import load_logits
 
 CHUNK = 2048
@@ -117,14 +116,16 @@ def row_kernel(
         tl.store(id_ptr + row * width + 1 + k_K, index_K, mask=wanted_K)
 
 
-def launch_log_probs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> LogProbs:
-    """The kernels of `log_probs`, which documents arguments and result."""
+def launch_log_probs(
+    logits: torch.Tensor, tokens: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The kernels of `log_probs`: values, ids and ranks, as of `LogProbs`."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     values_RK = torch.empty(num_rows, 1 + k, dtype=torch.float32, device=device)
     ids_RK = torch.empty(num_rows, 1 + k, dtype=torch.int32, device=device)
     ranks_R = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
-        return LogProbs(values_RK, ids_RK, ranks_R)
+        return values_RK, ids_RK, ranks_R
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = tokens.contiguous()
     num_chunks = triton.cdiv(vocab_size, CHUNK)
@@ -144,4 +145,4 @@ def launch_log_probs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> LogP
             logits.stride(0), num_chunks, k, K=padded, CHUNKS=triton.next_power_of_2(num_chunks),
             **early,
         )  # fmt: skip
-    return LogProbs(values_RK, ids_RK, ranks_R)
+    return values_RK, ids_RK, ranks_R

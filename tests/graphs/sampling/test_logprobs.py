@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
-from graphs.sampling.logprobs import log_probs, reference_log_probs
+from graphs.sampling.logprobs import LogProbs, log_probs, reference_log_probs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -21,7 +21,7 @@ def kernel_log_probs(logits, tokens, k):
     from graphs.sampling.triton.logprobs import launch_log_probs
 
     found = launch_log_probs(logits.to(DEVICE), tokens.to(DEVICE), k)
-    return type(found)(*(x.cpu() for x in found))
+    return LogProbs(*(x.cpu() for x in found))
 
 
 @pytest.mark.parametrize("compute", [reference_log_probs, kernel_log_probs])

@@ -1,6 +1,6 @@
 """Names of vLLM's metadata that callers outside use; nothing here imports this file.
 
-`attn_ops.metadata` hands them on. docs/metadata.md says where each differs from vLLM's.
+`attn_ops.metadata` hands them on. docs/by_hand.md says where each differs from vLLM's.
 
 S requests, T rows, Q query tokens of each request, N query heads, H head size.
 """

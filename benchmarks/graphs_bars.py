@@ -15,7 +15,7 @@ CAPTURE_SECONDS, CAPTURE_GIB = 5.0, 0.6
 ADDRESS_CHECK_US = 20.0
 
 REPLAY_MS = {1: 4.81, 8: 5.1, 64: 6.96, 256: 16.4}
-"""By batch: of graphs before sampling and stop checks were in them (docs/performance.md)."""
+"""By batch: of graphs before sampling and stop checks were in them (one H200, 2026-11-21)."""
 
 
 def predicted(row: Row) -> dict[str, float]:

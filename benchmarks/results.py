@@ -7,7 +7,7 @@
 
 docs/results/ holds one JSON file a command: its newest run. History is git's. Nothing on the page
 is typed by hand. A figures file has `command`, `commit`, `device`, `date`, `versions` and `rows`:
-names of rows, each with columns.
+names of rows, each with columns, and perhaps a `note`: what the columns are, what was asked.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "results.md"
 HEAD = """# Results
 
 Written by `python -m benchmarks.results` from the files in docs/results/: the newest run of each
-command. Compare figures of one table only: it is one run on one card.
+command, with the card it ran on. Compare figures of one table only.
 """
 
 
@@ -65,16 +65,18 @@ def of_junit(paths: Sequence[Path], **origin: str) -> dict[str, Any]:
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The page, in Markdown; `results` by name of their files."""
-    parts = [HEAD]
-    for name, result in sorted(results.items()):
+    names = sorted(results)
+    parts = [HEAD, _line(", ".join(f"[{name}](#{name})" for name in names)) + ".", ""]
+    for name in names:
+        result = results[name]
         versions = [f"{k} {v}" for k, v in dict(result.get("versions") or {}).items() if v]
-        where = [result["device"], f"commit {result['commit'][:9]}", result["date"], *versions]
+        where = [result["device"], f"commit {result['commit'][:9]}", result["date"][:10], *versions]
         parts += [f"## {name}\n", _line(f"`{result['command']}`: {', '.join(where)}."), ""]
+        parts += [_line(result["note"]), ""] if result.get("note") else []
         parts += [*_table(result["rows"]), ""]
         for what, form in (("failed", "`{}`"), ("skipped because", "{}")):
             found = dict(result.get(what, {}))
             parts += [_line(f"- {what}, {n}: {form.format(text)}") for text, n in found.items()]
-        parts += ["", _line(result["note"])] if result.get("note") else []
         parts += [""]
     return re.sub("\n\n+", "\n\n", "\n".join(parts)).rstrip() + "\n"
 

@@ -4,8 +4,8 @@
     pieces: rest_0            layer_0                             rest_1
 
 Inductor compiles three pieces instead of a graph of all layers. A Python function with a line for
-each piece runs them. docs/decisions.md has the compile times of this, of `invoke_subgraph` and of
-the whole graph.
+each piece runs them. 32 layers compile in 14 to 22 s so, by `invoke_subgraph` in 22 to 23, as one
+graph in 44 (one H200's host, torch 2.11, 2026-11-20).
 """
 
 import operator

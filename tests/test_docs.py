@@ -156,7 +156,7 @@ def test_troubleshooting_names_options_that_exist():
 
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     fields = {f.name for c in (SessionOptions, SamplingParams) for f in dataclasses.fields(c)}
-    elsewhere = {"backend", "do_sample", "eos", "fullgraph", "measure", "TORCH_LOGS"}
+    elsewhere = {"backend", "do_sample", "eos", "fullgraph", "measure", "profile", "TORCH_LOGS"}
     named = set(re.findall(r"\b(\w+)=", text))
     assert named - elsewhere - fields == set()
     options = {name.replace("-", "_") for name in re.findall(r" --([\w-]+)", text)}

@@ -7,7 +7,7 @@
 | any, with an FP8 cache | TRITON: FA3 would round q to FP8 as well |
 
 On Hopper GPUs alone (sm_90), where FA3 runs: there TRITON's decode takes 0.62 to 1.00 of FA3's
-time, and FA3's prefill 0.72 to 0.80 of TRITON's (docs/performance.md). AUTO supports what both do.
+time, and FA3's prefill 0.72 to 0.80 of TRITON's (one H200, 2026-11-21). AUTO supports what both do.
 A batch's metadata names the backend that was chosen for it, so `meta.backend` is never AUTO.
 """
 

@@ -1,7 +1,7 @@
 """Whether kernels are launched before the ones in front of them have ended.
 
 CUDA calls it programmatic dependent launch: the next kernel is set up while the last one runs, and
-waits before it reads (docs/early_launch.md). torch only; `triton.launch` has what kernels call.
+waits before it reads (docs/graphs.md). torch only; `triton.launch` has what kernels call.
 """
 
 import contextlib

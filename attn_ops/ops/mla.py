@@ -192,7 +192,7 @@ def mla_attention(
     """Latent attention of the batch's query rows, by the backend that `meta` names.
 
     The cache holds this step's latents already (`write_mla_kv`). Which of the two algorithms a
-    request takes depends on its lengths (docs/mla.md).
+    request takes depends on its lengths (docs/backends.md).
 
     Args:
         q: [T, N, P + R]; the last R columns went through RoPE. Rows from

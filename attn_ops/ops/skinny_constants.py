@@ -24,8 +24,8 @@ class SkinnyConstants(NamedTuple):
 def skinny_constants(m: int, fp8: bool) -> SkinnyConstants:
     """The best of 27 and 31 forms for the products of Llama-3-8B, at 1 and 8 rows.
 
-    They depend on the weight alone, so that results do not depend on the number of rows. One H200,
-    Triton 3.6, 2026-11-22 (docs/performance.md).
+    They depend on the weight alone, so that results do not depend on the number of rows. One row of
+    a weight of 28672 x 4096 takes 57 us in bfloat16, 30 in FP8 (one H200, Triton 3.6, 2026-11-22).
     """
     if fp8:
         return SkinnyConstants(64, 256, 4, 4 if m >= MANY_OUTPUTS else 6, prefetch=1)

@@ -1,4 +1,4 @@
-"""Draws blocksparse.svg of docs/blocksparse.md: `python docs/images/blocksparse.py`."""
+"""Draws blocksparse.svg of docs/backends.md: `python docs/images/blocksparse.py`."""
 
 from pathlib import Path
 

@@ -38,7 +38,7 @@ _TABLE: dict[str, tuple[tuple[float, float], ...]] = {
     ),
 }  # fmt: skip
 """Microseconds a layer by AUTO: fused, and quantized by Inductor's kernel. 32 query and 8 KV heads
-of 128 in bfloat16 (docs/performance.md#quantized-output)."""
+of 128 in bfloat16; one H200, 2026-11-23."""
 
 
 class Gain(NamedTuple):

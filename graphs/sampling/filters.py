@@ -7,7 +7,7 @@ row was filtered.
 
 Top-p depends on a sum, and the order of a sum of floats may depend on the size of the batch. So the
 weights exp(logit - largest) are added as integers, in units of 2**-40. FlashInfer's kernels add
-floats and are not used (docs/decisions.md).
+floats: 7 of 100 calls kept other tokens of the same 90 rows (0.6.8, one H200, 2026-11-21).
 
 R rows, V vocabulary.
 """

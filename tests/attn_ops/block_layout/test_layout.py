@@ -258,6 +258,6 @@ def test_pictures():
 
 
 def test_the_picture_of_the_page():
-    """docs/blocksparse.md shows the pattern that the code has."""
+    """docs/backends.md shows the pattern that the code has."""
     path = Path(__file__).parents[3] / "docs" / "images" / "blocksparse.py"
     assert runpy.run_path(str(path))["drawn"]() == path.with_suffix(".svg").read_text()

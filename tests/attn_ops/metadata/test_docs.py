@@ -1,4 +1,4 @@
-"""docs/metadata.md maps every name of the reference to one that exists."""
+"""docs/by_hand.md maps every name of the reference to one that exists."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import attn_ops.metadata
 from attn_ops import vllm_api
 from attn_ops.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 
-PAGE = (Path(__file__).parents[3] / "docs" / "metadata.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "by_hand.md").read_text()
 REFERENCE = """
 KVCacheLayoutType KV_SHARING_FAST_PREFILL_METADATA_FIELDS M PAD_SLOT_ID
 _KV_CACHE_LAYOUT_OVERRIDE logger

@@ -1,13 +1,11 @@
-"""Pictures of Dynamo graphs: what is drawn, in which colour, and that docs/fast_prefill.md has it.
+"""Pictures of Dynamo graphs: what is drawn, and in which colour.
 
 T rows, R logits rows.
 """
 
 import dataclasses
 import re
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +15,10 @@ from torch import nn
 from torch.nn import functional
 
 import fx_passes
-import graphs
 from attn_ops import Attention, CommonAttentionMetadata, PagedKVCache, get_backend
 from fx_passes.passes.fast_prefill import FastPrefill
 from fx_passes.pictures.flowchart import Box, Chart, Kind, Rows, before_and_after
 from fx_passes.pictures.picture import chart_of, mermaid
-
-DOC = Path(__file__).parents[3] / "docs" / "fast_prefill.md"
 
 
 class Layer(nn.Module):
@@ -222,50 +217,3 @@ def test_labels_are_escaped():
         assert entities.removeprefix("linear ").removeprefix("relu ").startswith(name[:-5])
     assert "[T, Max(1, T) #60; 2]" in text
     assert text.count("\n") == len(text.splitlines())
-
-
-# -- the dump, and the page ------------------------------------------------------------------------
-
-
-def dump_of_the_page(directory: Path) -> Path:
-    """The dump that docs/fast_prefill.md shows: 4 layers, compiled with the switch on."""
-    model = TinyModel()
-    compiled = torch.compile(
-        model, backend=fx_passes.attn_ops, fullgraph=True, options={"fast_prefill": "on"}
-    )
-    given = inputs(model)
-    wanted = model(*given)
-    with graphs.dump(directory), symbolic_shapes_config.patch(backed_size_oblivious=True):
-        torch.testing.assert_close(compiled(*given), wanted, atol=1e-5, rtol=1e-5)
-    return directory
-
-
-def page_with(text: str, dumped: Path) -> str:
-    """The page with the dump's pictures and line in the places of those it has."""
-    pictures = iter(
-        (dumped / "pictures" / f"whole_model_fast_prefill_{when}.mmd").read_text()
-        for when in ("before", "after")
-    )
-    text, num_blocks = re.subn(
-        r"```mermaid\n.*?```",
-        lambda _: f"```mermaid\n{next(pictures)}```",
-        text,
-        flags=re.DOTALL,
-    )
-    index = (dumped / "index.md").read_text().splitlines()
-    line = next(line for line in index if line.startswith("Fast prefill: "))
-    text, num_lines = re.subn(r"(?<=^    )Fast prefill: .*$", lambda _: line, text, flags=re.M)
-    assert (num_blocks, num_lines) == (2, 1)
-    return text
-
-
-@pytest.mark.slow
-def test_the_page_shows_the_dump(tmp_path):
-    """If it does not, `python tests/fx_passes/pictures/test_picture.py` renews it."""
-    text = DOC.read_text()
-    assert page_with(text, dump_of_the_page(tmp_path / "dump")) == text
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
-        DOC.write_text(page_with(DOC.read_text(), dump_of_the_page(Path(temporary) / "dump")))

@@ -1,6 +1,9 @@
-"""How many tokens the cache of a session holds, from free memory and from what a step needs.
+"""How many tokens the cache of a session holds, and why.
 
-Layers with a window get fewer blocks than the others.
+Asked for: `cache_tokens`. Otherwise every request of the batch at its longest; on a GPU no more
+than is left of it, measured only where it may be too little. Where other layers of the model see
+all keys, layers with a window have blocks of their own, as many as a full batch needs: blocks
+before the window are given back, so a request owns few of them, whatever its length.
 """
 
 import dataclasses

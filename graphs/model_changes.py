@@ -1,4 +1,9 @@
-"""Detects model changes that would make captured graphs stale."""
+"""Detects model changes that would make captured graphs stale.
+
+A captured step runs none of the model's Python, and a compiled one runs what was traced. Weights
+may change in place at any time: torch's counters tell, and shared prefixes are forgotten then.
+`graphs.capture.addresses` checks where the weights are.
+"""
 
 import dataclasses
 import functools

@@ -40,6 +40,11 @@ from graphs.step.finish import finish_step, take_tokens
 from graphs.step.shared import SharedPrefixes, shared_prefixes
 from graphs.step.tensors import StepTensors
 
+logger = logging.getLogger(__name__)
+
+LogitsObserver = Callable[[Sequence[Scheduled], torch.Tensor], object]
+"""Gets the requests of a step and its logits [R, V]; see `DecodeSession.observe_logits`."""
+
 
 def slots_of(tensors: Mapping[str, torch.Tensor]) -> SlotMapping:
     """The slots of a step, as the model is given them."""
@@ -104,12 +109,6 @@ class ModelInputs:
             more["past_key_values"] = None
         with torch.compiler.set_stance("force_eager"):
             return self.model(**(self(tensors, None, []) | more | {"attn_metadata": probe})).logits
-
-
-logger = logging.getLogger(__name__)
-
-LogitsObserver = Callable[[Sequence[Scheduled], torch.Tensor], object]
-"""Gets the requests of a step and its logits [R, V]; see `DecodeSession.observe_logits`."""
 
 
 class StepRunner:

@@ -1,6 +1,9 @@
 """Compares replays with calls: runs the same step on the same state twice.
 
-Outputs, caches and metadata must be equal, or as close as the tolerances say.
+    state, rows -> replay -> results -> state, rows restored -> call -> results compared -> replay's
+
+S requests, R rows of logits, V vocabulary, P blocks, B block size, K kv heads, H head size, W rows
+of the cache that a step writes.
 """
 
 import contextlib

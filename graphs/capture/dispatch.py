@@ -52,7 +52,7 @@ class CudagraphDispatcher:
         """Make all keys anew, sampling greedy; those of other kinds follow when they are asked for.
 
         Args:
-            decode_modes: runtime mode by query length, as `levels.resolve` finds it; those left out
+            decode_modes: runtime mode by query length, as `plan.resolve` finds it; those left out
                 have the mode's own.
             mixed_mode: runtime mode of mixed keys; None: the mode's own.
 

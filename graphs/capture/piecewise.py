@@ -1,6 +1,9 @@
 """Steps captured in segments, each a CUDA graph, with attention called between them.
 
-For backends that cannot be captured: the capture is broken around each attention call.
+    model:    embedding, q, k, v | attention | o, mlp, q, k, v | attention | ... | norm, logits
+    recorded: segment 0          | call 0    | segment 1       | call 1    | ... | segment n
+
+A call of attention that cannot be captured ends the capture, and the next one begins after it.
 """
 
 import contextlib

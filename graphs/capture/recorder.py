@@ -1,8 +1,11 @@
 """Records a step and replays it.
 
-`Recorder` and `Graph` are the contract. `WholeRecorder` captures one CUDA graph. `Rerun` is for
-debugging (`debug="eager_replay"`): a replay runs the step's Python again, with the same padding,
-static tensors and checks.
+    Step -> Recorder.metadata, warm_up, record -> Graph -> plan, replay; plan, replay; ...
+
+`Recorder` and `Graph` are the contract; `graphs.capture.piecewise` implements it too.
+`WholeRecorder` captures one CUDA graph. `Rerun` is for debugging (`debug="eager_replay"`): a replay
+runs the step's Python again, with the same padding, static tensors and checks. S requests, R rows
+of logits, V vocabulary.
 """
 
 import dataclasses

@@ -6,8 +6,8 @@ rows of its products. How many ranges a request is cut into the host decides fro
 other lengths (flash decoding, Dao et al. 2023).
 
 T tokens, S requests, N query heads, K kv heads, G = N // K, H head size padded to a power of two,
-B block size, M rows of a program (HEADS, padded to a power of two), R ranges of keys,
-I = K * ceil(G / HEADS) programs per request and range.
+P block ids of a tile, B block size, C keys of a tile, M rows of a program (HEADS, padded to a power
+of two), R ranges of keys, I = K * ceil(G / HEADS) programs per request and range.
 """
 
 import dataclasses
@@ -48,6 +48,11 @@ from attn_ops.output_quant.triton.epilogue import (
     given_scale,
 )
 from attn_ops.output_quant.triton.quantize import launch_quantize
+
+__all__ = ["MAX_SPLITS", "DecodeConstants", "decode_attention"]
+
+MAX_HEADS = 32
+"""Query heads of one program; larger groups are cut."""
 
 
 @triton.jit
@@ -174,12 +179,6 @@ def attend_range(
         )
         max_M = new_max_M
     return acc_MH, max_M, sum_M
-
-
-__all__ = ["MAX_SPLITS", "DecodeConstants", "decode_attention"]
-
-MAX_HEADS = 32
-"""Query heads of one program; larger groups are cut."""
 
 
 @triton.jit(

@@ -1,6 +1,7 @@
-"""`finish_step` as one kernel.
+"""`finish_step` and `take_tokens`, a kernel each.
 
-S requests, N steps without the host, M blocks a request may own, K stop tokens.
+S requests, T rows, R rows of tokens, N steps without the host, M blocks a request may own, K stop
+tokens.
 """
 
 from collections.abc import Mapping

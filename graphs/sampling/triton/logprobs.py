@@ -34,7 +34,7 @@ def unsorted(key_N):
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def chunk_kernel(
+def chunk_logprobs_kernel(
     top_ptr,  # [R, C] float32: largest logit of a chunk
     sum_ptr,  # [R, C] float32: of exponentials, relative to it
     greater_ptr,  # [R, C] int32: logits above the token's
@@ -69,11 +69,11 @@ def chunk_kernel(
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def row_kernel(
+def row_logprobs_kernel(
     value_ptr,  # [R, 1 + num_top] float32
     id_ptr,  # [R, 1 + num_top] int32
     rank_ptr,  # [R] int32
-    top_ptr,  # as of `chunk_kernel`
+    top_ptr,  # as of `chunk_logprobs_kernel`
     sum_ptr,
     greater_ptr,
     key_ptr,
@@ -136,11 +136,11 @@ def launch_log_probs(
     key_RCK = torch.empty(shape, dtype=torch.int64, device=device)
     early = early_launch(device)
     with torch.cuda.device_of(logits):
-        chunk_kernel[(num_rows, num_chunks)](
+        chunk_logprobs_kernel[(num_rows, num_chunks)](
             top_RC, sum_RC, greater_RC, key_RCK, logits, tokens, vocab_size, logits.stride(0),
             num_chunks, K=padded, CHUNK=CHUNK, **early,
         )  # fmt: skip
-        row_kernel[(num_rows,)](
+        row_logprobs_kernel[(num_rows,)](
             values_RK, ids_RK, ranks_R, top_RC, sum_RC, greater_RC, key_RCK, logits, tokens,
             logits.stride(0), num_chunks, k, K=padded, CHUNKS=triton.next_power_of_2(num_chunks),
             **early,

@@ -204,6 +204,9 @@ def _generate_positions(
 def _spoiling(model: Any, row: int | None, num_rows: int, spoil: Spoil) -> Iterator[None]:
     """Change one row of the embedded tokens, inside the block and in this thread."""
     embedding, thread = embedding_of(model), threading.get_ident()
+    if row is None or embedding is None:
+        yield
+        return
 
     def spoiled(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         mine = threading.get_ident() == thread
@@ -213,9 +216,6 @@ def _spoiling(model: Any, row: int | None, num_rows: int, spoil: Spoil) -> Itera
         spoilt[:, row] = spoil(output[:, row], output[:, row + 1])
         return spoilt
 
-    if row is None or embedding is None:
-        yield
-        return
     handle = embedding.register_forward_hook(spoiled)
     try:
         yield

@@ -141,6 +141,7 @@ def query() -> None:
 
 
 def step() -> None:
+    from graphs.sampling.triton.logprobs import launch_log_probs
     from graphs.sampling.triton.race import launch_argmax, launch_race
     from graphs.sampling.triton.select import thresholds
     from graphs.step.triton.finish import launch_finish_step
@@ -148,6 +149,7 @@ def step() -> None:
     logits, rows = torch.zeros(2, 5000), torch.zeros(2, dtype=torch.int64)
     launch_race(logits, torch.ones(2), rows, rows)
     launch_argmax(logits.bfloat16())
+    launch_log_probs(logits, rows, 2)
     thresholds(logits, torch.ones(2, dtype=torch.int32), torch.ones(2))
     count = torch.zeros(2, dtype=torch.int32)
     tensors = {

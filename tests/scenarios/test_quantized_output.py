@@ -174,7 +174,8 @@ def test_captured_decodes_are_quantized_by_attention(llama, monkeypatch):
         how = {"debug": "eager_replay", "verify": "always", "cudagraph_mode": "FULL_DECODE_ONLY"}
         session = chunked(compiled, backend="TRITON", block_size=16, **how)
         session.generate(PROMPTS, 6)
-    assert after == {8}, "chunks of prompts"
+    assert 8 in after, "chunks of prompts"
+    assert not after & {1, 2, 4}, "captured decodes"
     report = session.report()
     assert (report.num_graphs, report.num_recompiles) == (1, 0)
     assert report.num_steps["captured"] > 0

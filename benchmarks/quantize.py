@@ -3,13 +3,12 @@
 `python -m benchmarks.quantize` on a GPU. Of each scheme and batch:
 
     bf16      attention by TRITON, not quantized
-    fused     `attention_quant`, quantized by TRITON's own kernels where it declares the scheme
-    apart     the same with `fuse=False`: attention by TRITON, then our quantize kernel
+    fused     `attention_quant`, quantized by TRITON's decode kernel where it declares the scheme
+    after     attention by TRITON, then our quantize kernel
     inductor  attention by TRITON, then the reference compiled by Inductor: what a model has without
               the pass
     default   attention by the default backend, then Inductor's kernel
     auto      `attention_quant` by the default backend: what a model has with the pass
-    merge     two attention states merged; and merged and quantized, apart
 
 Medians; the runs of a batch take turns, each in a CUDA graph over as many layers as outgrow the L2
 cache twice.
@@ -27,11 +26,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import attn_ops
 from attn_ops import AttentionSpec, get_backend, select_backend
 from attn_ops.backends.measure import (
     Layers,
-    capture,
+    Step,
     interleaved_us,
     interval_us,
     l2_bytes,
@@ -39,7 +37,6 @@ from attn_ops.backends.measure import (
     make_step,
     repeat_layers,
 )
-from attn_ops.backends.measure_quant import quantized
 from attn_ops.output_quant.quantize import quantize_output, reference_quantize
 from attn_ops.output_quant.schemes import SCHEMES, OutputQuant
 from benchmarks.attention_cases import Case
@@ -54,7 +51,7 @@ def form(scheme: str, dtype: torch.dtype) -> OutputQuant:
     """As the libraries have it: torchao's rows round their scale."""
     if scheme == "fp8_row":
         return OutputQuant(scheme, round_scale=True)
-    return OutputQuant(scheme, min_amax=1e-4 if "group" in scheme else 0.0)
+    return OutputQuant(scheme, min_scale=1e-6 if "group" in scheme else 0.0)
 
 
 def runs_of(layers: Layers, scheme: str, default: str) -> dict[str, Callable[[], object]]:
@@ -68,53 +65,25 @@ def runs_of(layers: Layers, scheme: str, default: str) -> dict[str, Callable[[],
     compiled = torch.compile(
         lambda x: reference_quantize(x, how, out_scale), fullgraph=True, dynamic=False
     )
+    fields = {**dataclasses.asdict(how), "out_scale": out_scale, **layers.options}
+
+    def fused(step: Step, layer: int) -> object:
+        q, cache = layers.queries[layer], layers.caches[layer]
+        return torch.ops.attn_ops.attention_quant(q, cache, step.meta, layers.scale, **fields)
+
     attends: dict[str, Callable[[int], object]] = {
         "bf16": lambda i: layers.attend(triton_step.meta, i),
-        "fused": quantized(layers, triton_step, how, out_scale, fuse=True),
-        "apart": quantized(layers, triton_step, how, out_scale, fuse=False),
+        "fused": lambda i: fused(triton_step, i),
+        "after": lambda i: quantize_output(layers.attend(triton_step.meta, i), how, out_scale),
         "inductor": lambda i: compiled(layers.attend(triton_step.meta, i)),
         "default bf16": lambda i: layers.attend(default_step.meta, i),
-        "auto": quantized(layers, default_step, how, out_scale, fuse=True),
+        "auto": lambda i: fused(default_step, i),
         "default": lambda i: compiled(layers.attend(default_step.meta, i)),
     }
     return {
         name: repeat_layers(layers, attend, device.type == "cuda")
         for name, attend in attends.items()
     }
-
-
-def merge_times(case: Case, scheme: str, spec: AttentionSpec, rounds: int) -> dict[str, Any]:
-    """Two attention states of a batch's rows made one: plain, quantized at once, and then."""
-    device = torch.device("cuda")
-    how = form(scheme, spec.dtype)
-    given = scheme in ("fp8_static", "nvfp4")
-    out_scale = torch.tensor([0.01], device=device) if given else None
-    fields = dataclasses.asdict(how) | {"out_scale": out_scale}
-    rows = case.shape.num_reqs * case.shape.query_len
-    shape = (rows, spec.num_heads, spec.head_size)
-    one = 4 * rows * spec.num_heads * spec.head_size
-    states = [
-        [
-            torch.randn(s, device=device, dtype=d)
-            for s, d in 2 * ((shape, spec.dtype), (shape[:2], torch.float32))
-        ]
-        for _ in range(max(MIN_LAYERS, min(2 * l2_bytes(device) // one, 64)))
-    ]
-    compiled = torch.compile(
-        lambda x: reference_quantize(x, how, out_scale), fullgraph=True, dynamic=False
-    )
-    merges: dict[str, Callable[[list[torch.Tensor]], object]] = {
-        "merge": lambda s: attn_ops.merge_attn_states(*s),
-        "merge fused": lambda s: attn_ops.merge_attn_states_quant(*s, **fields),
-        "merge apart": lambda s: quantize_output(attn_ops.merge_attn_states(*s)[0], how, out_scale),
-        "merge inductor": lambda s: compiled(attn_ops.merge_attn_states(*s)[0]),
-    }
-    runs = {
-        name: capture(lambda merge=merge: [merge(s) for s in states])
-        for name, merge in merges.items()
-    }
-    times = interleaved_us(runs, rounds, lambda run: interval_us(run, device))
-    return {name: taken / len(states) for name, taken in times.items()}
 
 
 def measure_case(case: Case, scheme: str, spec: AttentionSpec, rounds: int) -> dict[str, Any]:
@@ -130,7 +99,6 @@ def measure_case(case: Case, scheme: str, spec: AttentionSpec, rounds: int) -> d
     times = interleaved_us(runs, rounds, lambda run: interval_us(run, device))
     count = len(layers.caches)
     row = {name: taken / count for name, taken in times.items()}
-    row |= merge_times(case, scheme, spec, rounds) if device.type == "cuda" else {}
     return {"shape": case.name, "scheme": scheme, "backend": default, "layers": count} | row
 
 
@@ -138,14 +106,12 @@ def table(rows: list[dict[str, Any]]) -> Table:
     names: tuple[str, ...] = (
         "bf16",
         "fused",
-        "apart",
+        "after",
         "inductor",
         "default bf16",
         "default",
         "auto",
     )
-    merges = tuple(name for name in rows[0] if name.startswith("merge"))
-    names += merges
     shown = Table(title="microseconds a layer")
     for column in ("shape", "scheme", *names, "fused / bf16", "inductor / fused", "default / auto"):
         shown.add_column(column, justify="left" if column in ("shape", "scheme") else "right")

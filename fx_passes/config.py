@@ -1,7 +1,6 @@
 """The package's configuration: which passes run."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -11,9 +10,8 @@ class PassConfig:
     """One switch per built-in pass; `options={"collapse_views": False}` turns one off.
 
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
-    `attn_quant`, of the pass `quantize_output`, is "never", "auto", for the batches that gain by
-    it, or "always". `measurements`, a path, lets "auto" measure on the device, once, and keep the
-    times in that file, which `select_backend` may share; None: it measures where nothing is known.
+    `attn_quant`, of the pass `quantize_output`, is "never", "auto", for schemes that gain by it, or
+    "always".
     `skinny_products` takes the same words: "auto" is where our kernel was measured.
     So do `fused_mlp` and `norm_products`, and "replays": in steps that are replayed alone, for
     which pieces are compiled a second time (`fx_passes.forms`), with Inductor's `combo_kernels`.
@@ -23,7 +21,7 @@ class PassConfig:
     ended, "on", an error where it cannot, or "off", for our own kernels, too.
 
     Raises:
-        ValueError: a switch has no such value, or `measurements` is no path.
+        ValueError: a switch has no such value.
     """
 
     device_constants: bool = True
@@ -37,19 +35,10 @@ class PassConfig:
     fused_mlp: Literal["auto", "replays", "always", "never"] = "auto"
     norm_products: Literal["auto", "replays", "always", "never"] = "auto"
     early_launch: Literal["auto", "on", "off"] = "auto"
-    # Not in `repr`, a part of saved compilations' keys: what is compiled depends on no path.
-    measurements: str | os.PathLike[str] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name != "measurements":
-                _check_switch(field.name, getattr(self, field.name))
-        path = self.measurements
-        if path is not None and not isinstance(path, str | os.PathLike):
-            raise ValueError(
-                f"options['measurements'] must be a path or None, got {path!r:.80}; "
-                "supported: str, PathLike"
-            )
+            _check_switch(field.name, getattr(self, field.name))
 
     def is_on(self, switch: str) -> bool:
         """Whether the pass with that switch runs; one without a switch does."""

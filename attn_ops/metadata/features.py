@@ -220,7 +220,7 @@ class AttentionOptions:
     k_scale: torch.Tensor | None = None  # [1] float32: FP8 keys mean stored * k_scale; None: 1
     v_scale: torch.Tensor | None = None  # [1] float32: the same for values
     lse: torch.Tensor | None = None  # [T, N] float32, written: log of the softmax's denominator
-    quant: QuantizedOutput | None = None  # the output is quantized; of declared schemes only
+    quant: QuantizedOutput | None = None  # written; single tokens, declared schemes only
     checked: bool = False  # the operator has checked shapes, dtypes and support
 
     def spec(self, q: torch.Tensor, kv_cache: torch.Tensor, causal: bool) -> AttentionSpec:
@@ -289,7 +289,7 @@ class Support:
     non_causal: bool = False
     non_causal_window: bool = True  # with `non_causal` and `sliding_window`: both at once
     lse: bool = False  # can write the log-sum-exp
-    output_quant: tuple[str, ...] = ()  # schemes in which `forward` itself quantizes the output
+    output_quant: tuple[str, ...] = ()  # schemes in which `forward` quantizes single tokens
     varlen_v_head_size: bool = False  # without a cache, values may have a head size of their own
     quantizes_query: bool = False  # with an FP8 cache q is rounded to FP8 too
     blocksparse: bool = False  # visits the blocks that a layout lists

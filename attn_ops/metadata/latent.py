@@ -10,8 +10,6 @@ import dataclasses
 
 import torch
 
-from attn_ops.output_quant.schemes import QuantizedOutput
-
 
 @dataclasses.dataclass(frozen=True)
 class LatentShape:
@@ -56,7 +54,6 @@ class LatentOptions:
     kv_cache_dtype: str = "auto"  # of KV_CACHE_DTYPES
     kv_scale: torch.Tensor | None = None  # [1] float32: an FP8 cache means stored * kv_scale
     lse: torch.Tensor | None = None  # [T, N] float32, written: log of the softmax's denominator
-    quant: QuantizedOutput | None = None  # the output is quantized; of declared schemes only
 
     def shape_of(self, q: torch.Tensor, kv_cache: torch.Tensor) -> LatentShape:
         """Sizes of the layer: q [T, N, P + R], kv_cache [P, B, Lkv + R].

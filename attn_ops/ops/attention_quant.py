@@ -3,23 +3,20 @@
 T tokens, N query heads, K kv heads, H head size, P physical blocks, B block size.
 """
 
-import bisect
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from attn_ops.block_layout.tables import layout_arguments
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
+from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, Layer
 from attn_ops.metadata.features import SCHEMA
 from attn_ops.ops import breaks
-from attn_ops.ops.attention import TAGS, asked_of, attend, parts_of
+from attn_ops.ops.attention import TAGS, asked_of, attend
 from attn_ops.ops.breaks import AttentionCall
 from attn_ops.ops.checks import check_causal, check_query, layer_of
 from attn_ops.ops.library import LIBRARY, implements
-from attn_ops.ops.merge import merged_and_quantized
 from attn_ops.output_quant.quantize import quantize_output
 from attn_ops.output_quant.schemes import (
     HOW_FIELDS,
@@ -31,8 +28,7 @@ from attn_ops.output_quant.schemes import (
 
 LIBRARY.define(
     f"attention_quant(Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
-    f"{HOW_SCHEMA}, bool fuse=True, int[] decodes_apart=[], int[] prompts_apart=[], "
-    f"{SCHEMA}, str kv_cache_dtype='auto', "
+    f"{HOW_SCHEMA}, {SCHEMA}, str kv_cache_dtype='auto', "
     "Tensor? k_scale=None, Tensor? v_scale=None, int? attention_chunk_size=None, "
     "bool? causal=None, bool logits_rows=False) -> (Tensor, Tensor)",
     tags=TAGS,
@@ -47,22 +43,13 @@ def _attention_quant(
     scale: float,
     *,
     out_scale: torch.Tensor | None = None,
-    fuse: bool = True,
-    decodes_apart: Sequence[int] = (),
-    prompts_apart: Sequence[int] = (),
     **keywords: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     fields = {name: keywords.pop(name) for name in HOW_FIELDS if name in keywords}
     how = known_output_quant(**fields)
     check_query(q)
     how.check(q, out_scale)
-    apart = (decodes_apart, prompts_apart) if fuse else _ALWAYS_APART
-    return _attend_quant(
-        q, kv_cache, meta, scale, how=how, out_scale=out_scale, apart=apart, **keywords
-    )
-
-
-_ALWAYS_APART = ((0,), (0,))
+    return _attend_quant(q, kv_cache, meta, scale, how=how, out_scale=out_scale, **keywords)
 
 
 def _attend_quant(
@@ -73,7 +60,6 @@ def _attend_quant(
     *,
     how: OutputQuant,
     out_scale: torch.Tensor | None,
-    apart: tuple[Sequence[int], Sequence[int]],
     attention_chunk_size: int | None = None,
     causal: bool | None = None,
     logits_rows: bool = False,
@@ -84,7 +70,7 @@ def _attend_quant(
     if breaks.hooks:
         more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
         more |= {"logits_rows": logits_rows}
-        run = functools.partial(_attend_quant, how=how, out_scale=out_scale, apart=apart)
+        run = functools.partial(_attend_quant, how=how, out_scale=out_scale)
         call = AttentionCall(run, q, kv_cache, meta, scale, more, how.empty)
         if (results := breaks.asked(call)) is not None:
             return results[0], results[1]
@@ -94,20 +80,19 @@ def _attend_quant(
     if logits_rows:
         meta = meta.logits_rows(q.shape[0])
     layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
-    # A captured batch has its own rows and its kind, so it takes its own way.
-    turns = apart[meta.common.max_query_len > 1]
-    behind = turns and bisect.bisect_right(turns, q.shape[0]) % 2
-    if behind or (how.group and not how.within_heads(q.shape[2])):
-        return quantize_output(attend(layer, q, kv_cache, meta, asked), how, out_scale)
-    if layer.cascade is not None:
-        out1, lse1, out2, lse2 = parts_of(layer, q, kv_cache, asked)
-        return merged_and_quantized(out1, lse1, out2, lse2, how, out_scale)
-    computed_by = meta.backend if layer.part is None else layer.part.backend
-    if how.scheme not in computed_by.support.output_quant:
+    if not _is_fused(layer, meta, how, q.shape[2]):
         return quantize_output(attend(layer, q, kv_cache, meta, asked), how, out_scale)
     quant = QuantizedOutput(how, out_scale, *how.empty(q))
     asked = dataclasses.replace(asked, quant=quant)
     return layer.attend(q, kv_cache, meta, asked), quant.scales
+
+
+def _is_fused(layer: Layer, meta: AttentionMetadata, how: OutputQuant, head_size: int) -> bool:
+    """Whether the backend's kernel quantizes: single tokens without a shared prefix."""
+    backend = meta.backend if layer.part is None else layer.part.backend
+    cut = how.group is not None and head_size % how.group != 0  # a group lies in several heads
+    single = meta.common.max_query_len <= 1 and layer.cascade is None
+    return single and not cut and how.scheme in backend.support.output_quant
 
 
 @torch.library.register_fake("attn_ops::attention_quant", lib=LIBRARY)
@@ -118,10 +103,9 @@ def _attention_quant_fake(
     scale: float,
     *,
     scheme: str,
-    column_major: bool = False,
     **keywords: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return OutputQuant(scheme, column_major=column_major).empty(q)
+    return OutputQuant(scheme).empty(q)
 
 
 def attention_quant(
@@ -134,30 +118,24 @@ def attention_quant(
     out_scale: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention`, its output quantized: by the backend's kernel, or by one of its own behind it.
+    """`attention`, its output quantized: in the backend's kernel, or by a kernel after it.
 
-    A backend quantizes in its kernel what its `Support.output_quant` names. Results are equal but
-    for the last step of FP8 where the fused kernel's sum before rounding differs.
+    A backend quantizes in its kernel for single tokens, the schemes that its `Support.output_quant`
+    names. Results are equal but for the last step of FP8, where the kernel's sum rounds otherwise.
 
     Args:
         q, kv_cache, meta, scale: see `attention`.
         scheme: `fp8_static`, `fp8_group64`, `fp8_group128`, `fp8_row`, `fp8_tensor` or `nvfp4`.
         out_scale: one float32 on q's device: the scale of `fp8_static`; the global scale of
             `nvfp4`, None is 1. It is read on the device, so a new value counts at once.
-        min_amax, min_scale: least amax and least scale of the dynamic FP8 schemes. With neither, a
-            row of zeros has scale 0 and becomes NaN.
+        min_scale: least scale of the dynamic FP8 schemes. With 0, a row of zeros has scale 0 and
+            becomes NaN.
         round_scale: the scale is rounded to q's dtype, as torchao rounds it.
         round_values: x / scale is rounded to q's dtype before it becomes FP8.
-        inverse_max: with the dynamic FP8 schemes: amax * (1 / 448) instead of amax / 448.
-        inverse_scale: with the dynamic FP8 schemes: x * (1 / scale) instead of x / scale.
-        multiply: with `fp8_static`: x * out_scale instead of x / out_scale.
+        multiply: multiply instead of divide: x * out_scale with `fp8_static`, x * (1 / scale) with
+            the dynamic FP8 schemes.
         ue8m0: with groups: scales are rounded up to powers of two.
-        column_major: with groups: scales have strides (1, T).
-        fuse: True by default; False: always by a kernel of its own.
-        decodes_apart, prompts_apart: ascending numbers of rows of q at which the kernel changes,
-            for batches of single tokens and for others: a kernel of its own from the first on, the
-            backend's again from the second on, and so on; the pass `quantize_output` measures them.
-        options: the keywords from `min_amax` on, 0 and False by default, and the further ones of
+        options: the keywords from `min_scale` on, 0 and False by default, and the further ones of
             `attention`, but for `v_head_size`.
 
     Returns:

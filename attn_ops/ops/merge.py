@@ -9,12 +9,7 @@ import torch
 
 from attn_ops.ops.library import LIBRARY, implements
 from attn_ops.output_quant.quantize import quantize_output
-from attn_ops.output_quant.schemes import (
-    HOW_SCHEMA,
-    OutputQuant,
-    QuantizedOutput,
-    known_output_quant,
-)
+from attn_ops.output_quant.schemes import HOW_SCHEMA, known_output_quant
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,7 +49,8 @@ def _merge_attn_states_quant(
     check_states(out1, lse1, out2, lse2)
     how = known_output_quant(**fields)
     how.check(out1, out_scale)
-    return merged_and_quantized(out1, lse1, out2, lse2, how, out_scale)
+    out, _ = _merge_attn_states(out1, lse1, out2, lse2)
+    return quantize_output(out, how, out_scale)
 
 
 @torch.library.register_fake("attn_ops::merge_attn_states_quant", lib=LIBRARY)
@@ -68,25 +64,6 @@ def _merge_attn_states_quant_fake(
     **fields: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return known_output_quant(**fields).empty(out1)
-
-
-def merged_and_quantized(
-    out1: torch.Tensor,
-    lse1: torch.Tensor,
-    out2: torch.Tensor,
-    lse2: torch.Tensor,
-    how: OutputQuant,
-    out_scale: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One kernel on CUDA, where a scale needs no more than a head; arguments are checked."""
-    if not (out1.is_cuda and how.within_heads(out1.shape[2]) and out1.dtype != torch.float64):
-        out, _ = _merge_attn_states(out1, lse1, out2, lse2)
-        return quantize_output(out, how, out_scale)
-    from attn_ops.ops.triton.merge import launch_merge_attn_states
-
-    quant = QuantizedOutput(how, out_scale, *how.empty(out1))
-    launch_merge_attn_states(out1, lse1, out2, lse2, quant)
-    return quant.out, quant.scales
 
 
 def check_states(
@@ -173,11 +150,10 @@ def merge_attn_states_quant(
     out_scale: torch.Tensor | None = None,
     **fields: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_attn_states`, its output quantized, without the log-sum-exp.
+    """`merge_attn_states`, its output quantized by a kernel after it, without the log-sum-exp.
 
     `merge_attn_states` documents the states, `attention_quant` the scheme, `out_scale`, the further
-    fields (`min_amax` to `column_major`) and what is returned. On CUDA one kernel, unless a scale
-    is that of a row or of the batch, or a group is wider than a head.
+    fields (`min_scale` to `ue8m0`) and what is returned.
 
     Raises:
         ValueError: as both.

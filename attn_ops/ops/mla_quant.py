@@ -1,9 +1,10 @@
-"""`attn_ops::mla_attention_quant`: latent attention whose output is quantized, in FP8 or NVFP4.
+"""`attn_ops::mla_attention_quant`: latent attention, its output quantized by a kernel after it.
+
+No backend's kernel quantizes latent attention: no step was measured that gains by it.
 
 T tokens, N query heads, P head size without RoPE, R with RoPE, V head size of values, Lkv latent.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -20,14 +21,11 @@ from attn_ops.output_quant.schemes import (
     HOW_FIELDS,
     HOW_SCHEMA,
     OutputQuant,
-    QuantizedOutput,
     known_output_quant,
 )
 
 LIBRARY.define(
-    f"mla_attention_quant({ARGUMENTS}, {HOW_SCHEMA}, bool fuse=True, {OPTIONS}) "
-    "-> (Tensor, Tensor)",
-    tags=TAGS,
+    f"mla_attention_quant({ARGUMENTS}, {HOW_SCHEMA}, {OPTIONS}) -> (Tensor, Tensor)", tags=TAGS
 )
 
 
@@ -41,7 +39,6 @@ def _mla_attention_quant(
     *,
     v_head_dim: int,
     out_scale: torch.Tensor | None = None,
-    fuse: bool = True,
     **keywords: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     fields = {name: keywords.pop(name) for name in HOW_FIELDS if name in keywords}
@@ -51,7 +48,7 @@ def _mla_attention_quant(
     asked = {"kv_b": kv_b, "v_head_dim": v_head_dim} | _DEFAULTS | keywords
     if asked["logits_rows"] and meta.wants_no_logits(q.shape[0]):
         return quantize_output(empty_out(q, v_head_dim), how, out_scale)
-    run = functools.partial(_attend_quant, how=how, out_scale=out_scale, fuse=fuse)
+    run = functools.partial(_attend_quant, how=how, out_scale=out_scale)
     if breaks.hooks:
         call = LatentCall(run, q, kv_cache, meta, scale, asked, how.empty)
         if (results := breaks.asked(call)) is not None:
@@ -60,11 +57,11 @@ def _mla_attention_quant(
 
 
 _DEFAULTS = {"kv_cache_dtype": "auto", "kv_scale": None, "causal": None, "logits_rows": False}
-"""Of the schema: the dispatcher leaves out what has its default."""
+"""The schema's defaults: the dispatcher leaves out arguments that have them."""
 
 
 def _like_out(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
-    """Of the shape of an output [T, N, V], without its memory."""
+    """A tensor of the output's shape [T, N, V], without its memory."""
     return q.new_empty(()).expand(*q.shape[:2], v_head_dim)
 
 
@@ -76,7 +73,6 @@ def _attend_quant(
     *,
     how: OutputQuant,
     out_scale: torch.Tensor | None,
-    fuse: bool,
     kv_b: torch.Tensor,
     v_head_dim: int,
     kv_cache_dtype: str,
@@ -86,13 +82,7 @@ def _attend_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     asked = LatentOptions(scale, kv_b, v_head_dim, kv_cache_dtype, kv_scale)
     meta, layer = latent_layer_of(q, kv_cache, meta, asked, causal, logits_rows)
-    computed_by = meta.backend if layer.part is None else layer.part.backend
-    fused = fuse and how.scheme in computed_by.support.output_quant
-    if not fused or (how.group and not how.within_heads(v_head_dim)):
-        return quantize_output(layer.attend(q, kv_cache, meta, asked), how, out_scale)
-    quant = QuantizedOutput(how, out_scale, *how.empty(_like_out(q, v_head_dim)))
-    asked = dataclasses.replace(asked, quant=quant)
-    return layer.attend(q, kv_cache, meta, asked), quant.scales
+    return quantize_output(layer.attend(q, kv_cache, meta, asked), how, out_scale)
 
 
 @torch.library.register_fake("attn_ops::mla_attention_quant", lib=LIBRARY)
@@ -105,10 +95,9 @@ def _mla_attention_quant_fake(
     *,
     v_head_dim: int,
     scheme: str,
-    column_major: bool = False,
     **keywords: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return OutputQuant(scheme, column_major=column_major).empty(_like_out(q, v_head_dim))
+    return OutputQuant(scheme).empty(_like_out(q, v_head_dim))
 
 
 def mla_attention_quant(
@@ -121,10 +110,9 @@ def mla_attention_quant(
     v_head_dim: int,
     scheme: str,
     out_scale: torch.Tensor | None = None,
-    fuse: bool = True,
     **keywords: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mla_attention`, its output quantized: behind W_UV in the backend's kernel, or by a kernel.
+    """`mla_attention`, its output quantized by a kernel after it.
 
     `attention_quant` documents the schemes, what may be given with them, and the results for an
     output [T, N, H], which is [T, N, V] here.
@@ -133,14 +121,13 @@ def mla_attention_quant(
         q, kv_cache, meta, kv_b, scale, v_head_dim: see `mla_attention`.
         scheme: `fp8_static`, `fp8_group64`, `fp8_group128`, `fp8_row`, `fp8_tensor` or `nvfp4`.
         out_scale: one float32 on q's device, of `fp8_static` and `nvfp4`.
-        fuse: False: always by a kernel of its own.
-        keywords: the scheme's further fields (`min_amax` to `column_major`), and the further
-            keywords of `mla_attention`.
+        keywords: the scheme's further fields (`min_scale` to `ue8m0`), and the further keywords of
+            `mla_attention`.
 
     Raises:
         ValueError: as both.
     """
     return torch.ops.attn_ops.mla_attention_quant.default(
         q, kv_cache, meta, kv_b, scale, v_head_dim=v_head_dim, scheme=scheme, out_scale=out_scale,
-        fuse=fuse, **keywords,
+        **keywords,
     )  # fmt: skip

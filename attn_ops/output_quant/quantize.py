@@ -1,4 +1,4 @@
-"""Quantizing what attention wrote, by a kernel of its own: the form that the fused one must equal.
+"""Quantizes attention's output after attention. A fused kernel must give the same numbers.
 
 T tokens, N query heads, H head size, W = N * H, G groups of a row, E values of a group.
 """
@@ -59,9 +59,9 @@ def reference_quantize(
 
 
 def _scaled(x_TGE: torch.Tensor, scale_TG1: torch.Tensor, how: OutputQuant) -> torch.Tensor:
-    if how.inverse_scale:
-        return x_TGE * scale_TG1.reciprocal()
-    return x_TGE * scale_TG1 if how.multiply else x_TGE / scale_TG1
+    if not how.multiply:
+        return x_TGE / scale_TG1
+    return x_TGE * (scale_TG1.reciprocal() if how.dynamic else scale_TG1)
 
 
 def _grouped_shape(x: torch.Tensor, how: OutputQuant) -> tuple[int, int, int]:
@@ -75,13 +75,8 @@ def _grouped_shape(x: torch.Tensor, how: OutputQuant) -> tuple[int, int, int]:
 def _scales(x_TGE: torch.Tensor, how: OutputQuant) -> torch.Tensor:
     """[T, G, 1] float32."""
     dtype = x_TGE.dtype if how.round_scale else torch.float32
-    amax = x_TGE.abs().amax(dim=2, keepdim=True).to(dtype)
-    if how.min_amax:
-        amax = amax.clamp(min=how.min_amax)
-    scale = amax * (1 / FP8_MAX) if how.inverse_max else amax / FP8_MAX
-    if how.min_scale:
-        scale = scale.clamp(min=how.min_scale)
-    scale = scale.float()
+    scale = (x_TGE.abs().amax(dim=2, keepdim=True).to(dtype) / FP8_MAX).float()
+    scale = scale.clamp(min=how.min_scale)
     return _power_of_two(scale) if how.ue8m0 else scale
 
 

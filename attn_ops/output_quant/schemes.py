@@ -26,76 +26,57 @@ SCHEMES: dict[str, int | None] = {
     "fp8_tensor": None,
     "nvfp4": FP4_BLOCK,
 }
-"""Names of the schemes, with the values of a row that share a scale; None: it is not by groups."""
+"""Names of the schemes, with the size of the groups that share a scale; None: no groups."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputQuant:
-    """A scheme, and what libraries do differently in it.
+    """A scheme, and the details in which libraries differ.
 
     Attention's output x, rounded to q's dtype, becomes x / scale, limited to +-448 and rounded to
-    E4M3. The scale is given (`fp8_static`) or amax / 448, amax being the largest |x| of those that
-    share it. A row of zeros without `min_amax` and `min_scale` has scale 0 and becomes NaN, as it
-    does in libraries that divide by it.
+    E4M3. The scale is given (`fp8_static`) or amax / 448, amax being the largest |x| of the values
+    that share it. A row of zeros without `min_scale` has scale 0 and becomes NaN, as it does in
+    libraries that divide by it.
 
     Raises:
-        ValueError: the scheme is unknown, or does not take what is asked for.
+        ValueError: the scheme is unknown, or does not take an option.
     """
 
     scheme: str  # of SCHEMES
-    min_amax: float = 0.0  # amax is at least that; not with fp8_static, nvfp4
-    min_scale: float = 0.0  # the scale is at least that; not with fp8_static, nvfp4
-    round_scale: bool = False  # the scale is rounded to q's dtype; not with fp8_static, nvfp4
+    min_scale: float = 0.0  # the least scale; dynamic schemes
+    round_scale: bool = False  # amax / 448 is rounded to q's dtype; dynamic schemes
     round_values: bool = False  # x / scale is rounded to q's dtype before it becomes FP8
-    inverse_max: bool = False  # amax * (1 / 448) instead of amax / 448; not with fp8_static, nvfp4
-    inverse_scale: bool = False  # x * (1 / scale) instead of x / scale; not with fp8_static, nvfp4
-    multiply: bool = False  # fp8_static: x * scale instead of x / scale
+    multiply: bool = False  # x * out_scale (fp8_static), x * (1 / scale) (dynamic), not x / scale
     ue8m0: bool = False  # groups: the scale is rounded up to a power of two
-    column_major: bool = False  # groups: scales of one group lie next to each other, [T, G] with
-    # strides (1, T)
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             raise ValueError(
                 f"scheme must be known, got {self.scheme!r}; supported: {', '.join(SCHEMES)}"
             )
+        if not 0.0 <= self.min_scale < float("inf"):
+            raise ValueError(f"min_scale must be finite and at least 0, got {self.min_scale}")
+        fp8 = self.scheme != "nvfp4"
         for name, taken in (
-            ("min_amax", self.dynamic),
             ("min_scale", self.dynamic),
             ("round_scale", self.dynamic),
-            ("round_values", self.scheme != "nvfp4"),
-            ("inverse_max", self.dynamic),
-            ("inverse_scale", self.dynamic),
-            ("multiply", self.scheme == "fp8_static"),
-            ("ue8m0", self.grouped),
-            ("column_major", self.grouped),
+            ("round_values", fp8),
+            ("multiply", fp8),
+            ("ue8m0", self.dynamic and self.group is not None),
         ):
             value = getattr(self, name)
             if value and not taken:
                 raise ValueError(f"{name} must be {type(value)()} with {self.scheme}, got {value}")
-            if not isinstance(value, bool) and not 0.0 <= value < float("inf"):
-                raise ValueError(f"{name} must be finite and at least 0, got {value}")
 
     @property
     def group(self) -> int | None:
-        """Values that share a scale, where they are a part of a row."""
+        """How many values share a scale; None: not a fixed number."""
         return SCHEMES[self.scheme]
 
     @property
     def dynamic(self) -> bool:
         """Whether FP8 scales come from the values."""
         return self.scheme not in ("fp8_static", "nvfp4")
-
-    @property
-    def grouped(self) -> bool:
-        """Whether parts of a row have FP8 scales of their own."""
-        return self.dynamic and self.group is not None
-
-    def within_heads(self, head_size: int) -> bool:
-        """Whether a scale is given, or that of values of one head: known where a head is."""
-        return self.scheme == "fp8_static" or (
-            self.group is not None and head_size % self.group == 0
-        )
 
     def check(self, x: torch.Tensor, out_scale: torch.Tensor | None) -> None:
         """Raise a ValueError unless x [T, N, H] can be quantized so with `out_scale`."""
@@ -135,8 +116,6 @@ class OutputQuant:
         if self.scheme == "fp8_tensor":
             return out, x.new_empty(1, dtype=torch.float32)
         groups = 1 if self.group is None else width // self.group
-        if self.column_major:
-            return out, x.new_empty(groups, num_tokens, dtype=torch.float32).t()
         return out, x.new_empty(num_tokens, groups, dtype=torch.float32)
 
 
@@ -146,7 +125,7 @@ def _up(value: int, unit: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class QuantizedOutput:
-    """What a backend that quantizes its output is given: `AttentionOptions.quant`."""
+    """What a backend that quantizes its output gets: `AttentionOptions.quant`."""
 
     how: OutputQuant
     out_scale: torch.Tensor | None  # one float32, or None: given by the layer
@@ -155,9 +134,8 @@ class QuantizedOutput:
 
 
 HOW_SCHEMA = (
-    "str scheme, Tensor? out_scale=None, float min_amax=0.0, float min_scale=0.0, "
-    "bool round_scale=False, bool round_values=False, bool inverse_max=False, "
-    "bool inverse_scale=False, bool multiply=False, bool ue8m0=False, bool column_major=False"
+    "str scheme, Tensor? out_scale=None, float min_scale=0.0, bool round_scale=False, "
+    "bool round_values=False, bool multiply=False, bool ue8m0=False"
 )
 """Arguments of an operator's schema that say how its output is quantized."""
 

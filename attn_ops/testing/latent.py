@@ -230,7 +230,7 @@ def latent_operators(backend: Backend, device: str) -> None:
     check(ops.mla_attention, case.arguments, **case.keywords)
     if backend.support.lse:
         check(ops.mla_attention_with_lse, case.arguments, **case.keywords)
-    quant = {"scheme": "fp8_row", "min_amax": 1e-4}
+    quant = {"scheme": "fp8_row", "min_scale": 1e-6}
     check(ops.mla_attention_quant, case.arguments, **quant, **case.keywords)
     latent, rows = case.spec.latent, case.q.shape[0]
     assert latent is not None, "a case of latent attention"

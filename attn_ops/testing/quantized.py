@@ -16,15 +16,15 @@ from attn_ops.testing.differences import expect
 FORMS: dict[str, tuple[dict[str, float | bool], ...]] = {
     "fp8_static": ({}, {"multiply": True}, {"round_values": True}),
     "groups": (
-        {"min_amax": 1e-4},
+        {"min_scale": 2.0**-22},
         {"round_scale": True, "round_values": True, "min_scale": 2.0**-12},
-        {"column_major": True, "ue8m0": True, "min_amax": 1e-4},
-        {"inverse_max": True, "inverse_scale": True},
+        {"ue8m0": True, "min_scale": 2.0**-22},
+        {"multiply": True},
     ),
     "dynamic": (
         {},
         {"round_scale": True},
-        {"min_scale": 1.0 / 448 / 512, "inverse_max": True, "inverse_scale": True},
+        {"min_scale": 1.0 / 448 / 512, "multiply": True},
     ),
     "nvfp4": ({},),
 }

@@ -255,13 +255,12 @@ def _time_project(layers: Layers, num_splits: int, rounds: int) -> list[dict[str
         Parts(
             torch.randn(*size, rank, dtype=dtype, device=layers.device),
             torch.randn(size, device=layers.device) if num_splits > 1 else None,
-            None,
         )
         for _ in count
     ]
 
     def merged(layer: int) -> torch.Tensor:
-        part, lse, _ = parts[layer]
+        part, lse = parts[layer]
         return part[:, :, 0] if lse is None else combine(part, lse, torch.bfloat16)
 
     candidates = {

@@ -240,7 +240,7 @@ class _Division:
             return
         if (self.low, self.high) != (-math.inf, math.inf):
             raise NotAFormError(f"values are not limited to +-{FP8_MAX}, but by other numbers")
-        if scale is None or scale.least < torch.finfo(scale.dtype).tiny:
+        if scale is None or scale.options["min_scale"] < torch.finfo(scale.dtype).tiny:
             raise NotAFormError(f"values are not limited to +-{FP8_MAX}")
 
 

@@ -46,9 +46,8 @@ class ComputedScale:
         share: how many neighbours, in row-major order, share a scale.
         holders: nodes that hold the scales [T, G] in row-major order, in any shape.
         inner: nodes that lead to them.
-        options: of `OutputQuant`.
-        least: below which no scale falls; 0: any.
-        dtype: in which it was computed last.
+        options: of `OutputQuant`; `min_scale` is the least scale.
+        dtype: to which the scale was rounded last.
     """
 
     maxima: Node
@@ -58,7 +57,6 @@ class ComputedScale:
     holders: list[Node]
     inner: set[Node]
     options: dict[str, Any]
-    least: float
     dtype: torch.dtype
 
 
@@ -99,7 +97,7 @@ def computed_scale(
     repeats *= _repeats(value_of(operand), value_of(division))
     steps, maxima, way = _down_to_amax(top)
     source, is_absolute, dims = _reduction(maxima)
-    numbers = _Numbers(own, dtype_of(maxima))
+    numbers = _Numbers(own, dtype_of(maxima), value_of(maxima).device)
     for kind, number in steps:
         getattr(numbers, kind)(number)
     numbers.finish(inverted, multiplies)
@@ -108,7 +106,7 @@ def computed_scale(
         raise NotAFormError(f"{share} values have one amax, but {repeats} are divided by one scale")
     return ComputedScale(
         maxima, source, is_absolute, share, holders, {*way, maxima} - set(holders),
-        numbers.options(), numbers.least, numbers.last_dtype,
+        numbers.options(), own if numbers.round_scale else torch.float32,
     )  # fmt: skip
 
 
@@ -243,55 +241,52 @@ def _reduction(maxima: Node) -> tuple[Node, bool, list[int]]:
 class _Numbers:
     """Follows an amax through what is done to it, and notes it as options of `OutputQuant`.
 
+    Every step keeps the order of numbers. So floors on the way are one floor of the scale: `least`,
+    which is what they make of an amax of zero.
+
     Args:
         own: x's dtype, in which a scale may be rounded.
         dtype: the amax's.
+        device: a GPU multiplies by 1 / 448 where it divides by 448.
     """
 
-    def __init__(self, own: torch.dtype, dtype: torch.dtype) -> None:
-        self.own, self.dtype = own, dtype
-        self.is_divided = self.round_scale = self.inverse_max = False
-        self.min_amax = self.min_scale = 0.0
+    def __init__(self, own: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+        self.own, self.dtype, self.is_cpu = own, dtype, device.type == "cpu"
+        self.is_divided = self.round_scale = self.inverse_scale = False
+        self.least = 0.0
         self.powers: list[str] = []
 
     def to(self, dtype: torch.dtype) -> None:
-        """A conversion. Rounding a larger of two numbers gives the larger of the rounded ones."""
+        """A conversion."""
         if dtype == self.dtype:
             return
         if dtype not in (torch.float32, self.own):
             raise NotAFormError(f"its scale is converted to {dtype} on the way")
-        self.dtype = dtype
-        if dtype == torch.float32:
-            return
-        if self.powers or (self.is_divided and self._loses(self.min_amax)):
+        if self.powers:
             raise NotAFormError(f"its scale is rounded to {dtype} after another rounding")
-        if self.is_divided:
-            self.round_scale = True
-            self.min_scale = rounded(self.min_scale, dtype)
-        else:
-            self.min_amax = rounded(self.min_amax, dtype)
+        self.dtype, self.least = dtype, rounded(self.least, dtype)
+        self.round_scale |= self.is_divided and dtype != torch.float32
 
     def floor(self, least: float) -> None:
         """The larger of it and a number."""
         if not math.isfinite(least) or self.powers:
             raise NotAFormError("its scale is kept above what no form has")
-        least = max(0.0, rounded(least, self.dtype))
-        if not self.is_divided:
-            self.min_amax = max(self.min_amax, least)
-            return
-        self.min_scale = max(self.min_scale, least)
+        self.least = max(self.least, rounded(least, self.dtype))
 
     def divide(self, number: float) -> None:
         if self.is_divided or number != FP8_MAX:
             raise NotAFormError(f"its amax is divided by {number}, not by {FP8_MAX}")
         self.is_divided = True
         self.round_scale = self.dtype != torch.float32
+        least = self.least / FP8_MAX if self.is_cpu else self.least * _INVERSE_MAX
+        self.least = rounded(rounded(least, torch.float32), self.dtype)
 
     def multiply(self, number: float) -> None:
         if rounded(number, torch.float32) != _INVERSE_MAX:
             raise NotAFormError(f"its amax is multiplied by {number}, not by 1 / {FP8_MAX}")
+        if self.is_cpu:
+            raise NotAFormError("amax * (1 / 448) rounds otherwise than amax / 448 on a CPU")
         self.divide(FP8_MAX)
-        self.inverse_max = True
 
     def power(self, step: str) -> None:
         """A step of rounding up to a power of two."""
@@ -314,8 +309,6 @@ class _Numbers:
         """
         if not self.is_divided or len(self.powers) not in (0, 3):
             raise NotAFormError("its scale is no amax / 448")
-        if self.round_scale and self._loses(self.min_scale):
-            raise NotAFormError(f"its least is no number of {self.own}, to which it is rounded")
         if self.powers and not _same_power(self.least):
             raise NotAFormError("scales that are powers of two have no least number, or an odd one")
         if (inverted is not None) != multiplies:
@@ -324,27 +317,11 @@ class _Numbers:
             raise NotAFormError(f"it is multiplied by 1 / scale, which is rounded to {inverted}")
         self.inverse_scale = multiplies and not self.powers  # of a power of two it is exact
 
-    def _loses(self, number: float) -> bool:
-        return rounded(number, self.own) != number
-
-    @property
-    def least(self) -> float:
-        amax = rounded(self.min_amax, torch.float32)
-        scale = amax * _INVERSE_MAX if self.inverse_max else amax / FP8_MAX
-        return max(self.min_scale, rounded(scale, self.last_dtype))
-
-    @property
-    def last_dtype(self) -> torch.dtype:
-        """To which the scale was rounded."""
-        return self.own if self.round_scale else torch.float32
-
     def options(self) -> dict[str, Any]:
         return {
-            "min_amax": self.min_amax,
-            "min_scale": self.min_scale,
+            "min_scale": self.least,
             "round_scale": self.round_scale,
-            "inverse_max": self.inverse_max,
-            "inverse_scale": self.inverse_scale,
+            "multiply": self.inverse_scale,
             "ue8m0": bool(self.powers),
         }
 

@@ -20,7 +20,6 @@ from attn_ops import (
     attention_with_lse,
     get_backend,
     merge_attn_states,
-    merge_attn_states_quant,
 )
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.metadata import (
@@ -28,7 +27,7 @@ from attn_ops.metadata import (
     make_kv_sharing_fast_prefill_common_attn_metadata,
     make_local_attention_virtual_batches,
 )
-from attn_ops.output_quant.schemes import SCHEMES, QuantizedOutput
+from attn_ops.output_quant.schemes import SCHEMES
 from attn_ops.testing import make_case
 from attn_ops.testing.features import FEATURES
 from attn_ops.testing.quantized import forms_of
@@ -108,20 +107,17 @@ def quantize() -> None:
 
 
 def output() -> None:
-    """Quantized outputs: by the kernels that attend, that merge, and by kernels of their own."""
+    """Quantized outputs: by the kernel of single tokens, and by the quantize kernels."""
     backend, scale = get_backend("TRITON"), torch.tensor([0.05], device="cuda")
     for scheme in SCHEMES:
         spec = AttentionSpec(4, 2, 128 if "128" in scheme else 64, torch.bfloat16)
         for how in forms_of(scheme)[:2]:
             fields = dataclasses.asdict(how)
             fields["out_scale"] = scale if scheme in ("fp8_static", "nvfp4") else None
-            for batch, fuse in ((DECODE, True), (PREFILL, True), (DECODE, False)):
+            for batch in (DECODE, PREFILL):
                 case = make_case(backend, spec, batch, FEATURES["plain"], device="cuda")
                 inputs = (case.q, case.kv_cache, case.meta, case.scale)
-                attention_quant(*inputs, fuse=fuse, **fields)
-            states = [torch.randn(9, 4, spec.head_size, device="cuda", dtype=torch.bfloat16)]
-            states = [*states, torch.randn(9, 4, device="cuda")] * 2
-            merge_attn_states_quant(*states, **fields)
+                attention_quant(*inputs, **fields)
     torch.cuda.synchronize()
 
 
@@ -183,7 +179,7 @@ def advance() -> None:
 
 
 def mla() -> None:
-    """Latent attention: both ways, FP8 caches, split keys, quantized outputs, gathered latents."""
+    """Latent attention: both ways, FP8 caches, split keys, gathered latents."""
     from attn_ops.backends.mla.triton.decode import mla_decode
     from attn_ops.backends.mla.triton.gather import gather_latents
     from attn_ops.backends.mla.triton.prefill import mla_prefill
@@ -197,11 +193,6 @@ def mla() -> None:
             more = case.options | {"lse": lse, "num_splits": splits}
             finite(mla_decode(*case.inputs, **more))
             finite(mla_decode_project(*case.inputs, case.w_uv, **more))
-            plain = mla_decode_project(*case.inputs, case.w_uv, **case.options)
-            for scheme in ("fp8_row", "fp8_group64"):
-                how = forms_of(scheme)[0]
-                quant = QuantizedOutput(how, None, *how.empty(plain))
-                mla_decode_project(*case.inputs, case.w_uv, **more, quant=quant)
     starts = torch.tensor([0, 5, 5, 40], dtype=torch.int32, device="cuda")
     q, k = torch.randn(2, 40, 4, 48, dtype=torch.bfloat16, device="cuda")
     for causal in (True, False):

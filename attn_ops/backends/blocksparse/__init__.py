@@ -5,8 +5,8 @@
 | cuda, cpu | as TRITON | as TRITON | as TRITON | multiples of 16 | always |
 
 Layers without a layout run on TRITON's kernels, so that one backend takes models in which dense and
-block-sparse layers alternate. Soft cap, ALiBi, sinks, FP8 caches, the log-sum-exp and quantized
-output go with a layout; windows and chunks do not. On a CPU the kernels run interpreted, for tests.
+block-sparse layers alternate. Soft cap, ALiBi, sinks, FP8 caches and the log-sum-exp go with a
+layout; windows and chunks do not. On a CPU the kernels run interpreted, for tests.
 
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
@@ -18,7 +18,7 @@ import torch
 
 from attn_ops.backends.base import AttentionOptions, Backend, Support
 from attn_ops.backends.triton import BACKEND as TRITON
-from attn_ops.backends.triton import TritonMetadataBuilder, check, empty
+from attn_ops.backends.triton import TritonMetadataBuilder, check
 from attn_ops.block_layout import (
     BlockLayout,
     BlocksparseParams,
@@ -64,7 +64,7 @@ def forward(
     if special or q.stride(2) != 1 or kv_cache.stride(4) != 1:
         check(q, kv_cache, options)
     if q.shape[0] == 0:
-        return empty(q, options)
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     attend = _kernels()[meta.common.max_query_len > 1]
     if q.device.type == "cpu" or q.get_device() == torch.cuda.current_device():
         return attend(q, kv_cache, meta.common, options, size, layout)
@@ -98,7 +98,7 @@ class BlocksparseSupport(Support):
 
 BACKEND = Backend(
     name="BLOCKSPARSE",
-    support=BlocksparseSupport(**{**vars(TRITON.support), "blocksparse": True}),
+    support=BlocksparseSupport(**{**vars(TRITON.support), "blocksparse": True, "output_quant": ()}),
     builder=BlocksparseMetadataBuilder,
     forward=forward,
     unavailable=TRITON.unavailable,

@@ -47,7 +47,6 @@ class Chunk:
     """Keys that are gathered, up-projected and attended to together, by neighbouring rows."""
 
     rows: slice  # of the part's
-    num_done: int  # of the rows, from the first: they see keys of no later chunk
     causal: bool
     merges: bool  # the rows see other keys besides: the log-sum-exp is needed
     cu_rows: torch.Tensor  # [s+1] int32, device: first row of each request, from 0
@@ -257,26 +256,16 @@ def chunks_of(planned: PrefillPlan, common: CommonAttentionMetadata) -> tuple[Ch
         _chunk(
             chunk,
             first_rows[chunk.keys[0].rows],
-            _num_done(i, planned),
             common,
             *(next(uploaded) for _ in range(3)),
         )
-        for i, chunk in enumerate(planned.chunks)
+        for chunk in planned.chunks
     )
-
-
-def _num_done(index: int, planned: PrefillPlan) -> int:
-    """Rows of a chunk that see keys of no later one; they come first."""
-    later = {keys.rows for chunk in planned.chunks[index + 1 :] for keys in chunk.keys}
-    done = [keys.rows not in later for keys in planned.chunks[index].keys]
-    assert done == sorted(done, reverse=True), "only the last request of a chunk goes on"
-    return sum(k.rows.count for k, d in zip(planned.chunks[index].keys, done, strict=True) if d)
 
 
 def _chunk(
     chunk: ChunkOfKeys,
     first_row: int,
-    num_done: int,
     common: CommonAttentionMetadata,
     cu_rows: torch.Tensor,
     cu_keys: torch.Tensor,
@@ -285,7 +274,6 @@ def _chunk(
     requests = [k.rows.request for k in chunk.keys]
     return Chunk(
         slice(first_row, first_row + sum(k.rows.count for k in chunk.keys)),
-        num_done,
         chunk.causal,
         not chunk.causal or any(k.start for k in chunk.keys),
         cu_rows,

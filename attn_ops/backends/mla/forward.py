@@ -11,9 +11,7 @@ import torch
 from attn_ops.backends.mla.builder import Chunk, DecodePart, MLAPlan, PrefillPart, all_decode
 from attn_ops.backends.mla.gather import gather_latents
 from attn_ops.backends.mla.kernels import MLAKernels
-from attn_ops.backends.mla.quantized import by_rows, merge_into, of_rows, quantize_into
 from attn_ops.metadata import AttentionMetadata, AttentionSpec, LatentOptions, kv_dtype_of
-from attn_ops.output_quant.schemes import QuantizedOutput
 
 
 def plan_of(meta: AttentionMetadata, spec: AttentionSpec) -> MLAPlan:
@@ -30,16 +28,14 @@ def mla_forward(
     options: LatentOptions,
     plan: MLAPlan | None = None,
 ) -> torch.Tensor:
-    """q [T, N, P + R], kv_cache [P, B, Lkv + R] -> [T, N, V]; writes `options.lse` and `.quant`."""
+    """q [T, N, P + R], kv_cache [P, B, Lkv + R] -> [T, N, V]; writes `options.lse`."""
     plan = all_decode(meta.common) if plan is None else plan
     if plan.prefill is None:
         assert plan.decode is not None, "a batch without prefills is all decodes"
         return _decode_way(kernels, q, kv_cache, plan.decode, options)
     if options.lse is not None:
         options.lse[plan.num_rows :].fill_(float("-inf"))
-    if options.quant is not None and _is_sliced(plan) and by_rows(options.quant.how):
-        return _both_quantized(kernels, q, kv_cache, plan, options, options.quant)
-    if plan.prefill.rows == slice(0, q.shape[0]) and options.quant is None:
+    if plan.prefill.rows == slice(0, q.shape[0]):
         out, lse = _prefill_way(kernels, q, kv_cache, plan.prefill, options)
         if options.lse is not None:
             assert lse is not None, "it is asked for"
@@ -59,47 +55,13 @@ def mla_forward(
     if options.lse is not None:
         assert lse is not None, "it is asked for"
         options.lse[rows] = lse.to(options.lse.dtype)
-    return out if options.quant is None else quantize_into(out, options.quant)
+    return out
 
 
-def _is_sliced(plan: MLAPlan) -> bool:
-    """Whether the rows of each way are neighbours."""
-    parts = [part for part in (plan.decode, plan.prefill) if part is not None]
-    return all(isinstance(part.rows, slice) for part in parts)
-
-
-def _both_quantized(
-    kernels: MLAKernels,
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    plan: MLAPlan,
-    options: LatentOptions,
-    quant: QuantizedOutput,
-) -> torch.Tensor:
-    """Each way writes its own rows of `quant`, from its last kernel."""
-    padding = slice(plan.num_rows, None)
-    zeros = q.new_zeros(q.shape[0] - plan.num_rows, q.shape[1], options.v_head_dim)
-    quantize_into(zeros, of_rows(quant, padding))
-    if plan.decode is not None:
-        rows = plan.decode.rows
-        asked = _of_part(options, rows, of_rows(quant, rows))  # pyright: ignore[reportArgumentType]
-        _decode_way(kernels, q[rows], kv_cache, plan.decode, asked)
-    assert plan.prefill is not None, "else all are decodes"
-    rows = plan.prefill.rows
-    asked = _of_part(options, rows, of_rows(quant, rows))  # pyright: ignore[reportArgumentType]
-    _, lse = _prefill_way(kernels, q[rows], kv_cache, plan.prefill, asked)
-    if options.lse is not None:
-        assert lse is not None, "it is asked for"
-        options.lse[rows] = lse.to(options.lse.dtype)
-    return quant.out
-
-
-def _of_part(
-    options: LatentOptions, rows: slice | torch.Tensor, quant: QuantizedOutput | None = None
-) -> LatentOptions:
-    """What a layer asks of a part of the rows; without `quant` they are quantized later."""
+def _of_part(options: LatentOptions, rows: slice | torch.Tensor) -> LatentOptions:
+    """The options for a part of the rows."""
     lse = None if options.lse is None else options.lse[rows]
-    return dataclasses.replace(options, lse=lse, quant=quant)
+    return dataclasses.replace(options, lse=lse)
 
 
 # -- the decode way --------------------------------------------------------------------------------
@@ -128,13 +90,11 @@ def _decode_way(
         "plan": part.plan,
     }
     if kernels.decode_project is not None:
-        return kernels.decode_project(
-            ql_DNL, q_pe_DNR, kv_cache, part.common, w_uv_NVL, quant=options.quant, **asked
-        )
+        return kernels.decode_project(ql_DNL, q_pe_DNR, kv_cache, part.common, w_uv_NVL, **asked)
     o_DNL = kernels.decode(ql_DNL, q_pe_DNR, kv_cache, part.common, **asked)
     out_DNV = q.new_empty(*q.shape[:2], options.v_head_dim)
     torch.bmm(o_DNL.transpose(0, 1), w_uv_NVL.mT, out=out_DNV.transpose(0, 1))
-    return out_DNV if options.quant is None else quantize_into(out_DNV, options.quant)
+    return out_DNV
 
 
 # -- the prefill way -------------------------------------------------------------------------------
@@ -157,59 +117,19 @@ def _prefill_way(
             chunk.max_keys, scale=options.scale, causal=chunk.causal, with_lse=with_lse,
         )  # fmt: skip
         del k_KNH, v_KNV  # the next chunk's take their place
-        if options.quant is None and len(part.chunks) == 1:
+        if len(part.chunks) == 1:
             return new, new_lse
         if chunk is part.chunks[0]:
             out = q.new_empty(*q.shape[:2], options.v_head_dim)
             lse = None if new_lse is None else new_lse.new_empty(q.shape[:2])
-        for rows, of_new, quant in _ranges(chunk, options.quant):
-            part_lse = None if new_lse is None else new_lse[of_new]
-            _add(out, lse, rows, new[of_new], part_lse, quant, merges=not chunk.causal)
-    return out, lse
-
-
-def _ranges(
-    chunk: Chunk, quant: QuantizedOutput | None
-) -> list[tuple[slice, slice, QuantizedOutput | None]]:
-    """Rows of a part, the same of the chunk, and where they are quantized: the rest goes on."""
-    first, last = chunk.rows.start, chunk.rows.stop
-    if quant is None:
-        return [(chunk.rows, slice(None), None)]
-    done = slice(first, first + chunk.num_done)
-    return [
-        (done, slice(0, chunk.num_done), of_rows(quant, done)),
-        (slice(done.stop, last), slice(chunk.num_done, None), None),
-    ]
-
-
-def _add(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    rows: slice,
-    new: torch.Tensor,
-    new_lse: torch.Tensor | None,
-    quant: QuantizedOutput | None,
-    *,
-    merges: bool,
-) -> None:
-    """Take a chunk's result into `out` and `lse`, or into `quant`: as it is, or merged."""
-    if not new.shape[0]:
-        return
-    if merges:
-        assert lse is not None, "it is asked for where rows see several chunks"
-        assert new_lse is not None, "the same"
-        states = (out[rows], lse[rows], new, new_lse)
-        if quant is not None:
-            lse[rows] = merge_into(*states, quant)
-            return
-        new, new_lse = torch.ops.attn_ops.merge_attn_states(*states)
-    if quant is None:
+        rows = chunk.rows
+        if not chunk.causal:
+            assert lse is not None, "it is asked for where rows see several chunks"
+            new, new_lse = torch.ops.attn_ops.merge_attn_states(out[rows], lse[rows], new, new_lse)
         out[rows] = new
-    else:
-        quantize_into(new, quant)
-    if lse is not None:
-        assert new_lse is not None, "the same"
-        lse[rows] = new_lse
+        if lse is not None and new_lse is not None:
+            lse[rows] = new_lse
+    return out, lse
 
 
 def up_projected(

@@ -21,10 +21,7 @@ what the builder's `plan_decode` gave. Strides of ql_nope and q_pe are free but 
 """
 
 DecodeProject = Callable[..., torch.Tensor]
-"""The same with w_uv [N, V, Lkv] behind `part`, and `quant`: the result times W_UV, [D, N, V].
-
-With `quant`, a `QuantizedOutput`, it is written and `quant.out` returned.
-"""
+"""The same with w_uv [N, V, Lkv] after `part`: the result times W_UV, [D, N, V]."""
 
 Absorb = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """absorb(q_nope [D, N, P], w_uk [N, P, Lkv]) -> [D, N, Lkv]: the product before `decode`.

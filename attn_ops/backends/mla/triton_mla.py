@@ -117,8 +117,6 @@ def forward(
     """
     _check(q, kv_cache, options)
     if q.shape[0] == 0:
-        if options.quant is not None:
-            return options.quant.out
         return q.new_empty(*q.shape[:2], options.v_head_dim)
     if q.device.type == "cpu" or q.get_device() == torch.cuda.current_device():
         return mla_forward(KERNELS, q, kv_cache, meta, options, plan)
@@ -144,7 +142,6 @@ BACKEND = Backend(
         cudagraph=AttentionCGSupport.UNIFORM_BATCH,
         lse=True,
         latent=True,
-        output_quant=TRITON.support.output_quant,
     ),
     builder=MLAMetadataBuilder,
     forward=forward,

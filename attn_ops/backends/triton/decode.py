@@ -10,7 +10,6 @@ P block ids of a tile, B block size, C keys of a tile, M rows of a program (HEAD
 of two), R ranges of keys, I = K * ceil(G / HEADS) programs per request and range.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,12 +41,7 @@ from attn_ops.backends.triton.tiles import (
 )
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.output_quant.triton.epilogue import (
-    ROW,
-    epilogue_arguments,
-    given_scale,
-)
-from attn_ops.output_quant.triton.quantize import launch_quantize
+from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale
 
 __all__ = ["MAX_SPLITS", "DecodeConstants", "decode_attention"]
 
@@ -265,16 +259,12 @@ def decode_kernel(
     # Row number `request` behind the last request's is padding, if the batch has so many rows.
     if (pad_row < num_rows) & (split == 0):
         store_padding(
-            out_ptr, lse_ptr, pad_row, head_M, owned_M, item == 0, given, quant, HOW,
+            out_ptr, lse_ptr, pad_row, head_M, owned_M, given, quant, HOW,
             NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M, HAS_LSE,
         )  # fmt: skip
     first, length, num_ranges = key_ranges(seq_len, window, num_splits, TILE, HAS_WINDOW)
     if (row_end <= row) | (split >= tl.maximum(num_ranges, 1)):
         return
-    if HOW is not None:
-        if HOW[0] == ROW and item + split == 0:  # the kernel that combines counts from here
-            z_Z = tl.arange(0, 2)
-            tl.store(quant[4] + row * 2 + z_Z, 0 * z_Z)
 
     begin = first + split * length
     end = tl.minimum(begin + length, seq_len)
@@ -357,10 +347,6 @@ def decode_attention(
     """
     max_keys = min(common.max_seq_len, options.sliding_window or common.max_seq_len)
     work = decode_work(q, kv_cache, common, options, max_keys, num_splits, constants)
-    if work is None:
-        plain = dataclasses.replace(options, quant=None)
-        out = decode_attention(q, kv_cache, common, plain, 1, constants)
-        return launch_quantize(out, options.quant)
     chosen, out, num_splits, shape = work.constants, work.out, work.num_splits, work.shape
     decode_kernel[(max(common.num_reqs, q.shape[0]) * work.units, num_splits)](
         out, work.part, work.part_lse, q, readable(kv_cache, options),
@@ -406,11 +392,8 @@ def decode_work(
     max_keys: int,
     num_splits: int | None,
     constants: DecodeConstants | None,
-) -> DecodeWork | None:
-    """Constants, ranges and memory of a launch; None: the output is quantized by another kernel.
-
-    That is where a scale goes over a row and there is one range: no kernel before the combining one
-    clears its counters.
+) -> DecodeWork:
+    """Constants, ranges and memory of a launch.
 
     Args:
         max_keys: most keys that a query sees, or an upper bound.
@@ -432,12 +415,9 @@ def decode_work(
             multiprocessors=num_sms(q.device), long_programs_per_sm=chosen.long_programs_per_sm,
         )  # fmt: skip
     quant = options.quant
-    by_row = quant is not None and quant.how.scheme == "fp8_row"
-    if by_row and num_splits == 1:
-        return None
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
     parts = empty_parts(out, common.num_reqs * units, num_splits, heads, q.shape[2])
-    epilogue = epilogue_arguments(quant, q.dtype, by_row=by_row)
+    epilogue = epilogue_arguments(quant, q.dtype)
     asked = option_arguments(options, unused=out)
     return DecodeWork(chosen, units, num_splits, out, *parts, epilogue, *asked, shape)
 

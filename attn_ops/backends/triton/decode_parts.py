@@ -13,13 +13,7 @@ import triton.language as tl
 from attn_ops.backends.triton.tiles import LN_2, MAX_SPLITS, padded_head_size
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.output_quant.triton.epilogue import (
-    ROW,
-    given_scale,
-    store_head_of_row,
-    store_quantized,
-    store_zero_row,
-)
+from attn_ops.output_quant.triton.epilogue import given_scale, store_quantized
 
 PROGRAMS_PER_SM = 4
 """Wanted at least: fewer leave an SM waiting for memory. One H200, 2026-11-21: of 2 to 64 ranges,
@@ -39,10 +33,6 @@ bbef76b, a script that is not kept; 65 at once were not measured."""
 
 MAX_PARTS_BYTES = 32 << 20
 """Of parts, where padding makes them more: they are made for all requests."""
-
-
-ROW_TILE = tl.constexpr(4096)
-"""Values of a row that are quantized at a time."""
 
 
 def expected_reqs(common: CommonAttentionMetadata) -> int:
@@ -110,7 +100,6 @@ def store_padding(
     row,  # int64
     head_M,
     owned_M,
-    is_first,  # of the row's programs
     given,
     quant,
     HOW: tl.constexpr,
@@ -128,16 +117,10 @@ def store_padding(
         mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
         tl.store(out_ptr + row * NUM_HEADS * HEAD_SIZE + offset_MH, zero_MH, mask=mask_MH)
     else:
-        if HOW[0] == ROW:
-            store_zero_row(
-                out_ptr, row, head_M, owned_M, is_first, quant, HOW,
-                NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
-            )  # fmt: skip
-        else:
-            store_quantized(
-                out_ptr, tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32), row + 0 * head_M,
-                head_M, owned_M, given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
-            )  # fmt: skip
+        store_quantized(
+            out_ptr, tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32), row + 0 * head_M,
+            head_M, owned_M, given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
+        )  # fmt: skip
     if HAS_LSE:
         none_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
         tl.store(lse_ptr + row * NUM_HEADS + head_M, none_M, mask=owned_M)
@@ -328,11 +311,6 @@ def combine_row(
     if HOW is None:
         out_ptr_EH = out_ptr + (row * NUM_HEADS + head + e_E)[:, None] * HEAD_SIZE + h_H[None, :]
         tl.store(out_ptr_EH, out_EH.to(out_ptr.dtype.element_ty), mask=(h_H < HEAD_SIZE)[None, :])
-    elif HOW[0] == ROW:
-        store_head_of_row(
-            out_ptr, tl.reshape(out_EH, [PADDED_HEAD_SIZE]), row, head, quant, HOW,
-            NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, ROW_TILE,
-        )  # fmt: skip
     else:
         store_quantized(
             out_ptr, out_EH, row + e_E, head + e_E, e_E < 1, given, quant, HOW,

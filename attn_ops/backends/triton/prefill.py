@@ -10,7 +10,6 @@ P blocks, B block size, C keys of a tile, M rows of a program (BLOCK_Q x HEADS, 
 of two), R ranges of keys.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -41,9 +40,6 @@ from attn_ops.backends.triton.tiles import (
 )
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.output_quant.schemes import OutputQuant
-from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale
-from attn_ops.output_quant.triton.quantize import launch_quantize
 
 MAX_SPLIT_ROWS = 64
 """Keys are split if a request's rows, G a query token, are at most so many."""
@@ -395,9 +391,6 @@ def attend_keys(
 CHANGES_SCORES = ("HAS_SOFT_CAP", "HAS_ALIBI", "HAS_K_SCALE")
 """Flags of what stands between a product and its maximum, or may have any sign."""
 
-MOST_GROUPED_ROWS = 1024
-"""Rows up to which the kernel quantizes by groups itself, unless keys are gathered."""
-
 
 @triton.jit
 def find_request(
@@ -423,15 +416,14 @@ def find_request(
 # would recompile. Strides of q and the cache are geometry, and their divisibility by 16 is what
 # makes loads 16 bytes wide.
 @triton.jit(
-    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "window", "quant"],
+    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "window"],
     do_not_specialize_on_alignment=[
         "query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "part_lse_ptr",
         "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "lse_ptr",
     ],
 )  # fmt: skip
 def prefill_kernel(
-    # [T, N, HEAD_SIZE] contiguous, quantized if HOW is given; if SPLIT [T, N, R, HEAD_SIZE] float32
-    out_ptr,
+    out_ptr,  # [T, N, HEAD_SIZE] contiguous; if SPLIT [T, N, R, HEAD_SIZE] float32
     part_lse_ptr,  # [T, N, R] float32 contiguous, base 2, if SPLIT
     q_ptr,  # [T, N, HEAD_SIZE]
     k_source,  # PAGED [P, B, K, HEAD_SIZE] in q's dtype or FP8, DENSE [T, K, HEAD_SIZE]; or TMA
@@ -458,8 +450,6 @@ def prefill_kernel(
     k_scale_ptr,  # [1] float32, if HAS_K_SCALE
     v_scale_ptr,  # [1] float32, if HAS_V_SCALE
     lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
-    quant,  # of `store_quantized`, with HOW
-    HOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # G
     HEADS: tl.constexpr,  # query heads per program, at most G
@@ -517,7 +507,6 @@ def prefill_kernel(
     if first >= query_len:
         return
 
-    given = given_scale(quant, HOW)
     m_M = tl.arange(0, BLOCK_M)
     query_M = first + m_M // HEADS
     in_group_M = head_tile * HEADS + m_M % HEADS
@@ -608,7 +597,7 @@ def prefill_kernel(
     )  # fmt: skip
     store_rows(
         out_ptr, part_lse_ptr, lse_ptr, acc_MH, max_M, sum_M, row_M, head_M, owned_M, split,
-        num_splits, v_scale_ptr, given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE,
+        num_splits, v_scale_ptr, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE,
         BLOCK_M, HAS_V_SCALE, HAS_LSE, SPLIT,
     )  # fmt: skip
 
@@ -622,30 +611,15 @@ def prefill_attention(
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
 
-    With `options.quant` the output is quantized as it says. Of the batch's ints max_query_len and
-    max_seq_len are read; both must bound the batch's lengths, in a captured launch those of every
-    replay. `launch` overrides the choice.
+    Of the batch's ints max_query_len and max_seq_len are read; both must bound the batch's lengths,
+    in a captured launch those of every replay. `launch` overrides the choice.
     """
-    quant = options.quant
     launch = launch or choose_launch(q, kv_cache, common)
-    if quant is not None and not _quantizes(quant.how, q, launch):
-        plain = dataclasses.replace(options, quant=None)
-        return launch_quantize(prefill_attention(q, kv_cache, common, plain, launch), quant)
     if launch.gather:
         keys = gathered_keys(kv_cache, common, options, q.dtype, launch.keys)
     else:
         keys = paged_keys(kv_cache, common, options)
     return _attend(q, keys, common, options, launch)
-
-
-def _quantizes(how: OutputQuant, q: torch.Tensor, launch: Launch) -> bool:
-    """Whether the kernel quantizes q's rows itself, and faster than a kernel behind it.
-
-    By groups of 128, attention of a prompt of 2,048 tokens took 111.4 us with its own quantization
-    and 107.2 with a kernel behind it, of 512 tokens 18.3 and 19.7 (one H200, 2026-11-22).
-    """
-    many = how.group is not None and q.shape[0] > MOST_GROUPED_ROWS and not launch.gather
-    return how.within_heads(q.shape[2]) and not many
 
 
 def varlen_attention(
@@ -676,11 +650,9 @@ def _attend(
     num_rows, num_heads, head_size = q.shape
     group = num_heads // keys.num_kv_heads
     block_m, heads = launch.fitted(group, common.max_query_len)
-    quant, split = options.quant, launch.num_splits > 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
+    split = launch.num_splits > 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     part, part_lse = empty_row_parts(out, q.shape, launch.num_splits)
-    epilogue = epilogue_arguments(quant, q.dtype)
-    none = {"quant": None, "HOW": None}
     arguments, flags = option_arguments(options, unused=out)
     num_head_tiles = keys.num_kv_heads * triton.cdiv(group, heads)
     num_row_tiles = num_rows // (block_m // heads) + common.num_reqs + 1
@@ -699,7 +671,6 @@ def _attend(
         num_rows,
         launch.num_splits,
         *arguments,
-        **(none if split else epilogue),
         NUM_HEADS=num_heads,
         GROUP=group,
         HEADS=heads,
@@ -719,5 +690,5 @@ def _attend(
         **early_launch(q.device),
     )
     if split:
-        combine_rows(out, part, part_lse, options.lse, epilogue)
+        combine_rows(out, part, part_lse, options.lse)
     return out

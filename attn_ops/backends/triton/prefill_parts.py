@@ -4,8 +4,6 @@ T rows, S requests, N query heads, K kv heads, H head size, P blocks, B block si
 keys, L rows of a request in the gathered keys.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,6 @@ import triton.language as tl
 from attn_ops.backends.triton.tiles import LN_2, padded_head_size
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.output_quant.triton.epilogue import given_scale, store_quantized
 
 GATHER_ROWS = 128
 """Rows of a program, and the unit to which a request's keys are filled up with zeros: every tile
@@ -120,9 +117,6 @@ def store_rows(
     split,
     num_splits,
     v_scale_ptr,
-    given,
-    quant,
-    HOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD_SIZE: tl.constexpr,
@@ -144,26 +138,17 @@ def store_rows(
         tl.store(part_lse_ptr + out_row_M, max_M + tl.log2(total_M), mask=owned_M)
     elif HAS_LSE:
         tl.store(lse_ptr + out_row_M, (max_M + tl.log2(total_M)) * LN_2, mask=owned_M)
-    if SPLIT or HOW is None:
-        out_ptr_MH = out_ptr + (out_row_M * HEAD_SIZE)[:, None] + h_H[None, :]
-        tl.store(out_ptr_MH, out_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
-    else:
-        store_quantized(
-            out_ptr, out_MH, row_M, head_M, owned_M, given, quant, HOW,
-            NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M,
-        )  # fmt: skip
+    out_ptr_MH = out_ptr + (out_row_M * HEAD_SIZE)[:, None] + h_H[None, :]
+    tl.store(out_ptr_MH, out_MH.to(out_ptr.dtype.element_ty), mask=mask_MH)
 
 
-@triton.jit(do_not_specialize=["num_splits", "quant"], do_not_specialize_on_alignment=["lse_ptr"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["lse_ptr"])
 def combine_rows_kernel(
-    out_ptr,  # [T, N, HEAD_SIZE] contiguous; quantized, if HOW is given
+    out_ptr,  # [T, N, HEAD_SIZE] contiguous
     part_ptr,  # [T, N, R, HEAD_SIZE] float32 contiguous
     part_lse_ptr,  # [T, N, R] float32 contiguous, base 2
     num_splits,  # R
     lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
-    quant,  # of `store_quantized`, with HOW
-    HOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD_SIZE: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
@@ -175,7 +160,6 @@ def combine_rows_kernel(
     r_R = tl.arange(0, PADDED_SPLITS)
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     part = row * num_splits
-    given = given_scale(quant, HOW)
     wait_for_inputs(PDL)
     lse_R = tl.load(part_lse_ptr + part + r_R, mask=r_R < num_splits, other=float("-inf"))
     some_R = lse_R != float("-inf")
@@ -189,15 +173,8 @@ def combine_rows_kernel(
     total = tl.sum(weight_R, 0)
     total = tl.where(total == 0.0, 1.0, total)
     out_H = tl.sum(part_RH * weight_R[:, None], 0) / total
-    if HOW is None:
-        out_ptr_H = out_ptr + row * HEAD_SIZE + h_H
-        tl.store(out_ptr_H, out_H.to(out_ptr.dtype.element_ty), mask=h_H < HEAD_SIZE)
-    else:
-        e_E = tl.arange(0, 1)
-        store_quantized(
-            out_ptr, out_H[None, :], row // NUM_HEADS + e_E, row % NUM_HEADS + e_E, e_E < 1,
-            given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, 1,
-        )  # fmt: skip
+    out_ptr_H = out_ptr + row * HEAD_SIZE + h_H
+    tl.store(out_ptr_H, out_H.to(out_ptr.dtype.element_ty), mask=h_H < HEAD_SIZE)
     if HAS_LSE:  # of a row without keys top is -inf already
         tl.store(lse_ptr + row, (top + tl.log2(total)) * LN_2)
 
@@ -219,12 +196,8 @@ def combine_rows(
     part: torch.Tensor,
     part_lse: torch.Tensor,
     lse: torch.Tensor | None,
-    epilogue: dict[str, Any],
 ) -> None:
-    """part [T, N, R, H] and part_lse [T, N, R] into out [T, N, H] and lse [T, N].
-
-    `epilogue`: of `epilogue_arguments`.
-    """
+    """part [T, N, R, H] and part_lse [T, N, R] into out [T, N, H] and lse [T, N]."""
     num_rows, num_heads, num_splits, head_size = part.shape
     combine_rows_kernel[(num_rows * num_heads,)](
         out,
@@ -232,8 +205,6 @@ def combine_rows(
         part_lse,
         num_splits,
         out if lse is None else lse,
-        **epilogue,
-        NUM_HEADS=num_heads,
         HEAD_SIZE=head_size,
         PADDED_HEAD_SIZE=padded_head_size(head_size),
         PADDED_SPLITS=triton.next_power_of_2(num_splits),

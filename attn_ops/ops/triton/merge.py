@@ -7,20 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.output_quant.schemes import QuantizedOutput
-from attn_ops.output_quant.triton.epilogue import (
-    epilogue_arguments,
-    given_scale,
-    store_quantized,
-)
-
 TILE = 1024
 """Numbers of one program: eight a thread of four warps."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads", "quant"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
 def merge_attn_states_kernel(
-    out_ptr,  # [T, N, H], contiguous; quantized, if HOW is given
+    out_ptr,  # [T, N, H], contiguous
     lse_ptr,  # [T, N] float32, contiguous
     out1_ptr,  # [T, N, H], contiguous in H
     lse1_ptr,  # [T, N] float32
@@ -36,16 +29,12 @@ def merge_attn_states_kernel(
     out2_stride_N,
     lse2_stride_T,
     lse2_stride_N,
-    quant,  # of `store_quantized`, with HOW
-    HOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr,  # num_heads, if HOW is given
     HEAD_SIZE: tl.constexpr,
     DOUBLE: tl.constexpr,  # accumulate in float64
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Grid (ceil(T * N / ROWS),)."""
-    given = given_scale(quant, HOW)
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside_R = row_R < num_rows
     token_R, head_R = row_R // num_heads, row_R % num_heads
@@ -78,17 +67,11 @@ def merge_attn_states_kernel(
         share1_R, share2_R = share1_R.to(tl.float64), share2_R.to(tl.float64)
     out_RH = out1_RH.to(share1_R.dtype) * share1_R[:, None]
     out_RH += out2_RH.to(share2_R.dtype) * share2_R[:, None]
-    if HOW is None:
-        tl.store(
-            out_ptr + row_R[:, None] * HEAD_SIZE + h_H,
-            out_RH.to(out_ptr.dtype.element_ty),
-            mask=inside_R[:, None] & in_head_H,
-        )
-    else:
-        store_quantized(
-            out_ptr, out_RH, token_R, head_R, inside_R, given, quant, HOW,
-            NUM_HEADS, HEAD_SIZE, BLOCK_H, ROWS,
-        )  # fmt: skip
+    tl.store(
+        out_ptr + row_R[:, None] * HEAD_SIZE + h_H,
+        out_RH.to(out_ptr.dtype.element_ty),
+        mask=inside_R[:, None] & in_head_H,
+    )
 
 
 def launch_merge_attn_states(
@@ -96,11 +79,10 @@ def launch_merge_attn_states(
     lse1: torch.Tensor,
     out2: torch.Tensor,
     lse2: torch.Tensor,
-    quant: QuantizedOutput | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments as `merge_attn_states` has checked them; `quant` has memory for the output."""
+    """Arguments as `merge_attn_states` has checked them."""
     num_tokens, num_heads, head_size = out1.shape
-    out_TNH = out1.new_empty(out1.shape) if quant is None else quant.out
+    out_TNH = out1.new_empty(out1.shape)
     lse_TN = lse1.new_empty(lse1.shape)
     num_rows = num_tokens * num_heads
     if num_rows == 0:
@@ -122,8 +104,6 @@ def launch_merge_attn_states(
             *lse1.stride(),
             *out2.stride()[:2],
             *lse2.stride(),
-            **epilogue_arguments(quant, out1.dtype),
-            NUM_HEADS=0 if quant is None else num_heads,
             HEAD_SIZE=head_size,
             DOUBLE=out1.dtype == torch.float64,
             ROWS=rows,

@@ -1,6 +1,6 @@
-"""The last lines of a kernel that attends: its rows quantized and stored.
+"""Quantizes and stores the rows of a kernel: TRITON's for single tokens, and the quantize kernels.
 
-A kernel takes `quant`, a tuple of tensors and numbers, or None, and the constant `HOW`, or None;
+A kernel takes `quant`, a pair of tensors or None, and the constant `HOW`, or None;
 `epilogue_arguments` makes both. NaN and rows of zeros become what `reference_quantize` makes of
 them: maxima are taken of float32's bits, of which NaN has the largest.
 
@@ -38,19 +38,15 @@ class How(NamedTuple):
     dtype: int  # of attention's output: 0 float32, 1 float16, 2 bfloat16
     round_scale: bool
     round_values: bool
-    inverse_max: bool
-    inverse_scale: bool
     multiply: bool
     ue8m0: bool
-    column_major: bool
-    min_amax: float
     min_scale: float
     has_scale: bool  # `out_scale` is given
     interpreted: bool  # conversions of the interpreter do not round to nearest even
 
 
 _SCHEMES = {"fp8_static": STATIC, "nvfp4": NVFP4, "fp8_row": ROW, "fp8_tensor": TENSOR}
-"""Those that are not by groups of FP8."""
+"""Schemes without groups of FP8."""
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -60,36 +56,24 @@ def constants(how: OutputQuant, dtype: torch.dtype, has_scale: bool) -> How:
     scheme = _SCHEMES.get(how.scheme, GROUPS).value
     return How(
         scheme, how.group or 0, _DTYPES[dtype], how.round_scale, how.round_values,
-        how.inverse_max, how.inverse_scale, how.multiply, how.ue8m0, how.column_major,
-        how.min_amax, how.min_scale, has_scale, knobs.runtime.interpret,
+        how.multiply, how.ue8m0, how.min_scale, has_scale, knobs.runtime.interpret,
     )  # fmt: skip
 
 
-def epilogue_arguments(
-    quant: QuantizedOutput | None, dtype: torch.dtype, *, by_row: bool = False
-) -> dict[str, Any]:
-    """The kernels' arguments `quant` and `HOW`; None, if the output keeps q's `dtype`.
-
-    `by_row`: for `store_head_of_row`, whose counters a kernel before must have made zero.
-    """
+def epilogue_arguments(quant: QuantizedOutput | None, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernels' arguments `quant` and `HOW`; None, if the output keeps q's `dtype`."""
     if quant is None:
         return {"quant": None, "HOW": None}
     scale = quant.scales if quant.out_scale is None else quant.out_scale
-    more = ()
-    if by_row:
-        counters = torch.empty(quant.out.shape[0], 2, dtype=torch.int32, device=quant.out.device)
-        more = (torch.empty_like(quant.out, dtype=dtype), counters)
-    return {
-        "quant": (quant.scales, scale, quant.out.shape[0], *more),
-        "HOW": tuple(constants(quant.how, dtype, quant.out_scale is not None)),
-    }
+    how = constants(quant.how, dtype, quant.out_scale is not None)
+    return {"quant": (quant.scales, scale), "HOW": tuple(how)}
 
 
 @triton.jit
 def rounded(x, HOW: tl.constexpr):
     """float32 as the dtype of attention's output holds it."""
     DTYPE: tl.constexpr = HOW[2]
-    INTERPRETED: tl.constexpr = HOW[13]
+    INTERPRETED: tl.constexpr = HOW[9]
     if DTYPE == 1:
         x = x.to(tl.float16).to(tl.float32)
     elif DTYPE == 2:
@@ -105,7 +89,7 @@ def rounded(x, HOW: tl.constexpr):
 @triton.jit
 def to_e4m3(y, HOW: tl.constexpr):
     """float32 to the nearest number of E4M3, at most +-448; NaN stays. GPUs limit it themselves."""
-    INTERPRETED: tl.constexpr = HOW[13]
+    INTERPRETED: tl.constexpr = HOW[9]
     if INTERPRETED:
         y = limited(y, _LARGEST8)
         bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -133,9 +117,8 @@ def magnitude(x):
 @triton.jit
 def over_constant(x, CONSTANT: tl.constexpr, HOW: tl.constexpr):
     """x / CONSTANT as PyTorch divides by a Python number: on CUDA by its inverse."""
-    INVERSE_MAX: tl.constexpr = HOW[5]
-    INTERPRETED: tl.constexpr = HOW[13]
-    if INTERPRETED and not INVERSE_MAX:
+    INTERPRETED: tl.constexpr = HOW[9]
+    if INTERPRETED:
         y = tl.div_rn(x, tl.full(x.shape, CONSTANT, tl.float32))
     else:
         y = x * (1.0 / CONSTANT)
@@ -149,7 +132,7 @@ def divided(x, scale, inverse, HOW: tl.constexpr):
     The quotient by the inverse is corrected by its remainder (Markstein 1990), which three
     instructions do, where a division takes ten. Infinite and NaN stay as they are.
     """
-    INTERPRETED: tl.constexpr = HOW[13]
+    INTERPRETED: tl.constexpr = HOW[9]
     if INTERPRETED:
         y = tl.div_rn(x, scale)
     else:
@@ -168,21 +151,12 @@ def inverse_of(scale):
 def scale_of(largest, HOW: tl.constexpr):
     """The scale of values whose largest `magnitude` is given."""
     ROUND_SCALE: tl.constexpr = HOW[3]
-    UE8M0: tl.constexpr = HOW[8]
-    MIN_AMAX: tl.constexpr = HOW[10]
-    MIN_SCALE: tl.constexpr = HOW[11]
-    amax = largest.to(tl.float32, bitcast=True)
-    if MIN_AMAX > 0.0:
-        amax = tl.where(amax < MIN_AMAX, MIN_AMAX, amax)
-        if ROUND_SCALE:
-            amax = rounded(amax, HOW)
-    scale = over_constant(amax, _LARGEST8, HOW)
+    UE8M0: tl.constexpr = HOW[6]
+    MIN_SCALE: tl.constexpr = HOW[7]
+    scale = over_constant(largest.to(tl.float32, bitcast=True), _LARGEST8, HOW)
     if ROUND_SCALE:
         scale = rounded(scale, HOW)
-    if MIN_SCALE > 0.0:
-        scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
-        if ROUND_SCALE:
-            scale = rounded(scale, HOW)
+    scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
     if UE8M0:
         bits = scale.to(tl.int32, bitcast=True)
         power = ((bits + 0x7FFFFF) >> 23 << 23).to(tl.float32, bitcast=True)
@@ -194,13 +168,11 @@ def scale_of(largest, HOW: tl.constexpr):
 def as_fp8(x, scale, inverse, HOW: tl.constexpr):
     """x / scale in E4M3; x float32, already rounded to the output's dtype; scale of x's rank."""
     ROUND_VALUES: tl.constexpr = HOW[4]
-    INVERSE_SCALE: tl.constexpr = HOW[6]
-    MULTIPLY: tl.constexpr = HOW[7]
+    MULTIPLY: tl.constexpr = HOW[5]
+    STATIC_SCALE: tl.constexpr = HOW[0] == STATIC
     scale, inverse = tl.broadcast_to(scale, x.shape), tl.broadcast_to(inverse, x.shape)
     if MULTIPLY:
-        y = x * scale
-    elif INVERSE_SCALE:
-        y = x * inverse
+        y = x * (scale if STATIC_SCALE else inverse)
     else:
         y = divided(x, scale, inverse, HOW)
     if ROUND_VALUES:
@@ -222,7 +194,7 @@ def as_e2m1(y):
 @triton.jit
 def block_scales(largest_MG, given, HOW: tl.constexpr):
     """E4M3 scales of NVFP4's blocks, and the factors that values are multiplied by."""
-    HAS_SCALE: tl.constexpr = HOW[12]
+    HAS_SCALE: tl.constexpr = HOW[8]
     scale_MG = largest_MG.to(tl.float32, bitcast=True)
     scale_MG = over_constant(scale_MG, _LARGEST4, HOW)
     inverse_MG = tl.full(scale_MG.shape, 1.0, tl.float32)
@@ -252,74 +224,10 @@ def given_scale(quant, HOW: tl.constexpr):
     """
     given = 1.0
     if HOW is not None:
-        HAS_SCALE: tl.constexpr = HOW[12]
+        HAS_SCALE: tl.constexpr = HOW[8]
         if HAS_SCALE:
             given = tl.load(quant[1])
     return given
-
-
-@triton.jit
-def store_zero_row(
-    out_ptr,  # [T, NUM_HEADS, HEAD_SIZE] float8e4nv contiguous
-    row,  # int64
-    head_M,
-    owned_M,
-    is_first,  # of the row's programs: it stores the scale
-    quant,
-    HOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Heads of a padding row whose scale is that of the row: all are zero."""
-    scale_11 = scale_of(tl.zeros([1, 1], tl.int32), HOW)
-    zero_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
-    h_H = tl.arange(0, PADDED_HEAD_SIZE)
-    out_ptr_MH = out_ptr + ((row * NUM_HEADS + head_M) * HEAD_SIZE)[:, None] + h_H[None, :]
-    mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
-    tl.store(out_ptr_MH, as_fp8(zero_MH, scale_11, inverse_of(scale_11), HOW), mask=mask_MH)
-    z_1 = tl.arange(0, 1)
-    tl.store(quant[0] + row + z_1, tl.reshape(scale_11, [1]), mask=is_first & (z_1 < 1))
-
-
-@triton.jit
-def store_head_of_row(
-    out_ptr,  # [T, NUM_HEADS, HEAD_SIZE] float8e4nv contiguous
-    x_H,  # float32
-    row,  # int64
-    head,
-    quant,
-    HOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One head of a row with one scale. The program that stores the last head quantizes the row.
-
-    Heads wait in quant[3] [T, NUM_HEADS, HEAD_SIZE]; quant[4] [T, 2] int32 holds the largest
-    magnitude and the heads that are there, zeros at first.
-    """
-    x_H = rounded(x_H, HOW)
-    h_H = tl.arange(0, PADDED_HEAD_SIZE)
-    first = row * (NUM_HEADS * HEAD_SIZE)
-    place_H = quant[3] + first + head * HEAD_SIZE + h_H
-    tl.store(place_H, x_H.to(quant[3].dtype.element_ty), mask=h_H < HEAD_SIZE)
-    tl.atomic_max(quant[4] + row * 2, tl.max(magnitude(x_H), 0), sem="relaxed")
-    tl.debug_barrier()  # all threads' stores come before the one thread's release
-    if tl.atomic_add(quant[4] + row * 2 + 1, 1, sem="acq_rel") == NUM_HEADS - 1:
-        scale = scale_of(tl.load(quant[4] + row * 2, cache_modifier=".cg"), HOW)
-        tl.store(quant[0] + row, scale)
-        b_B = tl.arange(0, BLOCK)
-        scale_1 = scale + tl.zeros([1], tl.float32)
-        inverse_1 = inverse_of(scale_1)
-        for begin in range(0, NUM_HEADS * HEAD_SIZE, BLOCK):
-            inside_B = begin + b_B < NUM_HEADS * HEAD_SIZE
-            waiting_B = quant[3] + first + begin + b_B
-            x_B = tl.load(waiting_B, mask=inside_B, other=0.0, cache_modifier=".cg")
-            y_B = as_fp8(x_B.to(tl.float32), scale_1, inverse_1, HOW)
-            tl.store(out_ptr + first + begin + b_B, y_B, mask=inside_B)
 
 
 @triton.jit
@@ -330,7 +238,7 @@ def store_quantized(
     head_M,
     owned_M,
     given,  # of `given_scale`
-    quant,  # scales_ptr, scale_ptr, T
+    quant,  # scales_ptr, scale_ptr
     HOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -340,7 +248,6 @@ def store_quantized(
     """Rows of heads, quantized by a given scale or by groups within a head."""
     SCHEME: tl.constexpr = HOW[0]
     GROUP: tl.constexpr = HOW[1]
-    COLUMN_MAJOR: tl.constexpr = HOW[9]
     x_MH = rounded(x_MH, HOW)
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
@@ -376,10 +283,7 @@ def store_quantized(
             tl.store(out_ptr_MB, (low | (high << 4)).to(tl.uint8), mask=mask_MB)
         else:
             scale_MG = scale_of(largest_MG, HOW)
-            if COLUMN_MAJOR:
-                offset_MG = column_MG.to(tl.int64) * quant[2] + row_M[:, None]
-            else:
-                offset_MG = row_M[:, None] * COLUMNS + column_MG
+            offset_MG = row_M[:, None] * COLUMNS + column_MG
             tl.store(quant[0] + offset_MG, scale_MG, mask=stored_MG)
             inverse_MG = inverse_of(scale_MG)
             if NUM_GROUPS > 1:

@@ -67,9 +67,6 @@ function showPass(number) {
   const parts = [make("div", { class: "tools" }, make("button", { onclick: () => step(-1), title: "k" }, "← previous"), make("button", { onclick: () => step(1), title: "j" }, "next →"),
     dim("passes that changed their graph; keys k and j")), make("h1", { class: "big" }, one.name), one.purpose ? make("p", {}, one.purpose) : null, note(`on ${one.graph}${one.num_calls > 1 ? `, which runs ${one.num_calls} times` : ""}: ${one.in_words}`)];
   if (one.summary) parts.push(make("p", {}, one.summary));
-  const choices = Object.entries(one.facts?.choices || {}), both = t => `${t.batch}: ${t.fused.toFixed(1)} / ${t.apart.toFixed(1)}`;
-  if (choices.length) parts.push(make("table", {}, head("site", "fused for", "us fused / by a kernel behind, or why there are none"),
-    ...choices.map(([site, c]) => make("tr", {}, make("td", {}, site), make("td", {}, c.decision), make("td", {}, c.times.map(both).join(", ") || c.reason)))));
   if (one.error) parts.push(make("p", {}, `failed: ${one.error}`));
   if (one.difference && !one.places.length && changes(one)) parts.push(make("p", {}, make("code", {}, changes(one))));
   const reasons = {};

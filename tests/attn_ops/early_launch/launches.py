@@ -14,10 +14,9 @@ import torch
 
 from attn_ops import AttentionSpec, get_backend
 from attn_ops.backends.base import AttentionOptions
-from attn_ops.output_quant.schemes import QuantizedOutput
+from attn_ops.output_quant.schemes import OutputQuant, QuantizedOutput
 from attn_ops.testing import make_case
 from attn_ops.testing.features import FEATURES
-from attn_ops.testing.quantized import forms_of
 from tests.attn_ops.backends.mla.triton.reference import make_case as make_latent_case
 from tests.attn_ops.early_launch import faulty_kernels
 from tests.kit.ptx import faults
@@ -30,10 +29,8 @@ PREFILL = ([1, 18, 0, 35], [1, 18, 7, 61])
 NEVER_WRITTEN = {
     "attn_ops.ops.triton.skinny.skinny_kernel": {"w_ptr"},
     "attn_ops.ops.triton.fused_products.fused_kernel": {"w_ptr"},
-    "attn_ops.backends.mla.triton.project.project_kernel": {"w_ptr", "quant.1"},
+    "attn_ops.backends.mla.triton.project.project_kernel": {"w_ptr"},
     "attn_ops.backends.triton.decode_parts.combine_kernel": {"quant.1"},
-    "attn_ops.backends.triton.prefill_parts.combine_rows_kernel": {"quant.1"},
-    "attn_ops.backends.blocksparse.triton.decode.combine_kernel": {"quant.1"},
 }
 """What kernels may read before they wait: weights, and the scale that the caller gives."""
 
@@ -46,12 +43,6 @@ def attention_cases() -> Iterator[tuple[Any, ...]]:
         yield case.q, case.kv_cache, case.meta.common, AttentionOptions(case.scale)
 
 
-def quantized(options: AttentionOptions, q: torch.Tensor, scheme: str) -> AttentionOptions:
-    how = forms_of(scheme)[0]
-    scale = torch.tensor([0.05]) if scheme == "fp8_static" else None
-    return dataclasses.replace(options, quant=QuantizedOutput(how, scale, *how.empty(q)))
-
-
 def triton() -> None:
     from attn_ops.backends.triton.decode import decode_attention
     from attn_ops.backends.triton.prefill import choose_launch, prefill_attention
@@ -59,14 +50,12 @@ def triton() -> None:
     decode, prefill = attention_cases()
     for splits in (1, 3):
         decode_attention(*decode, splits)
-        for scheme in ("fp8_static", "fp8_row") if splits > 1 else ():
-            options = quantized(decode[3], decode[0], scheme)
-            decode_attention(*decode[:3], options, splits)
+    how = OutputQuant("fp8_static")
+    quant = QuantizedOutput(how, torch.tensor([0.05]), *how.empty(decode[0]))
+    decode_attention(*decode[:3], dataclasses.replace(decode[3], quant=quant), 3)
     launch = choose_launch(*prefill[:3])
-    static = quantized(prefill[3], prefill[0], "fp8_static")
-    for splits, options in ((1, static), (3, static)):
-        asked = launch._replace(gather=False, num_splits=splits)
-        prefill_attention(*prefill[:3], options, asked)
+    for splits in (1, 3):
+        prefill_attention(*prefill, launch._replace(gather=False, num_splits=splits))
     prefill_attention(*prefill, launch._replace(gather=True, num_splits=1))
 
 
@@ -78,8 +67,7 @@ def blocksparse() -> None:
     decode, prefill = attention_cases()
     masks = torch.ones(4, 8, 8, dtype=torch.bool)
     layout = BlockTables(BlockLayout.from_masks(masks, 16, 2)).tensors()
-    options = quantized(decode[3], decode[0], "fp8_static")
-    decode_attention(*decode[:3], options, 16, layout, 2)
+    decode_attention(*decode, 16, layout, 2)
     launch = choose_launch(*prefill[:3], 16)._replace(gather=False)
     prefill_attention(*prefill, 16, layout, launch, by_rows=False)
 
@@ -97,15 +85,8 @@ def mla() -> None:
     rows, heads = case.q_pe.shape[:2]
     absorb(torch.zeros(rows, heads, 32, dtype=BF16), torch.zeros(heads, 32, 64, dtype=BF16))
     mla_decode(*case.inputs, **case.options | {"num_splits": 2})
-    for splits, scheme in ((1, None), (2, "fp8_row"), (2, "fp8_static")):
-        quant = None
-        if scheme is not None:
-            how, scale = forms_of(scheme)[0], torch.tensor([0.05])
-            out = torch.zeros(rows, heads, 64, dtype=BF16)
-            given = scale if scheme == "fp8_static" else None
-            quant = QuantizedOutput(how, given, *how.empty(out))
-        asked = case.options | {"num_splits": splits, "quant": quant}
-        mla_decode_project(*case.inputs, case.w_uv, **asked)
+    for splits in (1, 2):
+        mla_decode_project(*case.inputs, case.w_uv, **case.options | {"num_splits": splits})
     starts = torch.tensor([0, 5, 5, 40], dtype=torch.int32)
     q = torch.zeros(40, 4, 48, dtype=BF16)
     mla_prefill(q, q, q[..., :32], starts, starts, 35, 35, scale=0.2, causal=True, with_lse=True)

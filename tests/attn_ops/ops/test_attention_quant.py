@@ -15,7 +15,7 @@ from attn_ops import (
     merge_attn_states_quant,
 )
 from attn_ops.ops.breaks import around_attention
-from attn_ops.output_quant.quantize import reference_quantize
+from attn_ops.output_quant.quantize import quantize_output, reference_quantize
 from attn_ops.output_quant.schemes import SCHEMES
 from attn_ops.testing.calls import Case, make_case
 from attn_ops.testing.features import FEATURES, LENGTHS
@@ -47,11 +47,10 @@ def given(scheme: str) -> torch.Tensor | None:
 def test_opcheck(scheme):
     case, floor = case_of("TORCH"), {}
     if scheme not in ("fp8_static", "nvfp4"):
-        floor = {"min_amax": 1e-4}  # NaN does not equal itself
+        floor = {"min_scale": 1e-6}  # NaN does not equal itself
     keywords = {"scheme": scheme, "out_scale": given(scheme), **floor}
-    apart = {"decodes_apart": [2], "prompts_apart": [0, 3]} if scheme == "fp8_row" else {}
     torch.library.opcheck(
-        torch.ops.attn_ops.attention_quant.default, arguments_of(case), keywords | apart,
+        torch.ops.attn_ops.attention_quant.default, arguments_of(case), keywords,
         test_utils=OPCHECKS,
     )  # fmt: skip
     states = [torch.randn(5, 4, 64, device=DEVICE), torch.randn(5, 4, device=DEVICE)] * 2
@@ -70,58 +69,27 @@ def test_with_every_option_of_a_layer(batch, feature):
         check_quantized(case, plain, forms_of(scheme)[0])
 
 
-@pytest.fixture
-def apart(monkeypatch):
-    """A number for each output that is quantized by a kernel behind attention."""
-    calls, module = [], sys.modules["attn_ops.ops.attention_quant"]
-    quantize = module.quantize_output
-    monkeypatch.setattr(module, "quantize_output", lambda *a: (calls.append(1), quantize(*a))[1])
-    return calls
-
-
 @pytest.mark.parametrize(
-    ("scheme", "head_size", "fused"),
-    [("fp8_static", 64, True), ("fp8_group64", 64, True), ("fp8_group128", 64, False),
-     ("nvfp4", 64, True), ("fp8_row", 64, True), ("fp8_tensor", 64, False)],
-)  # fmt: skip
-def test_who_quantizes(scheme, head_size, fused, apart):
-    """The backend's kernel where it declares the scheme and a group lies within a head."""
-    for backend, ours in (("TRITON", fused), ("TORCH", False)):
-        case = case_of(backend, "decode", head_size=head_size)
-        for fuse in (True, False):
-            apart.clear()
-            attention_quant(*arguments_of(case), scheme=scheme, out_scale=given(scheme), fuse=fuse)
-            assert bool(apart) != (ours and fuse)
-
-
-@pytest.mark.parametrize(
-    ("keyword", "turns", "behind"),
+    ("backend", "batch", "scheme", "head_size", "fused"),
     [
-        ("decodes_apart", [6], ("decode",)), ("prompts_apart", [0], ("mixed",)),
-        *slow(
-            ("decodes_apart", [], ()), ("decodes_apart", [7], ()), ("decodes_apart", [0, 6], ()),
-            ("decodes_apart", [0, 7], ("decode",)), ("prompts_apart", [1000], ()),
-        ),
+        ("TRITON", "decode", "fp8_static", 64, True), ("TRITON", "decode", "fp8_group64", 64, True),
+        ("TRITON", "decode", "fp8_group128", 64, False), ("TRITON", "decode", "fp8_row", 64, False),
+        ("TRITON", "mixed", "fp8_static", 64, False), ("TORCH", "decode", "fp8_static", 64, False),
     ],
 )  # fmt: skip
-def test_a_batch_takes_its_own_way(keyword, turns, behind, apart):
-    """By its kind and its rows, in one compiled graph; numbers are those of the other way."""
-    how = {"scheme": "fp8_static", "out_scale": SCALE}
+def test_who_quantizes(backend, batch, scheme, head_size, fused, monkeypatch):
+    """The backend's kernel: single tokens, a scheme that it declares, groups within a head."""
+    after = []
 
-    def run(q, kv_cache, meta):
-        return attention_quant(q, kv_cache, meta, 0.125, **how, **{keyword: turns})[0]
+    def quantize(*arguments):
+        after.append(scheme)
+        return quantize_output(*arguments)
 
-    torch._dynamo.reset()
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
-    for batch in ("decode", "mixed"):
-        case = case_of("TRITON", batch)
-        wanted = attention_quant(*arguments_of(case)[:3], 0.125, **how, fuse=batch not in behind)[0]
-        for function in (run, compiled):
-            apart.clear()
-            with torch._dynamo.config.patch(error_on_recompile=batch == "mixed"):
-                got = function(case.q, case.kv_cache, case.meta)
-            assert bool(apart) == (batch in behind)
-            assert torch.equal(got.float(), wanted.float())
+    module = sys.modules["attn_ops.ops.attention_quant"]
+    monkeypatch.setattr(module, "quantize_output", quantize)
+    case = case_of(backend, batch, head_size=head_size)
+    attention_quant(*arguments_of(case), scheme=scheme, out_scale=given(scheme))
+    assert bool(after) != fused
 
 
 @pytest.mark.parametrize("backend", ["TORCH", "TRITON"])
@@ -183,9 +151,9 @@ def test_a_hook_takes_the_call_over():
         seen.append([(r.dtype, tuple(r.shape)) for r in results])
         return results
 
-    wanted = attention_quant(*arguments_of(case), scheme="fp8_group64", min_amax=1e-4)
+    wanted = attention_quant(*arguments_of(case), scheme="fp8_group64", min_scale=1e-6)
     with around_attention(hook):
-        got = attention_quant(*arguments_of(case), scheme="fp8_group64", min_amax=1e-4)
+        got = attention_quant(*arguments_of(case), scheme="fp8_group64", min_scale=1e-6)
     assert seen == [[(torch.float8_e4m3fn, (6, 4, 64)), (torch.float32, (6, 4))]]
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, wanted, strict=True))
 

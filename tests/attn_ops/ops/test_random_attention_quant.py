@@ -24,13 +24,11 @@ def random_how(numbers: random.Random) -> OutputQuant:
     """A scheme with any options that it takes."""
     how = OutputQuant(numbers.choice(list(SCHEMES)))
     likely = {
-        "round_values": how.scheme != "nvfp4", "multiply": how.scheme == "fp8_static",
-        "round_scale": how.dynamic, "inverse_max": how.dynamic, "inverse_scale": how.dynamic,
-        "ue8m0": how.grouped, "column_major": how.grouped,
+        "round_values": how.scheme != "nvfp4", "multiply": how.scheme != "nvfp4",
+        "round_scale": how.dynamic, "ue8m0": how.dynamic and how.group is not None,
     }  # fmt: skip
     options: dict = {name: taken and numbers.random() < 0.35 for name, taken in likely.items()}
     if how.dynamic:
-        options["min_amax"] = numbers.choice([0.0, 0.0, 1e-12, 1e-4, 3.0])
         options["min_scale"] = numbers.choice([0.0, 0.0, 1e-9, 2.0**-12, 0.3])
     return dataclasses.replace(how, **options)
 

@@ -15,11 +15,11 @@ SCALE = torch.tensor([0.5])
     [
         ({"scheme": "int8"}, "scheme must be known, got 'int8'; supported: fp8_static, "),
         ({"scheme": "fp8_row", "ue8m0": True}, "ue8m0 must be False with fp8_row, got True"),
-        ({"scheme": "fp8_row", "multiply": True}, "multiply must be False with fp8_row"),
-        ({"scheme": "fp8_static", "min_amax": 1.0}, "min_amax must be 0.0 with fp8_static"),
+        ({"scheme": "nvfp4", "multiply": True}, "multiply must be False with nvfp4"),
+        ({"scheme": "fp8_static", "min_scale": 1.0}, "min_scale must be 0.0 with fp8_static"),
         ({"scheme": "nvfp4", "round_values": True}, "round_values must be False with nvfp4"),
         ({"scheme": "fp8_row", "min_scale": -1.0}, "min_scale must be finite and at least 0"),
-        ({"scheme": "fp8_row", "min_amax": float("nan")}, "min_amax must be finite"),
+        ({"scheme": "fp8_row", "min_scale": float("nan")}, "min_scale must be finite"),
     ],
 )
 def test_a_scheme_refuses_what_it_does_not_take(fields, said):

@@ -63,11 +63,11 @@ def act_quant(x, size=128):
     return (x_TGE / scale).clamp(-MAX, MAX).to(FP8).view(x.shape), scale.squeeze(-1)
 
 
-def powers_of_two(x, size=128, product=False):
+def powers_of_two(x, size=128):
     """DeepGEMM's `per_token_cast_to_fp8` with UE8M0 scales: no limits, times 1 / scale."""
     x_TGE = x.view(*x.shape[:-1], -1, size)
     amax = x_TGE.abs().float().amax(dim=-1).clamp(1e-4)
-    scale = amax * (1 / MAX) if product else amax / MAX
+    scale = amax / MAX
     scale = torch.pow(2.0, torch.ceil(torch.log2(scale.abs())))
     return (x_TGE * (1.0 / scale.unsqueeze(-1))).to(FP8).view(x.shape), scale
 
@@ -95,14 +95,6 @@ def quantized(x, scale):
 def times_inverse(x, dims=-1):
     scale = x.abs().amax(dims, keepdim=True).float() / MAX
     return (x.float() * scale.reciprocal()).clamp(-MAX, MAX).to(FP8), scale
-
-
-def by_inverses(x, size=None):
-    """No division of x, and none by 448."""
-    x_TGE = x if size is None else x.unflatten(-1, (-1, size))
-    scale = x_TGE.abs().amax(dim=-1, keepdim=True).float() * (1 / MAX)
-    values = (x_TGE.float() * (1 / scale)).clamp(-MAX, MAX).to(FP8)
-    return values.reshape(x.shape), scale.reshape(*x.shape[:-1], -1)
 
 
 class Behind:

@@ -48,7 +48,7 @@ def test_recognised(function, more, scheme):
     asked = {k: node.kwargs[k] for k in ("scheme", "v_head_dim", "causal")}
     assert asked == {"scheme": scheme, "v_head_dim": 128, "causal": True}
     assert not behind.graph.find_nodes(op="call_function", target=ops.mla_attention.default)
-    assert one.summary() == f"attention writes {scheme} for all batches (attn_quant is 'always')"
+    assert one.summary() == f"attention writes {scheme}"
     again = QuantizeOutput("always")
     assert (again.run(behind.graph), again.skipped) == (0, [])
 
@@ -60,13 +60,3 @@ def test_with_lse_is_left_alone():
     behind, one = WithLSE(batch(), row), QuantizeOutput("always")
     assert one.run(behind.graph) == 0
     assert "mla_attention_with_lse has no quantized form" in one.skipped[0]
-
-
-def test_latent_attention_is_not_measured(tmp_path):
-    """Under "auto" it is fused where a backend declares it, file or no file."""
-    path = tmp_path / "times.json"
-    one = QuantizeOutput("auto", path)
-    assert one.run(BehindLatent(batch(), row, causal=True).graph) == 1
-    (choice,) = one.facts["choices"].values()
-    assert choice["reason"] == "declared by a backend; latent attention is not measured"
-    assert not path.exists()

@@ -88,6 +88,7 @@ SKIPPED = {
     "no limits": (LIMITS, lambda x, s: ((x / s).to(FP8),), (SCALE,), "not limited to"),
     "no limits, no floor": (LIMITS, no_floor, (), "not limited to"),
     "times 1 / scale, rounded": (RULE, times_rounded_inverse, (), "which is rounded to torch.bflo"),
+    "times 1 / 448": (RULE, lambda x: quantized(x, amax_of(x) * (1 / MAX)), (), "on a CPU"),
     "times 1 / 440": (RULE, lambda x: quantized(x, amax_of(x) * (1 / 440)), (), "not by 1 / 448"),
     "times 0.0022": (RULE, lambda x: quantized(x, amax_of(x) * 0.00223215), (), "not by 1 / 448"),
     "times its scale": (RULE, lambda x: ((x * (amax_of(x) / MAX)).clamp(-MAX, MAX).to(FP8),), (),

@@ -8,13 +8,13 @@ import torch
 from attn_ops.block_layout import BlocksparseParams, BlockTables, local_strided
 from attn_ops.block_layout.tables import layout_arguments
 from fx_passes.analysis.quantize_forms import FORMS
+from fx_passes.analysis.quantize_scales import _Numbers
 from fx_passes.passes.quantize_output import QuantizeOutput
 from tests.fx_passes.passes.quantize_models import (
     MAX,
     SCALE,
     Behind,
     act_quant,
-    by_inverses,
     by_max,
     by_norm,
     fake_quantized,
@@ -61,23 +61,35 @@ def amax(x):
 
 
 ROUND = {"round_scale": True}
-INVERSES = {"inverse_max": True, "inverse_scale": True}
+
+
+def half(number: float) -> float:
+    return float(torch.tensor(number).bfloat16())
+
+
+def single(number: float) -> float:
+    return float(torch.tensor(number))
+
 
 RECOGNISED = {
     "torchao PerRow": (row, (), {"scheme": "fp8_row", **ROUND}),
     "with a floor": (
-        lambda x: row(x, 0.3), (), {"scheme": "fp8_row", "min_amax": 0.30078125, **ROUND},
+        lambda x: row(x, 0.3), (),
+        {"scheme": "fp8_row", "min_scale": half(half(0.3) / MAX), **ROUND},
     ),
     "in float32": (
-        lambda x: row(x, 0.5, F32), (), {"scheme": "fp8_row", "min_amax": 0.5},
+        lambda x: row(x, 0.5, F32), (), {"scheme": "fp8_row", "min_scale": single(0.5 / MAX)},
     ),
     "with a least scale": (
-        lambda x: row(x, least=1e-3), (),
-        {"scheme": "fp8_row", "min_scale": float(torch.tensor(1e-3).bfloat16()), **ROUND},
+        lambda x: row(x, least=1e-3), (), {"scheme": "fp8_row", "min_scale": half(1e-3), **ROUND},
     ),
     "with a floor that is a tensor": (
         lambda x: quantized(x, amax(x).clamp(min=torch.full((1,), 0.3)) / MAX), (),
-        {"scheme": "fp8_row", "min_amax": float(torch.tensor(0.3))},
+        {"scheme": "fp8_row", "min_scale": single(single(0.3) / MAX)},
+    ),
+    "with a least scale of float32": (
+        lambda x: quantized(x, (amax(x) / MAX).float().clamp(min=1e-3)), (),
+        {"scheme": "fp8_row", "min_scale": single(1e-3), **ROUND},
     ),
     "by a tensor of 448": (
         lambda x: quantized(x, amax(x) / torch.full((1,), MAX)), (),
@@ -91,25 +103,12 @@ RECOGNISED = {
     "act_quant": (act_quant, (), {"scheme": "fp8_group128"}),
     "UE8M0": (
         powers_of_two, (),
-        {"scheme": "fp8_group128", "min_amax": float(torch.tensor(1e-4)), "ue8m0": True},
-    ),
-    "by inverses": (by_inverses, (), {"scheme": "fp8_row", **INVERSES}),
-    "groups by inverses": (
-        lambda x: by_inverses(x, 128), (), {"scheme": "fp8_group128", **INVERSES},
+        {"scheme": "fp8_group128", "min_scale": single(single(1e-4) / MAX), "ue8m0": True},
     ),
     "a batch by its inverse": (
-        lambda x: times_inverse(x, None), (), {"scheme": "fp8_tensor", "inverse_scale": True},
+        lambda x: times_inverse(x, None), (), {"scheme": "fp8_tensor", "multiply": True},
     ),
-    "times 1 / scale": (times_inverse, (), {"scheme": "fp8_row", "inverse_scale": True}),
-    "times 1 / 448": (
-        lambda x: quantized(x, (x.abs().amax(-1, keepdim=True) * (1 / MAX)).float()), (),
-        {"scheme": "fp8_row", "inverse_max": True, **ROUND},
-    ),
-    "powers of two, times 1 / 448": (
-        lambda x: powers_of_two(x, product=True), (),
-        {"scheme": "fp8_group128", "min_amax": float(torch.tensor(1e-4)), "ue8m0": True,
-         "inverse_max": True},
-    ),
+    "times 1 / scale": (times_inverse, (), {"scheme": "fp8_row", "multiply": True}),
     "given": (given, (SCALE,), {"scheme": "fp8_static"}),
     "given in bfloat16": (given, (HALF,), {"scheme": "fp8_static", "round_values": True}),
     "given, of no dimension": (given, (HALF[0],), {"scheme": "fp8_static", "round_values": True}),
@@ -127,9 +126,18 @@ def test_recognised(batch, name):
         one = rewritten(behind)
         assert options_of(behind.graph) == options
         assert one.facts["sites"] == {"attention": options["scheme"]}
-        assert one.summary().startswith(f"attention writes {options['scheme']} for all batches (")
-        choice = one.facts["choices"]["attention"]
-        assert choice["reason"] == "attn_quant is 'always'"
+        assert one.summary() == f"attention writes {options['scheme']}"
+
+
+def test_a_gpu_divides_by_448_by_its_inverse():
+    """So amax * (1 / 448) is the same there; a least amax becomes a least scale in the same way."""
+    for divides in (True, False):
+        numbers = _Numbers(torch.bfloat16, F32, torch.device("cuda"))
+        numbers.floor(0.3)
+        numbers.divide(MAX) if divides else numbers.multiply(1 / MAX)
+        numbers.finish(None, False)
+        floor, inverse = torch.tensor(0.3), torch.tensor(1 / MAX)
+        assert numbers.options()["min_scale"] == float(floor * inverse)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -214,10 +222,7 @@ def test_several_attentions_in_a_graph(batch):
     assert one.run(behind.graph) == 2
     assert all(torch.equal(a, b) for a, b in zip(behind.run(), wanted, strict=True))
     assert sorted(one.facts["sites"].values()) == ["fp8_row", "fp8_static"]
-    assert one.summary() == (
-        "attention writes fp8_row for all batches (attn_quant is 'always') and "
-        "fp8_static for all batches (attn_quant is 'always')"
-    )
+    assert one.summary() == "attention writes fp8_row and fp8_static"
 
 
 def test_the_scale_in_any_shape(batch):

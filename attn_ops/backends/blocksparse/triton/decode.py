@@ -9,7 +9,6 @@ B block size, M rows of a program (HEADS, padded to a power of two), R ranges of
 U = K * ceil(G / HEADS) units, L blocks of the layout, F blocks that units list.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -30,8 +29,6 @@ from attn_ops.backends.triton.tiles import LOG2_E, first_logits, readable
 from attn_ops.block_layout.tables import UNIT_HEADS
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.output_quant.triton.epilogue import ROW, given_scale
-from attn_ops.output_quant.triton.quantize import launch_quantize
 
 assert UNIT_HEADS == MAX_HEADS, "a unit of the tables is the query heads of a program"
 
@@ -60,14 +57,14 @@ def listed_ranges(
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "quant"],
+    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits"],
     do_not_specialize_on_alignment=[
         "query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "unit_starts_ptr", "unit_entries_ptr",
         "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "lse_ptr",
     ],
 )  # fmt: skip
 def decode_kernel(
-    out_ptr,  # [T, N, HEAD_SIZE] contiguous; quantized, if HOW is given
+    out_ptr,  # [T, N, HEAD_SIZE] contiguous
     part_ptr,  # [S, U, R, HEADS, HEAD_SIZE] float32 contiguous, if SPLIT
     part_lse_ptr,  # [S, U, R, HEADS] float32 contiguous, base 2, if SPLIT
     q_ptr,  # [T, N, HEAD_SIZE]
@@ -96,8 +93,6 @@ def decode_kernel(
     k_scale_ptr,  # [1] float32, if HAS_K_SCALE
     v_scale_ptr,  # [1] float32, if HAS_V_SCALE
     lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
-    quant,  # of `store_quantized`, with HOW
-    HOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # G
     HEADS: tl.constexpr,  # query heads of a unit, at most G
@@ -135,7 +130,6 @@ def decode_kernel(
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
     owned_M = (m_M < HEADS) & (in_group_M < GROUP)
 
-    given = given_scale(quant, HOW)
     known = request < num_reqs
     pad_row = tl.load(query_start_loc_ptr + num_reqs).to(tl.int64) + request
     row = tl.load(query_start_loc_ptr + request, mask=known, other=0).to(tl.int64)
@@ -144,7 +138,7 @@ def decode_kernel(
     # Row number `request` behind the last request's is padding, if the batch has so many rows.
     if (pad_row < num_rows) & (split == 0):
         store_padding(
-            out_ptr, lse_ptr, pad_row, head_M, owned_M, unit == 0, given, quant, HOW,
+            out_ptr, lse_ptr, pad_row, head_M, owned_M, None, None, None,
             NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_M, HAS_LSE,
         )  # fmt: skip
     first_entry, num_keys, length, num_ranges = listed_ranges(
@@ -153,10 +147,6 @@ def decode_kernel(
     )  # fmt: skip
     if (row_end <= row) | (split >= tl.maximum(num_ranges, 1)):
         return
-    if HOW is not None:
-        if HOW[0] == ROW and unit + split == 0:  # the kernel that combines counts from here
-            z_Z = tl.arange(0, 2)
-            tl.store(quant[4] + row * 2 + z_Z, 0 * z_Z)
 
     q_MH = tl.load(
         q_ptr + row * stride_q_row + (head_M * stride_q_head)[:, None] + h_H[None, :],
@@ -191,13 +181,13 @@ def decode_kernel(
     )  # fmt: skip
     store_range(
         out_ptr, part_ptr, part_lse_ptr, lse_ptr, acc_MH, max_M, sum_M, row, head_M, owned_M, split,
-        num_ranges, num_splits, v_scale_ptr, given, quant, HOW, NUM_HEADS, HEADS, HEAD_SIZE,
+        num_ranges, num_splits, v_scale_ptr, None, None, None, NUM_HEADS, HEADS, HEAD_SIZE,
         PADDED_HEAD_SIZE, BLOCK_M, HAS_V_SCALE, HAS_LSE, SPLIT,
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "quant"],
+    do_not_specialize=["num_splits"],
     do_not_specialize_on_alignment=[
         "query_start_loc_ptr", "seq_lens_ptr", "unit_starts_ptr", "unit_entries_ptr", "lse_ptr",
     ],
@@ -213,8 +203,6 @@ def combine_kernel(
     num_layout_blocks,
     num_splits,
     lse_ptr,
-    quant,
-    HOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -227,7 +215,6 @@ def combine_kernel(
     PDL: tl.constexpr,  # launched early
 ):
     """Grid (S, N): merges one row and head, where the decode kernel has left it to be merged."""
-    given = given_scale(quant, HOW)
     wait_for_inputs(PDL)
     request = tl.program_id(0)
     head = tl.program_id(1)
@@ -240,11 +227,11 @@ def combine_kernel(
         unit_starts_ptr, unit_entries_ptr, unit, seq_len, num_layout_blocks, num_splits,
         SPARSE_SIZE, TILE,
     )  # fmt: skip
-    if num_ranges <= 1 and HOW is None:
+    if num_ranges <= 1:
         return
     combine_row(
         out_ptr, part_ptr, part_lse_ptr, lse_ptr, request, row, head, num_ranges, num_splits,
-        given, quant, HOW, NUM_HEADS, GROUP, HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, PARTS, HAS_LSE,
+        None, None, None, NUM_HEADS, GROUP, HEADS, HEAD_SIZE, PADDED_HEAD_SIZE, PARTS, HAS_LSE,
     )  # fmt: skip
 
 
@@ -260,17 +247,13 @@ def decode_attention(
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
 
-    With `options.quant` the output is quantized as it says. No query of the batch is longer than
-    one token. `layout` are tensors of `BlockTables` for blocks of `sparse_size` tokens.
+    No query of the batch is longer than one token. `layout` are tensors of `BlockTables` for blocks
+    of `sparse_size` tokens.
 
     Args:
         num_splits, constants: override the choice, see `decode_work`.
     """
     work = decode_work(q, kv_cache, common, options, common.max_seq_len, num_splits, constants)
-    if work is None:
-        plain = dataclasses.replace(options, quant=None)
-        out = decode_attention(q, kv_cache, common, plain, sparse_size, layout, 1, constants)
-        return launch_quantize(out, options.quant)
     chosen, num_splits = work.constants, work.num_splits
     _, _, unit_starts, unit_entries = layout
     sizes = {"SPARSE_SIZE": sparse_size, "TILE": divisor(sparse_size, chosen.keys)}
@@ -280,7 +263,7 @@ def decode_attention(
         unit_starts, unit_entries,
         *q.stride()[:2], *kv_cache.stride()[:4], common.block_table_tensor.stride(0),
         unit_starts.shape[1] - 1, common.num_reqs, q.shape[0], num_splits,
-        *work.arguments, **work.epilogue,
+        *work.arguments,
         **work.shape,
         **sizes,
         SPLIT=num_splits > 1,
@@ -308,7 +291,7 @@ def combine(
     combine_kernel[(common.num_reqs, work.shape["NUM_HEADS"])](
         work.out, work.part, work.part_lse, common.query_start_loc, common.seq_lens,
         unit_starts, unit_entries, unit_starts.shape[1] - 1, work.num_splits,
-        work.out if lse is None else lse, **work.epilogue,
+        work.out if lse is None else lse,
         **{name: work.shape[name] for name in names},
         **sizes,
         PARTS=min(triton.next_power_of_2(work.num_splits), max(8192 // padded_head_size, 1)),

@@ -9,7 +9,6 @@ P cache blocks, B cache block size, C keys of a tile, M rows of a program, R ran
 L blocks of the layout.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -45,20 +44,17 @@ from attn_ops.backends.triton.tiles import (
 )
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale
-from attn_ops.output_quant.triton.quantize import launch_quantize
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits", "quant"],
+    do_not_specialize=["stride_table", "num_reqs", "num_rows", "num_splits"],
     do_not_specialize_on_alignment=[
         "query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "part_lse_ptr", "starts_ptr",
         "columns_ptr", "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "lse_ptr",
     ],
 )  # fmt: skip
 def prefill_kernel(
-    # [T, N, HEAD_SIZE] contiguous, quantized if HOW is given; if SPLIT [T, N, R, HEAD_SIZE] float32
-    out_ptr,
+    out_ptr,  # [T, N, HEAD_SIZE] contiguous; if SPLIT [T, N, R, HEAD_SIZE] float32
     part_lse_ptr,  # [T, N, R] float32 contiguous, base 2, if SPLIT
     q_ptr,  # [T, N, HEAD_SIZE]
     k_source,  # [P, B, K, HEAD_SIZE] in q's dtype or FP8; if TMA gathered
@@ -90,8 +86,6 @@ def prefill_kernel(
     k_scale_ptr,  # [1] float32, if HAS_K_SCALE
     v_scale_ptr,  # [1] float32, if HAS_V_SCALE
     lse_ptr,  # [T, N] float32 contiguous, natural log, if HAS_LSE
-    quant,  # of `store_quantized`, with HOW
-    HOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # G
     HEAD_SIZE: tl.constexpr,
@@ -143,7 +137,6 @@ def prefill_kernel(
     if (first >= query_len) | (query_len <= 0):
         return
 
-    given = given_scale(quant, HOW)
     m_M = tl.arange(0, BLOCK_M)
     query_M = first + m_M
     head_M = head + 0 * m_M
@@ -222,7 +215,7 @@ def prefill_kernel(
     )  # fmt: skip
     store_rows(
         out_ptr, part_lse_ptr, lse_ptr, acc_MH, max_M, sum_M, row_M, head_M, owned_M, split,
-        num_splits, v_scale_ptr, given, quant, HOW, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE,
+        num_splits, v_scale_ptr, NUM_HEADS, HEAD_SIZE, PADDED_HEAD_SIZE,
         BLOCK_M, HAS_V_SCALE, HAS_LSE, SPLIT,
     )  # fmt: skip
 
@@ -310,31 +303,21 @@ def prefill_attention(
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous; writes `options.lse`.
 
-    With `options.quant` the output is quantized as it says. max_query_len and max_seq_len must
-    bound the batch's lengths, in a captured launch those of every replay. `layout` are tensors of
-    `BlockTables` for blocks of `sparse_size` tokens.
+    max_query_len and max_seq_len must bound the batch's lengths, in a captured launch those of
+    every replay. `layout` are tensors of `BlockTables` for blocks of `sparse_size` tokens.
 
     Args:
         launch: overrides the choice; its rows and keys are powers of two that divide `sparse_size`.
         by_rows: overrides whether keys are read in place by TMA, where `readable_by_rows`.
     """
-    quant = options.quant
-    if quant is not None and not quant.how.within_heads(q.shape[2]):
-        plain = dataclasses.replace(options, quant=None)
-        return launch_quantize(
-            prefill_attention(q, kv_cache, common, plain, sparse_size, layout, launch, by_rows),
-            quant,
-        )
     launch = launch or choose_launch(q, kv_cache, common, sparse_size)
     keys, rows = keys_of(q, kv_cache, common, options, launch, by_rows)
     num_rows, num_heads, head_size = q.shape
     starts, columns, *_ = layout
     block_m, _ = launch.fitted(1, common.max_query_len)
     split = launch.num_splits > 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if quant is None else quant.out
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     part, part_lse = empty_row_parts(out, q.shape, launch.num_splits)
-    epilogue = epilogue_arguments(quant, q.dtype)
-    none = {"quant": None, "HOW": None}
     arguments, flags = option_arguments(options, unused=out)
     num_row_tiles = num_rows // block_m + 2 * common.num_reqs + 2
     prefill_kernel[(num_row_tiles * num_heads, launch.num_splits)](
@@ -342,7 +325,6 @@ def prefill_attention(
         common.query_start_loc, common.seq_lens, keys.table,
         starts, columns, *q.stride()[:2], *keys.strides, starts.shape[1] - 1, common.num_reqs,
         num_rows, launch.num_splits, *arguments,
-        **(none if split else epilogue),
         NUM_HEADS=num_heads,
         GROUP=num_heads // keys.num_kv_heads,
         HEAD_SIZE=head_size,
@@ -361,5 +343,5 @@ def prefill_attention(
         **early_launch(q.device),
     )  # fmt: skip
     if split:
-        combine_rows(out, part, part_lse, options.lse, epilogue)
+        combine_rows(out, part, part_lse, options.lse)
     return out

@@ -33,7 +33,7 @@ from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 @triton.jit(
     do_not_specialize=["stride_table", "num_reqs", "num_rows", "row_tiles", "num_splits"],
     do_not_specialize_on_alignment=[
-        "query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "kv_scale_ptr", "counters_ptr",
+        "query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "kv_scale_ptr",
     ],
 )  # fmt: skip
 def decode_kernel(
@@ -45,7 +45,6 @@ def decode_kernel(
     query_start_loc_ptr,  # [S + 1] int32
     seq_lens_ptr,  # [S] int32
     table_ptr,  # [S, max blocks] int32
-    counters_ptr,  # [D, 2] int32, made zero, if HAS_COUNTERS
     stride_latent_row,
     stride_latent_head,
     stride_rope_row,
@@ -72,7 +71,6 @@ def decode_kernel(
     HAS_KV_SCALE: tl.constexpr,
     HAS_LSE: tl.constexpr,
     NATURAL: tl.constexpr,
-    HAS_COUNTERS: tl.constexpr,
     WIDEN: tl.constexpr,  # q in float32
     HALF: tl.constexpr,  # q in float16, which FP8 converts to in one instruction
     STAGED: tl.constexpr,  # FP8 values pass through registers
@@ -104,8 +102,6 @@ def decode_kernel(
             part_ptr, part_lse_ptr, place_M, padding_M, h_H,
             LATENT, HALF_LATENT, BLOCK_M, num_splits, HAS_LSE,
         )  # fmt: skip
-        if HAS_COUNTERS:
-            clear(counters_ptr, pad_M // NUM_HEADS, padding_M & (pad_M % NUM_HEADS == 0))
 
     query_len = (row_end - row_begin).to(tl.int32)
     flat_M = program % row_tiles * BLOCK_M + m_M
@@ -116,8 +112,6 @@ def decode_kernel(
         return
     row_M = row_begin + query_M
     place_M = (row_M * NUM_HEADS + head_M) * num_splits + split
-    if HAS_COUNTERS:
-        clear(counters_ptr, row_M, owned_M & (head_M == 0) & (split == 0))
 
     # Ranges are whole tiles of the request's keys; the last token of the program sees most.
     length = tl.maximum(tl.cdiv(tl.cdiv(seq_len, num_splits), TILE), 1) * TILE
@@ -194,13 +188,6 @@ def largest_of(q_MH):
 
 
 @triton.jit
-def clear(counters_ptr, row_M, mask_M):
-    """Zeros in both counters of rows."""
-    tl.store(counters_ptr + row_M * 2, 0 * row_M.to(tl.int32), mask=mask_M)
-    tl.store(counters_ptr + row_M * 2 + 1, 0 * row_M.to(tl.int32), mask=mask_M)
-
-
-@triton.jit
 def store_nothing(
     part_ptr,
     part_lse_ptr,
@@ -230,7 +217,6 @@ class Parts(NamedTuple):
 
     part: torch.Tensor  # [D, N, R, Lkv] contiguous; float32, q's dtype if R is 1
     lse: torch.Tensor | None  # [D, N, R] float32, base 2; None if R is 1
-    counters: torch.Tensor | None  # [D, 2] int32 zeros, if asked for
 
 
 def mla_parts(
@@ -247,7 +233,6 @@ def mla_parts(
     kv_scale: torch.Tensor | None = None,
     fp8: torch.dtype | None = None,
     lse: torch.Tensor | None = None,
-    counters: bool = False,
     num_splits: int | None = None,
     launch: DecodeLaunch | None = None,
 ) -> Parts:
@@ -255,7 +240,6 @@ def mla_parts(
 
     Args:
         lse: [D, N] float32, written if there is but one range: else the merging kernel knows it.
-        counters: whether to make counters for `store_head_of_row`.
     """
     (num_rows, num_heads, latent), num_reqs = ql_nope.shape, seq_lens.shape[0]
     launch, row_tiles, num_splits = _ranges(
@@ -266,7 +250,6 @@ def mla_parts(
     shape = (num_rows, num_heads, num_splits)
     part = torch.empty(*shape, latent, dtype=dtype, device=ql_nope.device)
     part_lse = torch.empty(shape, dtype=torch.float32, device=part.device) if split else lse
-    counts = torch.empty(num_rows, 2, dtype=torch.int32, device=part.device) if counters else None
     grid = max(num_reqs * row_tiles, triton.cdiv(num_rows * num_heads, launch.rows))
     decode_kernel[(grid, num_splits)](
         part,
@@ -277,7 +260,6 @@ def mla_parts(
         query_start_loc,
         seq_lens,
         block_table,
-        part if counts is None else counts,
         *ql_nope.stride()[:2],
         *q_pe.stride()[:2],
         *kv_cache.stride()[:2],
@@ -293,10 +275,9 @@ def mla_parts(
         HAS_KV_SCALE=fp8 is not None and kv_scale is not None,
         HAS_LSE=part_lse is not None,
         NATURAL=not split,
-        HAS_COUNTERS=counters,
         **early_launch(ql_nope.device),
     )
-    return Parts(part, part_lse if split else None, counts)
+    return Parts(part, part_lse if split else None)
 
 
 def _ranges(

@@ -1,4 +1,4 @@
-"""Latents times W_UV: parts merged, multiplied head by head, and quantized, in one kernel.
+"""Latents times W_UV: parts merged and multiplied head by head, in one kernel.
 
 D rows, N query heads, R ranges of keys, L columns of the latent (Lkv), V columns of a value,
 M rows of a product (D, repeated up to 16), C ranges merged at a time.
@@ -15,18 +15,6 @@ from attn_ops.backends.mla.triton.decode import Parts, mla_parts
 from attn_ops.backends.mla.triton.launch import DecodeLaunch
 from attn_ops.backends.triton.tiles import LN_2, widened
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from attn_ops.output_quant.schemes import QuantizedOutput
-from attn_ops.output_quant.triton.epilogue import (
-    ROW,
-    epilogue_arguments,
-    given_scale,
-    store_head_of_row,
-    store_quantized,
-)
-from attn_ops.output_quant.triton.quantize import launch_quantize
-
-ROW_TILE = tl.constexpr(4096)
-"""Values of a row that are quantized at a time."""
 
 MAX_PASSES = 2
 """Over the ranges, that `project` makes itself: each waits for memory, in every program of a head.
@@ -37,9 +25,9 @@ MIN_PROGRAMS = 128
 """Wanted, about one for each multiprocessor of an H200; values of a head are cut until then."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "quant"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def project_kernel(
-    out_ptr,  # [D, N, VALUE] contiguous; quantized, if HOW is given
+    out_ptr,  # [D, N, VALUE] contiguous
     part_ptr,  # [D, N, R, LATENT] contiguous, float32 if SPLIT
     part_lse_ptr,  # [D, N, R] float32 contiguous, base 2, if SPLIT
     w_ptr,  # [N, VALUE, LATENT]
@@ -48,8 +36,6 @@ def project_kernel(
     num_rows,  # D
     num_splits,  # R
     lse_ptr,  # [D, N] float32 contiguous, natural log, if HAS_LSE
-    quant,  # of `store_quantized`, with HOW
-    HOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     VALUE: tl.constexpr,
@@ -66,10 +52,8 @@ def project_kernel(
     """Grid (ceil(VALUE / TILE_V), N, ceil(D / BLOCK_D))."""
     BLOCK_M: tl.constexpr = BLOCK_D if BLOCK_D > 16 else 16
     REPEATS: tl.constexpr = BLOCK_M // BLOCK_D
-    VALUE_TILES: tl.constexpr = (VALUE + TILE_V - 1) // TILE_V
     value_tile = tl.program_id(0)
     head = tl.program_id(1)
-    given = given_scale(quant, HOW)
     l_L = tl.arange(0, TILE_L)
     v_V = value_tile * TILE_V + tl.arange(0, TILE_V)
     w_ptr += head.to(tl.int64) * stride_w_head
@@ -117,27 +101,9 @@ def project_kernel(
     m_M = tl.arange(0, BLOCK_M)
     row_M = (tl.program_id(2) * BLOCK_D + m_M // REPEATS).to(tl.int64)
     owned_M = (row_M < num_rows) & (m_M % REPEATS == 0)
-    if HOW is None:
-        out_ptr_MV = out_ptr + ((row_M * NUM_HEADS + head) * VALUE)[:, None] + v_V[None, :]
-        mask_MV = owned_M[:, None] & stored_V[None, :]
-        tl.store(out_ptr_MV, acc_MV.to(out_ptr.dtype.element_ty), mask=mask_MV)
-    else:  # tiles of a head pass for heads: several only where they divide it
-        SIZE: tl.constexpr = VALUE // VALUE_TILES
-        place = head * VALUE_TILES + value_tile
-        if HOW[0] == ROW:
-            for d in tl.static_range(BLOCK_D):
-                row = tl.program_id(2).to(tl.int64) * BLOCK_D + d
-                x_V = tl.sum(tl.where((m_M == d * REPEATS)[:, None], acc_MV, 0.0), 0)
-                if row < num_rows:
-                    store_head_of_row(
-                        out_ptr, x_V, row, place, quant, HOW,
-                        NUM_HEADS * VALUE_TILES, SIZE, TILE_V, ROW_TILE,
-                    )  # fmt: skip
-        else:
-            store_quantized(
-                out_ptr, acc_MV, row_M, place + 0 * m_M, owned_M, given, quant, HOW,
-                NUM_HEADS * VALUE_TILES, SIZE, TILE_V, BLOCK_M,
-            )  # fmt: skip
+    out_ptr_MV = out_ptr + ((row_M * NUM_HEADS + head) * VALUE)[:, None] + v_V[None, :]
+    mask_MV = owned_M[:, None] & stored_V[None, :]
+    tl.store(out_ptr_MV, acc_MV.to(out_ptr.dtype.element_ty), mask=mask_MV)
 
 
 class ProjectLaunch(NamedTuple):
@@ -175,36 +141,18 @@ def project_launch(
     return ProjectLaunch(rows, values, min(padded_latent, 64 if values > 32 else 128), 4, 3)
 
 
-def fits(quant: QuantizedOutput | None, launch: ProjectLaunch, value: int) -> ProjectLaunch | None:
-    """The launch with tiles that the scheme takes; None, if the kernel does not write it."""
-    if quant is None:
-        return launch
-    how, padded = quant.how, max(triton.next_power_of_2(value), 16)
-    if how.scheme == "fp8_row":
-        if launch.rows > 16:
-            return None
-    elif not how.within_heads(value):
-        return None
-    values = max(launch.values, how.group or 0)
-    values = padded if value % values else values
-    held = values * launch.latents // 8192  # warps whose registers hold a tile of W_UV
-    return launch._replace(values=values, num_warps=min(max(launch.num_warps, held), 8))
-
-
 def combine_project(
     parts: Parts,
     w_uv: torch.Tensor,
-    quant: QuantizedOutput | None = None,
     lse: torch.Tensor | None = None,
     launch: ProjectLaunch | None = None,
     max_fused_splits: int | None = None,
 ) -> torch.Tensor:
-    """Parts [D, N, R, Lkv] and w_uv [N, V, Lkv] -> [D, N, V] contiguous, or `quant.out`.
+    """Parts [D, N, R, Lkv] and w_uv [N, V, Lkv] -> [D, N, V] contiguous.
 
     Args:
-        parts: of `mla_parts`; with counters, if `quant` is by row.
+        parts: of `mla_parts`.
         w_uv: strides are free but for the last.
-        quant: how the output is quantized; None: it has w_uv's dtype.
         lse: [D, N] float32, written if there are several ranges: else `mla_parts` wrote it.
         launch: overrides the choice.
         max_fused_splits: with more ranges, a kernel before this one merges them; None: chosen.
@@ -212,22 +160,14 @@ def combine_project(
     num_rows, num_heads, num_splits, latent = parts.part.shape
     value, dtype, device = w_uv.shape[1], w_uv.dtype, w_uv.device
     chosen = launch or project_launch(num_rows, num_heads, latent, value, dtype, num_splits)
-    fitted = fits(quant, chosen, value)
-    if quant is not None and (fitted is None or not_counted(quant, parts)):
-        return launch_quantize(combine_project(parts, w_uv, None, lse, launch), quant)
-    assert fitted is not None
     if max_fused_splits is None:
-        max_fused_splits = _fused_splits(fitted, latent)
+        max_fused_splits = _fused_splits(chosen, latent)
     if parts.lse is not None and num_splits > max_fused_splits:
         merged = combine(parts.part, parts.lse, dtype, lse)
-        whole = Parts(merged[:, :, None], None, parts.counters)
-        return combine_project(whole, w_uv, quant, None, launch)
+        return combine_project(Parts(merged[:, :, None], None), w_uv, None, launch)
     split = parts.lse is not None
-    out = quant.out if quant is not None else None
-    if out is None:
-        out = torch.empty(num_rows, num_heads, value, dtype=dtype, device=device)
-    epilogue = _epilogue(quant, parts, dtype)
-    grid = (triton.cdiv(value, fitted.values), num_heads, triton.cdiv(num_rows, fitted.rows))
+    out = torch.empty(num_rows, num_heads, value, dtype=dtype, device=device)
+    grid = (triton.cdiv(value, chosen.values), num_heads, triton.cdiv(num_rows, chosen.rows))
     project_kernel[grid](
         out,
         parts.part,
@@ -237,8 +177,7 @@ def combine_project(
         num_rows,
         num_splits,
         out if lse is None else lse,
-        **epilogue,
-        **_constants(fitted, num_heads, latent, value, num_splits),
+        **_constants(chosen, num_heads, latent, value, num_splits),
         SPLIT=split,
         HAS_LSE=split and lse is not None,
         WIDEN=widened(dtype),
@@ -275,20 +214,6 @@ def _most_parts(launch: ProjectLaunch) -> int:
     return max(64 * 32 * launch.num_warps // (launch.rows * launch.latents), 1)
 
 
-def not_counted(quant: QuantizedOutput, parts: Parts) -> bool:
-    """Whether the scheme is by row and no kernel has made its counters zero."""
-    return quant.how.scheme == "fp8_row" and parts.counters is None
-
-
-def _epilogue(quant: QuantizedOutput | None, parts: Parts, dtype: torch.dtype) -> dict[str, Any]:
-    """The kernel's `quant` and `HOW`, with the counters that the decode kernel has cleared."""
-    found = epilogue_arguments(quant, dtype)
-    if quant is not None and quant.how.scheme == "fp8_row":
-        waiting = torch.empty(quant.out.shape, dtype=dtype, device=quant.out.device)
-        found["quant"] = (*found["quant"], waiting, parts.counters)
-    return found
-
-
 def mla_decode_project(
     ql_nope: torch.Tensor,
     q_pe: torch.Tensor,
@@ -304,16 +229,14 @@ def mla_decode_project(
     kv_scale: torch.Tensor | None = None,
     fp8: torch.dtype | None = None,
     lse: torch.Tensor | None = None,
-    quant: QuantizedOutput | None = None,
     num_splits: int | None = None,
     launch: DecodeLaunch | None = None,
     project: ProjectLaunch | None = None,
 ) -> torch.Tensor:
-    """`mla_decode`, multiplied by w_uv [N, V, Lkv]: [D, N, V], or `quant.out`."""
+    """`mla_decode`, multiplied by w_uv [N, V, Lkv]: [D, N, V]."""
     parts = mla_parts(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc,
         scale=scale, max_query_len=max_query_len, max_seq_len=max_seq_len, kv_scale=kv_scale,
-        fp8=fp8, lse=lse, counters=quant is not None and quant.how.scheme == "fp8_row",
-        num_splits=num_splits, launch=launch,
+        fp8=fp8, lse=lse, num_splits=num_splits, launch=launch,
     )  # fmt: skip
-    return combine_project(parts, w_uv, quant, lse, project)
+    return combine_project(parts, w_uv, lse, project)

@@ -206,24 +206,6 @@ def test_heads_before_tokens(backend):
     check(case_of(*MIXED), backend, DEVICE, attend)
 
 
-@pytest.mark.parametrize("scheme", get_backend("BLOCKSPARSE").support.output_quant)
-@pytest.mark.parametrize("lengths", [DECODE, *slow((MIXED,))])
-def test_quantized_output(scheme, lengths):
-    """What the kernels write is their own output, quantized."""
-    from attn_ops.testing.calls import Case
-    from attn_ops.testing.quantized import check_quantized, forms_of
-
-    head_size = 128 if "128" in scheme else 64
-    case = case_of(*lengths, head_size=head_size, num_padding_rows=2, dtype=torch.float16)
-
-    def attend(q, kv_cache, meta, scale, blocksparse):
-        plain = attention(q, kv_cache, meta, scale, blocksparse=blocksparse)
-        for how in forms_of(scheme):
-            check_quantized(Case(q, kv_cache, meta, {"blocksparse": blocksparse}), plain, how)
-
-    run_rank(case, make(case, DEVICE), 0, "BLOCKSPARSE", attend)
-
-
 def test_a_layout_of_ones_own():
     """Blocks drawn by chance, rows without any among them: zero, and -inf."""
     generator = torch.Generator().manual_seed(0)

@@ -13,20 +13,15 @@ from attn_ops import (
     get_backend,
     grouped_backend,
     mla_attention,
-    mla_attention_quant,
     mla_attention_with_lse,
 )
 from attn_ops.backends.mla import auto_mla
 from attn_ops.backends.mla import builder as building
-from attn_ops.backends.mla import forward as forwarding
 from attn_ops.backends.mla import plan as planning
 from attn_ops.backends.mla.builder import MLAMetadataBuilder, batch_of
 from attn_ops.backends.mla.torch_mla import BACKEND, reference_mla_attention
 from attn_ops.backends.mla.workspace import MLAWorkspace
 from attn_ops.metadata import AttentionSpec, LatentShape
-from attn_ops.output_quant.quantize import reference_quantize
-from attn_ops.output_quant.schemes import OutputQuant
-from attn_ops.testing.quantized import scale_steps
 from tests.kit.latent import SMALL, LatentBatch, build_latent_batch
 
 SPEC = AttentionSpec.of_latent(3, SMALL, torch.float64)
@@ -274,29 +269,3 @@ def test_groups_of_layers_reserve_what_each_takes():
     assert both.builder(both, [standard, SPEC], 16, "cpu").profile_run(50) == alone > 0
     torch_backend = get_backend("TORCH")
     assert torch_backend.builder(torch_backend, [standard], 16, "cpu").profile_run(50) == 0
-
-
-@pytest.mark.parametrize("num_tokens", [None, 24, 97])
-@pytest.mark.parametrize("name", ["mixed", "prompts", "unsorted", "more rows than fit"])
-@pytest.mark.parametrize("scheme", ["fp8_static", "fp8_row", "fp8_tensor"])
-def test_quantized_part_by_part(monkeypatch, scheme, name, num_tokens):
-    """A backend that declares the scheme: each way, and the last merge of each row, writes it."""
-    support = dataclasses.replace(BACKEND.support, output_quant=(scheme,))
-    backend = dataclasses.replace(BACKEND, support=support)
-    b = batch(name, num_tokens, dtype=torch.float32, backend=backend)
-    plain = mla_attention(*b.arguments, **b.keywords)
-    how = OutputQuant(scheme, min_amax=0.0 if scheme == "fp8_static" else 1e-4)
-    out_scale = torch.tensor([0.02]) if scheme == "fp8_static" else None
-    called = []
-    real = forwarding.quantize_into
-    monkeypatch.setattr(
-        forwarding, "quantize_into", lambda x, q: called.append(len(x)) or real(x, q)
-    )
-    fields = {"scheme": scheme, "min_amax": how.min_amax, "out_scale": out_scale}
-    got = mla_attention_quant(*b.arguments, **b.keywords, **fields)
-    want = reference_quantize(plain, how, out_scale)
-    for mine, wanted in zip(got, want, strict=True):
-        assert scale_steps(mine, wanted) <= 1
-    whole = [len(b.q)]
-    sliced = not isinstance(b.meta.planned(SPEC_32).prefill.rows, torch.Tensor)
-    assert (called == whole) == (scheme == "fp8_tensor" or not sliced)

@@ -1,12 +1,9 @@
-"""Decoding with the product by W_UV and the quantization in the merging kernel."""
+"""Decoding with the product by W_UV in the merging kernel."""
 
 import pytest
 import torch
 
 from attn_ops.backends.triton import BACKEND
-from attn_ops.output_quant.quantize import reference_quantize
-from attn_ops.output_quant.schemes import SCHEMES, QuantizedOutput
-from attn_ops.testing.quantized import forms_of
 from tests.attn_ops.backends.mla.triton.reference import TOLERANCE, assert_near, make_case
 from tests.kit.marks import slow
 
@@ -48,28 +45,6 @@ def test_rows(num_rows, latent, value, num_splits):
     case = make_case(*lengths, num_heads=2, latent=latent, value=value, num_padding_rows=0)
     found = mla_decode_project(*case.inputs, case.w_uv, **case.options, num_splits=num_splits)
     assert_near(found, wanted(case)[0], 4e-3)
-
-
-@pytest.mark.parametrize("num_splits", [1, 2, *slow(20)])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantized(scheme, num_splits):
-    """As if the kernel's own plain output were quantized by the reference."""
-    from attn_ops.backends.mla.triton.project import mla_decode_project
-
-    value = 128 if "128" in scheme else 64
-    case = make_case(*DECODE, num_heads=2, value=value)
-    plain = mla_decode_project(*case.inputs, case.w_uv, **case.options, num_splits=num_splits)
-    for how in forms_of(scheme)[:1]:
-        given = how.scheme in ("fp8_static", "nvfp4")
-        scale = torch.tensor([0.05], device=plain.device) if given else None
-        quant = QuantizedOutput(how, scale, *how.empty(plain))
-        mla_decode_project(
-            *case.inputs, case.w_uv, **case.options, num_splits=num_splits, quant=quant
-        )
-        out, scales = reference_quantize(plain, how, scale)
-        torch.testing.assert_close(quant.scales.float(), scales.float(), rtol=1e-2, atol=1e-6)
-        same = quant.out.view(torch.uint8) == out.view(torch.uint8)
-        assert same.float().mean() > 0.99
 
 
 def test_many_ranges_are_merged_before_the_product(monkeypatch):

@@ -24,7 +24,6 @@ from attn_ops.backends.measure import (
     l2_bytes,
     make_layers,
     make_step,
-    quantizes_query,
     repeat_layers,
 )
 from benchmarks.direct import DIRECT, Attend
@@ -181,7 +180,8 @@ def prepare(row: Row, layers: Layers, setting: Setting) -> dict[str, Callable[[]
         step = make_step(backend, layers)
         chosen = step.meta.backend
         row.runs = chosen.name if chosen.name != row.backend else None
-        row.quantizes_query = quantizes_query(chosen.support, layers.spec)
+        fp8 = layers.spec.kv_cache_dtype != "auto"
+        row.quantizes_query = fp8 and chosen.support.quantizes_query
         out = layers.attend(step.meta, 0).clone()
         row.layers, row.captured = len(layers.caches), step.captured
         ours = lambda layer: layers.attend(step.meta, layer)  # noqa: E731

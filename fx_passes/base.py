@@ -5,7 +5,7 @@ The pipeline, the recorders and the reports read the declaration; none of them k
 
 import abc
 import inspect
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from torch.fx import Graph
 
@@ -117,6 +117,34 @@ class Pass(abc.ABC):
             return inspect.getsource(module or type(self))
         except (OSError, TypeError):  # defined at a prompt
             return f"{type(self).__module__}.{type(self).__qualname__}"
+
+
+def check_pass(new: Any) -> None:
+    """Refuse a class that is no pass or cannot be named, placed or limited as it declares.
+
+    Raises:
+        TypeError: it is no class of `Pass`, or is abstract.
+        ValueError: its name, its stage or its token range cannot be used.
+    """
+    if not isinstance(new, type) or not issubclass(new, Pass):
+        raise TypeError(f"pass must be a subclass of fx_passes.Pass, got {new!r}")
+    if missing := sorted(new.__abstractmethods__):
+        raise TypeError(f"pass must define {', '.join(missing)}, got {new!r} without")
+    name, stage = getattr(new, "name", None), getattr(new, "stage", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(
+            f"name of a pass must be an identifier, as my_pass, got {name!r} in {new!r}"
+        )
+    if stage not in get_args(Stage):
+        raise ValueError(
+            f"stage of the pass {name!r} must be known, got {stage!r}; "
+            f"supported: {', '.join(get_args(Stage))}"
+        )
+    counts = new.token_range
+    if counts is not None and (not isinstance(counts, range) or counts.step != 1 or not counts):
+        raise ValueError(
+            f"token_range of the pass {name!r} must be range(least, most + 1), got {counts!r}"
+        )
 
 
 def _shape_of(graph: Graph) -> list[tuple[Any, ...]]:

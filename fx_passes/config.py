@@ -19,6 +19,7 @@ class PassConfig:
     lose more than replays gain.
     `early_launch`, of no pass, is "auto", where the GPU launches kernels before those in front have
     ended, "on", an error where it cannot, or "off", for our own kernels, too.
+    `check_passes`, of no pass, checks after each one that outputs and writes of the graph stayed.
 
     Raises:
         ValueError: a switch has no such value.
@@ -35,6 +36,7 @@ class PassConfig:
     fused_mlp: Literal["auto", "replays", "always", "never"] = "auto"
     norm_products: Literal["auto", "replays", "always", "never"] = "auto"
     early_launch: Literal["auto", "on", "off"] = "auto"
+    check_passes: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -82,7 +82,7 @@ class AtenPipeline(CustomGraphPass):
         if self.second:
             name = name.of_replays
         for one in passes(self.config, "aten"):
-            matches = run_pass(one, graph, name, second=self.second)
+            matches = run_pass(one, graph, name, self.config, second=self.second)
             self.num_matches += matches if one.name in IN_REPLAYS else 0
         if self.second and not self.in_parts and not self.num_matches:
             raise NeedlessFormError(f"no pass for replays alone changes {name.text}")

@@ -18,10 +18,8 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from fx_passes.base import Pass, Stage
-from fx_passes.checks.promises import Promises
+from fx_passes.base import Pass, Stage, check_pass
 from fx_passes.config import PassConfig
-from fx_passes.declaration import check_pass, check_token_range
 from fx_passes.failures import named_errors
 from fx_passes.forms import IN_REPLAYS
 from fx_passes.installed import installed_passes
@@ -37,6 +35,7 @@ from fx_passes.passes.quantize_output import QuantizeOutput
 from fx_passes.passes.short_products import ShortProducts
 from fx_passes.passes.skinny_products import SkinnyProducts
 from fx_passes.passes.views import CollapseViews
+from fx_passes.promises import Promises
 
 _PIPELINE: list[type[Pass]] = [
     DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, ShortProducts,
@@ -51,7 +50,7 @@ def register_pass(new: type[Pass], *, before: str | None = None, after: str | No
     Without a name its place is what the pass declares, `runs_before` or `runs_after`, or the end.
 
     Raises:
-        TypeError: it is no class of `Pass`, is abstract, or its `apply` returns nothing.
+        TypeError: it is no class of `Pass`, or is abstract.
         ValueError: the name is taken or none, the stage is unknown, both or an unknown anchor are
             given.
     """
@@ -100,13 +99,17 @@ def pass_classes() -> list[type[Pass]]:
     """All passes, in order; registered and installed ones too."""
     installed = installed_passes()
     while installed.waiting:
-        new = installed.next_pass()
-        if new is None:
-            continue
-        try:
-            _insert(new, None, None)
-        except ValueError as error:  # its name is taken, or its place unknown
-            installed.leave_out(new.name, error)
+        errors = {}  # a name is taken, or a place unknown until another one is inserted
+        for new in installed.waiting:
+            try:
+                _insert(new, None, None)
+            except ValueError as error:
+                errors[new] = error
+        if len(errors) == len(installed.waiting):
+            for new, error in errors.items():
+                installed.leave_out(new.name, error)
+            errors = {}
+        installed.waiting = list(errors)
     return list(_PIPELINE)
 
 
@@ -127,11 +130,17 @@ def _made(one: type[Pass], config: PassConfig) -> Pass:
         made: Any = one.of(config)
         if not isinstance(made, Pass):
             raise TypeError(f"of must return a Pass, got {made!r}")
-        check_token_range(made.token_range, one.name)
         return made
 
 
-def run_pass(one: Pass, graph: Graph, name: GraphName, *, second: bool = False) -> int:
+def is_checked(config: PassConfig) -> bool:
+    """Whether the `Promises` of passes are checked; tests put another function here."""
+    return config.check_passes
+
+
+def run_pass(
+    one: Pass, graph: Graph, name: GraphName, config: PassConfig, *, second: bool = False
+) -> int:
     """Run one pass and tell the active recorders.
 
     Of a `second` form they hear what only that form has: matches of passes of `IN_REPLAYS`.
@@ -144,10 +153,10 @@ def run_pass(one: Pass, graph: Graph, name: GraphName, *, second: bool = False) 
     dumps = [recorder.directory for recorder in active if recorder.directory is not None]
     with named_errors(one.name, name.text, dumps):
         notes = [recorder.watch(one, graph, name) for recorder in active if is_told]
-        promises = Promises(graph, one.stage)
+        promises = Promises(graph, one.stage) if is_checked(config) else None
         try:
             matches = one.run(graph)
-            if matches:
+            if matches and promises is not None:
                 promises.check(graph)
         except Exception as error:
             for note in notes:
@@ -173,7 +182,7 @@ def run_dynamo_stage(gm: GraphModule, config: PassConfig) -> Callable[[], None]:
 
     try:
         for one in passes(config, "dynamo"):
-            if run_pass(one, gm.graph, name):
+            if run_pass(one, gm.graph, name, config):
                 gm.recompile()
     except BaseException:
         undo()

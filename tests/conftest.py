@@ -18,6 +18,7 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch._dynamo.utils import counters
 
 from attn_ops.backends import registry
+from fx_passes import pipeline
 from tests.kit.batches import Batch, build_batch
 from tests.kit.models import Prompts, build_model, build_prompts
 from tests.kit.triton_interpreter import mend_interpreter
@@ -58,6 +59,14 @@ def only_our_backends() -> Iterator[None]:
     """Tests choose among our own backends, whatever other packages are installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", lambda group: [])
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def passes_are_checked() -> Iterator[None]:
+    """As by `options={"check_passes": True}`, in every test that runs passes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "is_checked", lambda config: True)
         yield
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.backends.checks import check_latent_layer, check_layer
+from attn_ops.backends.checks import check_layer
 from attn_ops.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -96,38 +96,19 @@ class Backend:
         q: torch.Tensor,
         kv_cache: torch.Tensor,
         options: AttentionOptions | LatentOptions,
+        attention_chunk_size: int | None = None,
     ) -> Layer:
         """Check a call and find what computes it; `AttentionMetadata.layer` remembers it.
 
         Raises:
             ValueError: tensors and batch do not fit, or the backend does not support the call.
         """
-        if isinstance(options, LatentOptions):
-            spec = check_latent_layer(q, kv_cache, meta, options)
-            return self.find(meta, q, kv_cache, options, spec)
+        view = meta.view_of(options, attention_chunk_size)
+        if view is not None:
+            return view.backend.resolve(view, q, kv_cache, options).of_part(view)
         spec = check_layer(q, kv_cache, meta, options)
-        per_head = tuple(f for f in PER_HEAD if getattr(options, f.name) is not None)
+        per_head = tuple(f for f in PER_HEAD if getattr(options, f.name, None) is not None)
         if meta.views.cascade is not None and spec.cascades:
             return Layer(cascade=meta.views.cascade, per_head=per_head)
-        layer = self.find(meta, q, kv_cache, options, spec)
-        return dataclasses.replace(layer, per_head=per_head)
-
-    def find(
-        self,
-        meta: AttentionMetadata,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        options: AttentionOptions | LatentOptions,
-        spec: AttentionSpec,
-    ) -> Layer:
-        """What computes a call that the backend supports.
-
-        Raises:
-            ValueError: the layer has blocks of its own, and the metadata only those of the others.
-        """
-        if spec.sliding_window is not None and meta.common.window_block_table_tensor is not None:
-            raise ValueError(
-                "attn_metadata must be that of a builder with takes_windows, as layers with a "
-                f"window have blocks of their own, got that of another with backend {self.name}"
-            )
-        return Layer(None if self.plan_of is None else self.plan_of(meta, spec))
+        plan = None if self.plan_of is None else self.plan_of(meta, spec)
+        return Layer(plan, per_head=per_head)

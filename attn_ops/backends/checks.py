@@ -16,73 +16,70 @@ from attn_ops.metadata.validation import check_blocks
 
 
 def check_layer(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: AttentionOptions
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    options: AttentionOptions | LatentOptions,
 ) -> AttentionSpec:
-    """The geometry of a layer; a ValueError unless its tensors fit and the backend supports it."""
-    check_query(q)
-    _check_devices(q, kv_cache, meta)
-    plain = options.kv_cache_dtype == "auto"
-    check_cache(kv_cache, meta, kv_cache.dtype if plain else q.dtype, options.kv_cache_dtype)
-    if q.shape[2] != kv_cache.shape[4]:
-        raise ValueError(f"q must have the cache's head size {kv_cache.shape[4]}, got {q.shape[2]}")
-    if q.shape[1] == 0 or q.shape[1] % kv_cache.shape[3]:
-        raise ValueError(f"q must have a multiple of {kv_cache.shape[3]} heads, got {q.shape[1]}")
-    _check_rows(q, kv_cache, meta, plain)
-    spec = options.spec(q, kv_cache, meta.common.causal)
-    check_supported(spec, kv_cache, meta)
-    _check_blocks(spec, kv_cache, meta)
-    _check_lse(options.lse, meta)
-    return spec
+    """The geometry of a layer; a ValueError unless its tensors fit and the backend supports it.
 
-
-def _check_blocks(spec: AttentionSpec, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
-    """Raise a ValueError for blocks beyond the cache, where the host sees the table."""
-    if kv_cache.is_cpu:
-        size, lengths = spec.block_size_of(kv_cache), meta.common.seq_lens.numpy()
-        check_blocks(meta.common, lengths, kv_cache.shape[0], size)
-
-
-def _check_devices(q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> None:
+    Of latent attention q is [T, N, P + R] and kv_cache [P, B, Lkv + R].
+    """
+    _check_dimensions(q, kv_cache, options)
     if q.device != kv_cache.device or q.device != meta.common.device:
         raise ValueError(
             "q, kv_cache and attn_metadata must be on one device, "
             f"got {q.device}, {kv_cache.device} and {meta.common.device}"
         )
-
-
-def _check_rows(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, plain: bool
-) -> None:
     if q.shape[0] < meta.common.num_actual_tokens:
         raise ValueError(
             f"q must have at least {meta.common.num_actual_tokens} rows, got {q.shape[0]}"
         )
-    if plain and q.dtype != kv_cache.dtype:
+    if options.kv_cache_dtype == "auto" and q.dtype != kv_cache.dtype:
         raise ValueError(f"q must have the cache's dtype {kv_cache.dtype}, got {q.dtype}")
-
-
-def _check_lse(lse: torch.Tensor | None, meta: AttentionMetadata) -> None:
-    if lse is not None and not meta.backend.support.lse:
+    if isinstance(options, LatentOptions):
+        latent = _checked_shape(q, kv_cache, options)
+        check_latent_cache(kv_cache, meta, q.dtype, options.kv_cache_dtype, latent)
+    else:
+        check_cache(kv_cache, meta, q.dtype, options.kv_cache_dtype)
+        heads, head_size = kv_cache.shape[3:]
+        if q.shape[2] != head_size:
+            raise ValueError(f"q must have the cache's head size {head_size}, got {q.shape[2]}")
+        if q.shape[1] == 0 or q.shape[1] % heads:
+            raise ValueError(f"q must have a multiple of {heads} heads, got {q.shape[1]}")
+    spec = spec_of(q, kv_cache, options, meta.common.causal)
+    check_supported(spec, kv_cache, meta)
+    if kv_cache.is_cpu:  # the host sees the table
+        size, lengths = spec.block_size_of(kv_cache), meta.common.seq_lens.numpy()
+        check_blocks(meta.common, lengths, kv_cache.shape[0], size)
+    if options.lse is not None and not meta.backend.support.lse:
         raise ValueError(
             f"backend {meta.backend.name} cannot return the log-sum-exp; call attention()"
         )
-
-
-def check_latent_layer(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, options: LatentOptions
-) -> AttentionSpec:
-    """`check_layer` of latent attention: q [T, N, P + R], kv_cache [P, B, Lkv + R]."""
-    check_query(q)
-    check_latent_cache_shape(kv_cache)
-    _check_devices(q, kv_cache, meta)
-    _check_rows(q, kv_cache, meta, options.kv_cache_dtype == "auto")
-    latent = _checked_shape(q, kv_cache, options)
-    check_latent_cache(kv_cache, meta, q.dtype, options.kv_cache_dtype, latent)
-    _check_lse(options.lse, meta)
-    spec = latent_spec(q, kv_cache, options, meta.common.causal)
-    check_supported(spec, kv_cache, meta)
-    _check_blocks(spec, kv_cache, meta)
     return spec
+
+
+def spec_of(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    options: AttentionOptions | LatentOptions,
+    causal: bool,
+) -> AttentionSpec:
+    """Geometry of a layer, as the builder was given it; a ValueError for other dimensions."""
+    _check_dimensions(q, kv_cache, options)
+    if isinstance(options, LatentOptions):
+        return latent_spec(q, kv_cache, options, causal)
+    return options.spec(q, kv_cache, causal)
+
+
+def _check_dimensions(
+    q: torch.Tensor, kv_cache: torch.Tensor, options: AttentionOptions | LatentOptions
+) -> None:
+    check_query(q)
+    if isinstance(options, LatentOptions):
+        check_latent_cache_shape(kv_cache)
+    else:
+        check_cache_shape(kv_cache)
 
 
 def latent_spec(

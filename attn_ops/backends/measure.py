@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from attn_ops.backends.base import Backend, Support
+from attn_ops.backends.base import Backend
 from attn_ops.block_layout import BlockLayout, BlocksparseParams, BlockTables, local_strided
 from attn_ops.metadata import (
     KV_CACHE_DTYPES,
-    AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionSpec,
@@ -168,20 +167,6 @@ def default_layout(spec: AttentionSpec, max_seq_len: int) -> BlockLayout:
     )
 
 
-def quantizes_query(support: Support, spec: AttentionSpec) -> bool:
-    """Whether the backend rounds q to FP8 where the cache is FP8: another numerical contract."""
-    return spec.kv_cache_dtype != "auto" and support.quantizes_query
-
-
-def can_capture(level: AttentionCGSupport, query_lens: Sequence[int]) -> bool:
-    """Whether a backend of that level takes a batch of these queries into a CUDA graph."""
-    if level is AttentionCGSupport.UNIFORM_BATCH:
-        return len(set(query_lens)) == 1
-    if level is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE:
-        return set(query_lens) == {1}
-    return level is AttentionCGSupport.ALWAYS
-
-
 def capture_metadata(
     builder: AttentionMetadataBuilder, common: CommonAttentionMetadata
 ) -> AttentionMetadata:
@@ -203,11 +188,7 @@ def make_step(backend: Backend, layers: Layers) -> Step:
     """Build a backend's metadata; captured on a GPU where the backend takes the batch."""
     common, device = layers.common, layers.common.device
     builder = backend.builder(backend, [layers.spec], layers.block_size, device)
-    starts = common.query_start_loc_cpu
-    assert starts is not None, "from_lengths sets it"
-    captured = device.type == "cuda" and can_capture(
-        backend.support.cudagraph, starts.diff().tolist()
-    )
+    captured = device.type == "cuda" and backend.support.cudagraph.takes(common)
     meta = capture_metadata(builder, common) if captured else builder.build(0, common)
     return Step(builder, meta, captured)
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from attn_ops.backends.base import OWN_MASK, Backend
-from attn_ops.backends.declaration import check_backend
 from attn_ops.backends.measure import Shape
 from attn_ops.backends.measurements import choose
-from attn_ops.metadata import AttentionSpec
+from attn_ops.metadata import AttentionSpec, Support
 
 _BUILT_IN = {
     "AUTO": "attn_ops.backends.auto",
@@ -28,7 +27,6 @@ _BUILT_IN = {
     "FLASH_ATTN_MLA": "attn_ops.backends.mla.flash_attn_mla",
     "TRITON_MLA": "attn_ops.backends.mla.triton_mla",
     "FLASHINFER_MLA": "attn_ops.backends.mla.flashinfer_mla",
-    "FLASHMLA": "attn_ops.backends.mla.flashmla",
     "TORCH_MLA": "attn_ops.backends.mla.torch_mla",
 }
 """Name to the module that holds `BACKEND`, in order of preference; imported on first use.
@@ -56,10 +54,9 @@ def register_backend(backend: Backend) -> None:
 
     Raises:
         TypeError: it is no `Backend`, or a field of it has another type.
-        ValueError: the name is taken or not in upper case, a declared value is not known, or a
-            function cannot be pickled.
+        ValueError: the name is taken or not in upper case.
     """
-    check_backend(backend)
+    _check_backend(backend)
     if backend.name in backend_names():
         raise ValueError(
             f"backend.name must be new, got {backend.name}; taken: {', '.join(backend_names())}"
@@ -83,8 +80,7 @@ def get_backend(name: str) -> Backend:
 
     Raises:
         TypeError: an installed package's entry point is no `Backend`, or a field has another type.
-        ValueError: there is none, or an entry point's has another name, a value that is not known,
-            or a function that cannot be pickled.
+        ValueError: there is none, or an entry point's has another name.
     """
     _check_known(name)
     if name in _registered:
@@ -93,10 +89,28 @@ def get_backend(name: str) -> Backend:
         return importlib.import_module(_BUILT_IN[name]).BACKEND
     point = next(p for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name)
     backend = point.load()
-    check_backend(backend)
+    _check_backend(backend)
     if backend.name != name:
         raise ValueError(f"backend.name must be that of its entry point {name}, got {backend.name}")
     return backend
+
+
+def _check_backend(backend: Any) -> None:
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend must be a Backend, got {type(backend).__name__}")
+    if not isinstance(backend.name, str) or not backend.name.isupper():
+        raise ValueError(f"backend.name must be a name in upper case, got {backend.name!r}")
+    for field, wanted, fits in (
+        ("support", "a Support", isinstance(backend.support, Support)),
+        ("builder", "a class or function that makes builders", callable(backend.builder)),
+        ("forward", "a function", callable(backend.forward)),
+        ("unavailable", "a function", callable(backend.unavailable)),
+    ):
+        if not fits:
+            got = getattr(backend, field)
+            raise TypeError(
+                f"backend.{field} must be {wanted}, got {got!r} of backend {backend.name}"
+            )
 
 
 def load_backend(name: str) -> tuple[Backend | None, str]:
@@ -167,7 +181,8 @@ def select_backend(
         listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in against.items())
         raise ValueError(f"no backend supports these layers: {listed}")
     if measure:
-        chosen, why, lost = _fastest(usable, layers, block_size, device, shapes, measurements)
+        candidates = [get_backend(name) for name in usable]
+        chosen, why, lost = choose(candidates, layers, block_size, device, shapes, measurements)
     elif backend is not None:
         chosen, why = backend, "requested"
         lost = dict.fromkeys(usable, f"applies, but {backend} was requested")
@@ -178,12 +193,6 @@ def select_backend(
     against |= {name: [lost[name]] for name in usable if name != chosen}
     del against[chosen]
     return Selection(get_backend(chosen), why, against)
-
-
-def _fastest(usable: list[str], *arguments: Any) -> tuple[str, str, dict[str, str]]:
-    """The backend that `measurements.choose` finds, why, and the reasons against the others."""
-    choice = choose([get_backend(name) for name in usable], *arguments)
-    return choice.name, choice.why, choice.reasons_against
 
 
 def _check_request(

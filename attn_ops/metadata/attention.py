@@ -48,6 +48,7 @@ class AttentionBackend(Protocol):
         q: torch.Tensor,
         kv_cache: torch.Tensor,
         options: AttentionOptions | LatentOptions,
+        attention_chunk_size: int | None = None,
     ) -> "Layer":
         """Check a call and find what computes it.
 
@@ -146,10 +147,8 @@ class Views:
     chunked: "Mapping[int, AttentionMetadata]" = dataclasses.field(default_factory=dict)
     # Attention over the prefix that all requests share, and over the rest; None: none is shared.
     cascade: "tuple[AttentionMetadata, AttentionMetadata] | None" = None
-    # Of a grouped backend, by the name of the group's.
-    groups: "Mapping[str, AttentionMetadata]" = dataclasses.field(default_factory=dict)
-    # Groups whose metadata was prepared for a capture, on the host.
-    prepared: tuple[str, ...] = ()
+    # Of several backends, by name: what was prepared on the host for a capture.
+    prepared: "Mapping[str, AttentionMetadata]" = dataclasses.field(default_factory=dict)
     # For layers with a window, where their caches have blocks of their own; None: they have not.
     window: "AttentionMetadata | None" = None
     logits_rows: LogitsRows = dataclasses.field(default_factory=LogitsRows)
@@ -163,8 +162,8 @@ class AttentionMetadata(OpaqueBase):
         backend: the backend whose kernels run; `attn_ops::attention` calls its `forward`.
         block_size: tokens a block holds, where known; the operators refuse a cache of another.
         paged: False: a batch without a KV cache, whose block table says nothing.
-        plans: what the builder planned, by layer geometry or a part of it; a grouped backend's:
-            the metadata of the geometry's group.
+        plans: what the builder planned, by layer geometry or a part of it; of several backends:
+            the metadata of the geometry's own.
         views: the step as some of its layers see it.
 
     Dynamo of torch 2.11 takes no subclass where an operator's schema names this class.
@@ -211,7 +210,8 @@ class AttentionMetadata(OpaqueBase):
         )
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._resolved(q, kv_cache, options, attention_chunk_size)
+            found = self.backend.resolve(self, q, kv_cache, options, attention_chunk_size)
+            self._found[key] = found
         return found
 
     def latent_layer(
@@ -225,19 +225,27 @@ class AttentionMetadata(OpaqueBase):
             found = self._found[key] = self.backend.resolve(self, q, kv_cache, options)
         return found
 
-    def _resolved(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        options: AttentionOptions,
-        attention_chunk_size: int | None,
-    ) -> Layer:
-        part = self.views.window if options.sliding_window is not None else None
+    def view_of(
+        self, options: AttentionOptions | LatentOptions, attention_chunk_size: int | None
+    ) -> "AttentionMetadata | None":
+        """The step as such a layer sees it, if that is not the step as it is.
+
+        Raises:
+            ValueError: the builder made no virtual batches for the layer, or no batch of windows.
+        """
+        if isinstance(options, LatentOptions):
+            return None
         if attention_chunk_size is not None:
-            part = self._virtual(attention_chunk_size, options)
-        if part is None:
-            return self.backend.resolve(self, q, kv_cache, options)
-        return part.layer(q, kv_cache, options).of_part(part)
+            return self._virtual(attention_chunk_size, options)
+        if options.sliding_window is None or self.common.window_block_table_tensor is None:
+            return None
+        if self.views.window is None:
+            raise ValueError(
+                "attn_metadata must be that of a builder with takes_windows, as layers with a "
+                "window have blocks of their own, got that of another with backend "
+                f"{self.backend.name}"
+            )
+        return self.views.window
 
     def _virtual(self, chunk: int, options: AttentionOptions) -> "AttentionMetadata":
         """The virtual batches for layers of chunked local attention."""
@@ -264,7 +272,7 @@ class AttentionMetadata(OpaqueBase):
         Layers are as causal as the batch, whatever the spec says that the builder was given.
         """
         found = self.plans.get(spec)
-        if found is None:
+        if found is None and spec.attention_chunk_size is None:
             found = self.plans.get(dataclasses.replace(spec, causal=not spec.causal))
         return found
 

@@ -25,18 +25,17 @@ def check_tensor(
 
     Kernels walk these tensors with a stride of one in the last dimension.
     """
+    got = tensor.shape
     if tensor.dtype not in dtypes:
         raise ValueError(
             f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}"
         )
-    if len(tensor.shape) != len(shape) or any(
-        want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)
-    ):
+    if len(got) != len(shape) or [n for n, m in zip(got, shape) if m is not None and n != m]:  # noqa: B905
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} must have shape [{wanted}], got {list(tensor.shape)}")
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(got)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if got[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name} must have contiguous entries, got a stride of {tensor.stride(-1)}"
         )

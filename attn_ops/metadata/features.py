@@ -55,6 +55,14 @@ class AttentionCGSupport(Enum):
     NEVER = 0
     """None."""
 
+    def takes(self, common: Any) -> bool:
+        """Whether a backend of this level can capture that `CommonAttentionMetadata`."""
+        if self is AttentionCGSupport.UNIFORM_BATCH:
+            return common.num_actual_tokens == common.num_reqs * common.max_query_len
+        if self is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE:
+            return common.max_query_len <= 1
+        return self is AttentionCGSupport.ALWAYS
+
 
 @dataclasses.dataclass(frozen=True)
 class Feature:

@@ -3,66 +3,41 @@
 S requests, T rows, M blocks a request may own.
 """
 
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from attn_ops.metadata.checks import check_int
+from attn_ops.metadata.checks import check_int, check_tensor
 
 _INT32, _INT64, _INDICES = (torch.int32,), (torch.int64,), (torch.int32, torch.int64)
 
-_FORMS: tuple[tuple[str, tuple[torch.dtype, ...], str, str], ...] = (
-    ("query_start_loc", _INT32, "S+1", "device"),
-    ("seq_lens", _INT32, "S", "device"),
-    ("block_table_tensor", _INT32, "S", "device"),
-    ("slot_mapping", _INT64, "any", "device"),
-    ("query_start_loc_cpu", _INT32, "S+1", "cpu"),
-    ("seq_lens_cpu", _INT32, "S", "cpu"),
-    ("num_computed_tokens_cpu", _INT32, "S", "cpu"),
-    ("seq_lens_cpu_upper_bound", _INT32, "S", "cpu"),
-    ("logits_indices", _INT64, "any", "device"),
-    ("logits_indices_padded", _INDICES, "any", "device"),
-    ("logits_indices_cpu", _INDICES, "any", "cpu"),
-    ("num_logits", _INT32, "1", "device"),
-    ("dcp_local_seq_lens", _INT32, "S", "device"),
-    ("is_prefilling", (torch.bool,), "S", "any"),
-    ("positions", _INT64, "any", "device"),
-    ("window_block_table_tensor", _INT32, "S", "device"),
-    ("window_slot_mapping", _INT64, "any", "device"),
-)
-"""Field, dtypes, length, where it lives. Fields that are None are not checked."""
+_FORMS: dict[str, tuple[tuple[torch.dtype, ...], tuple[str, ...]]] = {
+    "query_start_loc": (_INT32, ("S+1",)),
+    "seq_lens": (_INT32, ("S",)),
+    "block_table_tensor": (_INT32, ("S", "any")),
+    "slot_mapping": (_INT64, ("any",)),
+    "query_start_loc_cpu": (_INT32, ("S+1",)),
+    "seq_lens_cpu": (_INT32, ("S",)),
+    "num_computed_tokens_cpu": (_INT32, ("S",)),
+    "seq_lens_cpu_upper_bound": (_INT32, ("S",)),
+    "logits_indices": (_INT64, ("any",)),
+    "logits_indices_padded": (_INDICES, ("any",)),
+    "logits_indices_cpu": (_INDICES, ("any",)),
+    "num_logits": (_INT32, ("1",)),
+    "dcp_local_seq_lens": (_INT32, ("S",)),
+    "is_prefilling": ((torch.bool,), ("S",)),
+    "positions": (_INT64, ("any",)),
+    "window_block_table_tensor": (_INT32, ("S", "any")),
+    "window_slot_mapping": (_INT64, ("any",)),
+}
+"""Dtypes and shape of each tensor; those with `_cpu` in their name live on the CPU, `is_prefilling`
+anywhere, all others on the device of seq_lens. Fields that are None are not checked."""
 
-_RANK = {"block_table_tensor": 2, "window_block_table_tensor": 2}
-"""Dimensions of a field, where it is not one; behind the first any size will do."""
+_CPU = torch.device("cpu")
 
-
-class Batch(Protocol):
-    """What is checked: the fields of `CommonAttentionMetadata`, which says what they mean."""
-
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor | None
-    seq_lens: torch.Tensor
-    seq_lens_cpu: torch.Tensor | None
-    num_computed_tokens_cpu: torch.Tensor | None
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
-    logits_indices_padded: torch.Tensor | None
-    num_logits_indices: int | None
-    encoder_seq_lens: np.ndarray | torch.Tensor | None
-    seq_lens_cpu_upper_bound: torch.Tensor | None
-    positions: torch.Tensor | None
-    window_block_table_tensor: torch.Tensor | None
-    window_slot_mapping: torch.Tensor | None
-    logits_indices: torch.Tensor | None
-    logits_indices_cpu: torch.Tensor | None
-
-    @property
-    def device(self) -> torch.device: ...
+Batch = Any
+"""A `CommonAttentionMetadata`, whose module imports this one."""
 
 
 def check_form(common: Batch) -> None:
@@ -70,26 +45,13 @@ def check_form(common: Batch) -> None:
     for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
         check_int(name, getattr(common, name), 0)
     device = common.seq_lens.device
-    lengths = {"S": common.num_reqs, "S+1": common.num_reqs + 1, "1": 1, "any": None}
-    for name, dtypes, length, place in _FORMS:
+    sizes = {"S": common.num_reqs, "S+1": common.num_reqs + 1, "1": 1, "any": None}
+    for name, (dtypes, shape) in _FORMS.items():
         tensor = getattr(common, name)
-        if tensor is None:
-            continue
-        if tensor.dtype not in dtypes:
-            wanted = " or ".join(map(str, dtypes))
-            raise ValueError(f"{name} must have dtype {wanted}, got {tensor.dtype}")
-        if place == "cpu" and not tensor.is_cpu:
-            raise ValueError(f"{name} must be on cpu, got {tensor.device}")
-        if place == "device" and tensor.device != device:
-            raise ValueError(f"{name} must be on {device}, got {tensor.device}")
-        shape, rank, size = tensor.shape, _RANK.get(name, 1), lengths[length]
-        if len(shape) != rank or (size is not None and shape[0] != size):
-            wanted = ", ".join(["any" if size is None else str(size), *["any"] * (rank - 1)])
-            raise ValueError(f"{name} must have shape [{wanted}], got {list(shape)}")
-        if shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{name} must have contiguous entries, got a stride of {tensor.stride(-1)}"
-            )
+        if tensor is not None:
+            place = tensor.device if name == "is_prefilling" else device
+            place = _CPU if "_cpu" in name else place
+            check_tensor(name, tensor, dtypes, tuple([sizes[size] for size in shape]), place)
     if (common.window_block_table_tensor is None) != (common.window_slot_mapping is None):
         raise ValueError(
             "window_block_table_tensor and window_slot_mapping must both be given or both be None, "

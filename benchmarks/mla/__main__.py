@@ -215,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--shapes", nargs="*", default=[], help="REQUESTSxCONTEXT, or QUERYxKEYS")
     found.add_argument("--dtype", default="bf16", choices=("bf16", "fp8"))
     found.add_argument("--query-len", type=int, default=1)
-    found.add_argument("--block-size", type=int, default=32, help="FLASHMLA takes 64 alone")
+    found.add_argument("--block-size", type=int, default=32, help="FlashMLA by hand takes 64 alone")
     found.add_argument("--sizes", type=int, nargs=4, default=dataclasses.astuple(DEEPSEEK),
                        metavar=("LKV", "P", "R", "V"))  # fmt: skip
     found.add_argument("--rounds", type=int, default=11)

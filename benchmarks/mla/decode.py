@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attn_ops import backend_names, get_backend
-from attn_ops.backends.measure import can_capture, capture_metadata
+from attn_ops.backends.measure import capture_metadata
 from benchmarks.figures import free
 from benchmarks.mla.direct import DIRECT, Attend, triton_mla_project
 from benchmarks.mla.inputs import Layers, Shape, make_layers
@@ -66,7 +66,7 @@ def operator(name: str) -> Callable[[Layers], Attend]:
         reasons = backend.reasons_against(shape.spec, shape.block_size, layers.device)
         if reasons:
             raise ValueError("; ".join(reasons))
-        if not can_capture(backend.support.cudagraph, [shape.query_len] * shape.num_reqs):
+        if not backend.support.cudagraph.takes(common):
             raise ValueError(f"{name} must be captured, got {backend.support.cudagraph.name}")
         builder = backend.builder(backend, [shape.spec], shape.block_size, layers.device)
         meta = capture_metadata(builder, common)

@@ -54,7 +54,7 @@ def test_a_step_says_why_it_is_not_measured(tmp_path, monkeypatch):
     path = tmp_path / "mla.json"
     program.main(["step", *SMALL, "--shapes", "2x40", "--json", str(path)])
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    assert "device" in rows["FLASHMLA"]["reason"]
+    assert "device" in rows["FLASHINFER_MLA"]["reason"]
 
 
 def test_counts():

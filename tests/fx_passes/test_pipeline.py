@@ -36,7 +36,7 @@ OFF = {
 def test_built_in_order():
     assert pass_names() == BUILT_IN
     switches = {f.name for f in dataclasses.fields(PassConfig)}
-    assert switches == {*SWITCHES.values(), "early_launch"}, "one switch a pass"
+    assert switches == {*SWITCHES.values(), "early_launch", "check_passes"}, "one switch a pass"
 
 
 @pytest.mark.parametrize(

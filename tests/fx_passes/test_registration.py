@@ -1,10 +1,8 @@
 """What `register_pass` refuses, and passes of installed packages."""
 
-import functools
 import warnings
 
 import pytest
-import torch
 
 from fx_passes import Pass, broken_passes, installed, pass_names, pipeline, register_pass
 from fx_passes.pipeline import passes
@@ -48,17 +46,6 @@ class Bare:
     name, stage = "bare", "aten"
 
 
-def nothing(self, graph):
-    for node in graph.nodes:
-        if node.op == "output":
-            return
-    graph.lint()
-
-
-def fewer(self, graph):
-    yield 1
-
-
 REFUSED = {
     "no class": (Mine(), TypeError, r"pass must be a subclass of fx_passes.Pass, got <"),
     "no pass": (Bare, TypeError, r"pass must be a subclass of fx_passes.Pass, got <class"),
@@ -76,32 +63,6 @@ REFUSED = {
     ),
     "no name": (NoName, ValueError, r"name of a pass must be an identifier, as my_pass, got None"),
     "a path": (changed(name="../mine"), ValueError, r"must be an identifier, .* got '../mine'"),
-    "returns None": (
-        changed(apply=nothing),
-        TypeError,
-        r"apply of the pass 'mine' must return its number of matches, an int, got None",
-    ),
-    "no function": (
-        changed(apply=None),
-        TypeError,
-        r"apply of the pass 'mine' must take a graph, as apply\(self, graph\), got None",
-    ),
-    "no graph": (
-        changed(apply=lambda self: 0),
-        TypeError,
-        "apply of the pass 'mine' must take a graph, .* too many positional arguments",
-    ),
-    "more than a graph": (
-        changed(apply=lambda self, graph, config: 0),
-        TypeError,
-        "apply of the pass 'mine' must take a graph, .* missing a required argument: 'config'",
-    ),
-    "a generator": (changed(apply=fewer), TypeError, r"apply of the pass 'mine' must return"),
-    "an odd place": (
-        changed(runs_after=3),
-        TypeError,
-        r"runs_after of the pass 'mine' must be a pass's name or None, got 3",
-    ),
     "no place": (
         changed(runs_after="nowhere"),
         ValueError,
@@ -114,8 +75,8 @@ REFUSED = {
     ),
     "no range": (
         changed(token_range=(1, 64)),
-        TypeError,
-        r"token_range of the pass 'mine' must be a range or None, got \(1, 64\)",
+        ValueError,
+        r"token_range of the pass 'mine' must be range\(least, most \+ 1\), got \(1, 64\)",
     ),
     **{
         f"{counts!r}": (
@@ -123,7 +84,7 @@ REFUSED = {
             ValueError,
             r"token_range of the pass 'mine' must be range\(least, most \+ 1\), got range\(",
         )
-        for counts in (range(0), range(-1, 5), range(1, 64, 2), range(64, 1, -1))
+        for counts in (range(0), range(1, 64, 2), range(64, 1, -1))
     },
     "two places": (
         changed(runs_after="share_products", runs_before="collapse_views"),
@@ -140,23 +101,6 @@ def test_refusals(case):
     with pytest.raises(kind, match=message):
         register_pass(new)
     assert pass_names() == names
-
-
-@pytest.mark.parametrize(
-    "apply",
-    [
-        lambda self, graph: 0,
-        lambda self, graph: 1 if graph else None,
-        lambda self, graph: sum(1 for _ in graph.nodes),
-        torch.no_grad()(lambda self, graph: 0),
-        staticmethod(lambda graph: 0),
-        classmethod(lambda cls, graph, more=1: 0),
-        functools.partialmethod(lambda self, more, graph: 0, 1),
-    ],
-)
-def test_what_may_return_a_number_is_taken(apply):
-    register_pass(changed(apply=apply))
-    assert pass_names()[-1] == "mine"
 
 
 def test_a_pass_declares_its_place():
@@ -218,9 +162,9 @@ def test_installed_passes_beside_each_other_are_left_out(install):
     with pytest.warns(RuntimeWarning, match="is left out"):
         names = pass_names()
     assert names[-1] == "mine"
-    cycle = "runs_before and runs_after must form no cycle, got second -> third -> second"
-    assert broken_passes()["second"] == broken_passes()["third"] == f"ValueError: {cycle}"
-    assert "must name a pass, got 'second'" in broken_passes()["first"]
+    places = {"first": "second", "second": "third", "third": "second"}
+    for name, place in places.items():
+        assert f"must name a pass, got '{place}'" in broken_passes()[name]
 
 
 def test_packages_are_loaded_once_and_when_they_are_needed(install):

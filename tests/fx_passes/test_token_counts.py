@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_ops import attention
-from fx_passes import Pass, PassError, attn_ops, recording, register_pass
+from fx_passes import Pass, attn_ops, recording, register_pass
 from fx_passes.pipeline import PassConfig, passes
 
 pytestmark = pytest.mark.usefixtures("own_pipeline")
@@ -126,9 +126,6 @@ def test_options_may_set_it():
     Set.told = range(3)
     register_pass(Set)
     assert passes(PassConfig(), "aten")[-1].token_range == range(3)
-    Set.told = 3
-    with pytest.raises(PassError, match="'ranged' failed: TypeError: token_range of the pass"):
-        passes(PassConfig(), "aten")
 
 
 def test_it_is_part_of_the_cache_s_key(monkeypatch):

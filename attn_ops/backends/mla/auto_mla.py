@@ -14,19 +14,27 @@ requests may reach. A batch's metadata names the backend that was chosen for it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from attn_ops.backends import auto
-from attn_ops.backends.base import Backend, Support
+from attn_ops.backends.auto import unavailable
+from attn_ops.backends.base import Backend
+from attn_ops.backends.composite import (
+    CompositeBackend,
+    CompositeMetadataBuilder,
+    Sizes,
+    builder_for,
+    forward,
+)
 from attn_ops.backends.mla import flash_attn_mla, triton_mla
 from attn_ops.backends.mla.builder import MLAMetadataBuilder
 from attn_ops.backends.mla.workspace import MLAWorkspace
-from attn_ops.metadata import AttentionSpec, CommonAttentionMetadata
+from attn_ops.metadata import AttentionSpec
 
-FEW, OTHER = "TRITON_MLA", "FLASH_ATTN_MLA"
+TRITON_MLA, FLASH_ATTN_MLA = triton_mla.BACKEND, flash_attn_mla.BACKEND
 
 FEW_ROWS = 16
 """Heads times query tokens of a request up to which TRITON_MLA is faster."""
@@ -38,31 +46,22 @@ FEW_KEYS = 8192
 """Tokens that they may have together."""
 
 
-def choose(
-    specs: Sequence[AttentionSpec], num_reqs: int, max_query_len: int, max_seq_len: int
-) -> str:
-    """Name of the backend for a batch, from what a captured graph may freeze."""
-    if any(spec.kv_cache_dtype != "auto" for spec in specs):
-        return FEW
-    few_rows = all(spec.num_heads * max_query_len <= FEW_ROWS for spec in specs)
+def rule(spec: AttentionSpec, sizes: Sizes) -> Backend:
+    """The table above."""
+    num_reqs, max_query_len, max_seq_len = sizes
+    few_rows = spec.num_heads * max_query_len <= FEW_ROWS
     short = num_reqs <= FEW_REQUESTS and num_reqs * max_seq_len <= FEW_KEYS
-    return FEW if few_rows or (max_query_len <= 1 and short) else OTHER
+    if spec.kv_cache_dtype != "auto" or few_rows or (max_query_len <= 1 and short):
+        return TRITON_MLA
+    return FLASH_ATTN_MLA
 
 
-def _used(specs: Sequence[AttentionSpec]) -> set[str]:
-    """Names of the backends that batches may go to."""
-    fp8 = any(spec.kv_cache_dtype != "auto" for spec in specs)
-    return {FEW} if fp8 else {FEW, OTHER}
-
-
-class AutoMLAMetadataBuilder(auto.AutoMetadataBuilder):
-    """A builder of each backend; every batch goes to one of them."""
-
-    cudagraph_support = triton_mla.BACKEND.support.cudagraph
+class AutoMLAMetadataBuilder(CompositeMetadataBuilder):
+    """Its parts gather latents in one workspace; see `MLAMetadataBuilder`."""
 
     def __init__(
         self,
-        backend: Backend,
+        backend: CompositeBackend,
         specs: Sequence[AttentionSpec],
         block_size: int,
         device: torch.device | str,
@@ -76,53 +75,20 @@ class AutoMLAMetadataBuilder(auto.AutoMetadataBuilder):
             assert isinstance(builder, MLAMetadataBuilder), "parts are backends of latent attention"
             builder.workspace = self.workspace
 
-    def used(self) -> set[str]:
-        return _used(self.specs)
-
-    def chosen(self, common: CommonAttentionMetadata) -> str:
-        return choose(self.specs, common.num_reqs, common.max_query_len, common.max_seq_len)
+    def profile_run(self, max_num_tokens: int) -> int:
+        return self.workspace.reserve(max_num_tokens)
 
 
-class AutoMLABackend(Backend):
-    """Its parts may know more reasons than their declarations."""
+PARTS = (TRITON_MLA, FLASH_ATTN_MLA)
 
-    def reasons_against(
-        self, spec: AttentionSpec, block_size: int, device: torch.device
-    ) -> list[str]:
-        reasons = super().reasons_against(spec, block_size, device)
-        if reasons or spec.latent is None:
-            return reasons
-        parts = (flash_attn_mla.BACKEND, triton_mla.BACKEND)
-        used = _used((spec,))
-        return [
-            f"{part.name}: {reason}"
-            for part in parts
-            if part.name in used
-            for reason in part.reasons_against(spec, block_size, device)
-        ]
-
-
-def unavailable() -> str | None:
-    for part in (triton_mla.BACKEND, flash_attn_mla.BACKEND):
-        if (reason := part.unavailable()) is not None:
-            return f"{part.name}: {reason}"
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return "the GPU must be sm_90, where both backends were measured"
-    return None
-
-
-def _support() -> Support:
-    """What both can do, and FP8 caches, of which TRITON_MLA takes all batches."""
-    fp8 = triton_mla.BACKEND.support.kv_cache_dtypes
-    shared = auto.both(flash_attn_mla.BACKEND.support, triton_mla.BACKEND.support)
-    sizes = flash_attn_mla.BACKEND.support.latent_sizes
-    return dataclasses.replace(shared, kv_cache_dtypes=fp8, latent_sizes=sizes)
-
-
-BACKEND = AutoMLABackend(
+BACKEND = CompositeBackend(
     name="AUTO_MLA",
-    support=_support(),
-    builder=AutoMLAMetadataBuilder,
-    forward=auto.forward,
-    unavailable=unavailable,
+    support=dataclasses.replace(
+        FLASH_ATTN_MLA.support, kv_cache_dtypes=TRITON_MLA.support.kv_cache_dtypes
+    ),
+    builder=builder_for(PARTS, AutoMLAMetadataBuilder),
+    forward=forward,
+    unavailable=functools.partial(unavailable, PARTS),
+    parts=PARTS,
+    rule=rule,
 )

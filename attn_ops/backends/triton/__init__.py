@@ -183,7 +183,8 @@ BACKEND = Backend(
         non_causal=True,
         lse=True,
         # A step of 8 requests gains 0.9, 0.9 and 0.7 percent: 1.298 to 1.286 ms, 1.528 to 1.515,
-        # 1.522 to 1.512 (one H200, 2026-11-23), the most of all schemes. fp8_row gains nothing; NVFP4 and prompts were not measured in a step.
+        # 1.522 to 1.512 (one H200, 2026-11-23), the most of all schemes.
+        # fp8_row gains nothing; NVFP4 and prompts were not measured in a step.
         output_quant=("fp8_static", "fp8_group128", "fp8_group64"),
     ),
     builder=TritonMetadataBuilder,

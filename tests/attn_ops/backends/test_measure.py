@@ -12,16 +12,13 @@ import pytest
 import torch
 
 from attn_ops import (
-    AttentionCGSupport,
     AttentionSpec,
     LatentShape,
     get_backend,
     register_backend,
-    select_backend,
 )
 from attn_ops import select_backend as select
 from attn_ops.backends import measure, measurements, registry
-from attn_ops.backends.flex import flex_backend
 from attn_ops.backends.measure import MeasuredShape, Measurement
 
 TORCH = get_backend("TORCH")
@@ -158,11 +155,7 @@ def test_who_quantizes_the_query_is_no_candidate(monkeypatch):
 
 
 def test_a_mask_of_its_own_is_no_candidate():
-    """Nor for who calls `choose` with it."""
     own = sleeping("OWN", 0.0, own_mask=True)
-    choice = measurements.choose([own, TORCH], [PLAIN], 16, torch.device("cpu"), TINY, None)
-    assert choice.name == "TORCH"
-    assert choice.reasons_against == {"OWN": "its mask is its own; ask for it by name"}
     register_backend(own)
     unnamed: list[dict] = [OPTIONS | {"shapes": TINY}, {"block_size": 16, "device": "cpu"}]
     for options in unnamed:
@@ -195,14 +188,6 @@ def test_layers_are_captured_on_their_device(monkeypatch):
     found = measure.measure([TORCH], [PLAIN], 16, elsewhere, [((1,), (4,))])
     assert found.times == {"TORCH": [1.0]}
     assert not current
-
-
-def test_only_an_fp8_cache_quantizes_the_query():
-    rounds = dataclasses.replace(TORCH.support, quantizes_query=True)
-    fp8 = dataclasses.replace(PLAIN, kv_cache_dtype="fp8_e4m3")
-    assert measure.quantizes_query(rounds, fp8)
-    assert not measure.quantizes_query(rounds, PLAIN)
-    assert not measure.quantizes_query(TORCH.support, fp8)
 
 
 def test_a_hit_runs_nothing(tmp_path, counted):
@@ -296,21 +281,6 @@ def test_interleaving_takes_turns_and_medians():
     assert order == ["a", "b"] * 3
 
 
-@pytest.mark.parametrize(
-    ("level", "query_lens", "wanted"),
-    [
-        ("ALWAYS", [1, 7], True),
-        ("UNIFORM_BATCH", [7, 7], True),
-        ("UNIFORM_BATCH", [1, 7], False),
-        ("UNIFORM_SINGLE_TOKEN_DECODE", [1, 1], True),
-        ("UNIFORM_SINGLE_TOKEN_DECODE", [2, 2], False),
-        ("NEVER", [1], False),
-    ],
-)
-def test_what_can_be_captured(level, query_lens, wanted):
-    assert measure.can_capture(AttentionCGSupport[level], query_lens) is wanted
-
-
 def test_metadata_for_a_capture_comes_from_prepare_capture_where_there_is_one(make_batch):
     meta = make_batch([1], [3]).meta
     builder = TORCH.builder(TORCH, [AttentionSpec(4, 2, 8, torch.float32)], 4, "cpu")
@@ -361,18 +331,3 @@ def test_on_a_gpu_that_is_not_the_current_one(monkeypatch):
         )
         assert torch.cuda.current_device() == 0
     assert selection.why.startswith("fastest of 1 measured: TRITON ")
-
-
-SPEC = AttentionSpec(4, 2, 32, torch.float32)
-
-
-def test_measuring_leaves_out_backends_with_a_mask_of_their_own():
-    """Such a backend computes something else than the layers ask for, as one that quantizes q."""
-    register_backend(flex_backend("NOTHING_SEEN", lambda request, query, key: key < 0))
-    try:
-        chosen = select_backend(
-            SPEC, block_size=16, device="cpu", measure=True, shapes=[MeasuredShape(1, 1, 16)]
-        )
-    finally:
-        registry._registered.pop("NOTHING_SEEN")
-    assert "NOTHING_SEEN" not in chosen.why

@@ -19,7 +19,7 @@ from attn_ops import (
     write_kv,
     write_mla_kv,
 )
-from attn_ops.backends.grouped import captures
+from attn_ops.backends.grouped import runs_on
 from attn_ops.ops.breaks import around_attention
 from tests.kit.batches import build_batch
 from tests.kit.latent import build_latent_batch
@@ -214,7 +214,6 @@ def test_one_model_of_latent_and_standard_layers():
     out = mla_attention(b.q, b.kv_cache, meta, b.kv_b, b.scale, **b.keywords)
     assert torch.equal(out, mla_attention(*b.arguments, **b.keywords))
     plain = build_batch([3, 1, 12], [7, 4, 20])
-    options = b.options()
-    assert captures(meta, options, b.q, b.kv_cache).name == "TORCH_MLA"
+    assert runs_on(meta, latent).name == "TORCH_MLA"
     got = attention(plain.q, plain.kv_cache, meta, 0.3)
     assert torch.equal(got, attention(plain.q, plain.kv_cache, plain.meta, 0.3))

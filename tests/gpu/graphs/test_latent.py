@@ -39,12 +39,8 @@ LATENT: dict[str, Any] = {
 DENSE: dict[str, Any] = LATENT | {"first_k_dense_replace": 3, "dtype": torch.float32}
 """No experts: in float32 those of Transformers read numbers from the GPU."""
 
-WHOLE = ["TRITON_MLA", "FLASH_ATTN_MLA", "AUTO_MLA", "FLASHMLA"]
+WHOLE = ["TRITON_MLA", "FLASH_ATTN_MLA", "AUTO_MLA"]
 """Backends whose decodes are captured whole."""
-
-
-def page(backend: str) -> int:
-    return 64 if backend == "FLASHMLA" else 16
 
 
 def small(model, **options) -> DecodeSession:
@@ -71,7 +67,7 @@ def test_500_random_steps_verified(make_model, backend, family):
     model = cases.compiled(cases.wide(make_model, family, **LATENT))
     session = DecodeSession(
         model, max_batch_size=8, max_tokens=160, max_tokens_per_step=64, cache_tokens=800,
-        backend=backend, capture_sizes=[1, 2, 4, 8], verify="always", block_size=page(backend),
+        backend=backend, capture_sizes=[1, 2, 4, 8], verify="always",
         cudagraph_mode="FULL_DECODE_ONLY" if backend in WHOLE else "PIECEWISE",
     )  # fmt: skip
     session.warm_up()
@@ -121,7 +117,7 @@ def test_backends_agree(make_model, backend):
     dense: dict[str, Any] = DENSE | {"dtype": torch.bfloat16}
     model = cases.wide(make_model, "deepseek_v2", **dense)
     want = uncaptured(model)
-    session = small(model, backend=cases.available(backend), block_size=page(backend))
+    session = small(model, backend=cases.available(backend))
     got = tokens(session.generate(PROMPTS, 16))
     same = [a == b for rows in zip(got, want, strict=True) for a, b in zip(*rows, strict=True)]
     assert sum(same) > 0.5 * len(same)

@@ -7,14 +7,13 @@ import torch
 
 from attn_ops import (
     AttentionMetadataBuilder,
-    AttentionOptions,
     CommonAttentionMetadata,
     attention,
     get_backend,
     grouped_backend,
 )
 from attn_ops.backends import auto
-from attn_ops.backends.grouped import captures, levels, runs_on
+from attn_ops.backends.grouped import levels, runs_on
 from tests.attn_ops.backends.grouped.grouped_layers import (
     CAPPED,
     CHUNKED,
@@ -84,7 +83,7 @@ def test_hooks_of_groups_that_plan_on_the_host(on_host):
     meta = builder.prepare_capture(common)
     ((_, part),) = on_host.events
     assert meta.plans[SLIDING] is part
-    assert meta.views.prepared == ("HOST",)
+    assert meta.views.prepared == {"HOST": part}
     replayed = decode()
     builder.prepare_replay(meta, replayed)
     assert on_host.events[1:] == [("replay", part, replayed)]
@@ -169,8 +168,8 @@ def test_levels_and_batches(level, lengths, captured):
     backend = grouped_backend({SLIDING: fake("LEVELLED", level)}, default="TRITON")
     builder = backend.builder(backend, list(LAYERS), 16, "cpu")
     common = CommonAttentionMetadata.from_lengths(lengths, [9, 9], [[1], [2]], 16)
-    part = builder.build_for_cudagraph_capture(common).views.groups["LEVELLED"]
-    assert (part.backend is not builder.backend.groups[0][1]) is not captured
+    part = builder.build_for_cudagraph_capture(common).plans[SLIDING]
+    assert (part.backend is not builder.backend.parts[0]) is not captured
     assert backend.support.cudagraph is level
     assert backend.builder.cudagraph_support is level
 
@@ -185,9 +184,10 @@ def test_levels_by_group(three):
 
 
 def test_auto_in_a_group_says_who_runs(monkeypatch, make_batch):
-    fakes = {n: fake(n, Level.ALWAYS) for n in ("TRITON", "FLASH_ATTN")}
-    monkeypatch.setattr(auto, "_part", fakes.__getitem__)
-    whole = dataclasses.replace(auto.BACKEND, support=fakes["TRITON"].support)
+    parts = tuple(fake(n, Level.ALWAYS) for n in ("TRITON", "FLASH_ATTN"))
+    monkeypatch.setattr(auto, "TRITON", parts[0])
+    monkeypatch.setattr(auto, "FLASH_ATTN", parts[1])
+    whole = dataclasses.replace(auto.BACKEND, support=parts[0].support, parts=parts)
     spec = dataclasses.replace(FULL, dtype=torch.bfloat16)
     grouped = grouped_backend({is_sliding: "FLEX"}, default=whole)
     assert levels(grouped, [spec]) == {"AUTO": Level.ALWAYS}
@@ -195,8 +195,7 @@ def test_auto_in_a_group_says_who_runs(monkeypatch, make_batch):
         for name, runner in (("decode", "TRITON"), ("prefill", "FLASH_ATTN")):
             batch = mixed_batch(make_batch, name, dtype=torch.bfloat16)
             meta = built(backend, batch.common, (spec,))
-            asked = (meta, AttentionOptions(1.0), batch.q, batch.kv_cache)
-            assert captures(*asked).name == runs_on(meta, spec).name == runner
+            assert runs_on(meta, spec).name == runner
 
 
 def test_drafting_is_the_groups_own(make_batch, three):

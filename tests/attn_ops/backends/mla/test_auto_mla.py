@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attn_ops import get_backend
+from attn_ops.backends.composite import Sizes
 from attn_ops.backends.mla import auto_mla
 from attn_ops.metadata import AttentionSpec, LatentShape
 
@@ -22,7 +23,7 @@ DEEPSEEK = LatentShape(512, 128, 64, 128)
 )  # fmt: skip
 def test_choice(heads, num_reqs, max_query_len, max_seq_len, kv_cache_dtype, name):
     spec = AttentionSpec.of_latent(heads, DEEPSEEK, torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
-    assert auto_mla.choose([spec], num_reqs, max_query_len, max_seq_len) == name
+    assert auto_mla.rule(spec, Sizes(num_reqs, max_query_len, max_seq_len)).name == name
 
 
 def test_supports_what_its_parts_do():

@@ -247,17 +247,13 @@ def test_a_part_of_a_batch_is_a_batch():
     assert part.seq_lens.tolist() == part.seq_lens_cpu.tolist() == [61, 12]
 
 
-def test_parts_of_auto_mla_share_a_workspace():
-    support = dataclasses.replace(auto_mla.BACKEND.support, devices=("cpu",), latent_sizes=())
-    backend = dataclasses.replace(auto_mla.BACKEND, support=support)
-    spec = dataclasses.replace(SPEC, dtype=torch.bfloat16)
-    own = object.__new__(auto_mla.AutoMLAMetadataBuilder)
-    parts = {name: MLAMetadataBuilder(BACKEND, [spec], 16, "cpu") for name in "ab"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto_mla.auto.AutoMetadataBuilder, "__init__", lambda self, *_: None)
-        own._builders = parts
-        own.__init__(backend, [spec], 16, "cpu")
-    assert {id(part.workspace) for part in parts.values()} == {id(own.workspace)}
+def test_parts_of_auto_mla_share_a_workspace(monkeypatch):
+    parts = [dataclasses.replace(BACKEND, name=p.name) for p in auto_mla.PARTS]
+    for part in parts:
+        monkeypatch.setattr(auto_mla, part.name, part)
+    backend = dataclasses.replace(auto_mla.BACKEND, support=BACKEND.support, parts=tuple(parts))
+    own = backend.builder(backend, [SPEC], 16, "cpu")
+    assert {id(part.workspace) for part in own._builders.values()} == {id(own.workspace)}
     assert own.profile_run(50) == own.workspace.reserve(50) > 0
 
 

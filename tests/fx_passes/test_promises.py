@@ -8,7 +8,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 
 import graphs
-from fx_passes import Pass, PassConfig, attn_ops, recording, register_pass
+from fx_passes import Pass, PassConfig, attn_ops, pipeline, recording, register_pass
 from fx_passes.observe import graph_text
 from fx_passes.pipeline import run_dynamo_stage
 
@@ -77,7 +77,6 @@ BROKEN = {
     "shape": (called("unsqueeze", 0), r"output 0 of .* must be torch.float32 \[.*, got torch.fl"),
     "strides": (called("as_strided", [4, 8], [1, 4]), r"strides \[8, 1\] .*, got .*\[1, 4\]"),
     "no number": (replaced(lambda graph, node: 3), "output 0 of the graph must be .*, got 3"),
-    "arguments": (called("view", 7, 11), "at the node 'view': ValueError: view cannot be computed"),
     "fewer": (fewer, "the graph must return 2 values, got 1"),
     "no write": (unwritten, r"the graph must write \[\('copy_', .*\] in this order, got"),
     "another order": (reordered, r"at the node 'add_': ValueError: the graph must write"),
@@ -93,6 +92,19 @@ def test_outputs_and_writes_stay(case):
         torch.compile(lambda *given: model(*given), backend=attn_ops)(*given)
     assert re.search(message, str(seen.value.inner_exception)), seen.value
     assert not given[1].any(), "nothing ran"
+
+
+def test_promises_are_checked_where_the_user_asks(monkeypatch):
+    monkeypatch.setattr(pipeline, "is_checked", lambda config: config.check_passes)
+    register_pass(breaking(called("half")))
+    function = torch.compile(lambda *given: model(*given), backend=attn_ops)
+    assert function(*inputs())[0].dtype == torch.float16
+    torch._dynamo.reset()
+    asked = torch.compile(
+        lambda *given: model(*given), backend=attn_ops, options={"check_passes": True}
+    )
+    with pytest.raises(BackendCompilerFailed, match="the pass 'breaking' failed on the gr"):
+        asked(*inputs())
 
 
 def test_a_value_that_reads_a_changed_one_is_computed_anew():

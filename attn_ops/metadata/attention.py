@@ -69,11 +69,6 @@ class Layer:
     part: "AttentionMetadata | None" = None  # of its group, or virtual batches; None: the step's
     cascade: "tuple[AttentionMetadata, AttentionMetadata] | None" = None  # prefix and rest; or None
     per_head: tuple[Feature, ...] = ()  # that the layer has; their tensors differ by layer
-    direct: bool = dataclasses.field(init=False)  # the step's own backend, and nothing to give it
-
-    def __post_init__(self) -> None:
-        nothing = self.plan is None and self.part is None and self.cascade is None
-        object.__setattr__(self, "direct", nothing)
 
     def attend(
         self,

@@ -1,8 +1,8 @@
 """What attention layers may ask for: a layer's geometry, a call's options, a backend's support.
 
 A new feature is an entry of `FEATURES` and a field of `AttentionOptions`, `FeatureArguments`,
-`AttentionSpec` and `Support`. What forwards, checks and lists features names none of them, except
-`attention` in ops/attention.py. docs/adding_a_backend.md lists the other files.
+`AttentionSpec` and `Support`. What forwards, checks and lists features names none of them.
+docs/adding_a_backend.md lists the other files.
 
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """

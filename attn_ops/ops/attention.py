@@ -5,31 +5,44 @@ T tokens, N query heads, K kv heads, H head size, P physical blocks, B block siz
 
 import dataclasses
 import functools
+from typing import Any, Unpack
 
 import torch
 
-from attn_ops.block_layout.tables import BlockTables, layout_arguments
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, AttentionOptions, Layer
-from attn_ops.metadata.features import SCHEMA
-from attn_ops.ops import breaks
-from attn_ops.ops.breaks import AttentionCall
-from attn_ops.ops.checks import check_causal, check_query, check_v_head_size, layer_of
-from attn_ops.ops.library import LIBRARY, implements
+from attn_ops.backends.checks import check_query
+from attn_ops.block_layout.tables import layout_arguments
+from attn_ops.metadata import AttentionMetadata, AttentionOptions, Layer
+from attn_ops.metadata.features import SCHEMA, FeatureArguments
+from attn_ops.ops.breaks import AttentionCall, attended
+from attn_ops.ops.checks import check_v_head_size, layer_of, rows_of_layer
+from attn_ops.ops.library import operator
+from attn_ops.ops.merge import merged
 
-ARGUMENTS = (
-    f"Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
+KEYWORDS = (
     f"{SCHEMA}, str kv_cache_dtype='auto', Tensor? k_scale=None, Tensor? v_scale=None, "
     "int? attention_chunk_size=None, bool? causal=None, bool logits_rows=False"
 )
 # Host values of the metadata reach the kernels: Inductor's own graphs ("reduce-overhead") are cut
 # around the operators. Ours are captured by contract, see docs/graphs.md.
 TAGS = (torch.Tag.cudagraph_unsafe,)
-LIBRARY.define(f"attention({ARGUMENTS}) -> Tensor", tags=TAGS)
-LIBRARY.define(f"attention_with_lse({ARGUMENTS}) -> (Tensor, Tensor)", tags=TAGS)
 
 
-@implements("attention")
-def _attention(
+class LayerArguments(FeatureArguments, total=False):
+    """The keywords of `attention`, which documents them."""
+
+    kv_cache_dtype: str
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    attention_chunk_size: int | None
+    causal: bool | None
+    logits_rows: bool
+    v_head_size: int | None
+
+
+# -- what is computed ------------------------------------------------------------------------------
+
+
+def found(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,
@@ -38,102 +51,27 @@ def _attention(
     attention_chunk_size: int | None = None,
     causal: bool | None = None,
     logits_rows: bool = False,
-    **options: object,
-) -> torch.Tensor:
-    if logits_rows and meta.wants_no_logits(q.shape[0]):
-        return torch.empty_like(q)
-    if breaks.hooks:
-        more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
-        more |= {"logits_rows": logits_rows}
-        call = AttentionCall(_attention, q, kv_cache, meta, scale, more, empty_out)
-        if (results := breaks.asked(call)) is not None:
-            return results[0]
-    asked = asked_of(scale, **options) if options else _plain(scale)
-    if causal is not None:
-        check_causal(meta, causal)
-    if logits_rows:
-        meta = meta.logits_rows(q.shape[0])
-    if options or type(meta) is not AttentionMetadata:
-        layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
-    else:  # no tensor of its own has to be checked
-        layer = meta.layer(q, kv_cache, asked, attention_chunk_size)
-    if layer.direct:
-        return meta.backend.forward(q, kv_cache, meta, asked)
-    return attend(layer, q, kv_cache, meta, asked)
+    **options: Any,
+) -> tuple[Layer, AttentionMetadata, AttentionOptions]:
+    """What computes a layer, the batch as it sees it, and what it asks for."""
+    meta = rows_of_layer(meta, q, causal, logits_rows)
+    if not options:  # no tensor has to be checked
+        asked = _plain(scale)
+        return meta.layer(q, kv_cache, asked, attention_chunk_size), meta, asked
+    asked = asked_of(scale, **options)
+    return layer_of(q, kv_cache, meta, asked, attention_chunk_size), meta, asked
 
 
-def asked_of(scale: float, **options: object) -> AttentionOptions:
+def asked_of(scale: float, **options: Any) -> AttentionOptions:
     """What a layer asks for, by an operator's keywords."""
-    return AttentionOptions(scale, **options, checked=True)  # pyright: ignore[reportArgumentType]
+    return AttentionOptions(scale, **options, checked=True)
 
 
-# Cached: once a layer, not once a call, 0.1 for 3.9 us (a CPU, 2026-11-22).
+# Cached: 0.1 for 3.9 us a call (a CPU, 2026-11-22).
 @functools.lru_cache(maxsize=128)
 def _plain(scale: float) -> AttentionOptions:
-    """Options of a layer that asks for nothing but its scale; made once, not once a call."""
+    """Options of a layer that asks for nothing but its scale."""
     return AttentionOptions(scale, checked=True)
-
-
-@torch.library.register_fake("attn_ops::attention", lib=LIBRARY)
-def _attention_fake(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    **options: object,
-) -> torch.Tensor:
-    return q.new_empty(q.shape)
-
-
-@implements("attention_with_lse")
-def _attention_with_lse(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    *,
-    attention_chunk_size: int | None = None,
-    causal: bool | None = None,
-    logits_rows: bool = False,
-    **options: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if logits_rows and meta.wants_no_logits(q.shape[0]):
-        return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if breaks.hooks:
-        more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
-        more |= {"logits_rows": logits_rows}
-        call = AttentionCall(_attention_with_lse, q, kv_cache, meta, scale, more, empty_states)
-        if (results := breaks.asked(call)) is not None:
-            return results[0], results[1]
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    asked = asked_of(scale, **options, lse=lse)
-    if causal is not None:
-        check_causal(meta, causal)
-    if logits_rows:
-        meta = meta.logits_rows(q.shape[0])
-    layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
-    return attend(layer, q, kv_cache, meta, asked), lse
-
-
-@torch.library.register_fake("attn_ops::attention_with_lse", lib=LIBRARY)
-def _attention_with_lse_fake(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    **options: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-def empty_out(q: torch.Tensor) -> tuple[torch.Tensor]:
-    """Memory for [T, N, H] in q's dtype."""
-    return (torch.empty(q.shape, dtype=q.dtype, device=q.device),)
-
-
-def empty_states(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and [T, N] float32 for the log-sum-exp."""
-    return *empty_out(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 def attend(
@@ -146,7 +84,7 @@ def attend(
     """The backend's forward; over a shared prefix and the rest apart, if the batch was built so."""
     if layer.cascade is None:
         return layer.attend(q, kv_cache, meta, options)
-    out, lse = torch.ops.attn_ops.merge_attn_states(*parts_of(layer, q, kv_cache, options))
+    out, lse = merged(*parts_of(layer, q, kv_cache, options))
     if options.lse is not None:
         options.lse.copy_(lse)
     return out
@@ -165,24 +103,53 @@ def parts_of(
     return parts
 
 
+# -- operators -------------------------------------------------------------------------------------
+
+
+def _output(
+    q: torch.Tensor, kv_cache: torch.Tensor, *call: Any, **options: Any
+) -> tuple[torch.Tensor]:
+    layer, meta, asked = found(q, kv_cache, *call, **options)
+    return (attend(layer, q, kv_cache, meta, asked),)
+
+
+def _states(
+    q: torch.Tensor, kv_cache: torch.Tensor, *call: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    layer, meta, asked = found(q, kv_cache, *call, **options, lse=lse)
+    return attend(layer, q, kv_cache, meta, asked), lse
+
+
+def _empty_output(q: torch.Tensor) -> tuple[torch.Tensor]:
+    return (q.new_empty(q.shape),)
+
+
+def _empty_states(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@operator(fake=lambda q, *call, **options: _empty_output(q)[0], keywords=KEYWORDS, tags=TAGS)
+def _attention(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, scale: float, **options: Any
+) -> torch.Tensor:
+    return attended(AttentionCall, _output, q, kv_cache, meta, scale, options, _empty_output)[0]
+
+
+@operator(fake=lambda q, *call, **options: _empty_states(q), keywords=KEYWORDS, tags=TAGS)
+def _attention_with_lse(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, scale: float, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = attended(AttentionCall, _states, q, kv_cache, meta, scale, options, _empty_states)
+    return out, lse
+
+
 def attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,
     scale: float,
-    *,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    attention_chunk_size: int | None = None,
-    causal: bool | None = None,
-    logits_rows: bool = False,
-    v_head_size: int | None = None,
-    blocksparse: BlockTables | None = None,
+    **asked: Unpack[LayerArguments],
 ) -> torch.Tensor:
     """Attention of the batch's query rows over the paged cache, by the backend that `meta` names.
 
@@ -213,20 +180,10 @@ def attention(
     Raises:
         ValueError: shapes or devices do not fit, or the backend does not support the configuration.
     """
-    plain = sliding_window is None and soft_cap is None and kv_cache_dtype == "auto"
-    plain = plain and alibi_slopes is None and sinks is None and k_scale is None
-    plain = plain and v_scale is None and attention_chunk_size is None and blocksparse is None
-    if plain and causal is None and not logits_rows:
-        # Half of what the call costs is the dispatcher's reading of keywords.
-        out = torch.ops.attn_ops.attention.default(q, kv_cache, meta, scale)
-    else:
-        out = torch.ops.attn_ops.attention.default(
-            q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
-            v_scale=v_scale, attention_chunk_size=attention_chunk_size, causal=causal,
-            logits_rows=logits_rows,
-            **({} if blocksparse is None else layout_arguments(blocksparse)),
-        )  # fmt: skip
+    if not asked:
+        return _attention(q, kv_cache, meta, scale)
+    v_head_size, options = _operands(asked)
+    out = _attention(q, kv_cache, meta, scale, **options)
     return out if v_head_size is None else _narrowed(out, v_head_size)
 
 
@@ -235,19 +192,7 @@ def attention_with_lse(
     kv_cache: torch.Tensor,
     meta: AttentionMetadata,
     scale: float,
-    *,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    attention_chunk_size: int | None = None,
-    causal: bool | None = None,
-    logits_rows: bool = False,
-    v_head_size: int | None = None,
-    blocksparse: BlockTables | None = None,
+    **asked: Unpack[LayerArguments],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention`, and the log of every softmax's denominator, for merging partial results.
 
@@ -258,14 +203,17 @@ def attention_with_lse(
         the sink included; -inf where a row sees no key and has no sink. Of padding rows, and of
         requests without any key (seq_len 0), it is -inf, with a sink too.
     """
-    out, lse = torch.ops.attn_ops.attention_with_lse.default(
-        q, kv_cache, meta, scale, sliding_window=sliding_window, soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
-        v_scale=v_scale, attention_chunk_size=attention_chunk_size, causal=causal,
-        logits_rows=logits_rows,
-        **({} if blocksparse is None else layout_arguments(blocksparse)),
-    )  # fmt: skip
+    v_head_size, options = _operands(asked)
+    out, lse = _attention_with_lse(q, kv_cache, meta, scale, **options)
     return out if v_head_size is None else _narrowed(out, v_head_size), lse
+
+
+def _operands(asked: Any) -> tuple[int | None, dict[str, Any]]:
+    """`v_head_size`, and the keywords of the operator that are given."""
+    # Half of what a call costs is the dispatcher's reading of keywords.
+    options = {name: value for name, value in asked.items() if value is not None}
+    v_head_size = options.pop("v_head_size", None)
+    return v_head_size, options | layout_arguments(options.pop("blocksparse", None))
 
 
 def _narrowed(out: torch.Tensor, v_head_size: int) -> torch.Tensor:

@@ -10,76 +10,29 @@ from typing import Any
 import torch
 
 from attn_ops.block_layout.tables import layout_arguments
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, Layer
-from attn_ops.metadata.features import SCHEMA
-from attn_ops.ops import breaks
-from attn_ops.ops.attention import TAGS, asked_of, attend
-from attn_ops.ops.breaks import AttentionCall
-from attn_ops.ops.checks import check_causal, check_query, layer_of
-from attn_ops.ops.library import LIBRARY, implements
+from attn_ops.metadata import AttentionMetadata, Layer
+from attn_ops.ops.attention import KEYWORDS, TAGS, attend, found
+from attn_ops.ops.breaks import AttentionCall, attended
+from attn_ops.ops.checks import check_query
+from attn_ops.ops.library import operator
 from attn_ops.output_quant.quantize import quantize_output
 from attn_ops.output_quant.schemes import (
-    HOW_FIELDS,
     HOW_SCHEMA,
     OutputQuant,
     QuantizedOutput,
-    known_output_quant,
-)
-
-LIBRARY.define(
-    f"attention_quant(Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, float scale, *, "
-    f"{HOW_SCHEMA}, {SCHEMA}, str kv_cache_dtype='auto', "
-    "Tensor? k_scale=None, Tensor? v_scale=None, int? attention_chunk_size=None, "
-    "bool? causal=None, bool logits_rows=False) -> (Tensor, Tensor)",
-    tags=TAGS,
+    how_of,
 )
 
 
-@implements("attention_quant")
-def _attention_quant(
+def _output(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    *,
-    out_scale: torch.Tensor | None = None,
-    **keywords: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    fields = {name: keywords.pop(name) for name in HOW_FIELDS if name in keywords}
-    how = known_output_quant(**fields)
-    check_query(q)
-    how.check(q, out_scale)
-    return _attend_quant(q, kv_cache, meta, scale, how=how, out_scale=out_scale, **keywords)
-
-
-def _attend_quant(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    *,
+    *call: Any,
     how: OutputQuant,
     out_scale: torch.Tensor | None,
-    attention_chunk_size: int | None = None,
-    causal: bool | None = None,
-    logits_rows: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if logits_rows and meta.wants_no_logits(q.shape[0]):
-        return quantize_output(q, how, out_scale)
-    if breaks.hooks:
-        more = {"attention_chunk_size": attention_chunk_size, "causal": causal} | options
-        more |= {"logits_rows": logits_rows}
-        run = functools.partial(_attend_quant, how=how, out_scale=out_scale)
-        call = AttentionCall(run, q, kv_cache, meta, scale, more, how.empty)
-        if (results := breaks.asked(call)) is not None:
-            return results[0], results[1]
-    asked = asked_of(scale, **options)
-    if causal is not None:
-        check_causal(meta, causal)
-    if logits_rows:
-        meta = meta.logits_rows(q.shape[0])
-    layer = layer_of(q, kv_cache, meta, asked, attention_chunk_size)
+    layer, meta, asked = found(q, kv_cache, *call, **options)
     if not _is_fused(layer, meta, how, q.shape[2]):
         return quantize_output(attend(layer, q, kv_cache, meta, asked), how, out_scale)
     quant = QuantizedOutput(how, out_scale, *how.empty(q))
@@ -95,17 +48,20 @@ def _is_fused(layer: Layer, meta: AttentionMetadata, how: OutputQuant, head_size
     return single and not cut and how.scheme in backend.support.output_quant
 
 
-@torch.library.register_fake("attn_ops::attention_quant", lib=LIBRARY)
-def _attention_quant_fake(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    *,
-    scheme: str,
-    **keywords: object,
+@operator(
+    fake=lambda q, *call, scheme, **options: OutputQuant(scheme).empty(q),
+    keywords=f"{HOW_SCHEMA}, {KEYWORDS}",
+    tags=TAGS,
+)
+def _attention_quant(
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, scale: float, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return OutputQuant(scheme).empty(q)
+    how, out_scale = how_of(options)
+    check_query(q)
+    how.check(q, out_scale)
+    run = functools.partial(_output, how=how, out_scale=out_scale)
+    out, scales = attended(AttentionCall, run, q, kv_cache, meta, scale, options, how.empty)
+    return out, scales
 
 
 def attention_quant(
@@ -151,6 +107,6 @@ def attention_quant(
     """
     layout = layout_arguments(options.pop("blocksparse", None))
     # Only what is given: each keyword costs torch some tenths of a microsecond.
-    return torch.ops.attn_ops.attention_quant.default(
+    return _attention_quant(
         q, kv_cache, meta, scale, scheme=scheme, out_scale=out_scale, **options, **layout
     )

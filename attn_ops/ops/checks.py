@@ -6,25 +6,11 @@ from collections.abc import Iterable
 import torch
 
 from attn_ops.backends import checks
-from attn_ops.backends.checks import check_cache_shape, check_query
+from attn_ops.backends.checks import check_query as check_query
 from attn_ops.block_layout.layout import check_length
 from attn_ops.block_layout.tables import BlockTables, num_units
 from attn_ops.metadata import PAD_SLOT_ID, AttentionMetadata, AttentionOptions, Layer
 from attn_ops.metadata.features import Feature
-
-__all__ = [
-    "check_cache",
-    "check_cache_shape",
-    "check_causal",
-    "check_metadata",
-    "check_per_head",
-    "check_query",
-    "check_scale_values",
-    "check_scales",
-    "check_slots",
-    "check_v_head_size",
-    "layer_of",
-]
 
 
 def layer_of(
@@ -40,23 +26,26 @@ def layer_of(
         ValueError: the tensors do not fit each other or the batch, or the backend does not support
             them.
     """
-    if type(meta) is not AttentionMetadata:
-        check_metadata(meta)
     layer = meta.layer(q, kv_cache, options, attention_chunk_size)
     if layer.per_head:
         check_per_head(layer.per_head, options, q)
     if options.block_layout is not None or options.sparse_block_size is not None:
         check_block_layout(options, q, kv_cache, meta)
-    if options.k_scale is not None or options.v_scale is not None:
-        check_scales(options.k_scale, options.v_scale, q.device)
+    check_scales(options.k_scale, options.v_scale, q.device)
     return layer
 
 
-def check_metadata(meta: object) -> None:
-    """Raise a ValueError unless `meta` is an AttentionMetadata."""
-    # `isinstance` alone takes 0.5 us, as torch's opaque types answer it themselves.
-    if type(meta) is not AttentionMetadata and not isinstance(meta, AttentionMetadata):
-        raise ValueError(f"meta must be an AttentionMetadata, got {type(meta).__name__}")
+def rows_of_layer(
+    meta: AttentionMetadata, q: torch.Tensor, causal: bool | None, logits_rows: bool
+) -> AttentionMetadata:
+    """The batch as a layer sees it whose rows are those of q [T, N, H].
+
+    Raises:
+        ValueError: the batch is not causal as the layer is, or its logits rows are others.
+    """
+    if causal is not None:
+        check_causal(meta, causal)
+    return meta.logits_rows(q.shape[0]) if logits_rows else meta
 
 
 def check_cache(
@@ -70,7 +59,6 @@ def check_cache(
     `dtype` is that of q, k and v. Called before the cache is written, so that a backend that cannot
     read it refuses the write.
     """
-    check_metadata(meta)
     key = (kv_cache.shape, kv_cache.dtype, kv_cache.device, dtype, kv_cache_dtype)
     meta.once(key, lambda: checks.check_cache(kv_cache, meta, dtype, kv_cache_dtype))
 
@@ -81,7 +69,6 @@ def check_layout(blocksparse: BlockTables | None, q: torch.Tensor, meta: Attenti
     A traced graph cannot read the batch; there the operator refuses it.
     """
     if blocksparse is not None and not torch.compiler.is_compiling():
-        check_metadata(meta)
         blocksparse.check_length(meta.common.max_seq_len)
         if blocksparse.starts.device != q.device:
             raise ValueError(f"blocksparse must be on {q.device}, got {blocksparse.starts.device}")
@@ -121,6 +108,17 @@ def check_block_layout(
     check_length(meta.common.max_seq_len, (num_rows - 1) * size)
 
 
+def check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
+    """Raise a ValueError for slots beyond the cache, before any is written: where the host sees."""
+    if slot_mapping.is_cpu and slot_mapping.numel() and not torch.compiler.is_compiling():
+        lowest, highest = (x.item() for x in slot_mapping.aminmax())
+        if lowest < PAD_SLOT_ID or highest >= num_slots:
+            raise ValueError(
+                f"slot_mapping must hold {PAD_SLOT_ID} or slots from 0 to {num_slots - 1}, "
+                f"got slots from {lowest} to {highest}"
+            )
+
+
 def check_v_head_size(v_head_size: int, head_size: int, of: str) -> None:
     """Raise a ValueError unless values may have `v_head_size` columns of `of`'s `head_size`."""
     if not 1 <= v_head_size <= head_size:
@@ -131,7 +129,6 @@ def check_v_head_size(v_head_size: int, head_size: int, of: str) -> None:
 
 def check_causal(meta: AttentionMetadata, causal: bool) -> None:
     """Raise a ValueError unless the batch is causal as the layer is."""
-    check_metadata(meta)
     if meta.common.causal != causal:
         names = {True: "causal", False: "non-causal"}
         raise ValueError(
@@ -168,18 +165,6 @@ def check_scales(
     """Raise a ValueError unless the scales of an FP8 cache are None or [1] float32 on `device`."""
     check_vector("k_scale", k_scale, 1, device)
     check_vector("v_scale", v_scale, 1, device)
-
-
-def check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
-    """Raise a ValueError for slots beyond the cache, where the host sees them."""
-    if slot_mapping.is_cpu and slot_mapping.numel() and not torch.compiler.is_compiling():
-        slots = slot_mapping.numpy()
-        lowest, highest = slots.min(), slots.max()
-        if lowest < PAD_SLOT_ID or highest >= num_slots:
-            raise ValueError(
-                f"slot_mapping must hold {PAD_SLOT_ID} or slots from 0 to {num_slots - 1}, "
-                f"got slots from {lowest} to {highest}"
-            )
 
 
 SCALES = ("k_scale", "v_scale", "kv_scale")

@@ -1,4 +1,4 @@
-"""`attn_ops::norm_mm` and `attn_ops::gated_mlp`: products with what stands before and behind them.
+"""`attn_ops::norm_mm` and `attn_ops::gated_mlp`: products with their norms, gates and additions.
 
 For few rows each product is one kernel with its norm, gate and additions. For more rows the same
 is computed by the library's products and a kernel between each two.
@@ -10,29 +10,67 @@ import math
 
 import torch
 
-from attn_ops.ops.library import LIBRARY, implements
+from attn_ops.ops.library import operator
 from attn_ops.ops.skinny_mm import is_skinny, product, takes
-
-LIBRARY.define(
-    "norm_mm(Tensor x, Tensor norm_weight, float eps, Tensor w, Tensor? bias=None) -> Tensor"
-)
-LIBRARY.define(
-    "gated_mlp(Tensor x, Tensor residual, Tensor norm_weight, float eps, Tensor w_gate_up, "
-    "Tensor w_down) -> Tensor"
-)
 
 MOST_ROWS = 16
 """Of the kernels that compute it all."""
 
 
-@implements("norm_mm")
-def _norm_mm(
+def _check(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Raise a ValueError that names the first argument that does not fit."""
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0] or x.dtype != w.dtype:
+        raise ValueError(
+            "x and w must have shapes [T, K] and [K, M] and one dtype, "
+            f"got {x.dtype} {list(x.shape)} and {w.dtype} {list(w.shape)}"
+        )
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
+    for name, other in (("norm_weight", norm_weight), ("w", w), ("bias", bias)):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{name} must be on x's device {x.device}, got {other.device}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be finite and at least 0, got {eps}")
+    if norm_weight.shape != x.shape[1:]:
+        raise ValueError(f"norm_weight must have shape [K], got {list(norm_weight.shape)}")
+    if bias is not None and bias.shape != w.shape[1:]:
+        raise ValueError(f"bias must have shape [{w.shape[1]}], got {list(bias.shape)}")
+
+
+@operator(
+    fake=lambda x, norm_weight, eps, w, *bias: x.new_empty((x.shape[0], w.shape[1])), check=_check
+)
+def norm_mm(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """RMSNorm(x) @ w + bias.
+
+    Of at most 16 rows one kernel computes it on Hopper GPUs: a row's result then depends neither
+    on the other rows nor on how many there are.
+
+    Args:
+        x: [T, K].
+        norm_weight: [K].
+        eps: added to the mean square of a row.
+        w: [K, M] in x's dtype, a transposed weight: the kernel takes stride 1 along K.
+        bias: [M].
+
+    Returns:
+        [T, M] contiguous, in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
     if _is_fused(x, w):
         from attn_ops.ops.triton.fused_products import launch_fused
 
@@ -40,20 +78,31 @@ def _norm_mm(
     return product(_normed(x, None, norm_weight, eps)[1], w, bias)
 
 
-@torch.library.register_fake("attn_ops::norm_mm", lib=LIBRARY)
-def _norm_mm_fake(
+def _check_mlp(
     x: torch.Tensor,
+    residual: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    _check(x, norm_weight, eps, w, bias)
-    return x.new_empty((x.shape[0], w.shape[1]))
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> None:
+    """Raise a ValueError that names the first argument that does not fit."""
+    _check(x, norm_weight, eps, w_gate_up)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual must be {x.dtype} of x's shape {list(x.shape)}, "
+            f"got {residual.dtype} {list(residual.shape)}"
+        )
+    wanted = [w_gate_up.shape[1] // 2, x.shape[1]]
+    if w_gate_up.shape[1] % 2 or list(w_down.shape) != wanted or w_down.dtype != x.dtype:
+        raise ValueError(
+            f"w_gate_up and w_down must be {x.dtype} of shapes [K, 2 * F] and [F, K], got "
+            f"{list(w_gate_up.shape)} and {w_down.dtype} {list(w_down.shape)}"
+        )
 
 
-@implements("gated_mlp")
-def _gated_mlp(
+@operator(fake=lambda x, *other: x.new_empty(x.shape), check=_check_mlp)
+def gated_mlp(
     x: torch.Tensor,
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -61,6 +110,23 @@ def _gated_mlp(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
 ) -> torch.Tensor:
+    """h + (SiLU(y @ gate) * (y @ up)) @ w_down, with h = x + residual and y = RMSNorm(h).
+
+    Of at most 16 rows two kernels compute it on Hopper GPUs, as `norm_mm` says.
+
+    Args:
+        x, residual: [T, K].
+        norm_weight: [K].
+        eps: added to the mean square of a row.
+        w_gate_up: [K, 2 * F], the gate's columns before those of up.
+        w_down: [F, K].
+
+    Returns:
+        [T, K] contiguous, in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
     if _is_fused(x, w_gate_up, w_down) and residual.stride(1) == 1:
         from attn_ops.ops.triton.fused_products import launch_fused
 
@@ -73,70 +139,7 @@ def _gated_mlp(
     autocast = gated.dtype != total.dtype
     if autocast or is_skinny(gated.shape[0], w_down, gated.device):
         return total + product(gated, w_down)
-    return total.addmm_(gated, w_down)  # `total` is a tensor of its own
-
-
-@torch.library.register_fake("attn_ops::gated_mlp", lib=LIBRARY)
-def _gated_mlp_fake(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-) -> torch.Tensor:
-    _check_mlp(x, residual, norm_weight, eps, w_gate_up, w_down)
-    return x.new_empty(x.shape)
-
-
-def _check(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:
-    """Raise a ValueError that names the first argument that does not fit."""
-    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0] or x.dtype != w.dtype:
-        raise ValueError(
-            "x and w must have shapes [T, K] and [K, M] and one dtype, "
-            f"got {x.dtype} {list(x.shape)} and {w.dtype} {list(w.shape)}"
-        )
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
-    if norm_weight.shape != x.shape[1:]:
-        raise ValueError(f"norm_weight must have shape [K], got {list(norm_weight.shape)}")
-    for name, other in (("norm_weight", norm_weight), ("w", w), ("bias", bias)):
-        if other is not None and other.device != x.device:
-            raise ValueError(f"{name} must be on x's device {x.device}, got {other.device}")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps must be finite and at least 0, got {eps}")
-    if bias is not None and bias.shape != w.shape[1:]:
-        raise ValueError(f"bias must have shape [{w.shape[1]}], got {list(bias.shape)}")
-
-
-def _check_mlp(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-) -> None:
-    """The same for `gated_mlp`."""
-    _check(x, norm_weight, eps, w_gate_up, None)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"residual must be {x.dtype} of x's shape {list(x.shape)}, "
-            f"got {residual.dtype} {list(residual.shape)}"
-        )
-    if w_gate_up.shape[1] % 2:
-        raise ValueError(f"w_gate_up must have an even number of columns, got {w_gate_up.shape[1]}")
-    wanted = [w_gate_up.shape[1] // 2, x.shape[1]]
-    if list(w_down.shape) != wanted or w_down.dtype != x.dtype:
-        raise ValueError(
-            f"w_down must be {x.dtype} of shape {wanted}, got {w_down.dtype} {list(w_down.shape)}"
-        )
+    return total.addmm_(gated, w_down)  # `total` is a new tensor
 
 
 def takes_fused(w: torch.Tensor, device: torch.device) -> bool:
@@ -184,61 +187,3 @@ def _gated(x: torch.Tensor) -> torch.Tensor:
         return launch_silu_mul(x)
     gate, up = _widened(x).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
-
-
-def norm_mm(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """RMSNorm(x) @ w + bias.
-
-    Of at most 16 rows one kernel computes it on Hopper GPUs: a row's result then depends neither
-    on the other rows nor on how many there are.
-
-    Args:
-        x: [T, K].
-        norm_weight: [K].
-        eps: added to the mean square of a row.
-        w: [K, M] in x's dtype, a transposed weight: the kernel takes stride 1 along K.
-        bias: [M].
-
-    Returns:
-        [T, M] contiguous, in x's dtype.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-    """
-    _check(x, norm_weight, eps, w, bias)
-    return torch.ops.attn_ops.norm_mm.default(x, norm_weight, eps, w, bias)
-
-
-def gated_mlp(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-) -> torch.Tensor:
-    """h + (SiLU(y @ gate) * (y @ up)) @ w_down, with h = x + residual and y = RMSNorm(h).
-
-    Of at most 16 rows two kernels compute it on Hopper GPUs, as `norm_mm` says.
-
-    Args:
-        x, residual: [T, K].
-        norm_weight: [K].
-        eps: added to the mean square of a row.
-        w_gate_up: [K, 2 * F], the gate's columns before those of up.
-        w_down: [F, K].
-
-    Returns:
-        [T, K] contiguous, in x's dtype.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-    """
-    _check_mlp(x, residual, norm_weight, eps, w_gate_up, w_down)
-    return torch.ops.attn_ops.gated_mlp.default(x, residual, norm_weight, eps, w_gate_up, w_down)

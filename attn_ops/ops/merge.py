@@ -7,110 +7,12 @@ from typing import Any
 
 import torch
 
-from attn_ops.ops.library import LIBRARY, implements
+from attn_ops.ops.library import operator
 from attn_ops.output_quant.quantize import quantize_output
-from attn_ops.output_quant.schemes import HOW_SCHEMA, known_output_quant
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-_STATES = "Tensor out1, Tensor lse1, Tensor out2, Tensor lse2"
-LIBRARY.define(f"merge_attn_states({_STATES}) -> (Tensor, Tensor)")
-LIBRARY.define(f"merge_attn_states_quant({_STATES}, *, {HOW_SCHEMA}) -> (Tensor, Tensor)")
+from attn_ops.output_quant.schemes import HOW_SCHEMA, how_of, known_output_quant
 
 
-@implements("merge_attn_states")
-def _merge_attn_states(
-    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_states(out1, lse1, out2, lse2)
-    merge = reference_merge_attn_states
-    if out1.device.type == "cuda" and lse1.dtype == torch.float32:
-        from attn_ops.ops.triton.merge import launch_merge_attn_states as merge
-    return merge(out1, lse1, out2, lse2)
-
-
-@torch.library.register_fake("attn_ops::merge_attn_states", lib=LIBRARY)
-def _merge_attn_states_fake(
-    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return out1.new_empty(out1.shape), lse1.new_empty(lse1.shape)
-
-
-@implements("merge_attn_states_quant")
-def _merge_attn_states_quant(
-    out1: torch.Tensor,
-    lse1: torch.Tensor,
-    out2: torch.Tensor,
-    lse2: torch.Tensor,
-    *,
-    out_scale: torch.Tensor | None = None,
-    **fields: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_states(out1, lse1, out2, lse2)
-    how = known_output_quant(**fields)
-    how.check(out1, out_scale)
-    out, _ = _merge_attn_states(out1, lse1, out2, lse2)
-    return quantize_output(out, how, out_scale)
-
-
-@torch.library.register_fake("attn_ops::merge_attn_states_quant", lib=LIBRARY)
-def _merge_attn_states_quant_fake(
-    out1: torch.Tensor,
-    lse1: torch.Tensor,
-    out2: torch.Tensor,
-    lse2: torch.Tensor,
-    *,
-    out_scale: torch.Tensor | None = None,
-    **fields: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return known_output_quant(**fields).empty(out1)
-
-
-def check_states(
-    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
-) -> None:
-    """Raise a ValueError that names the first argument that does not fit `out1`."""
-    if out1.dim() != 3:
-        raise ValueError(
-            f"out1 must have shape [num_tokens, num_heads, head_size], got {list(out1.shape)}"
-        )
-    if out1.dtype not in _FLOATS:
-        raise ValueError(
-            f"out1 must have a floating point type, got {out1.dtype}; "
-            f"supported: {', '.join(map(str, _FLOATS))}"
-        )
-    exact = out1.dtype == lse1.dtype == torch.float64
-    lse_dtype = torch.float64 if exact else torch.float32
-    for name, x, dtype, shape in (
-        ("lse1", lse1, lse_dtype, out1.shape[:2]),
-        ("out2", out2, out1.dtype, out1.shape),
-        ("lse2", lse2, lse_dtype, out1.shape[:2]),
-    ):
-        if x.dtype != dtype or x.shape != shape:
-            raise ValueError(
-                f"{name} must be {dtype} of shape {list(shape)}, got {x.dtype} {list(x.shape)}"
-            )
-        if x.device != out1.device:
-            raise ValueError(f"{name} must be on the device of out1, {out1.device}, got {x.device}")
-
-
-def reference_merge_attn_states(
-    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_attn_states` in plain PyTorch."""
-    top_TN = torch.maximum(lse1, lse2)
-    top_TN = top_TN.masked_fill(top_TN == float("-inf"), 0)  # -inf - -inf would be NaN
-    weight1_TN, weight2_TN = (lse1 - top_TN).exp(), (lse2 - top_TN).exp()
-    total_TN = weight1_TN + weight2_TN
-    divisor_TN = total_TN.masked_fill(total_TN == 0, 1)
-    out_TNH = torch.zeros_like(out1, dtype=torch.promote_types(out1.dtype, torch.float32))
-    for out, lse, weight_TN in ((out1, lse1, weight1_TN), (out2, lse2, weight2_TN)):
-        seen_TNH = out.to(out_TNH.dtype).masked_fill((lse == float("-inf")).unsqueeze(-1), 0)
-        out_TNH += seen_TNH * (weight_TN / divisor_TN).unsqueeze(-1)
-    lse_TN = top_TN + total_TN.log()
-    return out_TNH.to(out1.dtype).contiguous(), lse_TN.contiguous()
-
-
+@operator(fake=lambda out1, lse1, *other: (out1.new_empty(out1.shape), lse1.new_empty(lse1.shape)))
 def merge_attn_states(
     out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,18 +39,19 @@ def merge_attn_states(
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    return torch.ops.attn_ops.merge_attn_states(out1, lse1, out2, lse2)
+    check_states(out1, lse1, out2, lse2)
+    return merged(out1, lse1, out2, lse2)
 
 
+def _merge_attn_states_quant_fake(
+    out1: torch.Tensor, *states: torch.Tensor, out_scale: object = None, **fields: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return known_output_quant(**fields).empty(out1)
+
+
+@operator(fake=_merge_attn_states_quant_fake, keywords=HOW_SCHEMA)
 def merge_attn_states_quant(
-    out1: torch.Tensor,
-    lse1: torch.Tensor,
-    out2: torch.Tensor,
-    lse2: torch.Tensor,
-    *,
-    scheme: str,
-    out_scale: torch.Tensor | None = None,
-    **fields: Any,
+    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor, **fields: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_attn_states`, its output quantized by a kernel after it, without the log-sum-exp.
 
@@ -158,6 +61,59 @@ def merge_attn_states_quant(
     Raises:
         ValueError: as both.
     """
-    return torch.ops.attn_ops.merge_attn_states_quant.default(
-        out1, lse1, out2, lse2, scheme=scheme, out_scale=out_scale, **fields
-    )
+    check_states(out1, lse1, out2, lse2)
+    how, out_scale = how_of(fields)
+    how.check(out1, out_scale)
+    return quantize_output(merged(out1, lse1, out2, lse2)[0], how, out_scale)
+
+
+def check_states(
+    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
+) -> None:
+    """Raise a ValueError that names the first argument that does not fit `out1`."""
+    if out1.dim() != 3:
+        raise ValueError(
+            f"out1 must have shape [num_tokens, num_heads, head_size], got {list(out1.shape)}"
+        )
+    if not out1.is_floating_point():
+        raise ValueError(f"out1 must have a floating point type, got {out1.dtype}")
+    exact = out1.dtype == lse1.dtype == torch.float64
+    lse_dtype = torch.float64 if exact else torch.float32
+    for name, x, dtype, shape in (
+        ("lse1", lse1, lse_dtype, out1.shape[:2]),
+        ("out2", out2, out1.dtype, out1.shape),
+        ("lse2", lse2, lse_dtype, out1.shape[:2]),
+    ):
+        if x.dtype != dtype or x.shape != shape or x.device != out1.device:
+            raise ValueError(
+                f"{name} must be {dtype} of shape {list(shape)} on {out1.device}, "
+                f"got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+
+
+def merged(
+    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_attn_states` of checked arguments, for other operators."""
+    if out1.device.type == "cuda" and lse1.dtype == torch.float32:
+        from attn_ops.ops.triton.merge import launch_merge_attn_states
+
+        return launch_merge_attn_states(out1, lse1, out2, lse2)
+    return reference_merge_attn_states(out1, lse1, out2, lse2)
+
+
+def reference_merge_attn_states(
+    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_attn_states` in plain PyTorch."""
+    top_TN = torch.maximum(lse1, lse2)
+    top_TN = top_TN.masked_fill(top_TN == float("-inf"), 0)  # -inf - -inf would be NaN
+    weight1_TN, weight2_TN = (lse1 - top_TN).exp(), (lse2 - top_TN).exp()
+    total_TN = weight1_TN + weight2_TN
+    divisor_TN = total_TN.masked_fill(total_TN == 0, 1)
+    out_TNH = torch.zeros_like(out1, dtype=torch.promote_types(out1.dtype, torch.float32))
+    for out, lse, weight_TN in ((out1, lse1, weight1_TN), (out2, lse2, weight2_TN)):
+        seen_TNH = out.to(out_TNH.dtype).masked_fill((lse == float("-inf")).unsqueeze(-1), 0)
+        out_TNH += seen_TNH * (weight_TN / divisor_TN).unsqueeze(-1)
+    lse_TN = top_TN + total_TN.log()
+    return out_TNH.to(out1.dtype).contiguous(), lse_TN.contiguous()

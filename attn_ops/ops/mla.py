@@ -4,178 +4,23 @@ T tokens, N query heads, P head size without RoPE, R with RoPE, V head size of v
 P physical blocks, B block size.
 """
 
-import dataclasses
 from typing import Any
 
 import torch
 
-from attn_ops.backends.checks import latent_spec
-from attn_ops.metadata import (
-    METADATA_TYPE,
-    AttentionMetadata,
-    AttentionSpec,
-    LatentOptions,
-    Layer,
-)
-from attn_ops.ops import breaks
+from attn_ops.metadata import AttentionMetadata, LatentOptions
 from attn_ops.ops.attention import TAGS
-from attn_ops.ops.breaks import AttentionCall
-from attn_ops.ops.checks import check_causal, check_metadata, check_vector
-from attn_ops.ops.library import LIBRARY, implements
+from attn_ops.ops.breaks import LatentCall, attended
+from attn_ops.ops.checks import check_vector, rows_of_layer
+from attn_ops.ops.library import operator
 
-ARGUMENTS = (
-    f"Tensor q, Tensor kv_cache, {METADATA_TYPE} meta, Tensor kv_b, float scale, *, int v_head_dim"
-)
-OPTIONS = (
+KEYWORDS = (
     "str kv_cache_dtype='auto', Tensor? kv_scale=None, bool? causal=None, bool logits_rows=False"
 )
-LIBRARY.define(f"mla_attention({ARGUMENTS}, {OPTIONS}) -> Tensor", tags=TAGS)
-LIBRARY.define(f"mla_attention_with_lse({ARGUMENTS}, {OPTIONS}) -> (Tensor, Tensor)", tags=TAGS)
+DEFAULTS = {"kv_cache_dtype": "auto", "kv_scale": None, "causal": None, "logits_rows": False}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LatentCall(AttentionCall):
-    """A call of latent attention: `kv_b` and `v_head_dim` are among the options."""
-
-    @property
-    def spec(self) -> AttentionSpec:
-        o = self.options
-        asked = LatentOptions(self.scale, o["kv_b"], o["v_head_dim"], o["kv_cache_dtype"])
-        causal = self.meta.common.causal if o["causal"] is None else o["causal"]
-        return latent_spec(self.q, self.kv_cache, asked, causal)
-
-    def empty_results(self) -> tuple[torch.Tensor, ...]:
-        return self.empty(empty_out(self.q, self.options["v_head_dim"]))
-
-
-@implements("mla_attention")
-def _mla_attention(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    kv_b: torch.Tensor,
-    scale: float,
-    *,
-    v_head_dim: int,
-    kv_cache_dtype: str = "auto",
-    kv_scale: torch.Tensor | None = None,
-    causal: bool | None = None,
-    logits_rows: bool = False,
-) -> torch.Tensor:
-    if logits_rows and meta.wants_no_logits(q.shape[0]):
-        return empty_out(q, v_head_dim)
-    if breaks.hooks:
-        more = _keywords(kv_b, v_head_dim, kv_cache_dtype, kv_scale, causal, logits_rows)
-        call = LatentCall(_run, q, kv_cache, meta, scale, more, lambda out: (out,))
-        if (results := breaks.asked(call)) is not None:
-            return results[0]
-    asked = LatentOptions(scale, kv_b, v_head_dim, kv_cache_dtype, kv_scale)
-    meta, layer = latent_layer_of(q, kv_cache, meta, asked, causal, logits_rows)
-    return layer.attend(q, kv_cache, meta, asked)
-
-
-@torch.library.register_fake("attn_ops::mla_attention", lib=LIBRARY)
-def _mla_attention_fake(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    kv_b: torch.Tensor,
-    scale: float,
-    *,
-    v_head_dim: int,
-    **options: object,
-) -> torch.Tensor:
-    return empty_out(q, v_head_dim)
-
-
-@implements("mla_attention_with_lse")
-def _mla_attention_with_lse(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    kv_b: torch.Tensor,
-    scale: float,
-    *,
-    v_head_dim: int,
-    kv_cache_dtype: str = "auto",
-    kv_scale: torch.Tensor | None = None,
-    causal: bool | None = None,
-    logits_rows: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if logits_rows and meta.wants_no_logits(q.shape[0]):
-        return _with_lse(empty_out(q, v_head_dim))
-    if breaks.hooks:
-        more = _keywords(kv_b, v_head_dim, kv_cache_dtype, kv_scale, causal, logits_rows)
-        call = LatentCall(_run_with_lse, q, kv_cache, meta, scale, more, _with_lse)
-        if (results := breaks.asked(call)) is not None:
-            return results[0], results[1]
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    asked = LatentOptions(scale, kv_b, v_head_dim, kv_cache_dtype, kv_scale, lse)
-    meta, layer = latent_layer_of(q, kv_cache, meta, asked, causal, logits_rows)
-    return layer.attend(q, kv_cache, meta, asked), lse
-
-
-@torch.library.register_fake("attn_ops::mla_attention_with_lse", lib=LIBRARY)
-def _mla_attention_with_lse_fake(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    kv_b: torch.Tensor,
-    scale: float,
-    *,
-    v_head_dim: int,
-    **options: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _with_lse(empty_out(q, v_head_dim))
-
-
-def _keywords(*values: Any) -> dict[str, Any]:
-    names = ("kv_b", "v_head_dim", "kv_cache_dtype", "kv_scale", "causal", "logits_rows")
-    return dict(zip(names, values, strict=True))
-
-
-def _run(q: torch.Tensor, *arguments: Any, kv_b: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    """`_mla_attention`, its arguments in the order of an `AttentionCall`."""
-    kv_cache, meta, scale = arguments
-    return _mla_attention(q, kv_cache, meta, kv_b, scale, **keywords)
-
-
-def _run_with_lse(
-    q: torch.Tensor, *arguments: Any, kv_b: torch.Tensor, **keywords: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    kv_cache, meta, scale = arguments
-    return _mla_attention_with_lse(q, kv_cache, meta, kv_b, scale, **keywords)
-
-
-def empty_out(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
-    """Memory for [T, N, V] in q's dtype."""
-    return q.new_empty(q.shape[0], q.shape[1], v_head_dim)
-
-
-def _with_lse(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and [T, N] float32 for the log-sum-exp."""
-    return out, out.new_empty(out.shape[:2], dtype=torch.float32)
-
-
-def latent_layer_of(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    asked: LatentOptions,
-    causal: bool | None,
-    logits_rows: bool,
-) -> tuple[AttentionMetadata, Layer]:
-    """The metadata of the rows that the layer sees, and what computes the call."""
-    check_metadata(meta)
-    if causal is not None:
-        check_causal(meta, causal)
-    if logits_rows:
-        meta = meta.logits_rows(q.shape[0])
-    if asked.kv_scale is not None:
-        check_vector("kv_scale", asked.kv_scale, 1, q.device)
-    return meta, meta.latent_layer(q, kv_cache, asked)
-
-
+@operator(fake=lambda q, *call, v_head_dim, **options: empty_out(q, v_head_dim), tags=TAGS)
 def mla_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -214,12 +59,15 @@ def mla_attention(
     Raises:
         ValueError: shapes or devices do not fit, or the backend does not support the configuration.
     """
-    return torch.ops.attn_ops.mla_attention.default(
-        q, kv_cache, meta, kv_b, scale, v_head_dim=v_head_dim, kv_cache_dtype=kv_cache_dtype,
-        kv_scale=kv_scale, causal=causal, logits_rows=logits_rows,
-    )  # fmt: skip
+    options = _keywords(kv_b, v_head_dim, kv_cache_dtype, kv_scale, causal, logits_rows)
+    return attended(
+        LatentCall, attend_latent, q, kv_cache, meta, scale, options, lambda out: (out,)
+    )[0]
 
 
+@operator(
+    fake=lambda q, *call, v_head_dim, **options: _with_lse(empty_out(q, v_head_dim)), tags=TAGS
+)
 def mla_attention_with_lse(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -241,7 +89,47 @@ def mla_attention_with_lse(
         [T, N, V], and [T, N] float32: log(sum(exp(score))); -inf of padding rows and of requests
         without any key.
     """
-    return torch.ops.attn_ops.mla_attention_with_lse.default(
-        q, kv_cache, meta, kv_b, scale, v_head_dim=v_head_dim, kv_cache_dtype=kv_cache_dtype,
-        kv_scale=kv_scale, causal=causal, logits_rows=logits_rows,
-    )  # fmt: skip
+    options = _keywords(kv_b, v_head_dim, kv_cache_dtype, kv_scale, causal, logits_rows)
+    out, lse = attended(LatentCall, _states, q, kv_cache, meta, scale, options, _with_lse)
+    return out, lse
+
+
+def _keywords(*values: Any) -> dict[str, Any]:
+    names = ("kv_b", "v_head_dim", "kv_cache_dtype", "kv_scale", "causal", "logits_rows")
+    return dict(zip(names, values, strict=True))
+
+
+def attend_latent(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    *,
+    causal: bool | None,
+    logits_rows: bool,
+    **options: Any,
+) -> tuple[torch.Tensor]:
+    """The output alone, as operators return it."""
+    meta = rows_of_layer(meta, q, causal, logits_rows)
+    asked = LatentOptions(scale, **options)
+    check_vector("kv_scale", asked.kv_scale, 1, q.device)
+    return (meta.latent_layer(q, kv_cache, asked).attend(q, kv_cache, meta, asked),)
+
+
+def _states(q: torch.Tensor, *call: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return attend_latent(q, *call, **options, lse=lse)[0], lse
+
+
+def empty_out(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
+    """Memory for [T, N, V] in q's dtype."""
+    return q.new_empty(q.shape[0], q.shape[1], v_head_dim)
+
+
+def _alone(out: torch.Tensor) -> tuple[torch.Tensor]:
+    return (out,)
+
+
+def _with_lse(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output [T, N, V], and memory for the log-sum-exp [T, N]."""
+    return out, out.new_empty(out.shape[:2], dtype=torch.float32)

@@ -14,27 +14,18 @@ import torch
 from attn_ops.backends.checks import check_latent_cache, check_latent_cache_shape
 from attn_ops.backends.mla.gather import by_triton, gather_latents
 from attn_ops.compat.clones_until_2_15 import unshared
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, LatentShape, kv_dtype_of
+from attn_ops.metadata import AttentionMetadata, LatentShape, kv_dtype_of
 from attn_ops.metadata.checks import check_tensor
 from attn_ops.ops.cache_blocks import copy_blocks
-from attn_ops.ops.checks import check_metadata, check_slots, check_vector
-from attn_ops.ops.library import LIBRARY, implements
+from attn_ops.ops.checks import check_slots, check_vector
+from attn_ops.ops.library import operator
+from attn_ops.ops.write_kv import slot_mapping as slots_of_step
 from attn_ops.ops.write_kv import stored
-
-LIBRARY.define(
-    f"write_mla_kv(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, {METADATA_TYPE} meta, *, "
-    "Tensor? slot_mapping=None, str kv_cache_dtype='auto', Tensor? scale=None) -> ()"
-)
-LIBRARY.define(
-    "gather_mla_kv(Tensor kv_cache, Tensor block_table, Tensor cu_seq_lens, Tensor seq_starts, "
-    "Tensor(a!) out, *, str kv_cache_dtype='auto', Tensor? scale=None) -> ()"
-)
-
 
 # -- write_mla_kv ----------------------------------------------------------------------------------
 
 
-@implements("write_mla_kv")
+@operator(mutates=("kv_cache",))
 def _write_mla_kv(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
@@ -45,21 +36,17 @@ def _write_mla_kv(
     kv_cache_dtype: str = "auto",
     scale: torch.Tensor | None = None,
 ) -> None:
-    check_metadata(meta)
     slots_T = meta.common.slot_mapping if slot_mapping is None else slot_mapping
-    plain = kv_cache_dtype == "auto"
-    check_latent_write(kv_c, k_pe, kv_cache, slots_T, plain)
-    dtype = kv_cache.dtype if plain else kv_c.dtype
+    _check_write(kv_c, k_pe, kv_cache, slots_T, kv_cache_dtype, scale)
+    dtype = kv_cache.dtype if kv_cache_dtype == "auto" else kv_c.dtype
     key = ("write_mla_kv", kv_cache.shape, kv_cache.dtype, kv_cache.device, kv_c.shape[1], dtype)
     shape = LatentShape(kv_c.shape[1], 1, k_pe.shape[1], 1)  # of any heads
     meta.once(
         (*key, kv_cache_dtype),
         lambda: check_latent_cache(kv_cache, meta, dtype, kv_cache_dtype, shape),
     )
-    check_vector("scale", scale, 1, kv_cache.device)
-    _write(
-        unshared(kv_c, kv_cache), unshared(k_pe, kv_cache), kv_cache, slots_T, kv_cache_dtype, scale
-    )
+    kv_c, k_pe = unshared(kv_c, kv_cache), unshared(k_pe, kv_cache)
+    _write(kv_c, k_pe, kv_cache, slots_T, kv_cache_dtype, scale)
 
 
 def _write(
@@ -83,32 +70,17 @@ def _write(
     kv_cache.index_put_((slot_T // block_size, slot_T % block_size), latent_TL)
 
 
-@torch.library.register_fake("attn_ops::write_mla_kv", lib=LIBRARY)
-def _write_mla_kv_fake(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    *,
-    slot_mapping: torch.Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    scale: torch.Tensor | None = None,
-) -> None:
-    return None
-
-
-def check_latent_write(
+def _check_write(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    plain: bool = True,
+    kv_cache_dtype: str,
+    scale: torch.Tensor | None,
 ) -> None:
-    """Raise a ValueError, before anything is written, unless the write is well formed.
-
-    `plain`: the cache holds the latents as they are, not as FP8.
-    """
+    """Raise a ValueError, before anything is written, unless the write is well formed."""
     check_latent_cache_shape(kv_cache)
+    plain = kv_cache_dtype == "auto"
     for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
         if x.dim() != 2 or x.shape[0] != kv_c.shape[0]:
             raise ValueError(
@@ -118,7 +90,7 @@ def check_latent_write(
             raise ValueError(
                 f"{name} must have the dtype of {'the cache' if plain else 'kv_c'}, got {x.dtype}"
             )
-    if kv_c.shape[1] + k_pe.shape[1] != kv_cache.shape[2] or 0 in (kv_c.shape[1], k_pe.shape[1]):
+    if kv_c.shape[1] + k_pe.shape[1] != kv_cache.shape[2]:
         raise ValueError(
             f"kv_c and k_pe must have the {kv_cache.shape[2]} columns of the cache together, "
             f"got {kv_c.shape[1]} and {k_pe.shape[1]}"
@@ -128,12 +100,8 @@ def check_latent_write(
             f"slot_mapping must be int64 of shape [{kv_c.shape[0]}], one a row of kv_c, "
             f"got {slot_mapping.dtype} {list(slot_mapping.shape)}"
         )
-    for name, x in (("kv_c", kv_c), ("k_pe", k_pe), ("slot_mapping", slot_mapping)):
-        if x.device != kv_cache.device:
-            raise ValueError(
-                f"{name} must be on the cache's device {kv_cache.device}, got {x.device}"
-            )
     check_slots(slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
+    check_vector("scale", scale, 1, kv_cache.device)
 
 
 def _index_put_columns(
@@ -175,17 +143,14 @@ def write_mla_kv(
     Raises:
         ValueError: shapes, dtypes or devices do not fit; nothing is written.
     """
+    storage = {"kv_cache_dtype": kv_cache_dtype, "scale": scale}
     if not torch.compiler.is_compiling():
-        torch.ops.attn_ops.write_mla_kv(
-            kv_c, k_pe, kv_cache, meta, slot_mapping=slot_mapping, kv_cache_dtype=kv_cache_dtype,
-            scale=scale,
-        )  # fmt: skip
+        _write_mla_kv(kv_c, k_pe, kv_cache, meta, slot_mapping=slot_mapping, **storage)
         return
     slots_T = slot_mapping
     if slots_T is None:
-        slots_T = torch.ops.attn_ops.slot_mapping(meta, kv_c.shape[0], kv_c.device)
-    check_latent_write(kv_c, k_pe, kv_cache, slots_T, kv_cache_dtype == "auto")
-    check_vector("scale", scale, 1, kv_cache.device)
+        slots_T = slots_of_step(meta, kv_c.shape[0], kv_c.device)
+    _check_write(kv_c, k_pe, kv_cache, slots_T, **storage)
     first = 0
     for x in (kv_c, k_pe):
         _index_put_columns(stored(x, kv_cache_dtype, scale), first, kv_cache, slots_T)
@@ -195,62 +160,7 @@ def write_mla_kv(
 # -- gather_mla_kv ---------------------------------------------------------------------------------
 
 
-@implements("gather_mla_kv")
-def _gather_mla_kv(
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    seq_starts: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    kv_cache_dtype: str = "auto",
-    scale: torch.Tensor | None = None,
-) -> None:
-    _check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, out, kv_cache_dtype)
-    check_vector("scale", scale, 1, kv_cache.device)
-    gather_latents(
-        unshared(kv_cache, out), block_table, cu_seq_lens, seq_starts, out,
-        kv_scale=scale, fp8=kv_dtype_of(kv_cache_dtype),
-    )  # fmt: skip
-
-
-@torch.library.register_fake("attn_ops::gather_mla_kv", lib=LIBRARY)
-def _gather_mla_kv_fake(
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    seq_starts: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    kv_cache_dtype: str = "auto",
-    scale: torch.Tensor | None = None,
-) -> None:
-    return None
-
-
-def _check_gather(
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    seq_starts: torch.Tensor,
-    out: torch.Tensor,
-    kv_cache_dtype: str,
-) -> None:
-    check_latent_cache_shape(kv_cache)
-    device, plain = kv_cache.device, kv_dtype_of(kv_cache_dtype) is None
-    wanted = out.dtype if plain else torch.uint8
-    check_tensor("seq_starts", seq_starts, (torch.int32,), (None,), device)
-    num_reqs = seq_starts.shape[0]
-    check_tensor("cu_seq_lens", cu_seq_lens, (torch.int32,), (num_reqs + 1,), device)
-    check_tensor("block_table", block_table, (torch.int32,), (num_reqs, None), device)
-    check_tensor("out", out, (out.dtype,), (None, kv_cache.shape[2]), device)
-    if kv_cache.dtype != wanted or not out.dtype.is_floating_point:
-        raise ValueError(
-            f"out must have the cache's dtype, with an FP8 cache a floating point type, got "
-            f"{out.dtype} for {kv_cache.dtype} and kv_cache_dtype {kv_cache_dtype}"
-        )
-
-
+@operator(mutates=("out",))
 def gather_mla_kv(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -277,10 +187,21 @@ def gather_mla_kv(
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    torch.ops.attn_ops.gather_mla_kv.default(
-        kv_cache, block_table, cu_seq_lens, seq_starts, out,
-        kv_cache_dtype=kv_cache_dtype, scale=scale,
-    )  # fmt: skip
+    check_latent_cache_shape(kv_cache)
+    device, fp8 = kv_cache.device, kv_dtype_of(kv_cache_dtype)
+    check_tensor("seq_starts", seq_starts, (torch.int32,), (None,), device)
+    num_reqs = seq_starts.shape[0]
+    check_tensor("cu_seq_lens", cu_seq_lens, (torch.int32,), (num_reqs + 1,), device)
+    check_tensor("block_table", block_table, (torch.int32,), (num_reqs, None), device)
+    check_tensor("out", out, (out.dtype,), (None, kv_cache.shape[2]), device)
+    if kv_cache.dtype != (out.dtype if fp8 is None else torch.uint8):
+        raise ValueError(
+            f"out must have the cache's dtype, and an FP8 cache uint8, got "
+            f"{out.dtype} for {kv_cache.dtype} and kv_cache_dtype {kv_cache_dtype}"
+        )
+    check_vector("scale", scale, 1, device)
+    cache = unshared(kv_cache, out)
+    gather_latents(cache, block_table, cu_seq_lens, seq_starts, out, kv_scale=scale, fp8=fp8)
 
 
 def copy_blocks_mla(kv_caches: Sequence[torch.Tensor], block_pairs: torch.Tensor) -> None:

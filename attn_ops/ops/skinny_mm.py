@@ -4,71 +4,25 @@ T rows of x, K inputs, M outputs.
 """
 
 import functools
+from typing import Any
 
 import torch
 
-from attn_ops.ops.library import LIBRARY, implements
+from attn_ops.ops.library import operator
 from attn_ops.ops.skinny_constants import most_rows
 
-LIBRARY.define(
-    "skinny_mm(Tensor x, Tensor w, Tensor? bias=None, *, Tensor? x_scale=None, "
-    "Tensor? w_scale=None, ScalarType? out_dtype=None, bool fast_accum=False) -> Tensor"
-)
-
 _FP8 = torch.float8_e4m3fn
-
-
-@implements("skinny_mm")
-def _skinny_mm(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    x_scale: torch.Tensor | None = None,
-    w_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    fast_accum: bool = False,
-) -> torch.Tensor:
-    if is_skinny(x.shape[0], w, x.device) and x.stride(1) == 1:
-        from attn_ops.ops.triton.skinny import launch_skinny
-
-        return launch_skinny(
-            x, w, bias, x_scale, w_scale, out_dtype or x.dtype, fast_accum=fast_accum
-        )
-    if x.shape[0] == 0:
-        return torch.empty(0, w.shape[1], dtype=out_dtype or x.dtype, device=x.device)
-    if x_scale is not None and w_scale is not None:
-        return torch._scaled_mm(x, w, x_scale, w_scale, bias, None, out_dtype, fast_accum)
-    return x @ w if bias is None else torch.addmm(bias, x, w)
-
-
-def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ w + bias by the operator's implementation, for other operators'."""
-    return _skinny_mm(x, w, bias)
-
-
-@torch.library.register_fake("attn_ops::skinny_mm", lib=LIBRARY)
-def _skinny_mm_fake(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    x_scale: torch.Tensor | None = None,
-    w_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    fast_accum: bool = False,
-) -> torch.Tensor:
-    _check(x, w, bias, x_scale, w_scale, out_dtype)
-    return x.new_empty((x.shape[0], w.shape[1]), dtype=out_dtype or x.dtype)
 
 
 def _check(
     x: torch.Tensor,
     w: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
+    bias: torch.Tensor | None = None,
+    *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
 ) -> None:
     """Raise a ValueError that names the first argument that does not fit."""
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0]:
@@ -89,29 +43,13 @@ def _check(
         raise ValueError(f"bias must have shape [{w.shape[1]}], got {list(bias.shape)}")
 
 
-def is_skinny(num_rows: int, w: torch.Tensor, device: torch.device) -> bool:
-    """Whether our kernel computes a product with w [K, M], instead of the library."""
-    return 0 < num_rows <= most_rows(w) and takes(w, device)
+def _skinny_mm_fake(
+    x: torch.Tensor, w: torch.Tensor, *bias: object, out_dtype: Any = None, **more: object
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], w.shape[1]), dtype=out_dtype or x.dtype)
 
 
-def takes(w: torch.Tensor, device: torch.device) -> bool:
-    """Whether our kernel can multiply by w [K, M], here and faster than the library."""
-    return (
-        _is_measured(device)
-        and w.dtype in (torch.bfloat16, torch.float16, _FP8)
-        and w.stride(0) == 1
-        and w.shape[0] % 128 == 0
-        and w.stride(1) % 16 == 0
-    )
-
-
-# Cached: a property of the device, asked by each product.
-@functools.cache
-def _is_measured(device: torch.device) -> bool:
-    """The kernel's constants are of Hopper."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
+@operator(fake=_skinny_mm_fake, check=_check)
 def skinny_mm(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -143,7 +81,50 @@ def skinny_mm(
     Raises:
         ValueError: shapes or dtypes do not fit, or scales are given for other dtypes than FP8.
     """
-    _check(x, w, bias, x_scale, w_scale, out_dtype)
-    return torch.ops.attn_ops.skinny_mm.default(
-        x, w, bias, x_scale=x_scale, w_scale=w_scale, out_dtype=out_dtype, fast_accum=fast_accum
+    return product(x, w, bias, x_scale, w_scale, out_dtype, fast_accum)
+
+
+def product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """`skinny_mm` of checked arguments, for other operators."""
+    if is_skinny(x.shape[0], w, x.device) and x.stride(1) == 1:
+        from attn_ops.ops.triton.skinny import launch_skinny
+
+        return launch_skinny(
+            x, w, bias, x_scale, w_scale, out_dtype or x.dtype, fast_accum=fast_accum
+        )
+    if x.shape[0] == 0:
+        return torch.empty(0, w.shape[1], dtype=out_dtype or x.dtype, device=x.device)
+    if x_scale is not None and w_scale is not None:
+        return torch._scaled_mm(x, w, x_scale, w_scale, bias, None, out_dtype, fast_accum)
+    return x @ w if bias is None else torch.addmm(bias, x, w)
+
+
+def is_skinny(num_rows: int, w: torch.Tensor, device: torch.device) -> bool:
+    """Whether our kernel computes a product with w [K, M], instead of the library."""
+    return 0 < num_rows <= most_rows(w) and takes(w, device)
+
+
+def takes(w: torch.Tensor, device: torch.device) -> bool:
+    """Whether our kernel can multiply by w [K, M], here and faster than the library."""
+    return (
+        _is_measured(device)
+        and w.dtype in (torch.bfloat16, torch.float16, _FP8)
+        and w.stride(0) == 1
+        and w.shape[0] % 128 == 0
+        and w.stride(1) % 16 == 0
     )
+
+
+# Cached: a property of the device, asked by each product.
+@functools.cache
+def _is_measured(device: torch.device) -> bool:
+    """The kernel's constants are of Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -6,14 +6,14 @@ T tokens, N query heads, K kv heads, H head size, V head size of values.
 """
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
 from attn_ops.backends.base import OWN_MASK, Backend
+from attn_ops.backends.checks import check_query
 from attn_ops.backends.registry import backend_names, load_backend
 from attn_ops.metadata import (
-    METADATA_TYPE,
     PAD_SLOT_ID,
     AttentionMetadata,
     AttentionOptions,
@@ -21,45 +21,30 @@ from attn_ops.metadata import (
     CommonAttentionMetadata,
 )
 from attn_ops.metadata.features import PER_HEAD, SCHEMA, FeatureArguments, options_key
-from attn_ops.ops.checks import check_causal, check_metadata, check_per_head, check_query
-from attn_ops.ops.library import LIBRARY, implements
+from attn_ops.ops.checks import check_causal, check_per_head
+from attn_ops.ops.library import operator
 
-LIBRARY.define(
-    f"varlen_attention(Tensor q, Tensor k, Tensor v, {METADATA_TYPE} meta, float scale, *, "
-    f"{SCHEMA}, bool? causal=None) -> Tensor",
-    tags=torch.Tag.cudagraph_unsafe,  # like attention
+
+@operator(
+    fake=lambda q, k, v, *call, **options: q.new_empty((*q.shape[:2], v.shape[2])),
+    keywords=f"{SCHEMA}, bool? causal=None",
+    tags=(torch.Tag.cudagraph_unsafe,),  # like attention
 )
-
-
-@implements("varlen_attention")
 def _varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     meta: AttentionMetadata,
     scale: float,
-    *,
-    causal: bool | None = None,
-    **options: object,
+    **options: Any,
 ) -> torch.Tensor:
-    asked = AttentionOptions(scale, **options)  # pyright: ignore[reportArgumentType]
+    causal = options.pop("causal", None)
+    asked = AttentionOptions(scale, **options)
     if causal is not None:
         check_causal(meta, causal)
     _check(q, k, v, meta, asked)
     assert meta.backend.varlen is not None, "refused by _check"
     return meta.backend.varlen(q, k, v, meta, asked)
-
-
-@torch.library.register_fake("attn_ops::varlen_attention", lib=LIBRARY)
-def _varlen_attention_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    **options: object,
-) -> torch.Tensor:
-    return q.new_empty((*q.shape[:2], v.shape[2]))
 
 
 def _check(
@@ -70,7 +55,6 @@ def _check(
     options: AttentionOptions,
 ) -> None:
     """Raise a ValueError unless the tensors fit each other and the backend supports them."""
-    check_metadata(meta)
     check_query(q)
     num_tokens, num_heads, head_size = q.shape
     for name, x, size in (("k", k, head_size), ("v", v, None)):
@@ -148,7 +132,7 @@ def varlen_attention(
     """
     if features.pop("blocksparse", None) is not None:
         raise ValueError("blocksparse must be None without a KV cache, got a layout")
-    return torch.ops.attn_ops.varlen_attention(q, k, v, meta, scale, causal=causal, **features)
+    return _varlen_attention(q, k, v, meta, scale, causal=causal, **features)
 
 
 def varlen_metadata(

@@ -9,30 +9,18 @@ indexed, never a view of it: a select view makes Inductor clone the whole cache.
 
 import torch
 
+from attn_ops.backends.checks import check_cache_shape
 from attn_ops.compat.clones_until_2_15 import unshared
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata, kv_dtype_of
-from attn_ops.ops.checks import (
-    check_cache,
-    check_cache_shape,
-    check_scales,
-    check_slots,
-    check_v_head_size,
-)
-from attn_ops.ops.library import LIBRARY, implements
+from attn_ops.metadata import AttentionMetadata, kv_dtype_of
+from attn_ops.ops.checks import check_cache, check_scales, check_slots, check_v_head_size
+from attn_ops.ops.library import operator
 
 SlotMapping = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""Slots [T] int64 of a step. Where layers with a window have blocks of their own: a pair, those of
-layers that see all keys, and of the others."""
-
-LIBRARY.define(
-    f"write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, {METADATA_TYPE} meta, *, "
-    "Tensor? slot_mapping=None, str kv_cache_dtype='auto', Tensor? k_scale=None, "
-    "Tensor? v_scale=None) -> ()"
-)
-LIBRARY.define(f"slot_mapping({METADATA_TYPE} meta, SymInt num_tokens, Device device) -> Tensor")
+"""Slots [T] int64 of a step. Where layers with a window have their own blocks: a pair, first those
+of layers that see all keys."""
 
 
-@implements("write_kv")
+@operator(mutates=("kv_cache",))
 def _write_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -44,33 +32,24 @@ def _write_kv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    plain = kv_cache_dtype == "auto"
-    check_cache(kv_cache, meta, kv_cache.dtype if plain else k.dtype, kv_cache_dtype)
+    dtype = kv_cache.dtype if kv_cache_dtype == "auto" else k.dtype
+    check_cache(kv_cache, meta, dtype, kv_cache_dtype)
     slots_T = _slots_of(meta) if slot_mapping is None else slot_mapping
-    check_write_inputs(k, v, kv_cache, slots_T, plain)
-    check_scales(k_scale, v_scale, kv_cache.device)
     k, v = unshared(k, kv_cache), unshared(v, kv_cache)
-    k, v = (stored(x, kv_cache_dtype, s) for x, s in ((k, k_scale), (v, v_scale)))
-    index_put_kv(k, v, kv_cache, slots_T)
+    _put(k, v, kv_cache, slots_T, kv_cache_dtype, k_scale, v_scale)
 
 
-@torch.library.register_fake("attn_ops::write_kv", lib=LIBRARY)
-def _write_kv_fake(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: AttentionMetadata,
-    *,
-    slot_mapping: torch.Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> None:
-    return None
+def _slot_mapping_fake(
+    meta: AttentionMetadata, num_tokens: int, device: torch.device
+) -> torch.Tensor:
+    return torch.empty(num_tokens, dtype=torch.int64, device=device)
 
 
-@implements("slot_mapping")
-def _slot_mapping(meta: AttentionMetadata, num_tokens: int, device: torch.device) -> torch.Tensor:
+@operator(fake=_slot_mapping_fake)
+def slot_mapping(
+    meta: AttentionMetadata, num_tokens: int | torch.SymInt, device: torch.device
+) -> torch.Tensor:
+    """The batch's slots [T], for a traced write."""
     slots_T = _slots_of(meta)
     if slots_T.shape[0] != num_tokens:
         raise ValueError(
@@ -111,21 +90,30 @@ def slots_of_layer(
     return slot_mapping[1 if has_window else 0] if is_pair else slot_mapping
 
 
-@torch.library.register_fake("attn_ops::slot_mapping", lib=LIBRARY)
-def _slot_mapping_fake(
-    meta: AttentionMetadata, num_tokens: int, device: torch.device
-) -> torch.Tensor:
-    return torch.empty(num_tokens, dtype=torch.int64, device=device)
-
-
-def check_write_inputs(
+def _put(
     k: torch.Tensor,
     v: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    plain: bool = True,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
-    """Raise a ValueError, before anything is written, unless the write is well formed.
+    """The checked write, in eager and in a trace."""
+    _check_write(k, v, kv_cache, slot_mapping, kv_cache_dtype == "auto")
+    check_scales(k_scale, v_scale, kv_cache.device)
+    k, v = stored(k, kv_cache_dtype, k_scale), stored(v, kv_cache_dtype, v_scale)
+    index_put_kv(k, v, kv_cache, slot_mapping)
+
+
+def _check_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    plain: bool,
+) -> None:
+    """Raise a ValueError where `index_put_` would broadcast, or Inductor cast.
 
     `plain`: the cache holds k and v as they are, not as FP8.
     """
@@ -138,8 +126,6 @@ def check_write_inputs(
             )
         if plain and x.dtype != kv_cache.dtype:
             raise ValueError(f"{name} must have the cache's dtype {kv_cache.dtype}, got {x.dtype}")
-        if x.dtype != k.dtype:
-            raise ValueError(f"{name} must have the dtype of k {k.dtype}, got {x.dtype}")
     if v.shape != k.shape:
         raise ValueError(f"v must have the shape of k {list(k.shape)}, got {list(v.shape)}")
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1]:
@@ -147,11 +133,6 @@ def check_write_inputs(
             f"slot_mapping must be int64 of shape [{k.shape[0]}], one a row of k, "
             f"got {slot_mapping.dtype} {list(slot_mapping.shape)}"
         )
-    for name, x in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
-        if x.device != kv_cache.device:
-            raise ValueError(
-                f"{name} must be on the cache's device {kv_cache.device}, got {x.device}"
-            )
     check_slots(slot_mapping, kv_cache.shape[0] * kv_cache.shape[2])
 
 
@@ -223,22 +204,11 @@ def write_kv(
     """
     if v_head_size is not None:
         v = _padded(v, kv_cache, v_head_size)
+    storage = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
     if not torch.compiler.is_compiling():
-        torch.ops.attn_ops.write_kv(
-            k,
-            v,
-            kv_cache,
-            meta,
-            slot_mapping=slot_mapping,
-            kv_cache_dtype=kv_cache_dtype,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        _write_kv(k, v, kv_cache, meta, slot_mapping=slot_mapping, **storage)
         return
     slots_T = slot_mapping
     if slots_T is None:
         slots_T = torch.ops.attn_ops.slot_mapping(meta, k.shape[0], k.device)
-    check_write_inputs(k, v, kv_cache, slots_T, kv_cache_dtype == "auto")
-    check_scales(k_scale, v_scale, kv_cache.device)
-    k, v = (stored(x, kv_cache_dtype, s) for x, s in ((k, k_scale), (v, v_scale)))
-    index_put_kv(k, v, kv_cache, slots_T)
+    _put(k, v, kv_cache, slots_T, **storage)

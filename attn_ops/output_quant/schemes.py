@@ -139,7 +139,7 @@ HOW_SCHEMA = (
 )
 """Arguments of an operator's schema that say how its output is quantized."""
 
-HOW_FIELDS = tuple(field.name for field in dataclasses.fields(OutputQuant))
+_FIELDS = tuple(field.name for field in dataclasses.fields(OutputQuant))
 
 
 # Cached: made and checked once a layer, not once a call.
@@ -151,3 +151,9 @@ def known_output_quant(**fields: Any) -> OutputQuant:
         ValueError: as `OutputQuant`.
     """
     return OutputQuant(**fields)
+
+
+def how_of(keywords: dict[str, Any]) -> tuple[OutputQuant, torch.Tensor | None]:
+    """The scheme and the given scale of an operator's keywords, which lose them."""
+    fields = {name: keywords.pop(name) for name in _FIELDS if name in keywords}
+    return known_output_quant(**fields), keywords.pop("out_scale", None)

@@ -11,13 +11,9 @@ import torch
 
 from attn_ops import attention, write_kv
 from attn_ops.backends.torch_backend import reference_attention
+from tests.kit.operators import bits
 
 ops = torch.ops.attn_ops
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers: NaNs compare equal to themselves."""
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 # -- no recompilation ------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Gradients: no operator computes any, and backward says so, in eager and in compiled code."""
 
 import functools
+import inspect
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,12 +12,15 @@ from attn_ops import (
     Attention,
     AttentionSpec,
     attention,
+    gather_kv,
     get_backend,
     mla_attention,
     varlen_metadata,
     write_kv,
     write_mla_kv,
 )
+from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
+from attn_ops.ops.library import schema_of
 from tests.kit.batches import build_batch
 from tests.kit.latent import build_latent_batch
 
@@ -85,6 +90,33 @@ def scaled_call(name: str):
 def test_every_operator_is_here():
     schemas = [s.name.partition("::") for s in torch._C._jit_get_all_schemas()]
     assert {name for space, _, name in schemas if space == "attn_ops"} == calls().keys() | WITHOUT
+
+
+def test_a_schema_is_what_the_annotations_say():
+    def function(
+        x: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        meta: AttentionMetadata,
+        size: int | torch.SymInt,
+        *,
+        out: torch.Tensor | None = None,
+        window: int | None = None,
+        name: str = "auto",
+        dtype: torch.dtype | None = None,
+        **more: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    assert schema_of(function, ("caches", "out"), "bool flag=False") == (
+        f"(Tensor x, Tensor(a!)[] caches, {METADATA_TYPE} meta, SymInt size, *, "
+        "Tensor(b!)? out=None, int? window=None, str name='auto', ScalarType? dtype=None, "
+        "bool flag=False) -> (Tensor, Tensor)"
+    )
+
+
+def test_a_wrapper_has_the_signature_of_its_operator():
+    assert inspect.signature(gather_kv).parameters["dtype"].default is None
+    with pytest.raises(RuntimeError, match="Unknown keyword argument 'out'"):
+        gather_kv(*calls()["gather_kv"][0], out=None)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

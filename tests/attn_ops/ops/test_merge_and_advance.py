@@ -4,7 +4,6 @@ T tokens, N query heads, H head size, C keys, S requests, M blocks a request may
 """
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -17,18 +16,12 @@ from attn_ops.metadata import advance_step as advance_in_place
 from attn_ops.ops.merge import reference_merge_attn_states
 from attn_ops.ops.triton.merge import launch_merge_attn_states
 from tests.kit.marks import slow
+from tests.kit.operators import opcheck
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float64: 3e-5, torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 INF = float("inf")
-OPCHECKS = (
-    "test_schema",
-    "test_faketensor",
-    "test_aot_dispatch_static",
-    "test_aot_dispatch_dynamic",
-)
-opcheck = partial(torch.library.opcheck, test_utils=OPCHECKS)
 ops = torch.ops.attn_ops
 
 
@@ -173,11 +166,11 @@ def test_merge_compiled_equals_eager(backend, as_dynamic, num_graphs):
     ("name", "change", "message"),
     [
         ("out1", lambda x: x[0], r"^out1 must have shape \[num_tokens, num_heads, head_size\]"),
-        ("out1", torch.Tensor.int, "^out1 must have a floating point type, got torch.int32; supp"),
+        ("out1", torch.Tensor.int, "^out1 must have a floating point type, got torch.int32"),
         ("lse1", lambda x: x.t(), r"^lse1 must be torch.float32 of shape \[3, 2\]"),
         ("lse2", torch.Tensor.double, "^lse2 must be torch.float32 .*got torch.float64"),
         ("out2", torch.Tensor.half, "^out2 must be torch.float32 .*got torch.float16"),
-        ("out2", lambda x: x[:1], r"^out2 must be .* of shape \[3, 2, 8\], got .* \[1, 2, 8\]"),
+        ("out2", lambda x: x[:1], r"^out2 must be .* of shape \[3, 2, 8\] on cpu"),
     ],
 )
 def test_wrong_states_are_refused(name, change, message):

@@ -3,8 +3,6 @@
 T tokens, N query heads, P head size without RoPE, R with RoPE, V head size of values, Lkv latent.
 """
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -23,15 +21,9 @@ from attn_ops.backends.grouped import runs_on
 from attn_ops.ops.breaks import around_attention
 from tests.kit.batches import build_batch
 from tests.kit.latent import build_latent_batch
+from tests.kit.operators import opcheck
 
 RAGGED = ([3, 0, 1, 1], [7, 5, 1, 9])
-OPCHECKS = (
-    "test_schema",
-    "test_faketensor",
-    "test_aot_dispatch_static",
-    "test_aot_dispatch_dynamic",
-)
-opcheck = partial(torch.library.opcheck, test_utils=OPCHECKS)
 ops = torch.ops.attn_ops
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -1,6 +1,5 @@
 """Caches of latents: gathered from any position, copied and swapped."""
 
-from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -11,12 +10,9 @@ from attn_ops.backends.mla.gather import by_triton
 from attn_ops.backends.triton import converts_e4m3
 from attn_ops.metadata import KV_CACHE_DTYPES
 from tests.kit.latent import build_latent_batch
+from tests.kit.operators import opcheck
 
 SEQ_LENS = [7, 0, 1, 19]
-opcheck = partial(
-    torch.library.opcheck,
-    test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-)
 PARTS = {
     "all": ([0, 0, 0, 0], [7, 0, 1, 19]),
     "from the middle of a page": ([2, 0, 0, 7], [5, 0, 1, 9]),

@@ -6,7 +6,6 @@ T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 import gc
 import math
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -29,23 +28,12 @@ from attn_ops import (
 from attn_ops.backends.torch_backend import reference_attention
 from tests.kit.batches import RANDOM_SPEC, build_metadata, random_batch
 from tests.kit.latent import build_latent_batch
+from tests.kit.operators import bits, opcheck
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SPEC_16 = AttentionSpec(4, 2, 16, torch.float32)
 RAGGED = ([3, 0, 1, 1], [7, 5, 1, 9])  # query lengths and seq_lens
-OPCHECKS = (
-    "test_schema",
-    "test_faketensor",
-    "test_aot_dispatch_static",
-    "test_aot_dispatch_dynamic",
-)
-opcheck = partial(torch.library.opcheck, test_utils=OPCHECKS)
 ops = torch.ops.attn_ops
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers: NaNs compare equal to themselves."""
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 # -- schemas ---------------------------------------------------------------------------------------
@@ -207,15 +195,6 @@ def test_wrong_writes_are_refused_and_write_nothing(make_batch, case):
     with pytest.raises(ValueError, match=message):
         write_kv(**arguments, meta=b.meta)
     assert torch.equal(bits(b.kv_cache), bits(before))
-
-
-def test_writes_across_devices_are_refused(make_batch):
-    # Called directly: a call of the operator on a meta tensor would reach the fake.
-    from attn_ops.ops.write_kv import check_write_inputs
-
-    b = make_batch(*RAGGED)
-    with pytest.raises(ValueError, match="must be on the cache's device cpu"):
-        check_write_inputs(b.k, b.v.to("meta"), b.kv_cache, b.common.slot_mapping)
 
 
 @pytest.mark.parametrize("case", [*WRONG_WRITES, "k dtype by Inductor"])

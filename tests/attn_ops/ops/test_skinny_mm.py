@@ -13,7 +13,7 @@ import torch
 from attn_ops import skinny_mm
 from attn_ops.ops.skinny_constants import SkinnyConstants, most_rows
 from attn_ops.ops.triton.skinny import launch_skinny
-from tests.attn_ops.ops.test_merge_and_advance import opcheck
+from tests.kit.operators import opcheck
 
 module = importlib.import_module("attn_ops.ops.skinny_mm")  # its function has its name
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

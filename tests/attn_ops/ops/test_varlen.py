@@ -4,7 +4,6 @@ What they compute is tested by tests/conformance, for every backend.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -12,14 +11,8 @@ import torch
 from attn_ops import AttentionSpec, attention, get_backend, varlen_attention, varlen_metadata
 from attn_ops.metadata import AttentionMetadata
 from tests.kit.batches import build_metadata, random_batch
+from tests.kit.operators import opcheck
 
-OPCHECKS = (
-    "test_schema",
-    "test_faketensor",
-    "test_aot_dispatch_static",
-    "test_aot_dispatch_dynamic",
-)
-opcheck = partial(torch.library.opcheck, test_utils=OPCHECKS)
 ops = torch.ops.attn_ops
 SPEC = AttentionSpec(4, 2, 8, torch.float32, causal=False)
 

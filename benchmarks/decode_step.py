@@ -29,10 +29,10 @@ from attn_ops.integrations import transformers as integration
 from attn_ops.integrations.merged import merge_projections
 from benchmarks.figures import write
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
+from benchmarks.quantized_linear import quantize_linear_layers
 from benchmarks.shapes import MODELS
 from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
-from graphs.app.quantized_linear import quantize_linear_layers
 from graphs.capture.store import CapturedStep
 
 CASES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 8192), (64, 8192)]

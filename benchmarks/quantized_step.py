@@ -28,8 +28,8 @@ import fx_passes
 from attn_ops.integrations.merged import merge_projections
 from benchmarks.decode_step import build, ours_ms, session_of
 from benchmarks.figures import commit, write
+from benchmarks.quantized_linear import QuantizedLinear
 from benchmarks.shapes import MODELS
-from graphs.app.quantized_linear import QuantizedLinear
 
 SCHEMES = ["fp8_row", "fp8_static", "fp8_group128", "fp8_group64"]
 CHOICES = ["never", "always", "auto"]

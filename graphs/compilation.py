@@ -20,7 +20,7 @@ from fx_passes.observe import Recorder, recorders, recording
 from graphs.capture.pool import paused_collector
 from graphs.options import SessionOptions
 from graphs.runner import StepRunner, break_reason
-from graphs.saved.cache import CompileCache, FirstCall, batch_text
+from graphs.saved.cache import CompileCache, batch_text
 from graphs.saved.loaded import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -165,14 +165,13 @@ class Compilation:
         if any(recorder.texts for recorder in recorders()):
             self.cache.outcome = "compiled: a dump shows how"
             return self._call_model()
-        first = FirstCall(self.cache, self._model)
-        self.runner.model = cast(Any, first)
+        self.runner.model = cast(Any, self.cache)
         try:
             self._call_model()
         except BaseException:
             self.runner.model = self._model
             raise
-        self.runner.model = cast(Any, first.model)
+        self.runner.model = cast(Any, self.cache.model)
 
     def _call_model(self) -> None:
         before = dict(counters["graph_break"])

@@ -10,16 +10,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from graphs.app.arguments import DTYPES, QUANTIZE, RunArguments
-from graphs.app.presets import PRESETS
-from graphs.app.prompts import check_lines, read_lines
+from graphs.app.presets import DTYPES, PRESETS, QUANTIZE
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
 )
 
-_OF_TRANSFORMERS = ("transformers", "tokenizers", "safetensors", "huggingface_hub")
-"""What the extra `transformers` installs."""
+_EXTRAS = {"torchao": "quantize"} | dict.fromkeys(
+    ("transformers", "tokenizers", "safetensors", "huggingface_hub"), "transformers"
+)
+"""The extra of attn-ops that installs a library."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -67,7 +67,10 @@ def run(
     ] = "off",
     quantize: Annotated[
         str,
-        typer.Option(help=f"Linear layers in FP8, and attention's output: {', '.join(QUANTIZE)}."),
+        typer.Option(
+            help="Linear layers in FP8 by torchao, and attention's output: "
+            f"{', '.join(QUANTIZE)}. On a GPU the model is bfloat16 then."
+        ),
     ] = "off",
     compile_cache: Annotated[
         Path | None, typer.Option(help="Keep compiled models in this directory, for later runs.")
@@ -76,18 +79,14 @@ def run(
 ) -> None:
     """Generate with a model, compare with Transformers, report what was compiled and how fast."""
     with _one_line_errors():
-        arguments = RunArguments(
-            model=model, backend=backend, max_new_tokens=max_new_tokens, dump=dump,
-            fast_prefill=fast_prefill, quantize=quantize, dtype=dtype, device=device,
-            temperature=temperature, top_p=top_p, seed=seed, compile_cache=compile_cache,
-        )  # fmt: skip
-        lines = None if prompts is None else read_lines(prompts)
-        check_lines(lines or [], model)
-
         from graphs.app.run import run as run_model  # from here on torch is imported
         from graphs.app.tables import print_run
 
-        report = run_model(arguments, lines)
+        report = run_model(
+            model, prompts=prompts, backend=backend, max_new_tokens=max_new_tokens,
+            temperature=temperature, top_p=top_p, seed=seed, dtype=dtype, device=device,
+            dump=dump, fast_prefill=fast_prefill, quantize=quantize, compile_cache=compile_cache,
+        )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
@@ -154,8 +153,8 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        needed = (error.name or "").partition(".")[0] in _OF_TRANSFORMERS
-        _fail(f"{error}; pip install 'attn-ops[transformers]'" if needed else str(error))
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        _fail(f"{error}; pip install 'attn-ops[{extra}]'" if extra else str(error))
     except ValueError as error:
         _fail(str(error))
     except Exception as error:

@@ -53,7 +53,8 @@ class Reference:
     """A copy of the model with Transformers' eager attention.
 
     Args:
-        in_fp8: its products are in FP8, where a small difference may round to another number.
+        in_fp8: its products are in FP8, where a small difference may round to another number. In
+            bfloat16 it may be the scale of a whole row.
     """
 
     def __init__(self, model: Any, in_fp8: bool = False) -> None:
@@ -63,8 +64,10 @@ class Reference:
         self.model.generation_config = GenerationConfig()  # the model's own may stop or penalize
         self.model.set_attn_implementation("eager")
         self.device = next(model.parameters()).device
-        exact = self.model.dtype in (torch.float32, torch.float64) and not in_fp8
-        self.tolerance = 0.0 if exact else 0.05  # of the largest logit
+        wide = self.model.dtype in (torch.float32, torch.float64)
+        self.tolerance = 0.0 if wide else 0.05  # of the largest logit
+        if in_fp8:
+            self.tolerance = 0.05 if wide else 0.15
 
     @torch.no_grad()
     def generate(

@@ -1,14 +1,18 @@
-"""Models to try things on: small random ones of six families, two shapes for GPUs, one's own.
+"""Models to try things on: random ones by name, saved ones, and those that a Python file defines.
 
 The command line reads `PRESETS` before it imports torch.
 """
 
 import dataclasses
+import importlib.util
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from graphs.app.model_file import definition, is_file
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZE = ("off", "fp8_row")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,26 +104,34 @@ PRESETS = {
     "deepseek-v2-lite": Preset("DeepseekV2Config", _DEEPSEEK_V2_LITE, "bfloat16"),
 }
 
+_FILE = re.compile(r"(.+\.py)(?::(\w+))?")
+
 
 def load(model: str, device: Any = "cpu", seed: int = 0, dtype: str | None = None) -> Any:
-    """A preset by name, the model saved in a directory, or the one that a Python file defines.
+    """Load a preset by name, a model saved in a directory, or one that a Python file defines.
 
-    Its attention is ours: `attn_implementation="attn_ops"`.
+    Its attention is ours: `attn_implementation="attn_ops"`. A file has `MODEL`, a class of
+    Transformers' models, and `CONFIG`, its config; `FILE.py:NAME` takes another config.
 
     Args:
         device: where the weights go.
-        seed: of a preset's weights.
+        seed: of random weights, which presets and files have.
         dtype: of the weights; None takes that of the preset, the directory or the file.
 
     Raises:
-        ValueError: neither a preset nor a directory or a file that holds a model.
+        ValueError: there is no such model, or it cannot be loaded.
     """
+    import transformers
+
     from attn_ops.integrations.transformers import register
 
     register()
     if model in PRESETS:
-        return _random_preset(PRESETS[model], device, seed, dtype)
-    if is_file(model):
+        preset = PRESETS[model]
+        config = getattr(transformers, preset.config)(**preset.sizes)
+        make = transformers.AutoModelForCausalLM.from_config
+        return _random(make, config, device, seed, dtype or preset.dtype)
+    if _FILE.fullmatch(model):
         model_class, config = definition(model)
         return _random(model_class._from_config, config, device, seed, dtype)
     if not Path(model).is_dir():
@@ -127,14 +139,8 @@ def load(model: str, device: Any = "cpu", seed: int = 0, dtype: str | None = Non
             "model must be a preset, a directory or a Python file, "
             f"got {model!r}; supported: {', '.join(PRESETS)}"
         )
-    return _saved(model, dtype).to(device).eval().requires_grad_(False)
-
-
-def _saved(model: str, dtype: str | None) -> Any:
-    from transformers import AutoModelForCausalLM
-
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        saved = transformers.AutoModelForCausalLM.from_pretrained(
             model, attn_implementation="attn_ops", local_files_only=True, dtype=dtype or "auto"
         )
     except (OSError, KeyError, ValueError) as error:
@@ -142,37 +148,45 @@ def _saved(model: str, dtype: str | None) -> Any:
         raise ValueError(
             f"model must be a directory with a saved model, got {model!r}: {reason}"
         ) from error
+    return saved.to(device).eval().requires_grad_(False)
 
 
-def vocab_size(model: str) -> int:
-    """Of a preset or of a saved model, from its config alone.
+def definition(model: str) -> tuple[Any, Any]:
+    """The class and the config in a Python file, which is run.
 
     Raises:
-        ValueError: the directory holds no config that Transformers knows.
+        ValueError: the file does not exist, cannot be run, or lacks one of them.
     """
-    if model in PRESETS:
-        return PRESETS[model].sizes["vocab_size"]
-    if is_file(model):
-        return definition(model)[1].get_text_config().vocab_size
-    from transformers import AutoConfig
-
-    try:
-        config: Any = AutoConfig.from_pretrained(model, local_files_only=True)
-        return config.get_text_config().vocab_size
-    except (OSError, KeyError, ValueError, AttributeError) as error:
-        reason = str(error).splitlines()[0]
+    named: Any = _FILE.fullmatch(model)
+    path, name = Path(named[1]), named[2] or "CONFIG"
+    if not path.is_file():
+        raise ValueError(f"model must be a Python file that exists, got {model!r}")
+    module = _run(path.resolve())
+    model_class, config = getattr(module, "MODEL", None), getattr(module, name, None)
+    if not hasattr(model_class, "_from_config") or not hasattr(config, "get_text_config"):
         raise ValueError(
-            f"model must be a directory with a saved model, got {model!r}: {reason}"
-        ) from error
+            f"model must be a Python file with a model class MODEL and a config {name}, "
+            f"got {model!r}"
+        )
+    return model_class, config
 
 
-def _random_preset(preset: Preset, device: Any, seed: int, dtype: str | None) -> Any:
-    import transformers
-
-    config = getattr(transformers, preset.config)(**preset.sizes)
-    return _random(
-        transformers.AutoModelForCausalLM.from_config, config, device, seed, dtype or preset.dtype
-    )
+def _run(path: Path) -> Any:
+    """The file as a module. It is run once, so that its classes are the same in every call."""
+    name = f"attn_ops_model_file.{path}"
+    if name not in sys.modules:
+        spec: Any = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:  # whatever the file raises
+            del sys.modules[name]
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"model must be a Python file that runs, got {path}: {reason}"
+            ) from error
+    return sys.modules[name]
 
 
 def _random(

@@ -1,133 +1,181 @@
-"""What `attn-ops run` does: generate, compare with Transformers, time the steps, report."""
+"""`attn-ops run`: generates, compares with Transformers, times the steps and reports."""
 
 import contextlib
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import fx_passes
-from graphs.app.arguments import RunArguments
+from attn_ops import get_backend
 from graphs.app.parity import Reference, compare, keeping_logits
-from graphs.app.presets import PRESETS, load, vocab_size
-from graphs.app.prompts import Line, Prompts, encoded, has_tokenizer
-from graphs.app.quantized_linear import quantize_linear_layers
+from graphs.app.presets import DTYPES, PRESETS, QUANTIZE, load
+from graphs.app.prompts import Prompts, read_prompts, tokenizer_of
 from graphs.app.tables import Output, RunReport, StepTimes
-from graphs.dumps.dump import dump
+from graphs.dumps.dump import dump as dumping
+from graphs.dumps.folder import check_room
 from graphs.modes import CUDAGraphMode
+from graphs.options import check_positive
+from graphs.sampling import SamplingParams
 from graphs.session import DecodeSession, Generation
 
 PROMPT_LENGTHS = (1, 2, 17, 200, 33, 5, 64, 100)
-"""Of the prompts that are used when none are given."""
+"""Lengths of the random prompts that are used when none are given."""
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.0, "eos": ()}
 """What `Reference` does, whatever the model's generation config says."""
 
 
-def run(arguments: RunArguments, lines: Sequence[Line] | None = None) -> RunReport:
+def run(
+    model: str = "llama-tiny",
+    *,
+    prompts: Path | None = None,
+    backend: str | None = None,
+    max_new_tokens: int = 16,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    dtype: str | None = None,
+    device: str | None = None,
+    dump: Path | None = None,
+    fast_prefill: str = "off",
+    quantize: str = "off",
+    compile_cache: Path | None = None,
+) -> RunReport:
     """Run a model through everything: one batch, the longest prompt prefilled in chunks.
 
-    Args:
-        lines: of a prompts file; default: random prompts of `PROMPT_LENGTHS`.
+    The arguments are the options of the command.
 
     Raises:
-        ValueError: anything of it is not supported.
+        ValueError: an argument is out of range or not supported. Most are checked before the model
+            is loaded.
     """
-    device, tokenizer = _device(arguments.device), _tokenizer(arguments.model)
-    asked = _prompts(arguments.model, lines, tokenizer)
-    prompts, max_new_tokens = asked.token_ids, arguments.max_new_tokens
-    subject = load(arguments.model, device, dtype=arguments.dtype)
-    options = _session_options(prompts, arguments)
-    if arguments.quantize != "off":
-        _quantize(subject, arguments.quantize, prompts, options)
-    eager = DecodeSession(subject, cudagraph_mode=CUDAGraphMode.NONE, **options)
-    compiled = _compiled(subject, arguments)
-    folder: dict[str, Any] = {"compile_cache": arguments.compile_cache}
-    session = called = DecodeSession(compiled, **options, **folder)
-    with dump(arguments.dump) if arguments.dump is not None else contextlib.nullcontext():
+    check_positive(max_new_tokens=max_new_tokens)
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+    SamplingParams(**sampling, seed=seed)
+    if backend is not None:
+        get_backend(backend)
+    if dump is not None:
+        check_room(dump)
+    _check_known("quantize", quantize, QUANTIZE)
+    _check_known("dtype", dtype, (None, *DTYPES))
+    switches: dict[str, Any] = {"fast_prefill": fast_prefill}
+    if quantize != "off":
+        switches |= {"attn_quant": "always", "emulate_precision_casts": True}
+    fx_passes.PassConfig.split(switches)
+
+    where, tokenizer = _device(device), tokenizer_of(model)
+    if quantize != "off" and where.type == "cuda":
+        dtype = dtype or "bfloat16"
+        _check_known("dtype with quantize on a GPU", dtype, ["bfloat16"])
+    subject = load(model, where, dtype=dtype)
+    if quantize != "off":
+        quantize_linear_layers(subject)
+    asked = _prompts(prompts, tokenizer, subject.config.get_text_config().vocab_size)
+    longest = max(map(len, asked.token_ids))
+    batch = min(8, len(asked.token_ids))
+    options: dict[str, Any] = {
+        "max_batch_size": batch,
+        "max_tokens": longest + max_new_tokens,
+        "max_tokens_per_step": max(batch, longest // 3),
+        "backend": backend,
+        "seed": seed,
+    }
+    uncaptured = {"cudagraph_mode": CUDAGraphMode.NONE, **options}
+    eager = DecodeSession(subject, **uncaptured)
+    compiled: Any = torch.compile(
+        subject, backend=fx_passes.attn_ops, fullgraph=True, options=switches
+    )
+    session = called = DecodeSession(compiled, **options, compile_cache=compile_cache)
+    with dumping(dump) if dump is not None else contextlib.nullcontext():
         session.warm_up()
         begin = time.perf_counter()
-        results = session.generate(prompts, max_new_tokens, **arguments.sampling)
+        results = session.generate(asked.token_ids, max_new_tokens, **sampling)
         seconds = time.perf_counter() - begin
-    greedy, logits = _greedy(session, prompts, max_new_tokens)
+    greedy, logits = _greedy(session, asked.token_ids, max_new_tokens)
     if session.graphs is not None:  # replayed steps hand out no logits
-        called = DecodeSession(compiled, cudagraph_mode=CUDAGraphMode.NONE, **options, **folder)
-        again, logits = _greedy(called, prompts, max_new_tokens)
+        called = DecodeSession(compiled, **uncaptured, compile_cache=compile_cache)
+        again, logits = _greedy(called, asked.token_ids, max_new_tokens)
         if again != greedy:
             raise AssertionError("captured steps generated other tokens than called ones")
-    reference = Reference(subject, in_fp8=arguments.quantize != "off")
-    parity = compare(reference, prompts, greedy, logits)
+    reference = Reference(subject, in_fp8=quantize != "off")
+    parity = compare(reference, asked.token_ids, greedy, logits)
     steps = StepTimes(
-        batch=options["max_batch_size"],
+        batch=batch,
         eager_ms=_step_ms(eager),
         compiled_ms=_step_ms(called),
         captured_ms=_step_ms(session) if session.graphs is not None else None,
     )
     return RunReport.of(
         session,
-        model=arguments.model,
+        model=model,
         outputs=_outputs(asked, results, tokenizer),
-        random_prompts=lines is None,
+        random_prompts=prompts is None,
         parity=parity,
-        ok=parity.ok and (parity.varied or arguments.model not in PRESETS),
+        ok=parity.ok and (parity.varied or model not in PRESETS),
         steps=steps,
         tokens_per_second=sum(len(r.token_ids) for r in results) / seconds,
-        dump=str(arguments.dump) if arguments.dump is not None else None,
+        dump=str(dump) if dump is not None else None,
     )
 
 
+def quantize_linear_layers(model: Any) -> None:
+    """Quantize linear layers but the head to FP8 by torchao, a scale a row; on a CPU too.
+
+    Raises:
+        ValueError: no layer has sizes that products in FP8 take.
+    """
+    from torchao.float8.inference import Float8MMConfig
+    from torchao.quantization import PerRow
+    from torchao.quantization.quantize_.common import KernelPreference
+    from torchao.quantization.quantize_.workflows import (
+        Float8Tensor,
+        QuantizeTensorToFloat8Kwargs,
+    )
+
+    # As `quantize_` with Float8DynamicActivationFloat8WeightConfig, which asks for a GPU.
+    how: dict[str, Any] = {"granularity": PerRow(), "kernel_preference": KernelPreference.TORCH}
+    how["mm_config"] = Float8MMConfig(use_fast_accum=True)
+    rows = QuantizeTensorToFloat8Kwargs(**how)
+    head = model.get_output_embeddings()
+    layers = [
+        m for m in model.modules()
+        if type(m) is nn.Linear and m is not head and not any(n % 16 for n in m.weight.shape)
+    ]  # fmt: skip
+    if not layers:
+        raise ValueError("model must have linear layers whose sizes are multiples of 16, got none")
+    for layer in layers:
+        weight = Float8Tensor.from_hp(layer.weight, act_quant_kwargs=rows, **how)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _check_known(name: str, value: Any, known: Sequence[Any]) -> None:
+    if value not in known:
+        supported = ", ".join(k for k in known if k is not None)
+        raise ValueError(f"{name} must be known, got {value!r}; supported: {supported}")
+
+
 def _device(asked: str | None) -> torch.device:
+    known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device, num_gpus = torch.device(asked), torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
-        supported = ", ".join(["cpu", *(f"cuda:{i}" for i in range(num_gpus))])
-        raise ValueError(f"device must be present, got {asked}; supported: {supported}")
-    return device
+    if asked not in known and not (asked == "cuda" and len(known) > 1):
+        raise ValueError(f"device must be present, got {asked}; supported: {', '.join(known)}")
+    return torch.device(asked)
 
 
-def _tokenizer(model: str) -> Any | None:
-    """Of the model's directory; None where it has none."""
-    if not has_tokenizer(model):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except Exception as error:  # of whatever library it is made with
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"model must have a tokenizer that loads, got {model!r}: {reason}"
-        ) from error
-
-
-def _prompts(model: str, lines: Sequence[Line] | None, tokenizer: Any | None) -> Prompts:
-    if lines is not None:
-        return encoded(lines, tokenizer, vocab_size(model))
-    generator, size = torch.Generator().manual_seed(1), vocab_size(model)
-    drawn = [torch.randint(0, size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+def _prompts(path: Path | None, tokenizer: Any | None, vocab_size: int) -> Prompts:
+    if path is not None:
+        return read_prompts(path, tokenizer, vocab_size)
+    generator = torch.Generator().manual_seed(1)
+    drawn = [
+        torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS
+    ]
     return Prompts(drawn, [None] * len(drawn))
-
-
-def _quantize(
-    model: Any, scheme: str, prompts: Sequence[Sequence[int]], options: dict[str, Any]
-) -> None:
-    """Linear layers in FP8; static scales are those of the prompts."""
-
-    def calibrate() -> None:
-        session = DecodeSession(model, cudagraph_mode=CUDAGraphMode.NONE, **options)
-        session.generate(prompts, 1, **GREEDY)
-
-    quantize_linear_layers(model, scheme, calibrate)
-
-
-def _compiled(model: Any, arguments: RunArguments) -> Any:
-    switches: dict[str, Any] = {"fast_prefill": arguments.fast_prefill}
-    if arguments.quantize != "off":
-        switches["attn_quant"] = "always"
-    return torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=switches)
 
 
 def _greedy(
@@ -153,18 +201,6 @@ def _outputs(asked: Prompts, results: Sequence[Generation], tokenizer: Any | Non
         )
         for tokens, given, result in zip(asked.token_ids, asked.texts, results, strict=True)
     ]
-
-
-def _session_options(prompts: Sequence[Sequence[int]], arguments: RunArguments) -> dict[str, Any]:
-    batch = min(8, len(prompts))
-    longest = max(len(p) for p in prompts)
-    return {
-        "max_batch_size": batch,
-        "max_tokens": longest + arguments.max_new_tokens,
-        "max_tokens_per_step": max(batch, longest // 3),
-        "backend": arguments.backend,
-        "seed": arguments.seed,
-    }
 
 
 def _step_ms(session: DecodeSession, num_steps: int = 20) -> float | None:

@@ -25,7 +25,7 @@ class StepTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What was generated for one prompt; texts are None where there is no tokenizer."""
+    """The tokens generated for one prompt. Texts are None without a tokenizer."""
 
     prompt_ids: list[int]
     prompt: str | None
@@ -36,23 +36,13 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class RunReport:
-    """What one run of `attn-ops run` found."""
+    """The result of `attn-ops run`."""
 
     model: str
     outputs: list[Output]
-    random_prompts: bool  # nobody gave any
+    random_prompts: bool  # none were given
     dtype: str
-    device: str
-    backend: str
-    backend_why: str
     backends_against: dict[str, list[str]]
-    graph_mode_asked: str
-    graph_mode_used: str
-    graph_mode_why: str
-    num_graphs: int
-    num_breaks: int
-    num_recompiles: int
-    matches: dict[str, int]
     skipped: list[str]
     parity: Parity
     outputs_vary: bool
@@ -61,9 +51,6 @@ class RunReport:
     tokens_per_second: float
     cache_bytes: int
     workspace_bytes: int  # of latent attention, with the most that is up-projected at a time
-    graph_bytes: int
-    compile_seconds: float
-    num_steps: dict[str, int]
     max_tokens_per_step: int
     dump: str | None
     session: SessionReport
@@ -71,36 +58,26 @@ class RunReport:
     @classmethod
     def of(cls, session: DecodeSession, *, parity: Parity, **measured: Any) -> "RunReport":
         """What `session` knows of itself, with what was measured."""
-        report, record = session.report(), session.compile_record
-        skipped = [f"{p.pass_name}: {reason}" for p in record.passes for reason in p.skipped]
+        passes = session.compile_record.passes
         return cls(
             dtype=str(session.original.dtype).removeprefix("torch."),
-            device=report.device,
-            backend=report.backend,
-            backend_why=report.backend_why,
             backends_against=session.backend_selection.reasons_against,
-            graph_mode_asked=report.mode_asked,
-            graph_mode_used=report.mode_used,
-            graph_mode_why=report.mode_why,
-            num_graphs=report.num_graphs,
-            num_breaks=report.num_breaks,
-            num_recompiles=report.num_recompiles,
-            matches=record.matches(),
-            skipped=list(dict.fromkeys(skipped)),
+            skipped=list(
+                dict.fromkeys(f"{p.pass_name}: {reason}" for p in passes for reason in p.skipped)
+            ),
             parity=parity,
             outputs_vary=parity.varied,
             cache_bytes=session.cache.num_bytes,
             workspace_bytes=_workspace_bytes(session),
-            graph_bytes=report.graph_bytes,
-            compile_seconds=report.compile_seconds,
-            num_steps=report.num_steps,
             max_tokens_per_step=session.scheduler.max_tokens_per_step,
-            session=report,
+            session=session.report(),
             **measured,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """For JSON: these fields, and those of the session's report beside them."""
+        found = dataclasses.asdict(self)
+        return found["session"] | found
 
 
 def print_run(report: RunReport, console: Console) -> None:
@@ -117,13 +94,14 @@ def print_run(report: RunReport, console: Console) -> None:
 
 def _lines(r: RunReport) -> list[tuple[str, str]]:
     lines = [
-        ("model", f"{r.model}, {r.dtype}, on {r.device}"),
-        ("backend", f"{r.backend}: {r.backend_why}; the others: attn-ops backends"),
+        ("model", f"{r.model}, {r.dtype}, on {r.session.device}"),
+        ("backend", f"{r.session.backend}: {r.session.backend_why}; the others: attn-ops backends"),
         ("CUDA graphs", r.session.mode_in_words),
         *(("", line) for line in r.session.kinds),
         (
             "graphs",
-            f"{r.num_graphs}, {r.num_breaks} breaks, {r.num_recompiles} recompiles after warm-up",
+            f"{r.session.num_graphs}, {r.session.num_breaks} breaks, "
+            f"{r.session.num_recompiles} recompiles after warm-up",
         ),
         *pass_lines(r.session),
         *([("left alone", _left_alone(r))] if r.skipped else []),
@@ -138,7 +116,7 @@ def _lines(r: RunReport) -> list[tuple[str, str]]:
         ),
         ("tokens", f"{r.tokens_per_second:,.0f} a second, prefill included"),
         ("memory", _memory(r)),
-        ("compile", f"{r.compile_seconds:.1f} s"),
+        ("compile", f"{r.session.compile_seconds:.1f} s"),
         ("dump", f"{r.dump}/index.html" if r.dump else "none; --dump DIR writes one"),
         *_output_lines(r),
     ]
@@ -191,7 +169,7 @@ def _captured(r: RunReport) -> str:
     batch = f"batch {r.steps.batch}"
     if r.steps.captured_ms is not None:
         return f"{_ms(r.steps.captured_ms)} captured; {batch}"
-    return f"n/a ({'CPU' if r.device == 'cpu' else 'not captured'}) captured; {batch}"
+    return f"n/a ({'CPU' if r.session.device == 'cpu' else 'not captured'}) captured; {batch}"
 
 
 def _ms(value: float | None) -> str:
@@ -208,7 +186,7 @@ def _workspace_bytes(session: DecodeSession) -> int:
 
 
 def _memory(r: RunReport) -> str:
-    parts = f"KV cache {_bytes(r.cache_bytes)}, CUDA graphs {_bytes(r.graph_bytes)}"
+    parts = f"KV cache {_bytes(r.cache_bytes)}, CUDA graphs {_bytes(r.session.graph_bytes)}"
     if r.workspace_bytes:
         parts += f", latents of prefills at most {_bytes(r.workspace_bytes)}"
     return parts

@@ -1,13 +1,12 @@
-"""A session's compilation, taken from a file or written to one.
+"""A session's compilation, read from a file or written to one.
 
 first process:  the model is called, Dynamo traces it -> Keeper -> Plan, pieces -> file
 second process: file -> Plan, pieces -> LoadedModel, called in the compiled model's place
 """
 
-import contextlib
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,74 +18,84 @@ from fx_passes.kept import CompiledGraph, Keeper
 from fx_passes.observe import PassRecord, Recorder
 from graphs.options import SessionOptions
 from graphs.runner import StepRunner
-from graphs.saved.code import changed_module, class_text, names_of, traced_modules
-from graphs.saved.fingerprint import Describer, digest_of
-from graphs.saved.folder import Entry, Folder
+from graphs.saved.described import changed_module, digest_of, name_of, traced_modules
+from graphs.saved.folder import Entry, Folder, NotSavedError
 from graphs.saved.key import key_of
 from graphs.saved.loaded import LoadedModel
-from graphs.saved.plan import NotSavedError, Plan
+from graphs.saved.plan import Plan
 
 
 class CompileCache:
-    """The folder of compiled models, for one session.
+    """The folder of compiled models, for one session. Called once in the compiled model's place.
 
-    Nothing here fails: what cannot be read or written is compiled as without a folder.
+    The first call loads the model, or compiles and saves it. What cannot be read or written is
+    compiled as without a folder, with the reason in `outcome`.
 
     Args:
         path: of the folder.
-        compiled: what `torch.compile` made of the model.
+        compiled: the compiled model.
         record: what the passes did; it is saved too.
         batch: what passes may read of the batch's metadata; see `batch_text`.
 
     Attributes:
         outcome: what came of it, in a line for reports.
+        model: what is to be called from then on; None before the first call.
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        compiled: Any,
-        record: Recorder,
-        batch: str,
+        self, path: str | os.PathLike[str], compiled: Any, record: Recorder, batch: str
     ) -> None:
         self._folder, self._compiled = Folder(path), compiled
-        self._model = getattr(compiled, "_orig_mod", compiled)
+        self._original = getattr(compiled, "_orig_mod", compiled)
         self._record, self._batch = record, batch
         self._key: dict[str, str] = {}
         self.outcome = "not used yet"
+        self.model: Callable[..., Any] | None = None
 
-    def load(self, inputs: Mapping[str, Any]) -> LoadedModel | None:
-        """The model as the file has it; None, and `outcome` says why: it must be compiled."""
+    def __call__(self, **inputs: Any) -> Any:
+        if self.model is not None:
+            return self.model(**inputs)
+        loaded = self._load(inputs)
+        if loaded is not None:
+            try:
+                output = loaded(**inputs)
+            except Exception as error:  # compiled as without a file, which may raise it again
+                self.outcome = f"compiled: what was loaded failed: {error!r}"
+            else:
+                self.model = loaded
+                return output
+        keeper = Keeper()
+        self._record.keeper = keeper
         try:
-            self._key = key_of(self._model, self._compiled, inputs, self._batch)
+            output = self._compiled(**inputs)
+        finally:
+            self._record.keeper = None
+        self._save(keeper, inputs, output.logits)
+        self.model = self._compiled
+        return output
+
+    def _load(self, inputs: Mapping[str, Any]) -> LoadedModel | None:
+        """The model from its file; None: it must be compiled, and `outcome` says why."""
+        try:
+            self._key = key_of(self._original, self._compiled, inputs, self._batch)
             entry = self._folder.read(self._name)
             if entry is None:
                 raise NotSavedError(self._why_missing())
-            loaded = self._restore(entry, dict(inputs))
-            records = _records(entry.header)
+            loaded = self._restore(entry, inputs)
+            self._record.passes += [PassRecord(**fields) for fields in entry.header["passes"]]
         except NotSavedError as error:
             self.outcome = f"compiled: {error}"
             return None
-        self._record.passes += records
         self.outcome = f"loaded from {self._folder.path}"
         return loaded
 
-    @contextlib.contextmanager
-    def collecting(self, keeper: Keeper) -> Iterator[None]:
-        """Hand what is compiled inside to `keeper`."""
-        self._record.keeper = keeper
-        try:
-            yield
-        finally:
-            self._record.keeper = None
-
-    def save(self, keeper: Keeper, inputs: Mapping[str, Any], logits: torch.Tensor) -> None:
+    def _save(self, keeper: Keeper, inputs: Mapping[str, Any], logits: torch.Tensor) -> None:
         """Write what was compiled, if what is read back gives the same `logits` of `inputs`."""
         if not self._key:
             return  # `outcome` says why
         try:
             entry = self._entry(keeper)
-            again = self._restore(entry, dict(inputs))(**inputs).logits
+            again = self._restore(entry, inputs)(**inputs).logits
             if not torch.equal(again.nan_to_num(), logits.nan_to_num()):
                 raise NotSavedError("what was read back computes other logits")
             self._folder.write(self._name, entry)
@@ -104,11 +113,7 @@ class CompileCache:
     def _why_missing(self) -> str:
         """What differs from the entry that is most alike."""
         differing = [
-            [
-                section
-                for section in self._key
-                if header.get("key", {}).get(section) != self._key[section]
-            ]
+            [name for name in self._key if header.get("key", {}).get(name) != self._key[name]]
             for header in self._folder.headers()
         ]
         if not differing:
@@ -122,88 +127,43 @@ class CompileCache:
         (graph,) = keeper.graphs
         header = {
             "key": self._key,
-            "plan": Plan.of(graph).to_json(),
+            "plan": vars(Plan.of(graph)),
             "modules": traced_modules(graph.traced_code),
-            "names": names_of(graph.traced_code),
             "passes": [_fields(record) for record in self._record.passes],
         }
         return Entry(header, _pickles(graph))
 
-    def _restore(self, entry: Entry, inputs: dict[str, Any]) -> LoadedModel:
+    def _restore(self, entry: Entry, inputs: Mapping[str, Any]) -> LoadedModel:
         header = entry.header
         if header.get("key") != self._key:
             raise NotSavedError("the file is of another compilation")
-        read = header.get("names"), header.get("modules")
-        if not isinstance(read[0], list) or not isinstance(read[1], dict):
-            raise NotSavedError("the file has another format")
-        if (name := changed_module(read[1], read[0])) is not None:
+        if (name := changed_module(header["modules"])) is not None:
             raise NotSavedError(f"the code of {name} has changed")
-        plan = Plan.from_json(header.get("plan"))
         try:
             pieces = [_piece(content) for content in entry.pieces]
-            return LoadedModel(plan, pieces, self._model, self._compiled, inputs)
+            plan = Plan(**header["plan"])
+            return LoadedModel(plan, pieces, self._original, self._compiled, inputs)
         except NotSavedError:
             raise
         except Exception as error:  # of parts of torch that are not public
-            raise NotSavedError(
-                f"the file cannot be used: {type(error).__name__}: {error}"
-            ) from error
+            message = f"the file cannot be used: {type(error).__name__}: {error}"
+            raise NotSavedError(message) from error
 
 
 def batch_text(runner: StepRunner, options: SessionOptions) -> str:
     """What passes may read of the batch's metadata: backend, geometries and sizes."""
-    kinds = Describer(strict=False)
-    backend = [class_text(c, kinds, code_only=True) for c in type(runner.builder).__mro__[:-1]]
     names = ("backend", "block_size", "kv_cache_dtype", "cache_layout", "max_batch_size",
              "max_tokens", "max_tokens_per_step", "decode_steps", "num_draft_tokens")  # fmt: skip
-    sizes = [f"{name}={kinds.text(getattr(options, name))}" for name in names]
+    sizes = [f"{name}={getattr(options, name)!r}" for name in names]
     captures = f"captures={runner.graphs is not None}"  # then pieces may have a form for replays
-    return "\n".join([*backend, repr(runner.cache.specs), *sizes, captures])
-
-
-class FirstCall:
-    """Stands in a compiled model's place until it was called: loads it, or compiles and saves it.
-
-    Attributes:
-        model: what is to be called from then on.
-    """
-
-    def __init__(self, cache: CompileCache, compiled: Callable[..., Any]) -> None:
-        self._cache, self._compiled = cache, compiled
-        self.model: Callable[..., Any] | None = None
-
-    def __call__(self, **inputs: Any) -> Any:
-        if self.model is not None:
-            return self.model(**inputs)
-        loaded = self._cache.load(inputs)
-        if loaded is not None:
-            try:
-                output = loaded(**inputs)
-            except Exception as error:  # compiled as without a file, which may raise it again
-                self._cache.outcome = f"compiled: what was loaded failed: {error!r}"
-            else:
-                self.model = loaded
-                return output
-        keeper = Keeper()
-        with self._cache.collecting(keeper):
-            output = self._compiled(**inputs)
-        self._cache.save(keeper, inputs, output.logits)
-        self.model = self._compiled
-        return output
+    return "\n".join([name_of(type(runner.builder)), repr(runner.cache.specs), *sizes, captures])
 
 
 def _fields(record: PassRecord) -> dict[str, Any]:
-    """Those of reports, without texts and pictures."""
+    """The fields that reports show, without texts and pictures."""
     names = ("pass_name", "stage", "graph_name", "matches", "skipped", "num_calls", "reasons",
              "looks_for", "summary")  # fmt: skip
     return {name: getattr(record, name) for name in names}
-
-
-def _records(header: dict[str, Any]) -> list[PassRecord]:
-    try:
-        return [PassRecord(**fields) for fields in header["passes"]]
-    except (KeyError, TypeError) as error:
-        raise NotSavedError(f"the file has another format: {error!r}") from error
 
 
 def _pickles(graph: CompiledGraph) -> list[bytes]:
@@ -218,7 +178,7 @@ def _pickles(graph: CompiledGraph) -> list[bytes]:
 
 
 def _piece(content: bytes) -> Callable[..., Any]:
-    """Only of a file that `Folder` trusts."""
+    """Unpickle a piece, of a file that `Folder` trusts."""
     with functorch_config.patch(bundled_autograd_cache=True):
         called, *others = map(deserialize_bundled_cache_entry, pickle.loads(content))
         return with_forms(called, *(others or [None]))

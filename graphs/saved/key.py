@@ -1,4 +1,4 @@
-"""What a compilation depends on, before it begins: sections of text, and a digest of each."""
+"""What a compilation depends on, in sections, with a digest of each."""
 
 import json
 import platform
@@ -18,9 +18,9 @@ from fx_passes.backend import attn_ops
 from fx_passes.config import PassConfig
 from fx_passes.inductor_slot import SLOT, with_user_pass
 from fx_passes.pipeline import passes
-from graphs.saved.code import classes_of, own_source
-from graphs.saved.fingerprint import Describer, digest_of
-from graphs.saved.plan import NotSavedError
+from graphs.saved.described import classes_of, digest_of, name_of, own_source, text_of
+from graphs.saved.folder import NotSavedError
+from graphs.saved.loaded import is_constant
 
 _LIBRARIES = ("torch", "triton", "transformers", "attn-ops", "flashinfer-python", "numpy")
 
@@ -31,38 +31,25 @@ def key_of(
     """Digests by section.
 
     Args:
-        model: as Transformers made it.
-        compiled: what `torch.compile` made of it.
+        model: the uncompiled model.
+        compiled: the compiled one.
         inputs: keywords of its first call.
         batch: what passes may read of the batch's metadata.
 
     Raises:
-        NotSavedError: something of the model or its options has no key.
+        NotSavedError: a part of the model or an option has no key.
     """
-    _check_hidden_state()
     sections = {
         "versions": _versions(),
         "code of attn_ops": own_source(),
         "device": json.dumps(CacheBase.get_system(), sort_keys=True, default=str),
         "options of torch.compile": _options(compiled),
         "settings of torch": _settings(),
-        "model": classes_of(model) + Describer(strict=True).text(model),
-        "weights": _tensors({**dict(model.named_parameters(remove_duplicate=False)),
-                             **dict(model.named_buffers(remove_duplicate=False))}),
+        "code of the model": classes_of(model),
+        "model": text_of(model),
         "batch": _inputs(inputs) + batch,
-    }  # fmt: skip
+    }
     return {name: digest_of(text) for name, text in sections.items()}
-
-
-def _check_hidden_state() -> None:
-    """What Dynamo would trace, but nobody could compare."""
-    if (
-        torch._C._len_torch_function_stack()
-        or torch.utils._python_dispatch._len_torch_dispatch_stack()
-    ):
-        raise NotSavedError("a torch function or dispatch mode is on")
-    if nn.modules.module._has_any_global_hook():
-        raise NotSavedError("modules have global hooks")
 
 
 def _versions() -> str:
@@ -76,7 +63,7 @@ def _versions() -> str:
 
 
 def _options(compiled: Any) -> str:
-    """Of `torch.compile`, and the passes that they choose.
+    """Options of `torch.compile`, and the passes that they choose.
 
     Raises:
         NotSavedError: another backend, or a pass without a key.
@@ -124,11 +111,11 @@ def _option(name: str, value: Any) -> str:
 
 
 def _settings() -> str:
-    """Of the process."""
-    inductor = inductor_config.save_config_portable()
-    for name, value in inductor_config.get_config_copy().items():
-        if "custom" in name and value is not None and not isinstance(value, bool | str | int):
-            inductor[name] = _custom(name, value)
+    """Settings of torch in this process."""
+    custom = {
+        name: _option(name, value) for name, value in inductor_config.get_config_copy().items()
+        if "custom" in name and name != SLOT and value and not isinstance(value, bool | str | int)
+    }  # fmt: skip
     state = [
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -139,66 +126,18 @@ def _settings() -> str:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         torch.get_num_threads(),
+        torch._C._len_torch_function_stack(),  # a default device is such a mode
     ]
-    configs = [inductor, functorch_config.save_config_portable()]
-    configs.append(torch._dynamo.config.save_config_portable())
-    return repr(state) + json.dumps(configs, sort_keys=True, default=_refused)
-
-
-def _custom(name: str, value: Any) -> str:
-    if isinstance(value, list | tuple | dict) and not value:
-        return "none"
-    if name == SLOT:
-        return "a pass of the user's"  # in the options' section
-    return _option(name, value)
-
-
-def _refused(value: Any) -> str:
-    if isinstance(value, set | frozenset):
-        return str(sorted(map(str, value)))
-    return Describer(strict=False).text(value)
-
-
-def _tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Geometry, and which share memory: values do not count."""
-    storages: dict[int, int] = {}
-    lines = []
-    for name, t in tensors.items():
-        number = storages.setdefault(t.untyped_storage()._cdata, len(storages))
-        place = (number, t.storage_offset(), t.data_ptr() % 16)
-        lines.append(
-            f"{name} {type(t).__name__} {tuple(t.shape)} {t.stride()} {t.dtype} {t.device} "
-            f"{t.requires_grad} {place} {_layout(t)}"
-        )
-    return "\n".join(lines)
-
-
-def _layout(tensor: torch.Tensor) -> str:
-    """What a tensor of a class of its own is made of, such as a quantized weight of torchao.
-
-    Raises:
-        NotSavedError: it does not say.
-    """
-    if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer):
-        return ""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        raise NotSavedError(f"a tensor of {type(tensor).__qualname__} has no key")
-    names, context = tensor.__tensor_flatten__()
-    parts = "\n".join(f"{name}: {_tensors({name: getattr(tensor, name)})}" for name in names)
-    return f"{type(tensor).__module__} {Describer(strict=True).text(context)} {parts}"
+    configs = [inductor_config, functorch_config, torch._dynamo.config]
+    return text_of([custom, state, [config.save_config_portable() for config in configs]])
 
 
 def _inputs(inputs: Mapping[str, Any]) -> str:
-    tensors, rest = {}, []
+    """Inputs of a call; of caches no number of blocks, for the plan says which ones it takes."""
+    given = {}
     for name, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value
-        elif isinstance(value, list | tuple) and all(isinstance(v, torch.Tensor) for v in value):
-            # Of caches no number of blocks: the plan says which ones it takes.
-            some = [v[:0] if name == "kv_caches" else v for v in value]
-            tensors |= {f"{name}[{i}]": v for i, v in enumerate(some)}
-        elif value is None or isinstance(value, bool | int | float | str):
-            rest.append(f"{name}={value!r}")
-        else:
-            rest.append(f"{name} is {type(value).__module__}.{type(value).__qualname__}")
-    return _tensors(tensors) + "\n" + "\n".join(rest)
+        if name == "kv_caches":
+            value = [cache[:0] for cache in value]
+        plain = is_constant(value) or isinstance(value, torch.Tensor | list | tuple)
+        given[name] = value if plain else name_of(type(value))
+    return text_of(given)

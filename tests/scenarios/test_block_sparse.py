@@ -12,9 +12,8 @@ import graphs
 from attn_ops.block_layout import BlockTables, sliding_global
 from attn_ops.integrations.transformers import attention_specs
 from graphs import DecodeSession
-from graphs.app.model_file import definition
 from graphs.app.parity import Reference, compare, keeping_logits
-from graphs.app.presets import load
+from graphs.app.presets import definition, load
 from tests.kit.sessions import poisoned, tokens_of
 from tests.scenarios.test_fast_prefill import eager, matches
 

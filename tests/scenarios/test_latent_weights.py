@@ -8,8 +8,8 @@ from torch import nn
 
 from attn_ops.integrations.merged import merge_projections
 from attn_ops.latent_weights import expansion
+from benchmarks.quantized_linear import QuantizedLinear
 from graphs.app.parity import Reference
-from graphs.app.quantized_linear import QuantizedLinear
 from tests.kit.marks import slow
 from tests.kit.models import build_model
 from tests.kit.sessions import make_session, poisoned, refuses, tokens_of

@@ -13,8 +13,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
+from benchmarks.quantized_linear import QuantizedLinear
 from fx_passes import Recorder, attn_ops, recording
-from graphs.app.quantized_linear import QuantizedLinear
 from tests.kit.marks import long, slow
 from tests.kit.models import build_model, build_prompts
 from tests.kit.sessions import chunked, make_session, tokens_of

@@ -31,7 +31,9 @@ def test_the_option():
     assert not PassConfig(attn_quant="never").is_on("attn_quant")
     with pytest.raises(ValueError, match="must be 'auto', 'always' or 'never', got True"):
         PassConfig.split({"attn_quant": True})
-    with pytest.raises(ValueError, match="got 'quantize_output'; supported: attn_quant, check_passes, coll"):
+    with pytest.raises(
+        ValueError, match="got 'quantize_output'; supported: attn_quant, check_passes, coll"
+    ):
         PassConfig.split({"quantize_output": "always"})
     keys = {AtenPipeline(PassConfig(attn_quant=o)).uuid() for o in ("auto", "always", "never")}
     assert len(keys) == 3

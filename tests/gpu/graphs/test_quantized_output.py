@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import fx_passes
+from benchmarks.quantized_linear import quantize_linear_layers
 from graphs import CUDAGraphMode, DecodeSession
-from graphs.app.quantized_linear import quantize_linear_layers
 from tests.gpu.test_session import VOCAB, tiny_llama
 
 pytestmark = pytest.mark.gpu

@@ -2,21 +2,23 @@
 
 import io
 import json
+import subprocess
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import graphs
 import graphs.app.parity
 import graphs.app.run
 from attn_ops import backend_names, support_table
-from graphs.app.arguments import RunArguments
 from graphs.app.cli import app, main
 from graphs.app.presets import PRESETS, load
-from graphs.app.prompts import read_lines
 from graphs.app.run import run
 from graphs.app.tables import RunReport, print_run
 from tests.kit.marks import slow
@@ -77,7 +79,7 @@ def test_a_saved_model_compiled_and_dumped(saved, prompts, tmp_path, monkeypatch
     assert report["ok"]
     assert report["outputs_vary"]
     assert report["max_tokens_per_step"] < 40  # the longest prompt comes in chunks
-    assert report["graph_mode_asked"] == "FULL_DECODE_ONLY"
+    assert report["mode_asked"] == "FULL_DECODE_ONLY"
     assert report["steps"]["eager_ms"] > 0
     assert report["steps"]["compiled_ms"] > 0
     assert report["compile_seconds"] > 0
@@ -141,8 +143,7 @@ def with_tokenizer(saved):
 def test_text_in_and_text_out(with_tokenizer, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("the cat\n[3, 4, 5]\n")
-    arguments = RunArguments(model=str(with_tokenizer), max_new_tokens=6)
-    report = run(arguments, read_lines(path))
+    report = run(str(with_tokenizer), prompts=path, max_new_tokens=6)
     first, second = report.as_dict()["outputs"]
     assert (first["prompt"], first["prompt_ids"]) == ("the cat", [3, 4])
     assert (second["prompt"], second["prompt_ids"]) == ("the cat sat", [3, 4, 5])
@@ -155,7 +156,7 @@ def test_text_in_and_text_out(with_tokenizer, tmp_path):
 
 @pytest.mark.usefixtures("uncompiled")
 def test_token_ids_in_and_out(saved, prompts):
-    report = run(RunArguments(model=str(saved), max_new_tokens=24), read_lines(prompts))
+    report = run(str(saved), prompts=prompts, max_new_tokens=24)
     outputs, shown = report.as_dict()["outputs"], in_words(report)
     assert [len(o["prompt_ids"]) for o in outputs] == [3, 4, 40]
     assert all(o["prompt"] is None and o["text"] is None for o in outputs)
@@ -179,25 +180,6 @@ def test_drawn_at_random_in_another_dtype(saved, prompts):
     first = tokens(*options, "--seed", "3")
     assert first == tokens(*options, "--seed", "3")
     assert first != tokens(*options, "--seed", "4")
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_a_device_must_be_present():
-    result = invoke("run", "--device", "cuda:1")
-    assert result.exit_code == 2
-    assert result.stderr == "error: device must be present, got cuda:1; supported: cpu\n"
-
-
-def test_an_unknown_token_is_found_before_the_model_loads(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(graphs.app.run, "load", lambda *a, **k: pytest.fail("loaded"))
-    path = tmp_path / "prompts.txt"
-    path.write_text("1 2\n[3, 64]\n")
-    result = invoke("run", "--model", str(saved), "--prompts", str(path))
-    assert result.exit_code == 2
-    assert result.stderr == (
-        f"error: prompts must hold token ids from 0 to 63, got 64 at {path}:2:5\n"
-    )
 
 
 def test_a_pass_that_raises_is_one_line(saved, prompts):
@@ -225,10 +207,14 @@ def test_a_pass_that_raises_is_one_line(saved, prompts):
 
 @pytest.mark.parametrize(
     ("missing", "advice"),
-    [("transformers", "; pip install 'attn-ops[transformers]'"), ("my_kernels", "")],
+    [
+        ("transformers", "; pip install 'attn-ops[transformers]'"),
+        ("torchao", "; pip install 'attn-ops[quantize]'"),
+        ("my_kernels", ""),
+    ],
 )
 def test_a_missing_library_is_named(saved, monkeypatch, missing, advice):
-    def run(*arguments):
+    def run(*arguments, **options):
         raise ModuleNotFoundError(f"No module named '{missing}.a'", name=f"{missing}.a")
 
     monkeypatch.setattr(graphs.app.run, "run", run)
@@ -251,7 +237,7 @@ def test_a_tokenizer_that_does_not_load_is_named(saved):
     ["llama-tiny", *slow(*(n for n in PRESETS if n.endswith("-tiny") and n != "llama-tiny"))],
 )
 def test_presets_vary_and_equal_transformers(preset):
-    report = run(RunArguments(model=preset, max_new_tokens=8))
+    report = run(preset, max_new_tokens=8)
     assert report.ok
     assert report.outputs_vary
     assert report.parity.num_identical == 8
@@ -288,15 +274,19 @@ def test_a_preset_must_vary(make_model):
             "model must be a preset, a directory or a Python file, got 'nope'; supported: llama-",
         ),
         (["--model", "."], "model must be a directory with a saved model, got '.'"),
+        (["--model", "no.py"], "model must be a Python file that exists, got 'no.py'"),
         (["--backend", "NOPE"], "backend must be a known name, got 'NOPE'; supported: "),
         (["--backend", "FLASH_ATTN"], "backend FLASH_ATTN cannot be used: "),
         (["--max-new-tokens", "0"], "max_new_tokens must be a positive int, got 0"),
-        (
-            ["--max-new-tokens", "5000"],
-            "max_tokens must be at most the model's 1024",
-        ),
+        (["--max-new-tokens", "5000"], "max_tokens must be at most the model's 1024"),
         (["--prompts", "missing.txt"], "prompts must be a text file, got missing.txt"),
         (["--dump", "."], "directory must be new, empty or an earlier dump"),
+        (["--fast-prefill", "x"], "options['fast_prefill'] must be 'auto', 'on' or 'off', got 'x'"),
+        (["--quantize", "int8"], "quantize must be known, got 'int8'; supported: off, fp8_row"),
+        (["--dtype", "int8"], "dtype must be known, got 'int8'; supported: float32, bfloat16, fl"),
+        (["--device", "tpu"], "device must be present, got tpu; supported: cpu"),
+        (["--temperature", "-0.5"], "temperature must be "),
+        (["--top-p", "0"], "top_p must be "),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(options, message, tmp_path, monkeypatch):
@@ -308,6 +298,25 @@ def test_errors_are_one_line_and_exit_code_2(options, message, tmp_path, monkeyp
     (line,) = [x for x in result.stderr.splitlines() if not x.startswith("cudagraph_mode")]
     assert line.startswith(f"error: {message}")
     assert [p.name for p in tmp_path.iterdir()] == ["other.txt"]
+
+
+def test_help_and_public_names_need_no_torch():
+    """Which takes seconds to import."""
+    assert set(graphs.__all__) <= set(dir(graphs))
+    assert set(graphs._MODULES) == set(graphs.__all__)
+    code = """
+import sys
+import graphs
+from typer.testing import CliRunner
+from graphs.app.cli import app
+assert "llama-tiny" in CliRunner().invoke(app, ["run", "--help"]).output
+assert "torch" not in sys.modules
+from graphs import *
+DecodeSession, dump
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match=r"^module 'graphs' has no attribute 'nope'$"):
+        _ = graphs.nope
 
 
 def test_backends():
@@ -345,3 +354,13 @@ def test_the_console_script():
 def test_presets_are_reproducible():
     first, second = (load("phi3-tiny").state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_quantized_by_torchao():
+    pytest.importorskip("torchao")
+    report = run(max_new_tokens=4, quantize="fp8_row", backend="TORCH")
+    assert report.ok
+    assert report.session.matches["quantize_output"] == 1, "of the layer, which is compiled once"
+    model = SimpleNamespace(modules=lambda: [torch.nn.Linear(16, 24)], get_output_embeddings=list)
+    with pytest.raises(ValueError, match="sizes are multiples of 16, got none"):
+        graphs.app.run.quantize_linear_layers(model)

@@ -8,12 +8,9 @@ from torch import nn
 
 import fx_passes
 from attn_ops.integrations.merged import MergedWeights, merge_projections
-from graphs.app.arguments import QUANTIZE, RunArguments
-from graphs.app.quantized_linear import QuantizedLinear, quantize_linear_layers
-from graphs.app.run import run
-from tests.kit.marks import long, slow
+from benchmarks.quantized_linear import QuantizedLinear, quantize_linear_layers
 
-SCHEMES = [scheme for scheme in QUANTIZE if scheme != "off"]
+SCHEMES = ["fp8_row", "fp8_static", "fp8_group64", "fp8_group128"]
 
 
 class Model(nn.Module):
@@ -82,16 +79,3 @@ def test_merged_layers_share_a_product():
 def test_no_layer_fits():
     with pytest.raises(ValueError, match="sizes are multiples of 128 with fp8_group128, got none"):
         quantize_linear_layers(Model(96), "fp8_group128", lambda: None)
-
-
-def test_a_run_without_compiling(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
-    report = run(RunArguments(max_new_tokens=2, quantize="fp8_static", backend="TORCH"))
-    assert report.ok
-
-
-@pytest.mark.parametrize("scheme", [*slow(SCHEMES[0]), *long(*SCHEMES[1:3])])
-def test_a_run(scheme):
-    report = run(RunArguments(max_new_tokens=4, quantize=scheme, backend="TORCH"))
-    assert report.ok
-    assert report.matches["quantize_output"] == 1, "of the layer, which is compiled once"

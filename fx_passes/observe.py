@@ -1,4 +1,4 @@
-"""What the passes did: a record per compilation, for reports and dumps, kept only if asked for."""
+"""Records what passes do to graphs, for reports and dumps. Nothing is recorded unless asked for."""
 
 import collections
 import contextlib
@@ -19,11 +19,11 @@ from fx_passes.base import Pass
 from fx_passes.kept import Keeper
 from fx_passes.naming import GraphName
 
-Draw = Callable[[Graph], Callable[[Graph], tuple[str, str]]]
-"""Looks at a Dynamo graph. What it returns draws that graph beside what became of it."""
+Nodes = list[dict[str, Any]]
+"""The nodes of a graph as data."""
 
-Describe = Callable[[Graph, dict[str, str]], list[dict[str, Any]]]
-"""The nodes of a graph as data, given which pass made which node."""
+Describe = Callable[[Graph, dict[str, str]], Nodes]
+"""Describes the nodes of a graph, given which pass made which node."""
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class PassRecord:
     before: str | None = None  # FX text, if the recorder wants texts
     after: str | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    pictures: tuple[str, str] | None = None  # Mermaid, before and after, of a changed Dynamo graph
+    nodes: tuple[Nodes, Nodes] | None = None  # before, after; of a changed graph, if described
     summary: str | None = None  # what it did to a step, in a line, if that is worth a line
     error: str | None = None  # with which it ended; `after` is the graph as it left it
     operators: tuple[dict[str, int], dict[str, int]] | None = None  # before, after; with texts
@@ -57,11 +57,9 @@ class Recorder:
 
     Attributes:
         texts: whether graphs are printed before and after each pass.
-        draw: draws Dynamo graphs before and after each pass, as `fx_passes.pictures` does; None:
-            nothing is drawn.
-        describe: makes data of the nodes of final graphs, as `fx_passes.pictures.nodes` does.
-        directory: where a dump is written of what is collected, for errors; None: there is none.
-        keeper: takes what is compiled, for a file; None: nobody asks.
+        describe: describes the nodes of changed and final graphs; None: they are not kept.
+        directory: of the dump that is being written, for errors; None: there is none.
+        keeper: takes what is compiled, to save it; None: it is not saved.
         passes: runs, in order.
         num_graphs: graphs that Dynamo handed to the backend.
         early_launch: whether the last one's kernels are launched early, and why; None: no GPU.
@@ -72,7 +70,6 @@ class Recorder:
     """
 
     texts: bool = False
-    draw: Draw | None = None
     describe: Describe | None = None
     directory: Path | None = None
     keeper: Keeper | None = None
@@ -80,7 +77,7 @@ class Recorder:
     num_graphs: int = 0
     early_launch: str | None = None
     final_graphs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    final_nodes: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
+    final_nodes: list[Nodes] = dataclasses.field(default_factory=list)
     _made: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     output_code: list[str] = dataclasses.field(default_factory=list)
     sessions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
@@ -94,7 +91,7 @@ class Recorder:
         self.early_launch = None
 
     def checkpoint(self) -> Callable[[], None]:
-        """What drops all that is collected from here on."""
+        """Return a function that drops all that is collected from here on."""
         collected = (self.passes, self.final_graphs, self.final_nodes)
         lengths, made = [len(one) for one in collected], copy.deepcopy(self._made)
 
@@ -141,13 +138,12 @@ class Recorder:
     def watch(self, one: Pass, graph: Graph, name: GraphName) -> Callable[..., None]:
         """Look at a graph before a pass.
 
-        What is returned takes the pass's matches, and its error if it failed, and notes what it did
-        to the graph.
+        Returns a function that records what the pass did. It takes the number of matches, and the
+        error if the pass failed.
         """
         before = graph_text(graph) if self.texts else None
-        names = {node.name for node in graph.nodes} if self.describe else None
+        nodes = self.describe(graph, {}) if self.describe else None
         operators = _operators(graph) if self.texts else None
-        picture = self.draw(graph) if self.draw and one.stage == "dynamo" else None
 
         def note(matches: int, error: Exception | None = None) -> None:
             record = PassRecord(one.name, one.stage, name.text, matches, list(one.skipped))
@@ -156,13 +152,15 @@ class Recorder:
             if error is None:
                 record.facts, record.summary = dict(one.facts), one.summary()
                 record.after = graph_text(graph) if self.texts else None
-                record.pictures = picture(graph) if picture and matches else None
+                if nodes is not None and self.describe is not None and matches:
+                    record.nodes = nodes, self.describe(graph, {})
             else:
                 record.error = f"{type(error).__name__}: {error}"
                 record.after = _text_of_broken(graph) if self.texts else None
             if operators is not None:
                 record.operators = operators, _operators(graph)
-            if names is not None:
+            if nodes is not None:
+                names = {node["name"] for node in nodes}
                 made = self._made.setdefault("" if one.stage == "dynamo" else name.text, {})
                 made.update({n.name: one.name for n in graph.nodes if n.name not in names})
             self.passes.append(record)
@@ -206,7 +204,7 @@ def _in_words(records: list[PassRecord]) -> str:
 _active: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
     "attn_ops_recorders", default=()
 )
-"""Recorders of open blocks. Global: torch calls a backend with nothing of its caller's."""
+"""Recorders of open blocks. Global, because torch passes nothing of the caller to a backend."""
 
 
 @contextlib.contextmanager
@@ -225,15 +223,15 @@ def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
 
 
 def recorders() -> tuple[Recorder, ...]:
-    """Those that are active."""
+    """The active recorders."""
     return _active.get()
 
 
 def _text_of_broken(graph: Graph) -> str:
-    """The graph as a pass left it that failed; it may be none that can be printed."""
+    """The graph as a failed pass left it, which may be too broken to print."""
     try:
         return graph_text(graph)
-    except Exception as error:  # of whatever in it is broken
+    except Exception as error:  # whatever in it is broken
         return f"# it cannot be printed: {type(error).__name__}: {error}"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from graphs.dumps.groups import group_of
 from graphs.dumps.page import whole
 
 Row = tuple[str, str, str, str]
@@ -18,7 +19,7 @@ def compare(a: Path, b: Path) -> dict[str, list[Row]]:
     Raises:
         ValueError: either is no dump, not complete, or of another version.
     """
-    (left, _), (right, _) = whole(a), whole(b)
+    left, right = whole(a), whole(b)
     parts = {
         "what ran": (_ran, None),
         "memory": (_memory, bytes_in_words),
@@ -30,7 +31,7 @@ def compare(a: Path, b: Path) -> dict[str, list[Row]]:
         name: [row for row in _beside(read(left), read(right), words) if row[1] != row[2]]
         for name, (read, words) in parts.items()
     }
-    found["timeline"] = _slower(left["timeline"], right["timeline"])
+    found["timeline"] = _slower(left, right)
     return {name: rows for name, rows in found.items() if rows}
 
 
@@ -94,36 +95,38 @@ def _kernels(data: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _slower(a: dict[str, Any] | None, b: dict[str, Any] | None) -> list[Row]:
-    """Whole step, then groups, then kernels by name, those that lost most time first."""
+def _slower(left: dict[str, Any], right: dict[str, Any]) -> list[Row]:
+    """The whole step, then groups, then kernels by name; those that lost most time come first."""
+    a, b = left["timeline"], right["timeline"]
     if a is None or b is None:
         return []
-    times = [_times(a), _times(b)]
-    names = dict.fromkeys((*times[0], *times[1]))
-    order = sorted(names, key=lambda n: times[0].get(n, 0.0) - times[1].get(n, 0.0))
+    times = [_times(left), _times(right)]
+    order = sorted(
+        dict.fromkeys((*times[0], *times[1])),
+        key=lambda n: (not n.startswith("group "), times[0].get(n, 0.0) - times[1].get(n, 0.0)),
+    )
     rows = [_time_row(n, times[0].get(n), times[1].get(n)) for n in order]
-    whole_step = [
+    step = [
         _time_row("a step, measured", a["replay_us"], b["replay_us"]),
         _time_row("all kernels", a["sum_us"], b["sum_us"]),
         _time_row("gaps", a["gap_us"], b["gap_us"]),
     ]
-    batch = [(str(one["num_reqs"]), str(one["seq_len"])) for one in (a, b)]
-    if batch[0] != batch[1]:
-        one, other = (f"{reqs} requests, {cached} cached tokens each" for reqs, cached in batch)
-        whole_step.insert(0, ("not the same step", one, other, "times do not compare"))
-    groups = [one.get("groups", {}) for one in (a, b)]
-    grouped = [
-        _time_row(f"group {name}", *(one[name]["us"] if name in one else None for one in groups))
-        for name in dict.fromkeys((*groups[0], *groups[1]))
-    ]
-    return whole_step + [row for row in (*grouped, *rows) if row[3]]
+    one, other = (f"{t['num_reqs']} requests, {t['seq_len']} cached tokens each" for t in (a, b))
+    if one != other:
+        step.insert(0, ("not the same step", one, other, "times do not compare"))
+    return step + [row for row in rows if row[3]]
 
 
-def _times(timeline: dict[str, Any]) -> dict[str, float]:
+def _times(data: dict[str, Any]) -> dict[str, float]:
+    """Microseconds by group and by kernel."""
     found: dict[str, float] = {}
-    for row in timeline["rows"]:
-        name = timeline["names"][row[2]]
-        found[name] = found.get(name, 0.0) + row[1]
+    timeline = data["timeline"]
+    for _, us, number, graph, call, _ in timeline["rows"]:
+        name = timeline["names"][number]
+        of = data["kernels"][graph]["calls"][call] if graph >= 0 else None
+        group = of["group"] if of and of["kind"] == "kernel" else group_of(name)
+        for key in (f"group {group}", name):
+            found[key] = found.get(key, 0.0) + us
     return found
 
 

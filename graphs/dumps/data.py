@@ -1,10 +1,4 @@
-"""`dump.json`: everything the page of a dump is made of, but what the raw files say themselves.
-
-"kernels": a list, one entry a compiled graph, in the order of "inductor":
-    {"file", "calls"}; the fields of a call: see `graphs.dumps.kernels`.
-"timeline": what the kernels of one decode step took; see `graphs.dumps.timeline`; null: none.
-"timeline_why": why "timeline" is null, in a line; empty where it is not.
-"""
+"""`dump.json`: what the page of a dump is made of, beside the raw files."""
 
 import dataclasses
 import inspect
@@ -16,82 +10,70 @@ import torch
 
 from fx_passes.observe import PassRecord, Recorder
 from fx_passes.pipeline import pass_classes
+from graphs.dumps.changes import places
 from graphs.dumps.folder import is_dump
 from graphs.dumps.index import Index
-from graphs.dumps.tree import attention_groups, live_rows, module_rows
+from graphs.dumps.model_map import attention_groups, module_rows, weight_bytes
+from graphs.dumps.timeline import Timeline
 
 FILE = "dump.json"
-VERSION = 2
+VERSION = 3
 _FORMAT = "attn-ops dump"
-_PARTS: dict[str, type] = {
-    "index": dict, "sessions": list, "passes": list, "graphs": list, "inductor": list,
-    "kernels": list, "trace": list,
-}  # fmt: skip
+_PARTS = {"index": dict, "sessions": list, "passes": list, "graphs": list}
 
 
-@dataclasses.dataclass
-class Parts:
-    """What `dump.json` says beside what a recorder and an index know."""
+def data_of(
+    recorder: Recorder, index: Index, sessions: list[dict[str, Any]], timeline: Timeline
+) -> str:
+    """The text of `dump.json`.
 
-    passes: list[list[str]]  # files of each run of a pass: before, after; none where it did nothing
-    final: list[str] = dataclasses.field(default_factory=list)  # file of each graph
-    inductor: list[str] = dataclasses.field(default_factory=list)  # file of each compiled graph
-    kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    sessions: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    pictures: list[list[str]] = dataclasses.field(default_factory=list)  # as `passes`
-    trace: list[str] = dataclasses.field(default_factory=list)  # files of torch's structured trace
-    timeline: dict[str, Any] | None = None
-    timeline_why: str = ""
-
-
-def data_of(recorder: Recorder, index: Index, parts: Parts) -> str:
-    """The text of `dump.json`."""
-    runs = zip(recorder.passes, parts.passes, parts.pictures, strict=True)
-    graphs = zip(recorder.final_graphs, recorder.final_nodes, parts.final, strict=True)
+    Args:
+        index: its entries name the files of passes, final graphs and output code, in order.
+        sessions: see `session_data`.
+        timeline: see `graphs.dumps.timeline`.
+    """
+    files: dict[str, list[list[str]]] = {"passes": [], "final": [], "inductor": []}
+    for entry in index.entries:
+        files.setdefault(entry.section, []).append(entry.files)
+    graphs = zip(recorder.final_graphs, recorder.final_nodes, files["final"], strict=True)
     calls = {record.graph_name: record.num_calls for record in recorder.passes}
-    described = [
-        {"name": name, "num_calls": calls.get(name, 1), "file": file, "nodes": nodes}
-        for (name, _), nodes, file in graphs
-    ]
-    for graph, rows in zip(described, live_rows(described), strict=True):
-        graph["live_rows"] = rows
     data = {
         "format": _FORMAT,
         "version": VERSION,
         "torch": torch.__version__,
         "index": dataclasses.asdict(index),
-        "sessions": parts.sessions,
-        "passes": [_pass(*run) for run in runs],
-        "graphs": described,
-        "inductor": parts.inductor,
-        "kernels": parts.kernels,
-        "trace": parts.trace,
-        "timeline": parts.timeline,
-        "timeline_why": parts.timeline_why,
+        "sessions": sessions,
+        "passes": [_pass(*one) for one in zip(recorder.passes, files["passes"], strict=True)],
+        "graphs": [
+            {"name": name, "num_calls": calls.get(name, 1), "file": file, "nodes": nodes}
+            for (name, _), nodes, (file,) in graphs
+        ],
+        "inductor": [file for (file,) in files["inductor"]],
+        "timeline": timeline[0],
+        "timeline_why": timeline[1],
     }
     return json.dumps(data, default=str)
 
 
 def session_data(session: Any) -> dict[str, Any]:
-    """A session's report, the same in words, and bytes by owner."""
+    """A session's report, the same in words, its modules and attention, and bytes by owner."""
     report = session.report()
-    weights = {p.untyped_storage().data_ptr(): p for p in session.original.parameters()}
     return {
         **report.as_dict(),
         "verdict": str(report),
         "backends_against": session.backend_selection.reasons_against,
         "block_size": session.cache.block_size,
-        "modules": module_rows(session.original, session.specs, session.cache.own_blocks),
+        "modules": module_rows(session.original),
         "attention": attention_groups(session.original, session.specs),
         "memory": {
-            "weights": sum(p.untyped_storage().nbytes() for p in weights.values()),
+            "weights": weight_bytes(session.original),
             "cache": session.cache.num_bytes,
             "graph pools": report.graph_bytes,
         },
     }
 
 
-def _pass(record: PassRecord, files: list[str], pictures: list[str]) -> dict[str, Any]:
+def _pass(record: PassRecord, files: list[str]) -> dict[str, Any]:
     before, after = record.operators or ({}, {})
     return {
         "name": record.pass_name,
@@ -108,7 +90,7 @@ def _pass(record: PassRecord, files: list[str], pictures: list[str]) -> dict[str
         "after": after,
         "files": files,
         "facts": record.facts,
-        "pictures": pictures,
+        "places": places(*record.nodes) if record.nodes else [],
     }
 
 
@@ -120,29 +102,26 @@ def _purpose(name: str) -> str:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """What `dump.json` holds.
+    """Read `dump.json`.
 
     Raises:
         ValueError: the directory is no dump, the dump is not complete, or of another version.
     """
     if not is_dump(directory):
         raise ValueError(f"directory must be a dump, got {directory}; `graphs.dump` writes one")
-    path = directory / FILE
-    if not path.is_file() or path.is_symlink():
-        raise ValueError(f"dump must be complete, got {directory} without {FILE}")
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"dump must be complete, got a truncated {path}: {error}") from None
+        data = json.loads(raw(directory, FILE))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"dump must be complete, got a truncated {FILE}: {error}") from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise ValueError(f"{FILE} must be of a dump, got {path} of another format")
+        raise ValueError(f"{FILE} must be of a dump, got {directory / FILE} of another format")
     if data.get("version") != VERSION:
         raise ValueError(
             f"version of a dump must be known, got {data.get('version')!r}; supported: {VERSION}"
         )
     for part, kind in _PARTS.items():
         if not isinstance(data.get(part), kind):
-            raise ValueError(f"dump must be complete, got {path} without {part}")
+            raise ValueError(f"dump must be complete, got {directory / FILE} without {part}")
     return data
 
 

@@ -1,12 +1,11 @@
-"""`dump(directory)`: what became of the model, from Dynamo's graph to Inductor's code, in files.
+"""`dump(directory)`: writes what became of the model, from Dynamo's graph to Inductor's code.
 
 The directory holds:
     index.html             a page to open first; needs no network
     index.md               everything below in order, with match counts and skip reasons
     dump.json              what the page is made of, beside the files below
     passes/                FX text before and after every pass that changed its graph
-    pictures/              flowcharts (Mermaid) before and after, of passes on the Dynamo graph;
-                           which blocks of keys block-sparse layers see (SVG)
+    pictures/              which blocks of keys block-sparse layers see (SVG)
     final/                 the ATen graphs as Inductor got them
     inductor/              Inductor's output code, kernels included
     timeline/              the trace of one decode step, for Perfetto or chrome://tracing
@@ -17,6 +16,8 @@ A part that cannot be made is left out, with a warning and a note in the index.
 """
 
 import contextlib
+import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,27 +29,26 @@ from torch._inductor.codecache import PyCodeCache
 
 from fx_passes.observe import Recorder, recording
 from fx_passes.pipeline import broken_passes
-from graphs.dumps.attempts import Attempts
-from graphs.dumps.data import FILE, Parts, data_of, session_data
+from graphs.dumps import trace
+from graphs.dumps.data import FILE, data_of, session_data
 from graphs.dumps.depyf import writing_depyf_files
 from graphs.dumps.folder import make_room, put
-from graphs.dumps.index import Entry, Index
-from graphs.dumps.kernels import kernels_of
-from graphs.dumps.page import write_page
-from graphs.dumps.raw_files import (
+from graphs.dumps.index import (
+    Entry,
+    Index,
     depyf_entries,
     final_entries,
     inductor_entries,
     layout_entries,
     pass_entry,
-    picture_entries,
     trace_entries,
 )
-from graphs.dumps.timeline.record import timeline_of, timeline_of_call
-from graphs.dumps.trace import compilations, writing_trace
+from graphs.dumps.nodes import nodes_of
+from graphs.dumps.page import write_page
+from graphs.dumps.timeline import Timeline, timeline_of, timeline_of_call
 from graphs.report import SessionReport
 
-_NO_TIMELINE = (None, "it failed; see the notes")
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -71,32 +71,27 @@ def dump(
 
     Raises:
         TypeError: `directory` is no path.
-        ValueError: `directory` is a file, holds something that is not a dump, or holds symbolic
-            links where a dump writes; or `profile` cannot be called.
+        ValueError: `directory` is a file or holds something that is not a dump, or `profile` cannot
+            be called.
     """
     if profile is not None and not callable(profile):
         raise ValueError(f"profile must be None or callable without arguments, got {profile!r:.80}")
-    # Here: without a dump nothing is drawn.
-    from fx_passes.pictures.nodes import nodes_of
-    from fx_passes.pictures.picture import draw
-
-    directory, attempts = make_room(directory), Attempts()
-    recorder = Recorder(
-        True, attempts.drawing(draw), attempts.guarded("nodes of a graph", nodes_of, []), directory
-    )
+    directory, notes = make_room(directory), []
+    describe = functools.partial(_attempt, notes, "nodes of a graph", [], nodes_of)
+    recorder = Recorder(texts=True, describe=describe, directory=directory)
     loaded, failed = {id(module) for module in PyCodeCache.modules}, True
     try:
         with (
             recording(recorder),
-            writing_depyf_files(directory / "depyf", attempts.notes),
-            writing_trace(directory, attempts.notes),
+            writing_depyf_files(directory / "depyf", notes),
+            trace.writing_trace(directory, notes),
             functorch_config.patch(enable_autograd_cache=False),
         ):
             yield directory
             if profile is not None:
                 profile()
     except BaseException as error:
-        attempts.notes.append(
+        notes.append(
             f"The block ended with {type(error).__name__}; this is what was recorded until then."
         )
         raise
@@ -104,30 +99,83 @@ def dump(
         failed = False
     finally:
         modules = [m for m in PyCodeCache.modules if id(m) not in loaded]
-        _write(directory, recorder, modules, attempts, failed, profile)
+        _write(directory, recorder, modules, notes, failed, profile)
+
+
+def _attempt(
+    notes: list[str], what: str, default: Any, function: Callable[..., Any], *args: Any
+) -> Any:
+    """Call a function; if it raises, warn, add a note and return `default`."""
+    try:
+        return function(*args)
+    except Exception as error:
+        line = " ".join(str(error).split()) or "no message"
+        note = f"left out of the dump: {what}: {type(error).__name__}: {line}"
+        if note not in notes:
+            logger.warning(note)
+            notes.append(note)
+        return default
 
 
 def _write(
     directory: Path,
     recorder: Recorder,
     modules: list[ModuleType],
-    attempts: Attempts,
+    notes: list[str],
     failed: bool,
     profile: Callable[[], object] | None,
 ) -> None:
-    parts, entries = _raw_parts(directory, recorder, modules, attempts)
-    if failed:
-        parts.timeline_why = "the block ended with an error"
-    elif profile is not None:
-        record = attempts.guarded("timeline", timeline_of_call, _NO_TIMELINE)
-        parts.timeline, parts.timeline_why = record(profile, directory)
-    else:
-        _add_timeline(directory, recorder, parts, attempts)
-    if parts.timeline is not None:
-        text = f"{parts.timeline['what']}, for https://ui.perfetto.dev or chrome://tracing"
-        entries.append(Entry("timeline", text, [parts.timeline["trace"]], []))
-    entries.append(Entry("data", "what the page `index.html` is made of, beside these", [FILE], []))
-    notes = attempts.notes
+    attempt = functools.partial(_attempt, notes)
+    entries = [pass_entry(directory, i, one) for i, one in enumerate(recorder.passes, 1)]
+    models = [session.original for session in recorder.sessions]
+    entries += attempt("pictures of layouts", [], layout_entries, directory, models)
+    entries += final_entries(directory, recorder)
+    entries += inductor_entries(directory, modules)
+    entries += [*depyf_entries(directory), *trace_entries(directory)]
+    timeline = (None, "the block ended with an error")
+    if not failed:
+        default = (None, "it failed; see the notes")
+        timeline = attempt("timeline", default, _timeline, directory, recorder, profile)
+    if timeline[0] is not None:
+        text = f"{timeline[0]['what']}, for https://ui.perfetto.dev or chrome://tracing"
+        entries.append(Entry("timeline", text, [timeline[0]["trace"]]))
+    entries.append(Entry("data", "what the page `index.html` is made of, beside these", [FILE]))
+    notes += _notes(recorder, modules)
+    sessions = [
+        found
+        for one in recorder.sessions
+        if (found := attempt("session", None, lambda s: (s.report(), session_data(s)), one))
+    ]
+    text = (directory / trace.FILE).read_text() if (directory / trace.FILE).is_file() else ""
+    compiled = trace.compilations(text)
+    index = Index(
+        num_graphs=recorder.num_graphs or len(compiled),  # the backend counts them, if it is ours
+        matches=recorder.matches_in_words(),
+        summaries=recorder.summaries(),
+        sessions=[_session_line(report) for report, _ in sessions],
+        compiled=[_compiled_line(one) for one in compiled],
+        notes=notes,
+        entries=entries,
+    )
+    put(directory, "index.md", index.markdown())
+    put(directory, FILE, data_of(recorder, index, [data for _, data in sessions], timeline))
+    attempt("page", None, write_page, directory)
+
+
+def _timeline(
+    directory: Path, recorder: Recorder, profile: Callable[[], object] | None
+) -> Timeline:
+    """Record a call of `profile`, else a step of the session that has captured most."""
+    if profile is not None:
+        return timeline_of_call(profile, directory)
+    sessions = sorted(recorder.sessions, key=lambda one: len(one.graphs or ()))
+    if not sessions or not recorder.final_graphs:
+        return None, "no decode session was compiled inside"
+    return timeline_of(sessions[-1], directory)
+
+
+def _notes(recorder: Recorder, modules: list[ModuleType]) -> list[str]:
+    notes = [f"The installed pass {n} is left out: {why}." for n, why in broken_passes().items()]
     if not recorder.passes and not modules:
         notes.append(
             "Nothing was compiled inside. A DecodeSession compiles its model once more in "
@@ -139,61 +187,7 @@ def _write(
             "No pass of attn_ops ran: torch.compile runs them with backend='attn_ops', and some "
             "with options=fx_passes.options()."
         )
-    described = attempts.guarded("session", lambda one: (one.report(), session_data(one)), None)
-    sessions = [found for one in recorder.sessions if (found := described(one)) is not None]
-    parts.sessions += [data for _, data in sessions]
-    lines = [_session_line(report) for report, _ in sessions]
-    notes += [f"The installed pass {n} is left out: {why}." for n, why in broken_passes().items()]
-    matches, summaries = recorder.matches_in_words(), recorder.summaries()
-    found = [one for name in parts.trace for one in compilations((directory / name).read_text())]
-    num_graphs = recorder.num_graphs or len(found)  # the backend counts them, if it is ours
-    compiled = [_compiled_line(one) for one in found]
-    index = Index(num_graphs, matches, summaries, lines, notes, entries, compiled)
-    put(directory, "index.md", index.markdown())
-    put(directory, FILE, data_of(recorder, index, parts))
-    attempts.guarded("page", write_page, None)(directory)
-
-
-def _raw_parts(
-    directory: Path, recorder: Recorder, modules: list[ModuleType], attempts: Attempts
-) -> tuple[Parts, list[Entry]]:
-    """Write the raw files; what `dump.json` says of them, and their lines in the index."""
-    entries = [pass_entry(directory, i, p) for i, p in enumerate(recorder.passes, 1)]
-    parts = Parts(passes=[entry.files for entry in entries])
-    pictures = picture_entries(directory, recorder.passes)
-    parts.pictures = [pictures[i].files if i in pictures else [] for i in range(len(entries))]
-    entries += pictures.values()
-    layouts = attempts.guarded("pictures of layouts", layout_entries, [])
-    entries += layouts(directory, [session.original for session in recorder.sessions])
-    final, inductor = final_entries(directory, recorder), inductor_entries(directory, modules)
-    parts.final = [entry.files[0] for entry in final]
-    parts.inductor = [entry.files[0] for entry in inductor]
-    codes = [(directory / name).read_text("utf-8") for name in parts.inductor]
-    calls = attempts.guarded("kernels", kernels_of, [[] for _ in codes])(codes)
-    parts.kernels = [
-        {"file": name, "calls": found} for name, found in zip(parts.inductor, calls, strict=True)
-    ]
-    traces = trace_entries(directory)
-    parts.trace = [name for entry in traces for name in entry.files]
-    return parts, [*entries, *final, *inductor, *depyf_entries(directory), *traces]
-
-
-def _add_timeline(directory: Path, recorder: Recorder, parts: Parts, attempts: Attempts) -> None:
-    """Of the session that has captured most, of those that were compiled here."""
-    sessions = sorted(recorder.sessions, key=lambda one: len(one.graphs or ()))
-    if not sessions or not parts.inductor:
-        parts.timeline_why = "no decode session was compiled inside"
-        return
-    calls = {record.graph_name: record.num_calls for record in recorder.passes}
-    names = [name for name, _ in recorder.final_graphs]
-    graphs = [
-        {"name": name, "calls": code["calls"], "num_calls": calls.get(name, 1)}
-        for name, code in zip(names, parts.kernels, strict=False)
-    ]
-    alone = len(sessions) == 1 and len(names) == len(parts.kernels)
-    record = attempts.guarded("timeline", timeline_of, _NO_TIMELINE)
-    found = record(sessions[-1], directory, graphs if alone else [])
-    parts.timeline, parts.timeline_why = found
+    return notes
 
 
 def _compiled_line(one: dict[str, Any]) -> str:

@@ -1,122 +1,100 @@
-"""`index.html`: one page for a dump, made of `dump.json` and the raw files alone."""
+"""`index.html`: one page for a dump, made from `dump.json` and the raw files alone."""
 
 import base64
 import hashlib
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from fx_passes.naming import runs_in
-from graphs.dumps.calls import beside_graph
+from graphs.dumps import trace
+from graphs.dumps.assigned import beside_calls
+from graphs.dumps.changes import rows
 from graphs.dumps.data import raw, read
-from graphs.dumps.difference import rows
 from graphs.dumps.folder import put
-from graphs.dumps.index import Entry, Index
-from graphs.dumps.places import places
-from graphs.dumps.timeline.assigned import beside_calls
-from graphs.dumps.trace import compilations, origins
+from graphs.dumps.index import SECTIONS
+from graphs.dumps.kernels import Sizes, calls_of
+
+_SCRIPTS = ("parts.js", "pictures.js", "model.js", "passes.js", "timeline.js", "page.js")
 
 
 def write_page(directory: Path) -> Path:
-    """Make the page of a dump, once more if there is one; its path.
+    """Make the page of a dump, again if there is one; returns its path.
 
     Raises:
         ValueError: the directory is no dump, the dump is not complete, or of another version.
     """
-    return directory / put(directory, "index.html", page_of(directory))
-
-
-def page_of(directory: Path) -> str:
-    """The text of the page; errors: see `write_page`."""
-    data, index = whole(directory)
-    parts = files("graphs.dumps") / "web"
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    names = (
-        "parts.js",
-        "layout.js",
-        "words.js",
-        "graph.js",
-        "places.js",
-        "passes.js",
-        "timeline.js",
-        "page.js",
-    )
+    data, parts = whole(directory), files("graphs.dumps") / "web"
     style = (parts / "page.css").read_text("utf-8")
-    script = "\n".join((parts / name).read_text("utf-8") for name in names)
-    return environment.from_string((parts / "page.html").read_text("utf-8")).render(
-        data=json.dumps(data).replace("<", "\\u003c"),
-        style=style,
-        style_hash=_hash(style),
-        script=script,
-        script_hash=_hash(script),
-        listing=index.html(),
-    )
+    script = "\n".join((parts / name).read_text("utf-8") for name in _SCRIPTS)
+    texts = {
+        "data": json.dumps(data).replace("<", "\\u003c"),
+        "style": style,
+        "style_hash": _hash(style),
+        "script": script,
+        "script_hash": _hash(script),
+    }
+    page = (parts / "page.html").read_text("utf-8")
+    page = re.sub(r"\{\{ (\w+) \}\}", lambda match: texts[match[1]], page)
+    return directory / put(directory, "index.html", page)
 
 
 def _hash(text: str) -> str:
-    """By which the page allows a script or style of its own, and no other."""
+    """The hash by which the page allows its own script and style, and no other."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def whole(directory: Path) -> tuple[dict[str, Any], Index]:
+def whole(directory: Path) -> dict[str, Any]:
     """`dump.json` with what the raw files say; errors: see `write_page`."""
     data = read(directory)
     try:
-        index = _index(data["index"])
-        _fill(data, index, directory)
+        _fill(data, directory)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"dump must be complete, got {directory}: {error!r}") from error
-    return data, index
+    return data
 
 
-def _index(data: dict[str, Any]) -> Index:
-    entries = [Entry(**entry) for entry in data["entries"]]
-    return Index(**{**data, "entries": entries})
-
-
-def _fill(data: dict[str, Any], index: Index, directory: Path) -> None:
-    """Differences, kernels and the timeline, from the raw files."""
+def _fill(data: dict[str, Any], directory: Path) -> None:
+    """Add differences, kernels and the timeline, from the raw files."""
+    data["sections"] = SECTIONS
+    data["files"] = [name for entry in data["index"]["entries"] for name in entry["files"]]
+    texts = {name: raw(directory, name) for name in (*data["files"], *data["inductor"])}
     for record in data["passes"]:
-        texts = [raw(directory, name) for name in record["files"]]
-        record["difference"] = rows(*texts) if len(texts) == 2 else None
-        record["places"] = places(*texts) if texts and not record["pictures"] else []
-        record["drawn"] = [raw(directory, name) for name in record["pictures"]]
-    data["kernels"] = _kernels(data, directory)
-    data["files"] = [name for entry in index.entries for name in entry.files]
-    for name in (*data["files"], *data["inductor"]):
-        raw(directory, name)
-    data["compiled"] = [one for name in data["trace"] for one in compilations(raw(directory, name))]
+        sides = [texts[name] for name in record["files"]]
+        record["difference"] = rows(*sides) if len(sides) == 2 else None
+    log = texts.get(trace.FILE, "")
+    data["compiled"] = trace.compilations(log)
+    data["kernels"] = _kernels(data, [texts[name] for name in data["inductor"]], log)
     if data["timeline"] is not None:
-        names = [graph["name"] for graph in data["graphs"]]
-        kind = data["timeline"]["kind"]
-        found = [
+        names, kind = [graph["name"] for graph in data["graphs"]], data["timeline"]["kind"]
+        ran = [
             one["calls"]
             if one["graph"] is None or runs_in(names[one["graph"]], names, kind)
             else []
             for one in data["kernels"]
         ]
-        calls = [one["num_calls"] for one in data["kernels"]]
-        devices = [session["device"] for session in data["sessions"]]  # where the timeline has none
-        on_gpu = data["timeline"].setdefault("device", *devices[:1] or ["cpu"]) != "cpu"
-        data["timeline"] = beside_calls(data["timeline"], found, calls, on_gpu)
+        num_calls = [one["num_calls"] for one in data["kernels"]]
+        data["timeline"] = beside_calls(data["timeline"], ran, num_calls)
 
 
-def _kernels(data: dict[str, Any], directory: Path) -> list[dict[str, Any]]:
-    """Of every file of Inductor's code, with the graph that it was made of where that is known."""
-    codes, graphs = data["kernels"], data["graphs"]
-    traced = [one for name in data["trace"] for one in origins(raw(directory, name))]
-    traced = traced if len(traced) == len(codes) else [{}] * len(codes)
-    block_size = next((s["block_size"] for s in data["sessions"]), 16)
-    pairs = len(graphs) == len(codes)
+def _kernels(data: dict[str, Any], codes: list[str], log: str) -> list[dict[str, Any]]:
+    """The calls of each file of Inductor's code, and the graph that it was made of if known."""
+    step, graphs, origins = data["timeline"] or {}, data["graphs"], trace.origins(log)
+    origins = origins if len(origins) == len(codes) else [{}] * len(codes)
+    sizes = Sizes(
+        num_tokens=step.get("num_tokens", 1),
+        num_cached=step.get("seq_len") or 0,
+        num_reqs=step.get("num_reqs") or 1,
+        block_size=next((one["block_size"] for one in data["sessions"]), 16),
+    )
     found = []
-    for i, code in enumerate(codes):
-        nodes = graphs[i]["nodes"] if pairs else []
-        calls = beside_graph(code["calls"], nodes, traced[i], block_size)
-        num_calls = graphs[i]["num_calls"] if pairs else 1
+    for i, (code, file) in enumerate(zip(codes, data["inductor"], strict=True)):
+        graph = graphs[i] if len(graphs) == len(codes) else {"nodes": [], "num_calls": 1}
+        calls = calls_of(code, origins[i], graph["nodes"], sizes)
+        number = i if len(graphs) == len(codes) else None
         found.append(
-            {**code, "calls": calls, "graph": i if pairs else None, "num_calls": num_calls}
+            {"file": file, "graph": number, "num_calls": graph["num_calls"], "calls": calls}
         )
     return found

@@ -53,7 +53,7 @@ def _drop_if_empty(path: Path) -> None:
 
 
 def origins(text: str) -> list[dict[str, list[str]]]:
-    """Of every graph that Inductor compiled, in order: the nodes of each `kernel:call`.
+    """The nodes of each `kernel:number`, for every graph that Inductor compiled, in order.
 
     Lines that are no JSON, and payloads of another form, are passed over.
     """

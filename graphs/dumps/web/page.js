@@ -21,8 +21,16 @@ function move(by) {
   const next = all[(at + by + all.length) % all.length];
   next.classList.add("on"); next.scrollIntoView({ block: "nearest" });
 }
+function files() {
+  const out = place("files"), { entries } = data.index;
+  for (const [key, title] of Object.entries(data.sections)) {
+    const rows = entries.map((one, i) => [i + 1, one]).filter(([, one]) => one.section === key);
+    if (rows.length) out.append(make("h2", {}, title), make("table", {}, ...rows.map(([number, one]) => row(dim(number), make("span", {}, one.text,
+      ...one.files.map(file => make("div", {}, link(file))), ...one.skipped.map(why => make("div", { class: "dim" }, `left alone: ${why}`)))))));
+  }
+}
 const VIEWS = { ran: "ran", model: "model", graph: "model", module: "model", pass: "pass", kernel: "kernel", timeline: "timeline", files: "files" };
-const MAKERS = { ran, model, pass: passes, kernel: kernels, timeline, files: () => {} }, made = new Set();
+const MAKERS = { ran, model, pass: passes, kernel: kernels, timeline, files }, made = new Set();
 function go() {
   let text = location.hash.slice(1);
   try { text = decodeURIComponent(text); } catch { text = ""; }

@@ -30,10 +30,7 @@ const layerKind = graph => {
 };
 const batch = () => data.timeline?.num_reqs ?? 1;
 const cached = () => (data.timeline?.seq_len ?? 0) * batch();
-// Bytes of a call in the recorded step; without one, with one token and an empty cache.
-const moved = call => call.bytes && call.bytes.fixed + call.bytes.per_token * batch() + call.bytes.per_cached_token * cached();
 // A name stands for its first call; later ones have their number behind it.
 const kernelHref = (i, j) => { const { calls } = data.kernels[i], { name } = calls[j]; return `#kernel=${i}=${name}${calls.findIndex(one => one.name === name) === j ? "" : `=${j}`}`; };
 // The module of a call's last node, without the number of its layer: `self_attn.q_proj`.
 const moduleOf = call => call.module.replace(/^.*\.\d+\./, "");
-const callKind = call => call.source ? "kernel" : call.name.includes("attention") ? "attention" : /mm|linear|product/.test(call.name) ? "product" : "other";

@@ -73,7 +73,6 @@ function showPass(number) {
   for (const why of one.skipped) { const text = why.replace(/^\w+: /, ""); (reasons[text] ||= []).push(/^(\w+): /.exec(why)?.[1] || ""); }
   if (one.skipped.length) parts.push(make("h3", {}, `Left alone: ${plural(one.skipped.length, "place")}`),
     make("ul", {}, ...Object.entries(reasons).map(([why, places]) => make("li", {}, why, places[0] ? dim(`   ${places.slice(0, 12).join(", ")}${places.length > 12 ? ` and ${places.length - 12} more` : ""}`) : ""))));
-  if (one.drawn.length === 2) parts.push(make("h3", {}, "Before and after"), make("div", { class: "flow" }, ...one.drawn.map((text, i) => make("div", {}, link(one.pictures[i]), flowchart(text)))));
   if (one.difference) {
     const table = make("table", {}, make("colgroup", {}, ...["48px", "", "48px", ""].map(width => make("col", { style: `width:${width}` }))));
     for (const [mark, i, left, j, right] of one.difference.rows) {
@@ -87,16 +86,4 @@ function showPass(number) {
     parts.push(make("h3", {}, "Line by line"), make("p", {}, dim("before "), link(one.files[0]), dim("   after "), link(one.files[1]), dim(more)), make("div", { class: "diff" }, table));
   } else parts.push(note("The graph stayed as it was."));
   out.replaceChildren(...parts.filter(Boolean));
-}
-
-// The flowcharts of a dump are of one form: `id["label"]:::rows` and `a --> b`; anything else is shown as text.
-function flowchart(text) {
-  const names = new Map(), boxes = [], edges = [], joined = new Set(text.match(/\w+(?= -[.-]+>)|(?<=-[.-]+>(?:\|.*?\|)? )\w+/g) || []);
-  for (const line of text.split("\n")) {
-    const label = /^\s*(\w+)[\[({/>]+"(.*?)"[\])}/]+(?::::(\w+))?/.exec(line), edge = /^\s*(\w+) -[.-]+>(?:\|.*?\|)? (\w+)/.exec(line);
-    if (label && joined.has(label[1])) { names.set(label[1], boxes.length); boxes.push({ lines: label[2].split("<br/>"), title: label[2].replaceAll("<br/>", "\n"), colour: label[3] === "logits" ? "--ours" : "--model", width: 200, height: 36, inputs: [] }); }
-    else if (edge) edges.push([names.get(edge[1]), names.get(edge[2])]);
-  }
-  for (const [a, b] of edges) if (a < b) boxes[b].inputs.push(a);
-  return boxes.length && boxes.length <= 150 ? make("div", {}, boxPicture(boxes), boxes.some(b => b.colour === "--ours") ? keys([["all rows of the batch", "--model"], ["logits rows alone", "--ours"]]) : "") : make("pre", {}, text);
 }

@@ -8,7 +8,7 @@ import torch
 import fx_passes
 import graphs
 from attn_ops.integrations.merged import merge_projections
-from graphs.dumps.data import read
+from graphs.dumps.page import whole
 from tests.gpu import graph_cases as cases
 
 pytestmark = pytest.mark.gpu
@@ -48,14 +48,24 @@ def dumped(tmp_path_factory, make_model, request):
 
 
 @pytest.fixture(scope="module")
-def timeline(dumped):
-    data = read(dumped[0])
+def page(dumped):
+    data = whole(dumped[0])
     assert data["timeline"] is not None, (data["timeline_why"], data["index"]["notes"])
-    return data["timeline"]
+    return data
 
 
-def rows(timeline, group):
-    return [row for row in timeline["kernels"] if row["group"] == group]
+@pytest.fixture(scope="module")
+def timeline(page):
+    return page["timeline"]
+
+
+def calls(page, group):
+    """Calls of a group in the recorded step, with how often each runs."""
+    found = []
+    for one in page["timeline"]["calls"]:
+        call = page["kernels"][one["graph"]]["calls"][one["call"]] if one["graph"] >= 0 else None
+        found += [one] if call and call["group"] == group else []
+    return found
 
 
 def test_the_session_does_not_notice(dumped):
@@ -70,57 +80,55 @@ def test_times_add_up_to_the_replay(timeline):
     assert timeline["span_us"] == pytest.approx(timeline["replay_us"], rel=0.05)
     total = timeline["sum_us"] + timeline["gap_us"]
     assert total == pytest.approx(timeline["span_us"], abs=0.1)
-    grouped = sum(group["us"] for group in timeline["groups"].values())
-    assert grouped == pytest.approx(sum(row["us"] for row in timeline["kernels"]), rel=1e-3)
+    assert sum(row[1] for row in timeline["rows"]) == pytest.approx(timeline["sum_us"], rel=1e-3)
 
 
-def test_layers_are_found(timeline):
-    assert timeline["num_layers"] == LAYERS
-    attention = {row["layer"] for row in rows(timeline, "attention")}
-    assert set(range(LAYERS)) <= attention
+def test_kernels_are_assigned(page):
+    """To calls, and to layers: each has its attention, and Inductor's kernels are all found."""
+    names, codes = page["timeline"]["names"], page["kernels"]
+    for _, _, name, graph, call, _ in page["timeline"]["rows"]:
+        if names[name].startswith("triton_"):
+            assert codes[graph]["calls"][call]["name"] == names[name]
+    assert sum(one["num"] for one in calls(page, "attention")) == LAYERS
+    assert {row[5] for row in page["timeline"]["rows"]} >= set(range(1, LAYERS + 1))
 
 
-def test_bytes_of_products(timeline):
+def test_bytes_of_products(page):
     """Weights once; merged or not, every product reads its rows and writes its results."""
-    assert timeline["notes"] == []
     width = (HEADS + 2 * KV_HEADS) * SIZE
     weights = LAYERS * (HIDDEN * width + HEADS * SIZE * HIDDEN + 3 * HIDDEN * MLP)
     weights = 2 * (weights + HIDDEN * VOCAB)
-    found = sum(row["bytes"] or 0 for row in rows(timeline, "products"))
+    found = sum(one["num"] * one["bytes"] for one in calls(page, "products"))
     widest = LAYERS * (5 * HIDDEN + HEADS * SIZE + width + HIDDEN + 3 * MLP + HIDDEN)
     rows_moved = 2 * BATCH * (widest + HIDDEN + VOCAB)
     assert weights < found <= (weights + rows_moved) * 1.001  # a kernel may read a norm's weight
 
 
-def test_bytes_of_attention_and_of_writes(timeline):
+def test_bytes_of_attention_and_of_writes(page):
     """Keys and values of all cached tokens, q and the output; a token's keys and values."""
     token = 2 * KV_HEADS * SIZE * 2
-    expected = BATCH * (timeline["seq_len"] * token + 2 * HEADS * SIZE * 2)
-    by_layer: dict[int, int] = {}
-    for row in rows(timeline, "attention"):
-        if row["bytes"] is not None and row["layer"] is not None:
-            by_layer[row["layer"]] = by_layer.get(row["layer"], 0) + row["bytes"]
-    assert by_layer == dict.fromkeys(range(LAYERS), expected)
-    writes = rows(timeline, "KV write")
-    assert len(writes) >= LAYERS
-    assert all(row["detail"] == f"{BATCH * token} bytes into the layer's cache" for row in writes)
-    moved = sum(row["bytes"] for row in writes if row["bytes"] is not None)
-    assert moved >= LAYERS * BATCH * token
+    expected = BATCH * (page["timeline"]["seq_len"] * token + 2 * HEADS * SIZE * 2)
+    assert {one["bytes"] for one in calls(page, "attention")} == {expected}
+    writes = calls(page, "KV write")
+    assert sum(one["num"] for one in writes) >= LAYERS
+    assert sum(one["num"] * one["bytes"] for one in writes) >= LAYERS * BATCH * token
 
 
-def test_shares_are_of_a_measured_copy(timeline):
+def test_shares_are_of_a_measured_copy(page, timeline):
     assert "a copy of" in timeline["bandwidth_from"]
     properties = torch.cuda.get_device_properties(0)
     assert timeline["bandwidth"] > 1e11, properties.name
-    for row in rows(timeline, "products"):
-        if row["share"] is not None:
-            assert 0 < row["share"] < 1.5  # weights of a small model stay in the L2 cache in part
+    for one in calls(page, "products"):
+        assert (
+            0 < one["of_bandwidth"] < 1.5
+        )  # weights of a small model stay in the L2 cache in part
 
 
 def test_the_trace_loads(dumped, timeline):
     trace = json.loads((dumped[0] / timeline["trace"]).read_text())
     names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "kernel"]
-    assert len(names) == sum(not n["name"].startswith("Mem") for n in timeline["kernels"])
+    ran = [timeline["names"][row[2]] for row in timeline["rows"]]
+    assert len(names) == sum(not name.startswith("Mem") for name in ran)
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "NONE"])
@@ -129,9 +137,9 @@ def test_other_modes(make_model, tmp_path, mode):
     session = graphs.DecodeSession(compiled, cudagraph_mode=mode, **cases.SMALL)
     with graphs.dump(tmp_path) as directory:
         expected = session.generate(PROMPTS[:3], 6)
-    data = read(directory)
+    data = whole(directory)
     assert data["timeline"] is not None, (data["timeline_why"], data["index"]["notes"])
-    assert data["timeline"]["kernels"]
+    assert data["timeline"]["rows"]
     assert session.generate(PROMPTS[:3], 6) == expected
 
 
@@ -141,11 +149,11 @@ def test_a_function_that_is_profiled(tmp_path):
     function = torch.compile(lambda: torch.relu(x @ w), options=fx_passes.options())
     with graphs.dump(tmp_path, profile=function) as directory:
         pass
-    data = read(directory)
+    data = whole(directory)
     timeline = data["timeline"]
     assert timeline is not None, (data["timeline_why"], data["index"]["notes"])
     assert (timeline["kind"], timeline["device"]) == ("profile", "cuda")
-    assert {row["group"] for row in timeline["kernels"]} >= {"products"}
+    assert calls(data, "products")
     assert timeline["sum_us"] <= timeline["replay_us"] * 1.5
     assert timeline["bandwidth"] > 1e11
     assert (directory / "index.html").is_file()

@@ -2,27 +2,27 @@
 
 import pytest
 
-from graphs.dumps.output_code.groups import group_of
-from graphs.dumps.timeline.assigned import beside_calls
-
-SIZES = {"fixed": 1000, "per_token": 10, "per_cached_token": 0}
+from graphs.dumps.assigned import beside_calls
+from graphs.dumps.groups import ATTENTION, PRODUCTS, group_of
 
 
-def call(name, source="", sizes=None, module=""):
+def call(name, num_bytes=None, module=""):
     group = group_of(name)
-    return {"name": name, "source": source, "bytes": sizes, "group": group, "module": module}
+    kind = {PRODUCTS: "product", ATTENTION: "attention"}.get(group, "operator")
+    kind = "kernel" if "fused" in name else kind
+    return {"name": name, "kind": kind, "bytes": num_bytes, "group": group, "module": module}
 
 
 LAYER = [
-    call("triton_red_fused_0", "def"),
-    call("extern_kernels.mm", sizes={"fixed": 48_000_000, "per_token": 1, "per_cached_token": 0}),
-    call("triton_poi_fused_index_put_1", "def", SIZES),
-    call("torch.ops.attn_ops.attention.default", "", {**SIZES, "per_cached_token": 4}),
+    call("triton_red_fused_0"),
+    call("extern_kernels.mm", 48_000_008),
+    call("triton_poi_fused_index_put_1", 1080),
+    call("torch.ops.attn_ops.attention.default", 5080),
     call("extern_kernels.mm"),
-    call("triton_red_fused_2", "def"),
+    call("triton_red_fused_2"),
 ]
-GRAPHS = [[call("triton_poi_fused_embedding_0", "def")], LAYER,
-          [call("triton_red_fused_0", "def"), call("extern_kernels.mm")]]  # fmt: skip
+GRAPHS = [[call("triton_poi_fused_embedding_0")], LAYER,
+          [call("triton_red_fused_0"), call("extern_kernels.mm")]]  # fmt: skip
 IN_LAYER = [
     ("triton_red_fused_0", 2.0, 0),
     ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", 15.0, 1),
@@ -36,7 +36,7 @@ IN_LAYER = [
 BEFORE = [("prepare_varlen_num_blocks_kernel", 1.0, -1), ("triton_poi_fused_embedding_0", 1.0, 0)]
 AFTER = [("triton_red_fused_0", 2.0, 0), ("nvjet_tst_192x8", 40.0, 1), ("_argmax_kernel", 3.0, -1)]
 TIMELINE = {
-    "kind": "replay", "what": "replay of a captured step",
+    "device": "cuda:0", "kind": "replay", "what": "replay of a captured step",
     "num_reqs": 8, "num_tokens": 8, "seq_len": 125,
     "bandwidth": 4.8e12, "replay_us": 152.0, "sum_us": 155.0,
 }  # fmt: skip
@@ -45,14 +45,14 @@ TIMELINE = {
 def step(num_layers=3, gap=0.5):
     kernels, rows, now = [*BEFORE, *IN_LAYER * num_layers, *AFTER], [], 0.0
     for name, us, _ in kernels:
-        rows.append({"name": name, "start_us": now, "us": us, "bytes": None})
+        rows.append({"name": name, "start_us": now, "us": us})
         now += us + gap
     return {**TIMELINE, "kernels": rows}, kernels
 
 
 def test_kernels_are_assigned_to_calls_and_layers():
     given, kernels = step()
-    found = beside_calls(given, GRAPHS, [1, 3, 1], on_gpu=True)
+    found = beside_calls(given, GRAPHS, [1, 3, 1])
     wanted = [number for _, _, number in kernels]
     assert [row[4] for row in found["rows"]] == wanted
     graphs = [-1, 0, *[1] * 24, 2, 2, -1]
@@ -63,53 +63,37 @@ def test_kernels_are_assigned_to_calls_and_layers():
 
 def test_times_and_bandwidth():
     given, kernels = step()
-    found = beside_calls(given, GRAPHS, [1, 3, 1], on_gpu=True)
+    found = beside_calls(given, GRAPHS, [1, 3, 1])
     first, second = found["calls"][:2]
     assert (first["graph"], first["call"], first["num"], first["total_us"]) == (1, 1, 3, 51.0)
     assert first["bytes"] == 48_000_008
     assert first["of_bandwidth"] == pytest.approx(48_000_008 / (17e-6 * 4.8e12))
     assert (second["graph"], second["call"], second["num"]) == (2, 1, 1)
     attention = next(one for one in found["calls"] if one["call"] == 3)
-    assert attention["bytes"] == 1000 + 8 * 10 + 1000 * 4
+    assert attention["bytes"] == 5080
     assert first["of_step"] == pytest.approx(51 / 155)
     assert sum(one["total_us"] for one in found["calls"]) == sum(us for _, us, _ in kernels) == 155
     assert sum(one["of_step"] for one in found["calls"]) == pytest.approx(1)
 
 
-def test_bytes_of_the_timeline_come_first():
-    given, kernels = step()
-    for row, (name, _, _) in zip(given["kernels"], kernels, strict=True):
-        if "FlashAttnFwdSm90" in name:
-            row["bytes"] = 7_000_000
-    found = beside_calls(given, GRAPHS, [1, 3, 1], on_gpu=True)
-    attention = next(one for one in found["calls"] if one["call"] == 3)
-    assert (attention["num"], attention["each_us"], attention["bytes"]) == (3, 8.0, 7_000_000)
-    assert attention["of_bandwidth"] == pytest.approx(7e6 / (8e-6 * 4.8e12))
+def timeline_of(names):
+    rows = [{"name": n, "start_us": 10.0 * i, "us": 5.0} for i, n in enumerate(names)]
+    more = {"device": "cpu", "bandwidth": None, "sum_us": 5.0 * len(names), "kernels": rows}
+    return {**TIMELINE, **more}
 
 
 def test_operators_of_a_cpu_leave_out_its_kernels():
     names = ["aten::zeros", "aten::mm", "attn_ops::attention", "aten::mm", "attn_ops::advance_step"]
-    rows = [
-        {"name": n, "start_us": 10.0 * i, "us": 5.0, "bytes": None} for i, n in enumerate(names)
-    ]
-    given = {**TIMELINE, "bandwidth": None, "kernels": rows}
-    found = beside_calls(given, [LAYER], [1], on_gpu=False)
+    found = beside_calls(timeline_of(names), [LAYER], [1])
     assert [row[4] for row in found["rows"]] == [-1, 1, 3, 4, -1]
-    empty = beside_calls({**given, "kernels": []}, [LAYER], [1], on_gpu=False)
+    empty = beside_calls(timeline_of([]), [LAYER], [1])
     assert (empty["rows"], empty["calls"]) == ([], [])
 
 
-def timeline_of(names):
-    rows = [
-        {"name": n, "start_us": 10.0 * i, "us": 5.0, "bytes": None} for i, n in enumerate(names)
-    ]
-    return {**TIMELINE, "bandwidth": None, "sum_us": 5.0 * len(names), "kernels": rows}
-
-
 def test_the_head_of_a_cpu_is_no_part_of_the_last_layer():
-    head = [call("cpp_fused_0", "def"), call("extern_kernels.mm", module="lm_head")]
+    head = [call("cpp_fused_0"), call("extern_kernels.mm", module="lm_head")]
     names = ["aten::mm", "attn_ops::attention", "aten::mm"] * 2 + ["aten::mm", "aten::argmax"]
-    found = beside_calls(timeline_of(names), [LAYER, head], [2, 1], on_gpu=False)
+    found = beside_calls(timeline_of(names), [LAYER, head], [2, 1])
     assert [row[3:6] for row in found["rows"]] == [
         [0, 1, 1], [0, 3, 1], [0, 4, 1], [0, 1, 2], [0, 3, 2], [0, 4, 2], [1, 1, 0], [-1, -1, 0],
     ]  # fmt: skip
@@ -131,7 +115,7 @@ def test_layers_of_graphs_that_are_called_once_are_those_of_modules():
     code = [[first, *layer_of(0)], layer_of(1), [*layer_of(3), *layer_of(4), last]]
     layer = ["aten::mm", "attn_ops::attention", "aten::mm"]
     names = ["aten::mm", *layer * 5, "aten::mm", "attn_ops::advance_step"]
-    found = beside_calls(timeline_of(names), code, [1, 2, 1], on_gpu=False)
+    found = beside_calls(timeline_of(names), code, [1, 2, 1])
     wanted = [0, *(number for number in range(1, 6) for _ in layer), 0, 0]
     assert [row[5] for row in found["rows"]] == wanted
 
@@ -140,5 +124,5 @@ def test_layers_go_on_after_one_that_is_called_alone():
     layer = ["aten::mm", "attn_ops::attention", "aten::mm"]
     code = [layer_of(0), [call("extern_kernels.bmm"), *layer_of(2)]]
     names = [*layer * 2, "aten::bmm", *layer * 2]
-    found = beside_calls(timeline_of(names), code, [3, 1], on_gpu=False)
+    found = beside_calls(timeline_of(names), code, [3, 1])
     assert [row[5] for row in found["rows"] if row[4] >= 0][-6:] == [3, 3, 3, 4, 4, 4]

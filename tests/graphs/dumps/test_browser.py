@@ -86,7 +86,8 @@ def test_the_views_hold_what_the_data_says(copied):
         await open_("#kernel");
         out.calls = all("#kernel tr[id]").length;
         out.times = texts("#kernel tr[id] td:nth-child(4)").filter(text => text.includes(" x "));
-        await open_(`#pass=${data.passes.findIndex(one => one.places.length)}`);
+        const isOfViews = one => one.name === "collapse_views" && one.places.length;
+        await open_(`#pass=${data.passes.findIndex(isOfViews)}`);
         const rows = all("#shown tr.link");
         out.became = rows.map(one => [...one.cells].map(cell => cell.textContent));
         const boxes = () => texts("#shown .flow g title").map(text => text.split(" ")[0]);
@@ -113,7 +114,8 @@ def test_the_views_hold_what_the_data_says(copied):
     ran = [one for one in data["timeline"]["calls"] if one["graph"] >= 0]
     assert len(out["times"]) == len(ran) > 0
     assert f"{100 * ran[0]['of_step']:.1f} %" in "".join(out["times"])
-    places = next(one["places"] for one in data["passes"] if one["places"])
+    views = (one for one in data["passes"] if one["name"] == "collapse_views")
+    places = next(one["places"] for one in views if one["places"])
     assert [row[0] for row in out["became"]] == [str(kind["num"]) for kind in places]
     assert out["became"][0][1:] == ["2 x view, permute", "view by strides"]
     for found, kind in ((out["first"], places[0]), (out["last"], places[-1])):

@@ -1,6 +1,7 @@
 """Dumps: what is in them, cold and warm, and that sessions do not mind."""
 
 import json
+import logging
 import re
 from typing import Any
 
@@ -14,11 +15,12 @@ import fx_passes
 import graphs
 from graphs.dumps import dump as dump_module
 from graphs.dumps import trace
-from graphs.dumps.index import MARKER
+from graphs.dumps.data import read
+from graphs.dumps.folder import MARKER
 from tests.graphs.dumps.dumped import block, compiled_function, files
 
 PROMPTS = [[1, 2, 3], list(range(20))]
-FOLDERS = {"passes", "pictures", "final", "inductor", "timeline", "depyf", "trace"}
+FOLDERS = {"passes", "final", "inductor", "timeline", "depyf", "trace"}
 
 
 def compiled_session(model, **options) -> graphs.DecodeSession:
@@ -185,38 +187,32 @@ def test_skip_reasons_are_listed(tmp_path):
             compiled_function()(torch.ones(2, 3), torch.ones(3, 2))
     finally:
         fx_passes.unregister_pass("reluctant")
-    for name in ("index.md", "index.html"):
-        assert "left alone: it is [not] worth it" in (directory / name).read_text()
-        assert "reluctant 0: it is [not]" in (directory / name).read_text()
+    index = (directory / "index.md").read_text()
+    assert "left alone: it is [not] worth it" in index
+    assert "reluctant 0: it is [not]" in index
+    entries = block(directory / "index.html")["index"]["entries"]
+    assert ["it is [not] worth it"] in [one["skipped"] for one in entries]
 
 
 @pytest.mark.slow
-def test_fast_prefill_is_pictured(make_model, expected, tmp_path):
-    """Its graphs are drawn, and what it saves is in the index and in the session's report."""
+def test_fast_prefill_is_shown(make_model, expected, tmp_path):
+    """What it gathers is drawn, and what it saves is in the index and in the session's report."""
     session = compiled_session(make_model("llama"), fast_prefill="on")
     with graphs.dump(tmp_path) as directory:
         assert session.generate(PROMPTS, 6) == expected
-    before, after = (
-        (directory / "pictures" / f"whole_model_fast_prefill_{when}.mmd").read_text()
-        for when in ("before", "after")
-    )
-    assert before.startswith("flowchart TD")
-    assert after.count(":::logits") > before.count(":::logits") > 0
     line = (
         "computes 5 of 14 products and 1 of 2 attentions for logits rows only; "
         "saves 53,248 FLOP and 5,800 bytes a dead row"
     )
     assert session.report().passes == {"fast_prefill": line}
     assert line in re.sub(r"\s+", " ", str(session.report()))
-    for name in ("index.md", "index.html"):
-        index = (directory / name).read_text()
-        assert f"Fast prefill: {line}." in index
-        assert "pictures/whole_model_fast_prefill_after.mmd" in index
-    drawn = {p.name for p in (directory / "pictures").iterdir()}
-    passes = [p for p in session.compile_record.passes if p.stage == "dynamo" and p.matches]
-    assert drawn == {
-        f"whole_model_{p.pass_name}_{when}.mmd" for p in passes for when in ("before", "after")
-    }
+    assert f"Fast prefill: {line}." in (directory / "index.md").read_text()
+    data = block(directory / "index.html")
+    assert data["index"]["summaries"] == {"fast_prefill": line}
+    (one,) = (found for found in data["passes"] if found["name"] == "fast_prefill")
+    kinds = {tuple(kind["after"]): kind["drawn"] for kind in one["places"]}
+    gathered = [node for pair in kinds[("index_select",)] for node in pair["after"] if node["own"]]
+    assert {node["op"] for node in gathered} == {"index_select"}
 
 
 @pytest.mark.parametrize("switch", ["off", "auto"])
@@ -233,7 +229,6 @@ def test_fast_prefill_does_nothing(tmp_path, switch):
     line = "Fast prefill: nothing is dropped: no rows are selected by a tensor of indices"
     assert (line in index) == (switch == "auto")
     assert ("Fast prefill" in index) == (switch == "auto")
-    assert not (directory / "pictures").exists()
 
 
 def test_a_broken_package_is_noted(tmp_path, monkeypatch):
@@ -322,3 +317,29 @@ def test_what_cannot_be_profiled(tmp_path):
     assert json.loads((tmp_path / "dump.json").read_text())["timeline_why"] == (
         "the profiler saw no kernel"
     )
+
+
+def fails(*args):
+    raise RuntimeError("no\nroom")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("nodes_of", "nodes of a graph"),
+        ("layout_entries", "pictures of layouts"),
+        ("write_page", "page"),
+    ],
+)
+def test_a_part_that_fails_is_left_out(tmp_path, monkeypatch, caplog, name, what):
+    """A warning and a note; the rest is written."""
+    monkeypatch.setattr(dump_module, name, fails)
+    with caplog.at_level(logging.WARNING), graphs.dump(tmp_path) as directory:
+        result = compiled_function()(torch.ones(2, 3), torch.ones(3, 4))
+    assert torch.equal(result, torch.full((2, 4), 3.0))
+    note = f"left out of the dump: {what}: RuntimeError: no room"
+    assert note in caplog.text
+    assert (note in read(directory)["index"]["notes"]) == (name != "write_page")
+    found = {name.split("/")[0] for name in files(directory)}
+    assert found >= {"final", "inductor", "index.md", "dump.json"}
+    assert ("index.html" in found) == (name != "write_page")

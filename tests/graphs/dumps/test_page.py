@@ -7,8 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from graphs.app.cli import app
-from graphs.dumps.difference import rows
-from graphs.dumps.kernels import kernels
 from graphs.dumps.page import write_page
 from tests.graphs.dumps.dumped import block
 
@@ -70,8 +68,8 @@ def test_names_do_not_become_markup(copied):
         ("dump.json", None, "dump must be complete, got .* without dump.json"),
         ("dump.json", '{"format": ', "dump must be complete, got a truncated "),
         ("dump.json", "[]", "dump.json must be of a dump"),
-        ("dump.json", '{"format": "attn-ops dump", "version": 9}', "known, got 9; supported: 2"),
-        ("dump.json", '{"format": "attn-ops dump", "version": 2}', "without index"),
+        ("dump.json", '{"format": "attn-ops dump", "version": 9}', "known, got 9; supported: 3"),
+        ("dump.json", '{"format": "attn-ops dump", "version": 3}', "without index"),
         ("final/02-decoder_layer.py", None, "without final/02-decoder_layer.py"),
     ],
 )
@@ -99,40 +97,6 @@ def test_no_path_leaves_the_folder(copied, name):
     (copied / "dump.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match="file of a dump must be inside it, got 'link'"):
         write_page(copied)
-
-
-def test_a_difference_shows_only_what_changed():
-    before = "\n".join(f"line {i}" for i in range(20))
-    found = rows(before, before.replace("line 9\n", "line nine\nnew\n"))
-    assert found["num_left_out"] == 0
-    assert [(kind, i, j) for kind, i, _, j, _ in found["rows"]] == [
-        ("...", 0, 0), ("=", 8, 8), ("=", 9, 9), ("~", 10, 10), ("+", 0, 11),
-        ("=", 11, 12), ("=", 12, 13),
-    ]  # fmt: skip
-
-
-def test_kernels_of_triton_name_the_nodes_of_the_graph():
-    code = """\
-import torch
-
-
-# kernel path: /tmp/x.py
-# Topologically Sorted Source Nodes: [x, y], Original ATen: [aten.mul, aten.add]
-# Graph fragment:
-#   %mul : Tensor "f32[8]" = call_function[target=torch.ops.aten.mul.Tensor](args = (%a, 2))
-#   %add : Tensor "f32[8]" = call_function[target=torch.ops.aten.add.Tensor](args = (%mul, 1))
-triton_poi_fused_add_mul_0 = async_compile.triton('triton_poi_fused_add_mul_0', '''
-def triton_poi_fused_add_mul_0(in_ptr0): pass
-''', device_str='cuda')
-
-
-def call(args):
-        triton_poi_fused_add_mul_0.run(arg0_1, buf0, 8, stream=stream0)
-"""
-    (call,) = kernels(code)
-    assert call["name"] == "triton_poi_fused_add_mul_0"
-    assert call["aten"] == ["aten.mul", "aten.add"]
-    assert call["graph_nodes"] == ["mul", "add"]
 
 
 def test_every_pass_says_what_it_is_for(copied):

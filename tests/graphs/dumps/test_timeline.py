@@ -8,15 +8,10 @@ import torch
 
 import fx_passes
 import graphs
-from attn_ops import AttentionSpec
+from graphs.dumps import decode_step as step_module
 from graphs.dumps.data import read
-from graphs.dumps.output_code.groups import group_of
-from graphs.dumps.timeline import step as step_module
-from graphs.dumps.timeline.layers import Repeats, repeats
-from graphs.dumps.timeline.moved import cached_bytes, token_bytes
-from graphs.dumps.timeline.record import groups_of, rows_of, timeline_of, times_of
-from graphs.dumps.timeline.trace import Kernel, idle_before, in_turn, kernels_in
-from tests.kit.models import build_model
+from graphs.dumps.page import whole
+from graphs.dumps.timeline import Kernel, in_turn, kernels_in, timeline_of, times_of
 from tests.kit.sessions import captured, drain, make_session
 
 PROMPTS = [[1, 2, 3], list(range(20))]
@@ -56,24 +51,23 @@ def test_the_session_goes_on_as_if_nothing_had_run(dumped):
 
 def test_a_called_step(dumped):
     directory = dumped[0]
-    data = read(directory)
+    data = whole(directory)
     timeline = data["timeline"]
     assert (data["timeline_why"], timeline["kind"]) == ("", "called")
     assert timeline["what"] == "called step, CPU operators"
-    assert (timeline["num_reqs"], timeline["seq_len"], timeline["num_layers"]) == (4, 64, 3)
-    assert timeline["notes"] == []
-    rows = timeline["kernels"]
-    products = [row for row in rows if row["group"] == "products"]
+    assert (timeline["num_reqs"], timeline["seq_len"]) == (4, 64)
+    products = [one for one in timeline["calls"] if one["names"] == ["aten::mm"]]
     layers, layer = 3, 4 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96  # q, o and k, v and the MLP
     weights = layers * (layer - 2 * 64 * 64) + 64 * 64  # q and o are 64 x 64, as is the head
-    rows_read = layers * 4 * (6 * 64 + 96) + 4 * 64
-    rows_written = layers * 4 * (2 * 64 + 2 * 32 + 2 * 96 + 64) + 4 * 64
-    assert sum(row["bytes"] for row in products) == 4 * (weights + rows_read + rows_written)
-    attention = [row for row in rows if row["name"] == "attn_ops::attention"]
-    assert [row["layer"] for row in attention] == [0, 1, 2]
+    rows = 4 * (layers * (9 * 64 + 2 * 32 + 3 * 96) + 2 * 64)
+    assert sum(one["num"] * one["bytes"] for one in products) == 4 * (weights + rows)
+    attention = [one for one in timeline["calls"] if one["names"] == ["attn_ops::attention"]]
     cached, query = 4 * 64 * 2 * 2 * 16 * 4, 4 * 2 * 64 * 4
-    assert {row["bytes"] for row in attention} == {cached + query}
-    assert timeline["groups"]["attention"]["bytes"] == 3 * (cached + query)
+    assert sum(one["num"] for one in attention) == 3
+    assert {one["bytes"] for one in attention} == {cached + query}
+    names = [timeline["names"][row[2]] for row in timeline["rows"]]
+    layers_of = [row[5] for row, n in zip(timeline["rows"], names, strict=True) if "::att" in n]
+    assert layers_of == [1, 2, 3]
     trace = json.loads((directory / timeline["trace"]).read_text())
     assert trace["traceEvents"]
     assert timeline["trace"] in (directory / "index.md").read_text()
@@ -90,9 +84,9 @@ def test_no_session_no_timeline(tmp_path):
 def test_not_beside_a_profiler_or_inside_of_a_step(model, tmp_path):
     session = make_session(model)
     with torch.profiler.profile():
-        assert timeline_of(session, tmp_path, [])[1] == "a profiler was running"
+        assert timeline_of(session, tmp_path)[1] == "a profiler was running"
     with session.lock:
-        assert timeline_of(session, tmp_path, [])[1] == "the block ended inside of a step"
+        assert timeline_of(session, tmp_path)[1] == "the block ended inside of a step"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -124,23 +118,6 @@ def test_a_replay_leaves_the_tensors_as_they_were(model, monkeypatch):
     assert [streamed[i] for i in ids] == [one.token_ids for one in expected]
 
 
-def test_layers_that_read_the_cache_of_another(tmp_path):
-    """Of five layers the last two do; 0, 1 and 3 see six tokens."""
-    session = make_session(build_model("gemma4"))
-    timeline, why = timeline_of(session, tmp_path, [])
-    assert timeline is not None, why
-    rows = [row for row in timeline["kernels"] if row["name"] == "attn_ops::attention"]
-    num_reqs, seq_len = timeline["num_reqs"], timeline["seq_len"]
-    head_size, heads, kv_heads = {False: 32, True: 16}, 4, 2
-    assert [row["bytes"] for row in rows] == [
-        num_reqs * 4 * head_size[short] * (2 * kv_heads * (6 if short else seq_len) + 2 * heads)
-        for short in (True, True, False, True, False)
-    ]
-    assert timeline["notes"] == ["bytes of products are not known: 0 products are called, "
-                                 f"{sum(r['group'] == 'products' for r in timeline['kernels'])} "
-                                 "kernels have their names"]  # fmt: skip
-
-
 def test_not_while_steps_are_launched(model, monkeypatch):
     session = captured(model)
     session.add([1, 2], 6)
@@ -154,53 +131,9 @@ def test_not_while_steps_are_launched(model, monkeypatch):
 
 # -- what is made of a trace -----------------------------------------------------------------------
 
-NAMES = ["embed", *["norm", "nvjet_qkv", "flash", "nvjet_o"] * 3, "norm", "nvjet_head", "argmax"]
-
-
-@pytest.mark.parametrize(
-    ("names", "num_layers", "expected"),
-    [
-        (NAMES, 3, Repeats(1, 4, 3)),
-        (["a", "b", "b", "a", "b", "b", "c"], 4, Repeats(0, 3, 2)),  # one sequence for two layers
-        (["a", "b", "c"], 3, None),
-        (["a", "b"], 1, Repeats(0, 2, 1)),
-        ([], 2, None),
-    ],
-)
-def test_repeats(names, num_layers, expected):
-    assert repeats(names, num_layers) == expected
-
-
-def test_layers_of_repeats():
-    found = Repeats(1, 4, 3)
-    assert [found.layer_of(i, 3) for i in (0, 1, 4, 5, 12, 13)] == [None, 0, 0, 1, 2, None]
-    assert [Repeats(0, 4, 2).layer_of(i, 4) for i in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def kernels() -> list[Kernel]:
-    return [Kernel(name, 10.0 * i, 8.0) for i, name in enumerate(NAMES)]
-
-
-def test_rows_add_up():
-    rows, number = rows_of(kernels(), 3)
-    assert number == 3
-    assert [row["layer"] for row in rows] == [None, *[0] * 4, *[1] * 4, *[2] * 4, None, None, None]
-    assert [row["gap_us"] for row in rows] == [0.0, *[2.0] * 15]
-    assert times_of(kernels()) == {"span_us": 158.0, "sum_us": 128.0, "gap_us": 30.0}
-    for row in rows:
-        row["bytes"] = 400 if row["group"] == group_of("nvjet") else None
-    groups = groups_of(rows, 1e8)
-    assert next(iter(groups)) == "products"
-    assert groups["products"] == {
-        "us": 56.0, "bytes": 2800, "share": pytest.approx(0.5), "num_kernels": 7,
-    }  # fmt: skip
-    assert sum(group["us"] for group in groups.values()) == 128.0
-    assert groups["attention"]["share"] is None
-
 
 def test_kernels_that_overlap_count_once():
     overlapping = [Kernel("a", 0, 10), Kernel("b", 4, 2), Kernel("c", 8, 6), Kernel("d", 20, 1)]
-    assert idle_before(overlapping) == [0, 0, 0, 6]
     assert times_of(overlapping) == {"span_us": 21, "sum_us": 15, "gap_us": 6}
 
 
@@ -213,8 +146,6 @@ def test_a_kernel_that_is_launched_early_counts_from_the_end_of_those_before():
     ]  # fmt: skip
     times = times_of(kernels)
     assert sum(k.us for k in kernels) == times["sum_us"] == 17
-    rows, _ = rows_of(kernels, 0)
-    assert [row["early_us"] for row in rows] == [0, 6, 1, 1, 0]
 
 
 def test_events_of_a_gpu(tmp_path):
@@ -231,21 +162,3 @@ def test_events_of_a_gpu(tmp_path):
         Kernel("nvjet", 0.0, 2.5), Kernel("Memcpy DtoD", 4.0, 2.5)
     ]  # fmt: skip
     assert kernels_in(path, on_gpu=False) == []
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="file must be a trace"):
-        kernels_in(path, on_gpu=True)
-
-
-def test_bytes_of_a_cache():
-    """By hand: keys and values of 8 heads of 128, 2 bytes each."""
-    spec = AttentionSpec(32, 8, 128, torch.bfloat16)
-    assert token_bytes(spec) == 2 * 8 * 128 * 2
-    assert cached_bytes(spec, 1000) == 1000 * 4096
-    window = AttentionSpec(32, 8, 128, torch.bfloat16, sliding_window=100)
-    assert (cached_bytes(window, 1000), cached_bytes(window, 10)) == (409600, 40960)
-    chunk = AttentionSpec(32, 8, 128, torch.bfloat16, attention_chunk_size=100)
-    assert (cached_bytes(chunk, 1000), cached_bytes(chunk, 1001)) == (409600, 4096)
-    fp8 = AttentionSpec(32, 8, 128, torch.bfloat16, kv_cache_dtype="fp8_e4m3")
-    assert cached_bytes(fp8, 1000) == 1000 * 2048
-    blocks = AttentionSpec(32, 8, 128, torch.bfloat16, blocksparse=64)
-    assert cached_bytes(blocks, 1000) is None

@@ -1,13 +1,13 @@
-"""The call of a compiled graph that each kernel of a timeline belongs to, its layer, and times.
+"""Assigns each kernel of a timeline to a call of a compiled graph and to a layer.
 
-Calls are found by their order in Inductor's code and by names. Times in microseconds.
+Calls are found by their names and their order in Inductor's code. Times in microseconds.
 """
 
 import dataclasses
 import re
 from typing import Any
 
-from graphs.dumps.output_code.groups import ATTENTION, PRODUCTS, group_of
+from graphs.dumps.groups import ATTENTION, PRODUCTS, group_of
 
 _NUMBERED = re.compile(r"((?:.*?\.)?)(\d+)(?:\.|$)")
 
@@ -23,25 +23,22 @@ class Call:
 
 
 def calls_of(kernels: list[list[dict[str, Any]]], on_gpu: bool) -> list[list[Call]]:
-    """Of every graph; those that a trace cannot show are left out."""
-    found = []
-    for i, calls in enumerate(kernels):
-        all_of = [Call(i, j, call["name"], _kind(call)) for j, call in enumerate(calls)]
-        found.append([c for c in all_of if on_gpu or c.kind != "kernel"])
-    return found
-
-
-def _kind(call: dict[str, Any]) -> str:
-    if call["source"]:
-        return "kernel"
-    return {PRODUCTS: "product", ATTENTION: "attention"}.get(call["group"], "operator")
+    """The calls of each graph, without those that a trace cannot show."""
+    return [
+        [
+            Call(i, j, call["name"], call["kind"])
+            for j, call in enumerate(calls)
+            if on_gpu or call["kind"] != "kernel"
+        ]
+        for i, calls in enumerate(kernels)
+    ]
 
 
 def assigned(names: list[str], graphs: list[list[Call]], on_gpu: bool) -> list[Call | None]:
-    """The call of every kernel; None: what stands around the graphs, as sampling.
+    """The call of every kernel; None: it is outside of the graphs, as sampling is.
 
-    The best path by scores: a kernel follows in its call, in the next one, or begins a graph. On a
-    CPU a call is rarely more than one operator.
+    The path of the best score: a kernel is of the same call as the one before, of the next call, or
+    begins a graph. On a CPU a call is rarely more than one operator.
     """
     again = 0.5 if on_gpu else 2.0
     states: list[Call | None] = [None, *(call for calls in graphs for call in calls)]
@@ -67,7 +64,7 @@ def assigned(names: list[str], graphs: list[list[Call]], on_gpu: bool) -> list[C
 
 
 def _moves(graphs: list[list[Call]]) -> list[list[tuple[int, float]]]:
-    """By state, those that may come before it, and the cost: left-out calls."""
+    """By state, the states that may come before it, and the cost: calls that are left out."""
     places, at = [], 1
     for calls in graphs:
         places.append(range(at, at + len(calls)))
@@ -102,31 +99,28 @@ def _score(name: str, state: Call | None, own: set[str]) -> float:
 
 
 def beside_calls(
-    timeline: dict[str, Any], kernels: list[list[dict[str, Any]]], calls: list[int], on_gpu: bool
+    timeline: dict[str, Any], kernels: list[list[dict[str, Any]]], calls: list[int]
 ) -> dict[str, Any]:
-    """The timeline with names once, rows of numbers, and the calls, those that took longest first.
+    """The timeline with names once, rows of numbers, and the calls, the longest first.
 
-    A row: begin, duration, number of the name, graph, call, number of the layer from 1, and bytes;
-    -1 and -1 for a kernel of no call, 0 outside of layers.
+    A row: begin, duration, number of the name, graph, call, and number of the layer from 1. Graph
+    and call are -1 for a kernel of no call, the layer is 0 outside of layers.
 
     Args:
         timeline: as `dump.json` holds it.
-        kernels: the calls of every graph, as `beside_graph` returns them.
+        kernels: the calls of every graph, see `graphs.dumps.kernels`.
         calls: how often each graph is called in a step.
-        on_gpu: whether the trace shows Inductor's kernels.
     """
-    ran = timeline["kernels"]
+    ran, on_gpu = timeline["kernels"], timeline["device"] != "cpu"
     path = assigned([one["name"] for one in ran], calls_of(kernels, on_gpu), on_gpu)
     number = {name: i for i, name in enumerate(dict.fromkeys(one["name"] for one in ran))}
     rows = []
     for one, call, layer in zip(ran, path, _layers(path, kernels, calls), strict=True):
         place = (call.graph, call.number) if call else (-1, -1)
-        times = one["start_us"], one["us"], number[one["name"]]
-        rows.append([*times, *place, layer, one["bytes"]])
-    names = list(number)
+        rows.append([one["start_us"], one["us"], number[one["name"]], *place, layer])
     rest = {name: value for name, value in timeline.items() if name != "kernels"}
-    times = _times(rows, names, timeline, kernels)
-    return {**rest, "names": names, "rows": rows, "calls": times}
+    times = _times(rows, list(number), timeline, kernels)
+    return {**rest, "names": list(number), "rows": rows, "calls": times}
 
 
 def _layers(
@@ -135,26 +129,27 @@ def _layers(
     """The layer of every kernel, from 1; 0: of none.
 
     Calls of a graph that equal layers share are counted. In other graphs a call is of the layer of
-    its module; without one, of that of the call before.
+    its module; without a module, of the layer of the call before it.
     """
     stated = _stated_layers(kernels)
     found, layer, last = [], 0, None
     for call in path:
         own = stated[call.graph][call.number] if call else 0
         if call and calls[call.graph] > 1:
-            if _begins(call, last):
+            begins = last is None or call.graph != last.graph or call.number < last.number
+            if begins:
                 pairs = zip(kernels[call.graph], stated[call.graph], strict=True)
                 layer = max(layer + 1, *(n for one, n in pairs if one["group"] == ATTENTION), 0)
             own = layer
         elif call and call.kind == "attention":
-            layer = own  # those that are counted go on from here
+            layer = own  # shared layers are counted from here on
         found.append(own)
         last = call or last
     return found
 
 
 def _stated_layers(kernels: list[list[dict[str, Any]]]) -> list[list[int]]:
-    """By graph and call, the number in its module: `model.layers.3` where attentions are so."""
+    """By graph and call, the layer in its module's name: `model.layers.3`, as attention has it."""
     lists = {
         match[1]
         for calls in kernels
@@ -172,15 +167,10 @@ def _stated_layers(kernels: list[list[dict[str, Any]]]) -> list[list[int]]:
     return stated
 
 
-def _begins(call: Call, last: Call | None) -> bool:
-    """Whether the graph is called anew."""
-    return last is None or call.graph != last.graph or call.number < last.number
-
-
 def _times(
     rows: list[list[Any]], names: list[str], timeline: dict[str, Any], kernels: list[list[dict]]
 ) -> list[dict[str, Any]]:
-    """Calls, and kernels of no call by name, by their time in the step, the longest first."""
+    """Calls, and kernels of no call by name, with their time in the step, the longest first."""
     groups: dict[tuple[int, int], list[list[Any]]] = {}
     for row in rows:
         groups.setdefault((row[3], row[4]) if row[3] >= 0 else (-1, row[2]), []).append(row)
@@ -188,8 +178,7 @@ def _times(
     for (graph, place), members in groups.items():
         total = sum(row[1] for row in members)
         num_calls = len({row[5] for row in members}) if graph >= 0 else len(members)
-        call = kernels[graph][place] if graph >= 0 else None
-        moved = _moved(members, num_calls, call, timeline)
+        moved = kernels[graph][place]["bytes"] if graph >= 0 else None
         each, peak = total / num_calls, timeline["bandwidth"]
         found.append(
             {
@@ -205,19 +194,3 @@ def _times(
             }
         )
     return sorted(found, key=lambda one: -one["total_us"])
-
-
-def _moved(
-    members: list[list[Any]], num_calls: int, call: dict[str, Any] | None, timeline: dict[str, Any]
-) -> int | None:
-    """Bytes of one call: those of its kernels in the timeline, else by the sizes in its code."""
-    known = [row[6] for row in members if row[6] is not None]
-    if known:
-        return sum(known) // num_calls
-    sizes = call["bytes"] if call else None
-    if sizes is None:
-        return None
-    if timeline["num_reqs"] is None:
-        return None if sizes["per_token"] or sizes["per_cached_token"] else sizes["fixed"]
-    cached = sizes["per_cached_token"] * timeline["num_reqs"] * timeline["seq_len"]
-    return sizes["fixed"] + sizes["per_token"] * timeline["num_tokens"] + cached

@@ -1,7 +1,6 @@
-"""A decode step that runs beside a session's requests and changes nothing of them.
+"""Runs a decode step of a session on padding, without a change to its requests.
 
-Its rows are padding that reads as many cached tokens as a request may have, and writes only the
-null block.
+The rows read as many cached tokens as a request may have, and write only the null block.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from graphs.step.tensors import TABLES, StepTensors
 
 
 class NoStep(Exception):
-    """A step that can be run alone is not to be had; the text says why."""
+    """No step can be run; the text says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ def decode_step(session: Any) -> Iterator[Measured]:
 
 
 def _largest(session: Any) -> CapturedStep | None:
-    """Of the captured decode steps without penalties, whose counts a replay would change."""
+    """The largest captured decode step without penalties, whose counts a replay would change."""
     found = [
         captured
         for captured in session.graphs or ()
@@ -102,10 +101,10 @@ def _called(session: Any) -> Iterator[Measured]:
 
 
 def _fill(tensors: StepTensors, session: Any) -> int:
-    """Rows that read blocks of the cache and belong to nobody; tokens that each of them reads.
+    """Fill a step with padding that reads blocks of the cache; returns the tokens each row reads.
 
-    As many as a request may have, less where the cache does not hold that for all of them. Slots
-    stay those of padding, and no row is active: nothing but the null block is written.
+    As many as a request may have, or fewer if the cache does not hold that for all of them. Slots
+    stay those of padding, and no row is active: only the null block is written.
     """
     cache, number = session.cache, tensors.num_reqs
     blocks = min(tensors.arrays["block_table"].shape[1], max(1, (cache.num_blocks - 1) // number))

@@ -8,7 +8,7 @@ function model() {
     s.modules.forEach((one, i) => {
       const name = one.count > 1 ? `${one.count} x ${one.kind}, ${layerGraphs(one) ? `compiled ${layerGraphs(one)}` : "in one graph"}` : one.kind;
       modules.append(make("tr", i > 24 ? { hidden: "" } : {}, make("td", { style: `padding-left:${one.depth * 18}px`, class: "wrap" }, graphWith(firstOf(one)) ? make("a", { href: `#module=${firstOf(one)}` }, one.path) : one.path || "model"),
-        make("td", {}, one.count > 1 ? make("b", {}, name) : name), make("td", { class: "dim wrap" }, [one.attention, one.shapes].filter(Boolean).join("; "), ...layerLinks(one)), make("td", { class: "nowrap" }, one.bytes ? human(one.bytes) : "")));
+        make("td", {}, one.count > 1 ? make("b", {}, name) : name), make("td", { class: "dim wrap" }, one.shapes, ...layerLinks(one)), make("td", { class: "nowrap" }, one.bytes ? human(one.bytes) : "")));
     });
     const groups = make("table", {}, head("layers", "attention", "group of the KV cache", "whose cache"));
     s.attention.forEach((one, i) => groups.append(row(`${one.num} (${one.layers})`, one.words.join(", "), `${i + 1} of ${s.attention.length}`, Object.entries(one.shared || {}).map(([owner, readers]) => `${/^\d+$/.test(readers) ? `layer ${readers} reads` : `layers ${readers} read`} that of layer ${owner}`).join("; ") || dim("each its own"))));
@@ -26,7 +26,7 @@ function model() {
       make("td", {}, make("a", { href: `#graph=${i}` }, make("b", {}, title))),
       make("td", {}, runs.length ? `${count(runs[0].before)}, ${count(runs.at(-1).after)}` : "no pass ran"),
       make("td", {}, Object.entries(made).map(([name, n]) => `${name} ${n}`).join(", ") || dim("none")),
-      make("td", {}, Object.entries(graph.live_rows).map(([rows, n]) => `${n} of ${rows}`).join(", ") || dim("none"))));
+      make("td", {}, countRows(graph.nodes) || dim("none"))));
   });
   out.prepend(make("h2", {}, "Graphs"), table, rowsText(), make("div", { id: "drawn" }));
 }
@@ -123,7 +123,7 @@ function draw(number, wanted, path = "") {
   };
   for (const b of boxes) {
     const n = b.node, x = b.x - b.width / 2, edge = ["placeholder", "output"].includes(n.op) || n.outside, kernel = kernels.get(n.name);
-    const fused = kernel && kernel.call.source && kernel.call.graph_nodes.length > 1;
+    const fused = kernel && kernel.call.kind === "kernel" && kernel.call.graph_nodes.length > 1;
     b.element = make("g", { class: "node", onclick: () => show(b) },
       make("title", {}, `${n.name}\n${n.line || n.module || "no source line"}${kernel ? `\n${kernel.call.name}` : ""}`),
       make("rect", { class: "box", x, y: b.y, width: b.width, height: b.height, rx: 7, style: `fill:var(${n.by ? "--ours" : edge ? "--input" : "--model"})` }),

@@ -1,1 +1,0 @@
-"""Graphs as flowcharts, before and after a pass."""

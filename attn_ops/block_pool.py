@@ -37,9 +37,6 @@ class BlockTable:
 class BlockPool:
     """Blocks 1 to P - 1.
 
-    `tables` and the contents of `index` say it all, and each changes by one assignment. An
-    interrupt may leave the rest behind them; the next change then makes it anew.
-
     Args:
         num_blocks: P.
         block_size: tokens a block holds.
@@ -53,15 +50,14 @@ class BlockPool:
         self.tables: dict[Hashable, BlockTable] = {}
         self.index = PrefixIndex()
         self.num_evicted = 0
-        self._rebuild()
+        self._owners: Counter[int] = Counter()  # tables that a block stands in
+        self.kept: dict[int, None] = {}
+        self.free_blocks = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: block 1 is first
 
     @property
     def num_available(self) -> int:
-        """Blocks that nobody owns, kept ones among them. Changes nothing, in any thread."""
-        if self._settled:
-            return len(self.free_blocks) + len(self.kept)
-        owned = {block for table in list(self.tables.values()) for block in table.blocks}
-        return self.num_blocks - 1 - len(owned - {NULL_BLOCK})
+        """Blocks that nobody owns, kept ones among them."""
+        return len(self.free_blocks) + len(self.kept)
 
     def needed(self, request: Hashable, num_tokens: int, match: Match = NO_MATCH) -> int:
         """Blocks that must be available for `request` to hold `num_tokens` in all.
@@ -75,7 +71,6 @@ class BlockPool:
 
     def reserve(self, request: Hashable, num_tokens: int, match: Match) -> list[int]:
         """All blocks of `request`; arguments and errors as `PagedKVCache.reserve`."""
-        self.settle()
         needed = self.needed(request, num_tokens, match)
         if needed > self.num_available:
             raise OutOfBlocksError(
@@ -85,7 +80,6 @@ class BlockPool:
         table = self.tables.get(request)
         assert table is None or not match.num_tokens, f"{request!r} owns blocks already"
         old = table or BlockTable([])
-        self._settled = False
         for block in match.blocks:
             self.kept.pop(block, None)
         blocks = [*old.blocks, *match.blocks]
@@ -103,30 +97,23 @@ class BlockPool:
         while behind < len(match.blocks) and match.blocks[behind] == NULL_BLOCK:
             behind += 1
         self.tables[request] = BlockTable(blocks, number, copied, behind)
-        self._settled = True
         return list(blocks)
 
     def free(self, request: Hashable) -> None:
         """Give the blocks of `request` back; those whose tokens are known are kept."""
-        self.settle()
-        self._settled = False
         self._disown(self.tables.pop(request).blocks)
-        self._settled = True
 
     def release(self, request: Hashable, number: int) -> None:
         """Give the first blocks of `request` back; in its table stands the null block instead."""
-        self.settle()
         table = self.tables[request]
         first, number = table.num_released, min(number, len(table.blocks))
         gone = table.blocks[first:number]
         if table.copied is not None or not gone:
             return  # a block that is yet to be copied is not given away
-        self._settled = False
         blocks = table.blocks.copy()
         blocks[first:number] = [NULL_BLOCK] * len(gone)
         self.tables[request] = BlockTable(blocks, table.num_tokens, num_released=number)
         self._disown(gone)
-        self._settled = True
 
     def _disown(self, blocks: Sequence[int]) -> None:
         """Of blocks that stood in a table: those that are in no other are kept, or free."""
@@ -144,23 +131,15 @@ class BlockPool:
 
     def forget(self) -> None:
         """Keep no block, and share none that is owned with anybody else."""
-        self._settled = False
-        self.index.contents = {}
-        self._rebuild()
-
-    def settle(self) -> None:
-        """Mend what an interrupt left."""
-        if not self._settled:
-            self._rebuild()
+        self.index = PrefixIndex()
+        self.free_blocks += self.kept
+        self.kept = {}
 
     def keep(self, contents: Mapping[int, Content]) -> None:
         """Say what blocks hold that somebody owns: others may share it, and it stays after them."""
-        self.settle()
-        self._settled = False
         for block, content in contents.items():
             assert self._owners[block], f"somebody owns block {block}"
             self.index.put(block, content)
-        self._settled = True
 
     def _taken(self) -> int:
         """A block for somebody: a free one, or the least recently used of the kept."""
@@ -171,13 +150,3 @@ class BlockPool:
         self.index.drop(block)
         self.num_evicted += 1
         return block
-
-    def _rebuild(self) -> None:
-        self._settled = False
-        self.index.rebuild()
-        self._owners = Counter(b for table in self.tables.values() for b in table.blocks if b)
-        self.kept = {b: None for b in self.index.contents if b not in self._owners}
-        held = self._owners.keys() | self.kept.keys()
-        # A stack: the first block is taken first.
-        self.free_blocks = [b for b in range(self.num_blocks - 1, NULL_BLOCK, -1) if b not in held]
-        self._settled = True

@@ -221,7 +221,7 @@ class PagedKVCache:
         self._known(request)
         if self.window_pool is not None and request in self.window_pool.tables:
             self.window_pool.free(request)
-        self.pool.free(request)  # last: an interrupt leaves a request that owns blocks
+        self.pool.free(request)
 
     def release(self, request: Hashable, num_blocks: int) -> None:
         """Give the first blocks of `request` back, of which no layer sees a token any more: those
@@ -264,11 +264,9 @@ class PagedKVCache:
         Where layers with a window have blocks of their own: full blocks, of which those hold the
         ones that the next token sees.
         """
-        self.pool.settle()
         found = self.pool.index.find(tokens, keys, self.block_size)
         if self.window_pool is None:
             return found
-        self.window_pool.settle()
         held = [self.window_pool.index.block_of(key) for key in keys[: len(found.blocks)]]
         number = len(held)
         while number and None in held[self.first_seen(number * self.block_size) : number]:

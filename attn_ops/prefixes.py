@@ -74,22 +74,14 @@ def block_keys(tokens: Sequence[int], block_size: int, known: Sequence[Key] = ()
 class PrefixIndex:
     """Blocks by what they hold.
 
-    `contents` says it all and changes by one assignment. `rebuild` makes the rest from it.
-
     Attributes:
         contents: by block, in the order in which they came.
     """
 
     def __init__(self) -> None:
         self.contents: dict[int, Content] = {}
-        self.rebuild()
-
-    def rebuild(self) -> None:
-        """Make everything anew that follows from `contents`."""
         self._blocks: dict[Key, int] = {}
         self._children: dict[tuple[Key, int], dict[int, None]] = {}
-        for block, content in self.contents.items():
-            self._enter(block, content)
 
     def put(self, block: int, content: Content) -> None:
         """Say what a block holds; where another block holds the same, it is not kept twice."""

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 
 from graphs import BatchDescriptor, DecodeSession
-from graphs.ahead import LaunchedSteps
 from graphs.capture.store import CapturedStep
+from graphs.loop import LaunchedSteps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,7 +88,6 @@ class Compilation:
         self._warns = warns_uncompiled or bool(self.compilers)
         self.counters = CompileCounters()
         self.record = Recorder()
-        self._changed: str | None = None  # why what was loaded is used no more
         self.cache: CompileCache | None = None
         if options is not None and options.compile_cache is not None:
             self.cache = CompileCache(
@@ -118,21 +117,9 @@ class Compilation:
         """What came of the files of compiled models, in a line; None: nobody asked for them."""
         if self.cache is None:
             return None
-        refused = self._loaded.refused if self._loaded is not None else self._changed
-        return self.cache.outcome + (f"; compiled since then: {refused}" if refused else "")
-
-    def model_changed(self) -> None:
-        """Its attributes are others: what was loaded may not hold, so Dynamo traces the model."""
-        if self._loaded is None:
-            return
-        self.runner.model, self._changed = self._model, "the model has changed"
-        with self.counters.watching():
-            self._call_model()
-
-    @property
-    def _loaded(self) -> LoadedModel | None:
         model: Any = self.runner.model
-        return model if isinstance(model, LoadedModel) else None
+        refused = model.refused if isinstance(model, LoadedModel) else None
+        return self.cache.outcome + (f"; compiled since then: {refused}" if refused else "")
 
     def run(self) -> None:
         """Compile for the first time; what is compiled later counts as a recompilation.

@@ -1,11 +1,13 @@
-"""The surroundings in which a session makes its tensors and runs its steps, whoever calls it.
+"""How a session's methods run: one at a time, in their own surroundings, and whole.
 
-One thread at a time; ordinary tensors without gradients; the session's own device; what one CUDA
-stream has is done before what the next one gets.
+A method refuses to run beside another one. Its tensors are ordinary ones on the session's device.
+Its work on a CUDA stream follows what the last stream was given. Ctrl-C waits for a step's end.
 """
 
 import contextlib
 import functools
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -18,18 +20,62 @@ R = TypeVar("R")
 
 @contextlib.contextmanager
 def surroundings(device: torch.device) -> Iterator[None]:
-    """Ordinary tensors without gradients, on the session's own device.
+    """Make ordinary tensors without gradients, on the session's own device.
 
     Tensors that are made in `torch.inference_mode()` cannot be written outside of it, and Dynamo
-    compiles anew for it; streams, events and graphs belong to the device that is current.
+    compiles again for it; streams, events and graphs belong to the device that is current.
     """
     current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with torch.inference_mode(False), torch.no_grad(), current:
         yield
 
 
+def exclusive(
+    method: Callable[Concatenate[Owner, P], R],
+) -> Callable[Concatenate[Owner, P], R]:
+    """Run a method in its owner's `surroundings`, while it holds the owner's `lock`.
+
+    Raises:
+        RuntimeError: another thread runs such a method, or a hook or an observer calls the session
+            whose step it is part of.
+    """
+
+    @functools.wraps(method)
+    def alone(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.lock.locked():
+            raise RuntimeError(
+                f"{method.__name__}() must be called by one thread at a time, and not from inside "
+                f"of a step, got a call while another runs; supported: other threads hand their "
+                "prompts to the one that steps, as by a queue.Queue"
+            )
+        with self.lock, surroundings(self.device):
+            return method(self, *args, **kwargs)
+
+    return alone
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C (SIGINT) until the block ends, so that it leaves nothing half done.
+
+    Signals reach the main thread alone, so in others there is nothing to hold.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
 class StreamOrder:
-    """Orders the work of calls in different CUDA streams, as of different threads.
+    """Orders the work of calls in different CUDA streams.
 
     A call may leave steps that run. They use tensors that the next call uses, too.
 
@@ -54,46 +100,5 @@ class StreamOrder:
             return False
         stream = torch.cuda.current_stream(self._device)
         stream.wait_stream(self._last)
-        self._last = stream  # last: what was interrupted is done again
+        self._last = stream
         return True
-
-
-def in_surroundings(
-    method: Callable[Concatenate[Owner, P], R],
-) -> Callable[Concatenate[Owner, P], R]:
-    """A method that runs in the `surroundings` of its owner's `device`."""
-
-    @functools.wraps(method)
-    def inside(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
-        with surroundings(self.device):
-            return method(self, *args, **kwargs)
-
-    return inside
-
-
-def exclusive(
-    method: Callable[Concatenate[Owner, P], R],
-) -> Callable[Concatenate[Owner, P], R]:
-    """A method that holds its owner's `lock`, a `threading.RLock`: other threads wait.
-
-    Raises:
-        RuntimeError: this thread holds it already: a hook of the model calls the session that runs
-            it. Half a step has no state that another could start from.
-    """
-
-    @functools.wraps(method)
-    def alone(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_inside(self, method.__name__)
-        with self.lock:
-            return method(self, *args, **kwargs)
-
-    return alone
-
-
-def refuse_inside(owner: Any, name: str) -> None:
-    """Raise a RuntimeError where this thread runs a step of `owner` already."""
-    if owner.lock._is_owned():
-        raise RuntimeError(
-            f"{name}() must not be called from inside a step of the same session, as a hook of its "
-            "model would"
-        )

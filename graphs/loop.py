@@ -2,16 +2,31 @@
 
 Scheduler.next_step -> StepTensors.fill, upload -> model, sampling -> TokenStream
 
-What is launched, and its states: `graphs.ahead`.
+Steps are launched ahead: the device runs them while the host reads the tokens of the ones before.
+The host schedules by lengths, which it knows before the tokens. A row whose last token is not read
+takes it from the steps before on the device (`graphs.step.finish`). A request that ends by its
+length takes no part in the next steps. One that ends by a stop token does, as the host finds that
+later: its token is dropped then, and its blocks are given back. Whatever writes to those blocks is
+launched after that step.
+
+`StepLoop` holds the launched steps whose tokens are not read. A launch that raises, or that an
+observer makes void, drops only itself: its requests are scheduled again from what the host knows,
+and draw the same tokens. `DecodeLauncher.invalidate` says that nothing is the last launch: the
+device may have overwritten tokens that a next step would take. Every other use of a graph's tensors
+calls it first, and so does every launch until it is complete.
+
+These wait for the tokens first: drafts, `verify`, an observer of logits, penalties in a batch that
+changes, plans that are part of a graph (`CapturedStep.plans_in_place`) or share memory
+(`plans_in_turn` of a builder), and everything on a CPU, where a step is over when it is launched.
 """
 
 import dataclasses
 import logging
 from collections.abc import Mapping
 
+import torch
 from tqdm import tqdm
 
-from graphs.ahead import DecodeLauncher, LaunchedSteps
 from graphs.capture.gains import MixedGains, gpu_ms
 from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
@@ -20,26 +35,263 @@ from graphs.compilation import Compilation
 from graphs.context import StreamOrder
 from graphs.model_changes import ModelState
 from graphs.modes import BatchDescriptor, CUDAGraphMode
-from graphs.requests.batch import Rows
+from graphs.requests.batch import After, Rows
 from graphs.requests.outputs import TokenStream
 from graphs.requests.scheduler import Scheduler
-from graphs.runner import StepRunner
+from graphs.runner import LogitsObserver, StepRunner
 from graphs.sampling.params import Sampling
 
 logger = logging.getLogger(__name__)
 
 
-class StepLoop:
-    """Runs the steps of a session. One thread at a time, in its `surroundings`.
+@dataclasses.dataclass
+class LaunchedSteps:
+    """A step, or replays of one decode graph, and where the tokens arrive."""
 
-    Every method may be interrupted anywhere and called again.
+    captured: CapturedStep | None  # None: it was called
+    rows: Rows  # of the batch, as they were scheduled
+    begun: int  # decode steps of these rows before the first of these
+    num_steps: int
+    first_row: int  # of the ring of tokens: the row of the first step
+    drawn: torch.Tensor  # [N, R] int64, the ring on the device; the next launch may overwrite it
+    tokens: torch.Tensor  # [N, R] int64, a copy of the ring; pinned where the device is a GPU
+    arrived: torch.cuda.Event | None  # None: nothing to wait for
+    is_ahead: bool = False  # launched before the tokens of the step before were read
+    observer: LogitsObserver | None = None  # that has seen the logits
+
+    @property
+    def after(self) -> After:
+        """Where the steps leave their requests."""
+        return After(self.rows, self.begun + self.num_steps)
+
+    @property
+    def last_R(self) -> torch.Tensor:
+        """Tokens [R] of the last of the steps, on the device."""
+        return self.drawn[(self.first_row + self.num_steps - 1) % self.drawn.shape[0]]
+
+    def wait(self) -> list[list[int]]:
+        """Tokens of every step, row by row; waits until they are there.
+
+        Of a step that wants no logits, zeros that nobody takes.
+        """
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        if not self.tokens.shape[1]:
+            return [[0] * len(self.rows)]
+        ring = self.tokens[:, : len(self.rows)].tolist()
+        return [ring[(self.first_row + i) % len(ring)] for i in range(self.num_steps)]
+
+
+class TokenBuffers:
+    """Where tokens arrive on the host.
+
+    Every graph has two buffers in turn, as steps are launched before the last tokens are read; so
+    have all steps together that are called.
+
+    Args:
+        max_rows: tokens of a called step at most.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._pairs: dict[int, list[torch.Tensor]] = {}
+
+    def __len__(self) -> int:
+        """Graphs that have buffers."""
+        return len(self._pairs.keys() - {0})
+
+    def copy(
+        self, captured: CapturedStep | None, drawn: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Copy drawn tokens [N, R] after what is launched, without waiting.
+
+        Returns the copy, and the event after it on a GPU.
+        """
+        on_gpu = drawn.device.type == "cuda"
+        copied = self._next(captured, drawn, on_gpu)
+        copied.copy_(drawn, non_blocking=True)
+        if not on_gpu:
+            return copied, None
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return copied, arrived
+
+    def clear(self) -> None:
+        """Forget the buffers of graphs that are gone."""
+        self._pairs.clear()
+
+    def _next(
+        self, captured: CapturedStep | None, drawn: torch.Tensor, pinned: bool
+    ) -> torch.Tensor:
+        key = 0 if captured is None else id(captured)
+        if key not in self._pairs:
+            shape = (1, self._max_rows) if captured is None else drawn.shape
+            self._pairs[key] = [
+                torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
+                for _ in range(2)
+            ]
+        pair = self._pairs[key]
+        pair.reverse()
+        return pair[0][:, : drawn.shape[1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSteps:
+    """Decode steps that run without the host."""
+
+    asked: int
+    used: int | None  # None: known when the first decode step has been captured
+    why: str
+
+
+class DecodeLauncher:
+    """Launches steps: filled anew, or decodes that go on from what the last ones left.
+
+    Args:
+        runner: calls steps and replays the graphs.
+        always_fills: fill the tensors before every step.
+    """
+
+    def __init__(self, runner: StepRunner, always_fills: bool) -> None:
+        self.runner = runner
+        self.always_fills = always_fills
+        self.buffers = TokenBuffers(runner.max_batch_size)
+        self._last: LaunchedSteps | None = None  # nothing was launched since, not in part either
+        self._num_launched = 0  # steps since the tensors were filled
+
+    def can_chain(self, captured: CapturedStep) -> bool:
+        """Whether a step can go on from what the step before left on the device."""
+        return not (self.always_fills or captured.needs_host)
+
+    def chained(self, plan: CapturePlan) -> DecodeSteps:
+        """How many decode steps run in a row without the host: what `can_chain` says of graphs."""
+        asked, graphs = self.runner.num_steps, self.runner.graphs
+        if asked == 1:
+            return DecodeSteps(1, 1, "asked for")
+        if graphs is None:
+            return DecodeSteps(asked, 1, f"no decode step is captured: {plan.why}")
+        if self.always_fills:
+            return DecodeSteps(asked, 1, "verify compares single steps")
+        keys = [k for k in plan.dispatcher.keys(CUDAGraphMode.FULL) if k.query_len == 1]
+        if not keys:
+            return DecodeSteps(asked, 1, "attention between graphs is planned by the host")
+        failed = [key for key in keys if key in graphs.failures]
+        if failed == keys:
+            return DecodeSteps(asked, 1, "no decode step could be captured")
+        decodes = [captured for captured in graphs if captured.key.query_len == 1]
+        planned = [captured for captured in decodes if not self.can_chain(captured)]
+        if planned:
+            which = f" of {len(planned)} of {len(decodes)} graphs" if planned != decodes else ""
+            name = self.runner.builder.backend.name
+            return DecodeSteps(asked, 1, f"{name} plans every replay{which} on the host")
+        but = [f"1 for {key.in_words()}, whose capture failed" for key in failed]
+        largest = max(plan.decode_sizes)
+        if largest < self.runner.max_batch_size:
+            but.append(f"1 for more than {largest} requests")
+        if not decodes:
+            why = "no decode step has been captured yet"
+            return DecodeSteps(asked, None, "; ".join([why, *but]))
+        return DecodeSteps(asked, asked, "; ".join(["no decode graph needs the host", *but]))
+
+    def launch(
+        self,
+        captured: CapturedStep,
+        rows: Rows,
+        num_steps: int,
+        last: LaunchedSteps | None = None,
+    ) -> LaunchedSteps:
+        """Launch a captured step, or `num_steps` decode steps of the rows.
+
+        Args:
+            captured: the graph.
+            rows: of the batch.
+            num_steps: replays of the graph.
+            last: steps after which the rows were scheduled, and whose tokens they may take.
+        """
+        assert last is None or self.is_last(last), "its tokens are still on the device"
+        self.invalidate()
+        self.runner.fill(captured.tensors, rows, captured.key.sampling)
+        if last is not None:
+            self.runner.take_tokens(captured.tensors, rows, last.last_R)
+        self._num_launched = 0
+        return self._replay(captured, rows, 0, num_steps, last is not None)
+
+    def call(
+        self,
+        rows: Rows,
+        kind: Sampling,
+        *,
+        logits: bool,
+        last: LaunchedSteps | None = None,
+    ) -> LaunchedSteps:
+        """Call a step of the rows; arguments as those of `launch`, and of `StepRunner.call`."""
+        assert last is None or self.is_last(last), "its tokens are still on the device"
+        self.invalidate()
+        observer = self.runner.on_logits
+        last_R = None if last is None else last.last_R
+        drawn = self.runner.call(rows, kind, logits=logits, last_R=last_R).unsqueeze(0)
+        tokens, arrived = self.buffers.copy(None, drawn)
+        ahead = last is not None
+        launched = LaunchedSteps(
+            None, rows, 0, 1, 0, drawn, tokens, arrived, is_ahead=ahead, observer=observer
+        )
+        self._last = launched
+        return launched
+
+    def is_last(self, launched: LaunchedSteps) -> bool:
+        """Whether nothing was launched after these: the device still has their tokens."""
+        return self._last is launched
+
+    def may_follow(self, launched: LaunchedSteps) -> bool:
+        """Whether the tensors hold what these steps leave, and the next can go on from there."""
+        captured = launched.captured
+        if captured is None or captured.key.query_len != 1:
+            return False
+        return self.can_chain(captured) and self.is_last(launched)
+
+    def follow(self, launched: LaunchedSteps, num_steps: int) -> LaunchedSteps:
+        """Launch the next steps of the same rows before the tokens of these are read."""
+        assert self.may_follow(launched), "nothing came in between"
+        assert launched.captured is not None, "called steps leave no tensors"
+        begun = launched.begun + launched.num_steps
+        return self._replay(launched.captured, launched.rows, begun, num_steps, True)
+
+    def invalidate(self) -> None:
+        """The device has nobody's next step, nor tokens for it: the next launch fills anew."""
+        self._last = None
+
+    def _replay(
+        self,
+        captured: CapturedStep,
+        rows: Rows,
+        begun: int,
+        num_steps: int,
+        is_ahead: bool,
+    ) -> LaunchedSteps:
+        """If a replay is refused, those before it are dropped: the next launch fills anew."""
+        self.invalidate()
+        drawn = captured.tensors.device["tokens"]
+        first_row = self._num_launched % drawn.shape[0]
+        for i in range(num_steps):
+            self.runner.launch(captured, weights=i == 0)
+        self._num_launched += num_steps
+        tokens, arrived = self.buffers.copy(captured, drawn)
+        launched = LaunchedSteps(
+            captured, rows, begun, num_steps, first_row, drawn, tokens, arrived, is_ahead=is_ahead
+        )
+        self._last = launched
+        return launched
+
+
+class StepLoop:
+    """Runs the steps of a session, in its `surroundings`, each after `prepare`.
 
     Args:
         runner: runs steps on the device.
         scheduler: says which requests run next.
         token_stream: takes what they draw.
         plan: what is captured.
-        state: what of the model may not change unseen.
+        state: of the model, as it must stay.
         compilation: compiles the model before the first step.
         always_fills: every step is filled by the host, none goes on from the one before.
 
@@ -69,14 +321,11 @@ class StepLoop:
         self.num_steps = {"captured": 0, "called": 0}
         self.num_launches = {"ahead": 0, "waited": 0}
         self.streams = StreamOrder(runner.device)
-        self._replays_only = plan.debug is None and not always_fills  # no Python of the model
         on_gpu = runner.device.type == "cuda" or plan.debug is not None  # debugging acts as on one
         in_turn = always_fills or runner.builder.plans_in_turn
         self._goes_ahead = on_gpu and not in_turn
         self._launched: LaunchedSteps | None = None
         self._warm = False
-        self._checked = False  # the model, in this step
-        self._checks_late = False  # in the next one
 
     @property
     def graphs(self) -> StepGraphs | None:
@@ -93,37 +342,24 @@ class StepLoop:
     def step(self, *, ahead: bool = True) -> None:
         """A step, or `decode_steps` of them; the token stream takes their tokens.
 
-        Launched steps stay until all of their tokens are taken. What was launched after them counts
-        only once it has taken their place; the launcher goes on from nothing else.
+        Launched steps stay until all of their tokens are taken: a launch that raises loses none.
 
         Args:
             ahead: launch the next ones too, before these tokens are read.
         """
-        self._checked = False
-        self._keep_order()
         self._drop_unobserved()
-        if not self._checks_late or self.scheduler.may_share:
-            self._check_model()
-        self.warm_up()
         if self._launched is None:
             self._launched = self._launch_next()
-            if self._launched is None:
-                return
-        # Refused: these can still be collected.
-        followed = self._launch_ahead(self._launched) if ahead else None
-        if not self._checked and self._check_late(self._launched):
+        if self._launched is None:
             return
-        self._checks_late = followed is None and self._plans_replays(self._launched)
+        followed = self._launch_ahead(self._launched) if ahead else None
         self._collect(self._launched)
         self._launched = followed
 
     def step_drafted(self, drafts: Mapping[int, list[int]]) -> None:
         """A step with drafts, or without where a prompt comes first or the budget is too small."""
         k = self.plan.num_draft_tokens
-        self._keep_order()
         self._drop_unobserved()
-        self._check_model()
-        self.warm_up()
         self.collect_all()
         step = self.scheduler.next_step()
         room = self.scheduler.max_tokens_per_step // (1 + k)
@@ -138,19 +374,25 @@ class StepLoop:
         drafted = Rows(rows)
         self._run_alone(drafted, self._captured(drafted))
 
-    def warm_up(self) -> None:
-        """Compile and capture what comes before the first step; for a new dump, compile again."""
+    def prepare(self) -> None:
+        """Before every step: check the model, and compile and capture what is not, as for a dump.
+
+        Raises:
+            ValueError: the model has changed; see `ModelState.check`.
+        """
+        if self.streams.changed():  # nothing takes tokens that another stream has drawn
+            self.launcher.invalidate()
+        self.state.check(captured=self.graphs is not None)
         joins_dump = self.compilation.joins_dump()
-        if self._warm:
-            if joins_dump:
-                if self.graphs is not None:
-                    self.drop_graphs()
-                self.compilation.run_again()
-            return
-        self.compilation.run()
-        if self.graphs is not None and not self.plan.lazy:
-            self._capture_first()
-        self._warm = True  # last: what was interrupted is done again
+        if not self._warm:
+            self.compilation.run()
+            if self.graphs is not None and not self.plan.lazy:
+                self._capture_first()
+            self._warm = True
+        elif joins_dump:
+            if self.graphs is not None:
+                self.drop_graphs()
+            self.compilation.run_again()
 
     def collect_all(self) -> None:
         """Take the tokens of what is launched; nothing goes on from there."""
@@ -165,40 +407,6 @@ class StepLoop:
         self.launcher.buffers.clear()
         self.gains.clear()
         self.runner.release()
-
-    # -- the model ---------------------------------------------------------------------------------
-
-    def _check_model(self) -> None:
-        """Refuse a model that has changed, or drop its graphs, before anything is launched.
-
-        The device computes meanwhile what was launched before.
-        """
-        if self.state.check():
-            self.scheduler.prefixes.forget()
-            self.compilation.model_changed()
-            if self.graphs is not None:
-                self.drop_graphs()
-        self.state.stale = False
-        self._checked = True
-
-    def _check_late(self, launched: LaunchedSteps) -> bool:
-        """The same after a replay was launched; whether it is dropped, as the model has changed."""
-        # Where the host plans every replay, the device has nothing to do while the host checks
-        # first: 0.4 of 5.5 ms a step of PIECEWISE at batch 1 (one H200, 2026-11-22).
-        changed = True
-        try:
-            changed = self.state.check()
-        finally:
-            if changed:
-                launched.wait()
-                self.launcher.invalidate()
-                self._launched, self._checks_late = None, False
-        if changed:
-            self.scheduler.prefixes.forget()
-            self.compilation.model_changed()
-            self.drop_graphs()
-            self.state.stale = False
-        return changed
 
     # -- graphs ------------------------------------------------------------------------------------
 
@@ -235,8 +443,6 @@ class StepLoop:
         return captured
 
     def _capture(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:
-        if not self._checked and not self.runner.is_captured(key):
-            self._check_model()
         with self.compilation.counters.watching():
             captured = self.runner.captured(key, mode)
             if captured is not None and self.graphs is not None:
@@ -246,10 +452,6 @@ class StepLoop:
     # -- drafts: their tokens are read at once -----------------------------------------------------
 
     def _run_alone(self, step: Rows, captured: CapturedStep | None) -> None:
-        if not self._checked:
-            self._check_model()
-            captured = self._captured(step)  # dropped, if the model has changed
-        self._checks_late = False
         self.launcher.invalidate()
         if captured is None:
             self.num_steps["called"] += 1
@@ -283,11 +485,7 @@ class StepLoop:
         step = self.scheduler.next_step()
         if not step:
             return None
-        captured = self._captured(step)
-        if not self._checked and (captured is None or captured.key.query_len != 1):
-            self._check_model()
-            captured = self._captured(step)  # dropped, if the model has changed
-        return self._launch(step, captured)
+        return self._launch(step, self._captured(step))
 
     def _launch_ahead(self, launched: LaunchedSteps) -> LaunchedSteps | None:
         """The next steps, before the tokens of these are read.
@@ -299,7 +497,7 @@ class StepLoop:
             num_steps = self._num_steps(launched.captured, launched.rows.most - begun)
             if launched.rows.reach >= begun + num_steps:  # the device's tables have the blocks
                 return self.launcher.follow(launched, num_steps)
-        if not (self._goes_ahead and self._checked and self.launcher.is_last(launched)):
+        if not (self._goes_ahead and self.launcher.is_last(launched)):
             return None
         if self.runner.on_logits is not None:
             return None  # an observer sees no step that may count for nothing
@@ -343,15 +541,10 @@ class StepLoop:
         return min(self.runner.num_steps, most)
 
     def _collect(self, launched: LaunchedSteps) -> None:
-        self.token_stream.collect(launched.rows, launched.begun, launched.wait())
+        self.token_stream.collect(launched.rows, launched.wait())
         kind = "called" if launched.captured is None else "captured"
         self.num_steps[kind] += launched.num_steps
         self.num_launches["ahead" if launched.is_ahead else "waited"] += 1
-
-    def _keep_order(self) -> None:
-        """In another stream nothing goes on from tokens that the last one has drawn."""
-        if self.streams.changed():
-            self.launcher.invalidate()
 
     def _drop_unobserved(self) -> None:
         """Drop a called step whose logits an observer is to see, and has not; it is done again."""
@@ -361,8 +554,3 @@ class StepLoop:
         if launched.observer is not observer:
             self.launcher.invalidate()
             self._launched = None
-
-    def _plans_replays(self, launched: LaunchedSteps) -> bool:
-        """Whether the host plans such replays and has nothing else to do for them."""
-        captured = launched.captured
-        return captured is not None and captured.needs_host and self._replays_only

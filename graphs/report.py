@@ -15,14 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_ops.backends.registry import Selection
-from graphs.ahead import DecodeSteps
 from graphs.cache_size import CacheSize
 from graphs.capture.failures import CaptureError
 from graphs.capture.memory import GraphMemory, human
 from graphs.capture.plan import CapturePlan
 from graphs.capture.store import CapturedStep
 from graphs.compilation import Compilation
-from graphs.loop import StepLoop
+from graphs.loop import DecodeSteps, StepLoop
 from graphs.modes import BatchDescriptor
 from graphs.requests.blocks import PreemptionCounts
 from graphs.requests.prefixes import PrefixCounts

@@ -246,10 +246,6 @@ class StepRunner:
         assert self.graphs is not None, "a step is captured only while there are graphs"
         return self.graphs.get(key, mode)
 
-    def is_captured(self, key: BatchDescriptor) -> bool:
-        """Whether `captured` finds a graph of `key`, or a failure to capture it."""
-        return self.graphs is not None and key in self.graphs
-
     def launch(self, captured: CapturedStep, *, weights: bool = True) -> None:
         """Replay on what the tensors hold; arguments and errors: see `StepGraphs.replay`."""
         assert self.graphs is not None, "a step is replayed only while there are graphs"

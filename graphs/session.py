@@ -22,9 +22,9 @@ from graphs.capture.plan import CapturePlan, builder_of, selected
 from graphs.capture.store import StepGraphs
 from graphs.capture.verified import verified
 from graphs.compilation import Compilation, is_compiled
-from graphs.context import exclusive, in_surroundings, refuse_inside, surroundings
+from graphs.context import exclusive, surroundings, uninterrupted
 from graphs.loop import StepLoop
-from graphs.model_changes import ModelState, checked_versions
+from graphs.model_changes import ModelState, WeightVersions
 from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
 from graphs.report import SessionReport
@@ -119,7 +119,7 @@ class DecodeSession:
             start_compile_workers()
 
     def _make_loop(self, options: SessionOptions) -> None:
-        weights = checked_versions(self.original) if options.share_prefixes else None
+        weights = WeightVersions(self.original) if options.share_prefixes else None
         self.scheduler = Scheduler(
             self.cache, self.max_batch_size, options.max_tokens_per_step, weights, options.lookahead
         )
@@ -139,7 +139,7 @@ class DecodeSession:
             always_fills=self.verifier is not None,
         )
         self.num_steps = self.loop.num_steps
-        self.lock = threading.RLock()  # of `exclusive`
+        self.lock = threading.Lock()  # of `exclusive`
 
     @property
     def graphs(self) -> StepGraphs | None:
@@ -170,6 +170,7 @@ class DecodeSession:
 
     # -- requests ----------------------------------------------------------------------------------
 
+    @exclusive
     def add(
         self,
         prompt: Sequence[int] | Mapping[str, Any],
@@ -200,9 +201,8 @@ class DecodeSession:
                 never fit into the cache, or a parameter is out of range. Nothing is queued.
         """
         wanted = Wanted(max_new_tokens, eos, eos_token_id, stop_token_ids, sampling, share_prefix)
-        requests: list[Request] = []
-        self.book.queue_all(requests, [prompt], wanted)
-        return requests[0].id
+        with uninterrupted():
+            return self.book.queue_all([prompt], wanted)[0].id
 
     def result(self, request_id: int) -> Generation | None:
         """The result of a finished request, None while it runs; kept until `discard`.
@@ -215,6 +215,7 @@ class DecodeSession:
             return None
         return Generation(list(request.token_ids), request.finish_reason)
 
+    @exclusive
     def generate(
         self,
         prompts: Sequence[Sequence[int]] | Mapping[str, Any],
@@ -235,27 +236,27 @@ class DecodeSession:
         have those after it. A prompt that is refused refuses the call before anything is queued.
         Tokens of other requests are kept for the next `step`.
         """
-        refuse_inside(self, "generate")  # before anything is queued
         wanted = Wanted(
             max_new_tokens, eos, eos_token_id, stop_token_ids, sampling, share_prefix, n
         )
         requests: list[Request] = []
         bar = tqdm(desc="generate", unit="request", disable=None, leave=False)
         try:
-            try:
-                with bar:
-                    self.book.queue_all(requests, prompts, wanted)
-                    bar.reset(len(requests))
-                    self._finish(requests, bar.update)
-                return [cast(Generation, self.result(r.id)) for r in requests]
-            finally:  # also when interrupted: nothing of this call is left
-                self._discard_all(requests)
-        finally:  # and when interrupted there
-            self._discard_all(requests)
-
-    def _discard_all(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.discard(request.id)
+            with bar:
+                with uninterrupted():
+                    requests = self.book.queue_all(prompts, wanted)
+                bar.reset(len(requests))
+                going = requests
+                while going:
+                    self._run(self.loop.step)
+                    still = [r for r in going if not r.finish_reason]
+                    bar.update(len(going) - len(still))
+                    going = still
+            return [cast(Generation, self.result(r.id)) for r in requests]
+        finally:  # also when interrupted: nothing of this call is left
+            with uninterrupted():
+                for request in requests:
+                    self._forget(request)
 
     @exclusive
     def discard(self, request_id: int) -> None:
@@ -270,16 +271,13 @@ class DecodeSession:
         if not isinstance(request_id, Integral):
             raise ValueError(f"request_id must come from add(), got {request_id!r}")
         request = self._requests.get(int(request_id))
-        if request is None:
-            return
-        self.scheduler.leave(request)
-        self.token_stream.forget(request.id)
-        del self._requests[request.id]  # last: what was interrupted can be done again
+        if request is not None:
+            with uninterrupted():
+                self._forget(request)
 
     # -- steps -------------------------------------------------------------------------------------
 
     @exclusive
-    @in_surroundings
     def step(self) -> list[StepOutput]:
         """Run the next step, or `decode_steps` of them, of all running requests.
 
@@ -290,11 +288,10 @@ class DecodeSession:
             prompts are computed in part, where launched steps were those of requests that have
             ended, and when nothing is left; `num_unfinished` tells.
         """
-        self.loop.step()
+        self._run(self.loop.step)
         return self.token_stream.hand_out()
 
     @exclusive
-    @in_surroundings
     def verify_draft(self, drafts: Mapping[int, Sequence[int]]) -> list[StepOutput]:
         """One step in which decoding requests bring tokens that they may generate next.
 
@@ -317,7 +314,8 @@ class DecodeSession:
                 has a penalty or a draft that is too long or holds an unknown token.
         """
         k = self.plan.num_draft_tokens
-        self.loop.step_drafted(checked_drafts(drafts, k, self._requests, self.vocab_size))
+        checked = checked_drafts(drafts, k, self._requests, self.vocab_size)
+        self._run(self.loop.step_drafted, checked)
         return self.token_stream.hand_out()
 
     @property
@@ -327,14 +325,13 @@ class DecodeSession:
         return len(scheduler.waiting) + len(scheduler.running) + self.token_stream.num_ended
 
     @exclusive
-    @in_surroundings
     def warm_up(self) -> None:
         """Compile the model and capture the decode steps, largest first.
 
         Runs by itself before the first step. Inside `graphs.dump` a model that was compiled before
         is compiled once more, so that the dump sees it.
         """
-        self.loop.warm_up()
+        self.loop.prepare()
 
     @contextlib.contextmanager
     def observe_logits(self, observer: LogitsObserver) -> Iterator[None]:
@@ -362,19 +359,20 @@ class DecodeSession:
 
         A session sees changes that torch counts by itself: not those through `weight.data`.
         """
-        self.scheduler.prefixes.forget()
+        with uninterrupted():
+            self.scheduler.prefixes.forget()
 
     @exclusive
-    @in_surroundings
     def release(self) -> None:
         """Give captured graphs and their memory back; the session goes on uncaptured.
 
         The tokens of launched steps come with the next `step`.
         """
         if self.graphs is not None:
-            self.loop.drop_graphs()
-            self.plan.stop("release() was called")
-            self.runner.graphs = None  # last: what was interrupted can be done again
+            with uninterrupted():
+                self.loop.drop_graphs()
+                self.plan.stop("release() was called")
+                self.runner.graphs = None
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -384,16 +382,13 @@ class DecodeSession:
             "this process; keep the SessionOptions, and make a new one of model and options"
         )
 
-    def _finish(self, requests: Sequence[Request], progress: Callable[[int], object]) -> None:
-        """Steps until the requests have ended; `progress` is told how many have in each."""
-        going = list(requests)
-        while going:
-            self._step_alone()
-            still = [r for r in going if not r.finish_reason]
-            progress(len(going) - len(still))
-            going = still
+    def _run(self, step: Callable[..., None], *args: Any) -> None:
+        """Run a step whole; Ctrl-C waits for its end, but not for the model to be compiled."""
+        self.loop.prepare()
+        with uninterrupted():
+            step(*args)
 
-    @exclusive
-    @in_surroundings
-    def _step_alone(self) -> None:
-        self.loop.step()
+    def _forget(self, request: Request) -> None:
+        self.scheduler.leave(request)
+        self.token_stream.forget(request.id)
+        del self._requests[request.id]

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from graphs.ahead import DecodeLauncher, LaunchedSteps
+from graphs.loop import DecodeLauncher, LaunchedSteps
 from graphs.modes import CUDAGraphMode
 from graphs.step.tensors import StepTensors
 

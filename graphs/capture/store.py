@@ -76,7 +76,7 @@ class StepGraphs:
         return key in self._captured or key in self.failures
 
     def __iter__(self) -> Iterator[CapturedStep]:
-        return iter(list(self._captured.values()))  # a step in another thread may capture more
+        return iter(self._captured.values())
 
     @property
     def num_bytes(self) -> int:

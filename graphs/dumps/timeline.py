@@ -58,7 +58,7 @@ class Kernel:
 
 def timeline_of(session: Any, directory: Path) -> Timeline:
     """Record a decode step of a `DecodeSession`, whose state stays as it is."""
-    if session.lock._is_owned():
+    if session.lock.locked():
         return None, "the block ended inside of a step"
     if torch.autograd._profiler_enabled():
         return None, "a profiler was running"

@@ -96,7 +96,7 @@ class Reservations:
         return self.release(running) and self.cache.has_room(*asked)
 
     def admit(self, request: Request, match: Match) -> None:
-        """Take its first blocks. What was interrupted can be done again after `give_back`."""
+        """Take its first blocks."""
         request.num_released = 0
         self._reserve(request, self._first(request, match), match)
         self._num_recomputed_tokens += max(0, request.num_lost - match.num_tokens)
@@ -139,17 +139,15 @@ class Reservations:
 
     def give_back(self, request: Request) -> None:
         """Give all blocks back, if it owns any."""
-        request.room = 0  # first: it never says more than there is
+        request.room = 0
         if self.cache.blocks(request.id):
             self.cache.free(request.id)
 
     def preempt(self, request: Request) -> None:
-        """The same of a request that will be admitted again; it may be interrupted and repeated."""
+        """Give the blocks of a request back that will be admitted again."""
         self.give_back(request)
-        if request.num_computed:
-            self._num_preemptions += 1
-            request.num_lost = max(request.num_lost, request.num_computed)
-            request.num_computed = 0
+        self._num_preemptions += 1
+        request.num_lost, request.num_computed = request.num_computed, 0
 
     def release(self, running: Iterable[Request]) -> bool:
         """Give blocks of all that run back which lie behind the window; whether there were any."""
@@ -164,8 +162,8 @@ class Reservations:
             return
         number = self.cache.first_seen(request.num_computed)
         if number > request.num_released:
-            self.num_released += 1  # first: a table is never older than it seems
             self.cache.release(request.id, number)
+            self.num_released += 1
             request.num_released = number
 
     def _first(self, request: Request, match: Match) -> _Tokens:

@@ -10,9 +10,6 @@ from graphs.requests.scheduler import Scheduler
 class TokenStream:
     """Appends tokens to their requests, and remembers which ones the caller has not seen.
 
-    All of it may be interrupted and done again. A token is taken by one append to its request's
-    list; what else there is to know follows from that list.
-
     Args:
         scheduler: where requests leave that have ended.
         known: ids of the requests that have not been discarded; its owner changes it.
@@ -30,15 +27,13 @@ class TokenStream:
     @property
     def num_ended(self) -> int:
         """Requests that have ended, with tokens that wait to be handed out."""
-        unseen = list(self._unseen.items())  # a step in another thread may change it meanwhile
-        return sum(bool(r.finish_reason) and i in self for i, (r, _) in unseen)
+        return sum(bool(r.finish_reason) and i in self for i, (r, _) in self._unseen.items())
 
     def take(self, step: Sequence[Scheduled], tokens: Sequence[Sequence[int]]) -> None:
         """Take what a step has drawn; of a draft what was right, and one token more."""
         for scheduled, drawn in zip(step, tokens, strict=True):
             wanted = len(scheduled.draft) + 1 if scheduled.wants_token else None
             assert wanted in (None, len(drawn)), f"a step draws {wanted} tokens, got {drawn}"
-        was_settled, self.scheduler.is_settled = self.scheduler.is_settled, False
         for scheduled, drawn in zip(step, tokens, strict=True):
             request, wanted = scheduled.request, scheduled.wants_token
             if not wanted:
@@ -48,33 +43,26 @@ class TokenStream:
                 self._take(request, token)
                 if token != draft or request.finish_reason:
                     break
-        self.scheduler.is_settled = was_settled
 
-    def collect(self, rows: Rows, begun: int, steps: Sequence[Sequence[int]]) -> None:
+    def collect(self, rows: Rows, steps: Sequence[Sequence[int]]) -> None:
         """Take the tokens of launched steps; what a request drew after its end is dropped.
-
-        Those that were taken before an interrupt are not taken again.
 
         Args:
             rows: of the batch, as they were scheduled.
-            begun: decode steps of these rows before the first of these.
             steps: tokens of every step, row by row.
         """
-        was_settled, self.scheduler.is_settled = self.scheduler.is_settled, False
         columns = rows.columns
         computed = (columns.num_computed + columns.num_tokens).tolist()
-        wanted, lengths = columns.wants_token.tolist(), columns.lengths.tolist()
-        numbers = list(zip(wanted, lengths, computed, strict=True))
-        for number, tokens in enumerate(steps, begun):
-            for request, row, token in zip(rows.requests, numbers, tokens, strict=True):
+        wanted = columns.wants_token.tolist()
+        for tokens in steps:
+            parts = zip(rows.requests, tokens, wanted, computed, strict=True)
+            for request, token, wants_token, num_computed in parts:
                 if request.id not in self.known or request.finish_reason or not request.room:
                     continue  # without room it was preempted since: the token is drawn again
-                wants_token, length, num_computed = row
-                if not wants_token:
-                    request.num_computed = max(request.num_computed, num_computed)
-                elif request.num_tokens == length + number:
+                if wants_token:
                     self._take(request, token)
-        self.scheduler.is_settled = was_settled
+                else:
+                    request.num_computed = num_computed
 
     def hand_out(self) -> list[StepOutput]:
         """What the caller has not seen, the first token of every request before the second."""

@@ -84,12 +84,12 @@ class PrefixSharing:
         """Forget everything if weights have changed."""
         if self._weights is not None and self._weights.changed():
             self.forget()
-            self._weights.remember()  # last: what was interrupted is done again
+            self._weights.remember()
 
     def forget(self) -> None:
         """Find nothing of what was computed so far, in requests that still run too."""
         if self.is_on:
-            self.num_forgotten += 1  # first: what runs was computed before, and is not kept
+            self.num_forgotten += 1  # so nothing is kept of what runs, which was computed before
             self.cache.forget_prefixes()
 
     # -- what a prompt finds -----------------------------------------------------------------------

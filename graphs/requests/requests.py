@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from attn_ops.integrations.transformers.rotary import SHIFT
 from graphs.options import check_bools, check_positive
 from graphs.requests.defaults import Defaults
-from graphs.requests.tokens import listed, listed_ids, token_ids, unpadded
+from graphs.requests.tokens import listed_ids, token_ids, unpadded
 from graphs.sampling import FIELDS, SamplingParams
 from graphs.sampling.params import Sampling
 
@@ -58,11 +57,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """See `Generation`; None while it goes on.
-
-        A function of the tokens: whoever is interrupted has appended a token and all that follows
-        from it, or nothing.
-        """
+        """See `Generation`; None while it goes on."""
         if self.token_ids and self.token_ids[-1] in self.stops:
             return "eos" if self.token_ids[-1] in self.eos else "stop"
         if self.remaining > 0:
@@ -117,11 +112,7 @@ class Request:
         return self.prompt[begin:end] + self.token_ids[max(0, begin - split) : max(0, end - split)]
 
     def append(self, token: int) -> None:
-        """Take a generated token; its own keys and values are not in the cache, all others are.
-
-        The token comes first. Interrupted after it, one token more is computed again, as a chunk
-        of a prompt is.
-        """
+        """Take a generated token; its own keys and values are not in the cache, all others are."""
         self.token_ids.append(token)
         self.num_computed = self.num_tokens - 1
 
@@ -301,7 +292,7 @@ def checked_drafts(
                 f"tokens, got {len(tokens)}"
             )
         checked[request_id] = tokens
-    penalized = (r for r in list(requests.values()) if r.sampling.kind is Sampling.PENALIZED)
+    penalized = (r for r in requests.values() if r.sampling.kind is Sampling.PENALIZED)
     going = next((r.id for r in penalized if not r.finish_reason), None)
     if going is not None:
         raise ValueError(
@@ -341,22 +332,12 @@ class RequestBook:
         self._model, self._limits, self._waiting = model, limits, waiting
         self.requests: dict[int, Request] = {}
         self.next_id = 0
-        self._adding = threading.Lock()
 
-    def queue_all(self, requests: list[Request], prompts: Iterable[Any], wanted: Wanted) -> None:
-        """Queue all prompts, or none; `requests` gets what they have become.
-
-        A step may run meanwhile: it takes requests from the queue's other end.
-        """
-        # First, as generators run the caller's code, which may add requests too.
-        if not isinstance(prompts, Mapping) and not hasattr(prompts, "ndim"):
-            prompts = listed("prompts", prompts, "prompts")
-            prompts = [list(one) if isinstance(one, Iterator) else one for one in prompts]
-        with self._adding:
-            limits = self._limits
-            defaults = Defaults.of(self._model)
-            requests += checked_requests(self.next_id, prompts, wanted, defaults, limits)
-            for request in requests:
-                self.next_id = request.id + 1
-                self.requests[request.id] = request  # first: a discard knows what is queued
-                self._waiting.append(request)
+    def queue_all(self, prompts: Iterable[Any], wanted: Wanted) -> list[Request]:
+        """Queue all prompts, or none where one is refused; returns what they have become."""
+        defaults = Defaults.of(self._model)
+        requests = checked_requests(self.next_id, prompts, wanted, defaults, self._limits)
+        self.next_id += len(requests)
+        self.requests |= {request.id: request for request in requests}
+        self._waiting += requests
+        return requests

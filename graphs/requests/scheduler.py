@@ -46,9 +46,6 @@ class Scheduler:
         self.max_tokens_per_step = max_tokens_per_step
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.is_settled = True  # False while tokens are taken: some who have ended may still run
-        self._leaving: list[Request] = []  # whose place and blocks are being given back
-        self._preempted: list[Request] = []  # that are on their way from running to waiting
 
     def next_step(self, after: After = NOTHING) -> Rows:
         """The next step's requests, decodes first; empty when nothing is left to do.
@@ -60,11 +57,6 @@ class Scheduler:
             after: the steps that are launched. A request that ends in them by its length takes
                 part no more; one that draws a stop token in them does, and is told later.
         """
-        if not self.is_settled:
-            for request in [r for r in self.running if r.finish_reason]:
-                self.leave(request)  # interrupted before it could
-            self.is_settled = True
-        self._empty()
         if self.prefixes.is_on:
             self.prefixes.refresh()
             self.prefixes.keep_prompts(self.running, after)
@@ -87,8 +79,7 @@ class Scheduler:
             while request in self.running and not self._extends(request, after):
                 if any(map(after.has_ended, self.running)):
                     return False  # one launch later is better than computing a prompt again
-                self._preempted.append(max(self.running, key=lambda r: r.id))
-                self._empty()
+                self._preempt(max(self.running, key=lambda r: r.id))
         if short:
             self.reservations.extend_all(self.running, after)
         return True
@@ -148,39 +139,22 @@ class Scheduler:
 
     def leave(self, request: Request) -> None:
         """Take a request out, finished or not, and give its blocks back."""
-        self._leaving.append(request)
-        self._empty()
-
-    def _empty(self) -> None:
-        """Let those go that are leaving. Where it was interrupted, it is done again."""
-        while self._preempted:
-            self._requeue(self._preempted[-1])
-            self._preempted.pop()
-        while self._leaving:
-            request = self._leaving[-1]
-            if request in self.running:
-                self.prefixes.keep_all(request)
-            for queue in (self.running, self.waiting):
-                if request in queue:
-                    queue.remove(request)
-            self.reservations.give_back(request)
-            self._leaving.pop()
-
-    def _requeue(self, request: Request) -> None:
-        """Put a preempted request back in front of all younger ones that wait."""
-        if self.cache.blocks(request.id):
-            self.prefixes.keep_all(request)
-        self.reservations.preempt(request)
-        if request not in self.waiting:
-            place = 0
-            while place < len(self.waiting) and self.waiting[place].id < request.id:
-                place += 1
-            self.waiting.insert(place, request)
         if request in self.running:
-            self.running.remove(request)  # last: it is always in one of the two
+            self.prefixes.keep_all(request)
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self.reservations.give_back(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Put a running request back in front of all younger ones that wait."""
+        self.prefixes.keep_all(request)
+        self.reservations.preempt(request)
+        self.running.remove(request)
+        older = sum(other.id < request.id for other in self.waiting)
+        self.waiting.insert(older, request)
 
     def _admit(self, after: After) -> None:
-        """In an order in which nothing is lost by an interrupt, and nothing done twice."""
         for request, match in self._admissible(after):
             self.reservations.admit(request, match)
             self.prefixes.admit(request, match)
@@ -204,14 +178,12 @@ class Scheduler:
     ) -> Iterator[tuple[Request, Match]]:
         """Requests that can run, and what each shares; the caller admits one before the next.
 
-        Meanwhile others may join the queue's end. `releases`: see `Reservations.fits`.
+        `releases`: see `Reservations.fits`.
         """
         passed, promised = 0, None
         num_ended = after.num_ended(self.running) if self.waiting else 0
         while passed < min(len(self.waiting), self.max_batch_size):
             request = self.waiting[passed]
-            if self._was_admitted(request):
-                continue
             if len(self.running) - num_ended >= self.max_batch_size or request in after:
                 return  # in launched steps: it was preempted since, and they count for nothing
             if promised is None:
@@ -224,16 +196,6 @@ class Scheduler:
                 return
             yield request, match
             self.prefixes.promise(request, promised)
-
-    def _was_admitted(self, request: Request) -> bool:
-        """Whether a request that waits runs already, as its admission was interrupted."""
-        if not self.cache.blocks(request.id):
-            return False
-        if request not in self.running:
-            self.reservations.give_back(request)  # it is admitted from the beginning
-            return False
-        self.waiting.remove(request)
-        return True
 
 
 def _oldest(

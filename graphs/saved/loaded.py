@@ -90,7 +90,7 @@ class LoadedModel:
             raise NotSavedError(f"an input of the graph is gone: {error!r}") from error
 
     def _check(self, inputs: dict[str, Any], values: list[Any]) -> None:
-        """Check what Dynamo guards on; the session itself checks attributes, hooks and classes."""
+        """Check what Dynamo guards on in the inputs; the key has the model and its code."""
         if inputs.keys() != self._keys:
             raise NotSavedError(f"the model is called with {', '.join(inputs)}")
         for name, constant in self._constants.items():

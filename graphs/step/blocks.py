@@ -15,8 +15,6 @@ from attn_ops.block_pool import NULL_BLOCK, BlockPool, BlockTable
 class BlockRows:
     """Rows of requests, which come and go.
 
-    An interrupt leaves a row that is written again: the row's table is remembered last.
-
     Args:
         pool: whose requests they are.
         max_blocks: M.
@@ -72,7 +70,6 @@ class BlockRows:
         return low
 
     def _write(self, row: int, table: BlockTable) -> None:
-        self._tables[row] = None
         self._num_written += 1
         self.versions[row] = self._num_written
         behind, number = table.num_released, len(table.blocks)
@@ -102,10 +99,10 @@ class BlockRows:
         return row
 
     def _grow(self) -> None:
-        """Twice the rows; the last assignment makes them known."""
+        """Twice the rows."""
         number = len(self._owners)
         for name in ("blocks", "num_blocks", "versions"):
-            old = getattr(self, name)[:number]
+            old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
-        self._tables = [*self._tables[:number], *[None] * number]
-        self._owners = [*self._owners, *[None] * number]
+        self._tables += [None] * number
+        self._owners += [None] * number

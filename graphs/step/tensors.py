@@ -189,14 +189,12 @@ class StepTensors:
         return int((self.arrays["group_starts"] < self.num_reqs).sum())
 
     def _fill_blocks(self, name: str, blocks: BlockRows, rows: np.ndarray) -> None:
-        """Rows of a block table; where it was interrupted, they are written again."""
+        """Write the rows of a block table that have changed."""
         number, versions, held = rows.size, blocks.versions[rows], self.versions[name]
         (changed,) = np.nonzero(versions != held[:number])
         if changed.size == number:
-            held[:number] = -1
             np.take(blocks.blocks, rows, axis=0, out=self.arrays[name][:number])
         elif changed.size:
-            held[changed] = -1
             self.arrays[name][changed] = blocks.blocks[rows[changed]]
         held[:number] = versions
 

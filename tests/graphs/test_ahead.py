@@ -127,7 +127,7 @@ def test_a_model_without_graphs_on_a_cpu_computes_nothing_ahead(model):
     assert session.loop.num_launches["ahead"] == 0
 
 
-def test_a_request_from_another_thread_joins_the_next_step(model):
+def test_a_new_request_joins_the_next_step(model):
     session = captured_lazily(model)
     asynchronous(session)
     first = session.add([1, 2], 12)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 
 import pytest
 import torch
@@ -236,27 +237,49 @@ def test_bad_requests_are_refused_and_change_nothing(model, wanted, case):
     assert tokens_of(session.generate(PROMPTS[:4], 8)) == wanted[:4]
 
 
-def test_prompts_that_are_made_by_the_session(model, wanted):
-    """A generator runs its caller's code, before anything is held."""
+def test_prompts_of_a_generator(model, wanted):
     session = poisoned(chunked(model))
-    prompts = (session.generate([p], 1) and iter(p) for p in PROMPTS[:4])
-    assert tokens_of(session.generate(prompts, 8)) == wanted[:4]
+    assert tokens_of(session.generate((iter(p) for p in PROMPTS[:4]), 8)) == wanted[:4]
     assert not session._requests
 
 
-def test_generate_inside_of_a_step_queues_nothing(model):
-    session = poisoned(chunked(model))
-    found = []
+def test_calls_from_inside_of_a_step_are_refused(model):
+    session, found = poisoned(chunked(model)), []
 
     def observe(*_):
-        with pytest.raises(RuntimeError, match=r"^generate\(\) must not be called from inside"):
-            session.generate([[1]], 2)
+        calls = [session.step, lambda: session.generate([[1]], 2), lambda: session.add([1])]
+        for call in calls:
+            with pytest.raises(RuntimeError, match="and not from inside of a step"):
+                call()
         found.append(list(session._requests))
 
     with session.observe_logits(observe):
         session.generate([[1, 2]], 2)
-    assert found[0] == [0]
+    assert found == [[0], [0]]
     assert not session._requests
+
+
+def test_another_thread_beside_a_step_is_refused(model, wanted):
+    session, errors = poisoned(chunked(model)), []
+
+    def elsewhere():
+        try:
+            session.add([1])
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def observe(*_):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    with session.observe_logits(observe):
+        assert tokens_of(session.generate(PROMPTS[:4], 8)) == wanted[:4]
+    assert "add() must be called by one thread at a time" in errors[0]
+    thread = threading.Thread(target=session.generate, args=(PROMPTS[:1], 2))
+    thread.start()
+    thread.join()  # one after the other is fine
+    assert tokens_of(session.generate(PROMPTS[:4], 8)) == wanted[:4]
 
 
 def test_unknown_requests_models_and_options(model):

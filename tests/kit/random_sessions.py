@@ -2,21 +2,18 @@
 
     python -m tests.kit.random_sessions --number 5000 --seed 0
 
-The device hands out no token before the host waits, and calls are interrupted at random lines. A
-seed says it all: `run_session(model, alone, seed)` runs it again.
+The device hands out no token before the host waits. A seed says it all: `run_session(model, alone,
+seed)` runs it again.
 """
 
 import argparse
-import functools
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from graphs import DecodeSession
-from tests.kit.interrupts import SHARING, Interrupt
 from tests.kit.models import build_model
 from tests.kit.sessions import asynchronous, is_empty, make_session, poisoned
 
@@ -80,7 +77,6 @@ class RandomSession:
         if self.session.device.type == "cpu":
             asynchronous(self.session)
         self.num_samplings = DRAFTED if self.options["num_draft_tokens"] else len(SAMPLINGS)
-        self.interrupts = self.rng.random() < 0.6
         self.want: dict[int, tuple[list[int], str]] = {}
         self.unseen: dict[int, list[int]] = {}  # of each request, what may still be handed out
 
@@ -106,7 +102,7 @@ class RandomSession:
             result = session.result(request)
             assert result is not None
             assert (result.token_ids, result.finish_reason) == want
-            assert self.interrupts or not self.unseen[request]
+            assert not self.unseen[request]
             session.discard(request)
         assert is_empty(session)
         assert not session._requests
@@ -124,18 +120,16 @@ class RandomSession:
 
     def generate(self) -> None:
         prompt, more, tokens, _ = self.drawn_request()
-        results = self.interrupted(lambda: self.session.generate([PROMPTS[prompt]], **more))
-        assert not results or results[0].token_ids == tokens
+        assert self.session.generate([PROMPTS[prompt]], **more)[0].token_ids == tokens
 
     def discard(self) -> None:
         if self.want:
             request = self.rng.choice(list(self.want))
             del self.want[request], self.unseen[request]
-            self.interrupted(lambda: self.session.discard(request))
             self.session.discard(request)
 
     def step(self) -> None:
-        self.take(self.interrupted(self.session.step))
+        self.take(self.session.step())
 
     def observe(self) -> None:
         with self.session.observe_logits(lambda step, logits: None):
@@ -147,7 +141,7 @@ class RandomSession:
             known = len(self.session._requests[request].token_ids)
             right = [*tokens[known:], 1, 2][:2]
             drafts[request] = self.rng.choice([right, [right[0], 5], [3, 4], right[:1]])
-        self.take(self.interrupted(functools.partial(self.session.verify_draft, drafts)))
+        self.take(self.session.verify_draft(drafts))
 
     def drawn_request(self) -> tuple[int, dict[str, Any], list[int], str]:
         """A prompt, what is asked for it, and the tokens and the end that it gets."""
@@ -166,21 +160,11 @@ class RandomSession:
         }
         return prompt, more, tokens, reason
 
-    def interrupted(self, call: Callable[[], Any]) -> Any:
-        """What it returns; perhaps it is interrupted, and that is nothing."""
-        if not self.interrupts or self.rng.random() >= 0.4:
-            return call()
-        return Interrupt(self.rng.randrange(1, 1500), SHARING).during(call)
-
     def take(self, outputs: list[Any]) -> None:
-        """Tokens come once and in order; an interrupt may have lost some on their way."""
+        """Tokens come once and in order."""
         for output in outputs:
-            unseen = self.unseen.get(output.request_id)
-            if unseen is not None:
-                assert output.token_id in unseen, output
-                skipped = unseen.index(output.token_id)
-                assert self.interrupts or not skipped, output
-                del unseen[: skipped + 1]
+            if output.request_id in self.unseen:
+                assert output.token_id == self.unseen[output.request_id].pop(0), output
 
 
 def run_session(model: torch.nn.Module, alone: Alone, seed: int, **changes: Any) -> None:

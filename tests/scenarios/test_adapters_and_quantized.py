@@ -70,6 +70,22 @@ def test_the_peft_model_itself():
     check(adapted("attn_ops"), expected(adapted("eager")), compiled=False)
 
 
+@pytest.mark.parametrize("name", ["disable_adapter_layers", "merge_adapter", "set_adapter"])
+def test_other_adapters_on_a_live_session(name):
+    """A captured step, or kept prefixes, would go on with the old ones."""
+    model = adapted("attn_ops")
+    model.add_adapter("other", model.peft_config["default"])
+    session = make_session(model, backend="TORCH")
+    session.generate(PROMPTS, 2)
+    change = getattr(model.base_model, name)
+    change(*(["other"] if name == "set_adapter" else []))
+    with pytest.raises(ValueError, match="adapters of the model must stay as they were"):
+        session.generate(PROMPTS, 2)
+    undo = {"merge_adapter": "unmerge_adapter", "disable_adapter_layers": "enable_adapter_layers"}
+    getattr(model.base_model, undo.get(name, name))(*(["default"] if name == "set_adapter" else []))
+    session.generate(PROMPTS, 2)
+
+
 @pytest.mark.parametrize("inner", [False, True])
 def test_an_adapter_that_acts_behind_some_tokens_is_refused(inner):
     """The inner model would not let it act at all."""

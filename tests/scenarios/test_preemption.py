@@ -3,7 +3,6 @@
 # pyright: reportOptionalMemberAccess=false
 import pytest
 
-from tests.kit.interrupts import SHARING, stepped
 from tests.kit.models import build_model
 from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import (
@@ -106,24 +105,6 @@ def test_one_that_cannot_fit_alone_is_refused(model):
     assert len(session.generate([[1] * 5], 16)[0].token_ids) == 16
     with pytest.raises(ValueError, match=r"^reserve must be known, got 'all'; supported: need, le"):
         make_session(model, reserve="all")
-
-
-@pytest.mark.parametrize("number", [2, pytest.param(12, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("shares", [False, True])
-def test_interrupted_anywhere(model, number, shares):
-    want = uncaptured(model).generate(PROMPTS[:4], 12)
-    options = {"decode_steps": 2, "share_prefixes": shares, "cache_tokens": 32}
-
-    def begun():
-        session = tight(model, captured_lazily, **options)
-        return session, [session.add(p, 12) for p in PROMPTS[:4]]
-
-    for interrupt, session, ids, _ in stepped(begun, number, SHARING):
-        assert [session.result(i) for i in ids] == want, interrupt.at
-        assert interrupt.at or session.report().preemptions.num_preemptions > 0
-        for request in ids:
-            session.discard(request)
-        assert is_empty(session), interrupt.at
 
 
 @pytest.mark.slow

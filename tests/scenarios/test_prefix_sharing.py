@@ -4,7 +4,6 @@
 import pytest
 import torch
 
-from tests.kit.interrupts import SHARING, stepped
 from tests.kit.models import build_model
 from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import captured_lazily, drain, is_empty, make_session, poisoned, tokens_of
@@ -162,7 +161,6 @@ def test_a_small_cache_evicts(model):
 CHANGES = {
     "in place": lambda m: m.model.layers[0].self_attn.k_proj.weight.mul_(-1),
     "loaded": lambda m: m.load_state_dict({k: v * 0.7 for k, v in m.state_dict().items()}),
-    "scale": lambda m: setattr(m.model.layers[0].self_attn, "scaling", 0.9),
     "a bias": lambda m: setattr(
         m.model.layers[0].self_attn.k_proj, "bias", torch.nn.Parameter(torch.linspace(-3, 3, 32))
     ),
@@ -194,16 +192,6 @@ def test_a_changed_model_forgets(make, change):
     assert want != before
     assert session.generate(PROMPTS, 6) == want
     assert session.report().prefixes.num_forgotten >= 1
-
-
-def test_the_model_is_checked_before_prefixes_are_looked_up():
-    """Even where the last step's check was left until after its launch."""
-    model = build_model()
-    session = sharing(model, captured_lazily)
-    session.generate(PROMPTS, 6)
-    session.loop._checks_late = True
-    CHANGES["scale"](model)
-    assert session.generate(PROMPTS, 6) == make_session(model).generate(PROMPTS, 6)
 
 
 def test_data_that_is_assigned_is_seen():
@@ -243,25 +231,6 @@ def test_bad_arguments(model, arguments):
     with pytest.raises(ValueError, match=r"^share_prefixes must be True or False, got 1$"):
         make_session(model, share_prefixes=1)
     assert session.num_unfinished == 0
-
-
-# -- interrupts ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", [10, pytest.param(25, marks=pytest.mark.slow)])
-def test_interrupted_anywhere(model, number):
-    options = {"max_batch_size": 3, "max_tokens_per_step": 8, "cache_tokens": 72}
-    want = make_session(model, **options).generate(PROMPTS, 7)
-
-    def begun():
-        session = sharing(model, captured_lazily, decode_steps=3, **options)
-        session.generate(PROMPTS[:1], 2)
-        return session, [session.add(p, 7) for p in PROMPTS]
-
-    for interrupt, session, ids, _ in stepped(begun, number, SHARING):
-        assert [session.result(i) for i in ids] == want, interrupt.at
-        assert is_empty_after_discards(session, ids), interrupt.at
-        assert interrupt.at or interrupt.seen == set(interrupt.files)
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(25, marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""Random sessions: added, discarded, stopped, drafted, shared and interrupted at random places."""
+"""Random sessions: added, discarded, stopped, drafted and shared at random places."""
 
 import pytest
 

@@ -62,13 +62,8 @@ def test_replaced_submodules_are_refused(make_model):
     model = make_model()
     session = captured_lazily(model)
     session.generate(PROMPTS, 3)
-    old, model.lm_head = model.lm_head, torch.nn.Linear(64, 64, bias=False)
+    model.lm_head = torch.nn.Linear(64, 64, bias=False)
     with pytest.raises(ValueError, match=r"must stay where they were, got weights\.lm_head"):
-        session.generate(PROMPTS, 3)
-    model.lm_head = old
-    session.generate(PROMPTS, 3)
-    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()  # no weight in it
-    with pytest.raises(ValueError, match=r"got weights.model.layers.1.mlp.act_fn"):
         session.generate(PROMPTS, 3)
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 import graphs
-from graphs.requests.requests import Request
 from tests.kit.sessions import captured_lazily, drain, uncaptured
 
 
@@ -58,18 +57,3 @@ def test_tokens_of_discarded_requests_are_not_handed_out(model):
     session.discard(request)
     assert session.num_unfinished == 0
     assert session.step() == []
-
-
-def test_requests_are_counted_while_a_step_takes_tokens(model, monkeypatch):
-    """As by a thread that waits for the end of what another one steps."""
-    session, request, _ = begun(model)
-    session.release()
-    assert request in session.token_stream
-    unseen = session.token_stream._unseen
-
-    def meanwhile(ended):
-        unseen[len(unseen) + 100] = (ended, 0)
-
-    monkeypatch.setattr(Request, "finish_reason", property(meanwhile))
-    assert session.num_unfinished == 1
-    assert len(unseen) == 2

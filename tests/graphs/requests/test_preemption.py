@@ -212,7 +212,7 @@ def test_a_prompt_that_is_preempted_counts_once():
     request = queue(scheduler, 0, 12)
     step(scheduler)
     assert request.num_computed == 5
-    scheduler._preempted.append(request)
+    scheduler._preempt(request)
     scheduler.next_step()
     counts = scheduler.prefixes.counts()
     assert (counts.num_requests, counts.num_hits, counts.num_prompt_tokens) == (1, 0, 12)

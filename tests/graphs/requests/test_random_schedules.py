@@ -4,7 +4,6 @@ There is no model. A cache holds token ids, and a step reads what its rows would
 thousands of schedules run in a minute. The next token depends on all tokens before it.
 """
 
-import contextlib
 import functools
 import random
 
@@ -18,10 +17,7 @@ from graphs.requests.requests import Request
 from graphs.requests.scheduler import Scheduler
 from graphs.sampling import SamplingParams
 from tests.graphs.requests.test_prefixes import Weights
-from tests.kit.interrupts import Interrupt
 
-FILES = ("requests/prefixes", "requests/blocks", "requests/scheduler", "requests/outputs")
-TRACED = (*(f"graphs/{name}.py" for name in FILES), "attn_ops/block_pool.py")
 SYSTEM = (3, 1, 4, 1, 5, 2, 6, 5, 3)
 PROMPTS = [(1,), (2, 3), (4,) * 7, SYSTEM, (*SYSTEM, 1, 2), (*SYSTEM, 4, 4, 4, 4, 4), (6,) * 13]
 MOST = 14
@@ -111,7 +107,7 @@ class Device:
 
 
 class Schedule:
-    """Adds, steps, launches ahead, drops, discards and interrupts at random."""
+    """Adds, steps, launches ahead, drops and discards at random."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -130,7 +126,6 @@ class Schedule:
         self.device = Device(self.cache)
         self.launched: Launched | None = None
         self.last: Launched | None = None
-        self.interrupts = rng.random() < 0.5
         self.next_id = 0
 
     def run(self) -> None:
@@ -141,15 +136,15 @@ class Schedule:
             elif action < 0.35 and self.known:
                 self.discard(self.rng.choice(list(self.known.values())))
             else:
-                self.step_or_stop()
+                self.step()
         for _ in range(2000):
             if not (self.scheduler.waiting or self.scheduler.running or self.launched):
                 break
-            self.step_or_stop()
+            self.step()
         self.check()
 
     def check(self) -> None:
-        assert not self.scheduler.next_step()  # it ends what was interrupted
+        assert not self.scheduler.next_step()
         assert not self.scheduler.waiting
         assert not self.scheduler.running
         for request in self.known.values():
@@ -158,7 +153,6 @@ class Schedule:
             ends = [i for i, token in enumerate(truth) if token in request.stops]
             assert request.token_ids == (truth[: ends[0] + 1] if ends else truth)
         assert self.cache.num_free_blocks == self.cache.num_blocks - 1
-        self.cache.pool.settle()
         assert not self.cache.pool._owners
 
     def add(self) -> None:
@@ -174,22 +168,15 @@ class Schedule:
         self.scheduler.waiting.append(request)
 
     def discard(self, request: Request) -> None:
-        with contextlib.suppress(KeyboardInterrupt):
-            self.interrupted(lambda: self.scheduler.leave(request))
         self.scheduler.leave(request)
         self.stream.forget(request.id)
         del self.known[request.id]
-
-    def step_or_stop(self) -> None:
-        """A step that may be interrupted; the next one goes on from what it left."""
-        with contextlib.suppress(KeyboardInterrupt):
-            self.step()
 
     def step(self) -> None:
         """As `StepLoop.step`."""
         rng = self.rng
         if self.launched is None:
-            rows = self.interrupted(lambda: self.scheduler.next_step(NOTHING))
+            rows = self.scheduler.next_step(NOTHING)
             if not rows:
                 return
             self.launched = self.last = self.launch(rows, None)
@@ -198,8 +185,7 @@ class Schedule:
             self.launched = self.last = None
             return
         launched = self.launched
-        collect = self.stream.collect  # interrupted: what follows is dropped
-        self.interrupted(lambda: collect(launched.rows, launched.begun, launched.drawn))
+        self.stream.collect(launched.rows, launched.drawn)
         self.launched = followed
 
     def launch(self, rows: Rows, last: Launched | None) -> Launched:
@@ -215,21 +201,11 @@ class Schedule:
             if rows.reach >= after.num_steps + number and self.scheduler.stays(rows, after):
                 self.last = self.device.follow(launched, number)
                 return self.last
-        new = self.interrupted(lambda: self.scheduler.next_step(after))
+        new = self.scheduler.next_step(after)
         if not new:
             return None
         self.last = self.launch(new, launched)
         return self.last if self.rng.random() < 0.95 else None
-
-    def interrupted(self, call):
-        """What it returns, or a KeyboardInterrupt at one of its lines."""
-        if not (self.interrupts and self.rng.random() < 0.15):
-            return call()
-        interrupt = Interrupt(self.rng.randrange(1, 300), TRACED)
-        found = interrupt.during(call)
-        if interrupt.num_lines >= interrupt.at:
-            raise KeyboardInterrupt
-        return found
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -53,7 +53,7 @@ def scheduled(requests: list[Request], query_len: int | None, rng: random.Random
 @pytest.mark.parametrize("query_len", [1, 3, None])
 @pytest.mark.parametrize("seed", range(3))
 def test_as_request_by_request(query_len, seed):
-    """Requests come, grow, leave and change places; some steps are interrupted."""
+    """Requests come, grow, leave and change places."""
     rng = random.Random(seed)
     cache = PagedKVCache([SPEC], num_tokens=400, block_size=BLOCK)
     blocks = BlockRows(cache.pool, BLOCKS, 3)  # it grows
@@ -77,8 +77,6 @@ def test_as_request_by_request(query_len, seed):
             continue
         rng.shuffle(running)
         step = scheduled(running, query_len, rng)
-        if rng.random() < 0.2:
-            tensors.versions["block_table"][rng.randrange(MOST)] = -1  # as an interrupt leaves it
         rows = blocks.find([request.id for request in step.requests])
         tensors.fill(step, [(blocks, rows)], BLOCK)
         tables = [cache.blocks(s.request.id) for s in step]

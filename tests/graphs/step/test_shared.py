@@ -154,7 +154,7 @@ def test_layers_with_a_window_are_not_cascaded(lengths):
 
 @pytest.mark.slow
 def test_random_sessions(model):
-    """With interrupts, drafts, preemption, and all kinds of prefixes."""
+    """With drafts, preemption, and all kinds of prefixes."""
     alone = results_alone(model)
     for seed in range(50_000, 50_012):
         run_session(model, alone, seed, share_prefixes=True)

@@ -69,7 +69,6 @@ bench: $(TEST)
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.graphs
 	$(BIN)/python -m benchmarks.workload
-	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.fast_prefill
 	$(BIN)/python -m benchmarks.blocksparse
 

@@ -34,8 +34,16 @@ from benchmarks.attention_cases import (
     measure_case,
     measure_overhead,
 )
-from benchmarks.figures import bar_table, free, number, origin, parser_of, verdicts, write
-from benchmarks.timing import copy_bandwidth
+from benchmarks.harness import (
+    bar_table,
+    copy_bandwidth,
+    free,
+    number,
+    origin,
+    parser_of,
+    verdicts,
+    write,
+)
 
 CASES = {
     "cuda": ["64x8192", "256x2048", "8x4096", "1x32768", "1x1024", "2048", "8192", "16384"],

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.attention_cases import Row
 from benchmarks.direct import DIRECT
-from benchmarks.figures import Bar
+from benchmarks.harness import Bar
 
 TRITON_AGAINST_FA3 = {"64x8192": (">=", 0.90), "8x4096": (">", 1.0), "1x32768": (">", 1.0),
                       "1x1024": (">", 1.0)}  # fmt: skip

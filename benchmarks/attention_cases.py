@@ -27,7 +27,7 @@ from attn_ops.backends.measure import (
     repeat_layers,
 )
 from benchmarks.direct import DIRECT, Attend
-from benchmarks.figures import free
+from benchmarks.harness import brief, free
 
 L2_BYTES = 50 << 20  # of an H200
 UNLIMITED = ("AUTO", "FLASH_ATTN", "TRITON", "FLASHINFER")
@@ -125,12 +125,6 @@ def bytes_of_layers(case: Case, spec: AttentionSpec, device: torch.device) -> in
     if case.kind == "decode":
         wanted = max(wanted, min(4 << 30, 64 * case.kv_bytes(spec)))
     return min(wanted, torch.cuda.mem_get_info(device)[0] // 2)
-
-
-def brief(error: BaseException) -> str:
-    """An exception as one line of a table."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
 def measure_case(

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.figures import origin, parser_of, write
+from benchmarks.harness import origin, parser_of, write
 from benchmarks.shapes import llama_3_8b
 
 Generate = Callable[[list[list[int]], int], object]

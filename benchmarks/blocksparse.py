@@ -9,16 +9,12 @@
 32 query heads, 8 KV heads of size 128, bf16; blocks of 64 tokens, 16 local blocks, stride 8, head
 sliding. Microseconds a layer, medians of runs that take turns. `% of ideal` is, of a prompt, the
 time of fa3 times the share of blocks that are listed; of a decode, the bytes of the blocks that any
-head of a KV head sees over the measured copy bandwidth; each by our time. `--tune` times forms of
-the launch instead and lists the best.
+head of a KV head sees over the measured copy bandwidth; each by our time.
 """
 
-import argparse
 import dataclasses
-import datetime
 import importlib
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,13 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from attn_ops import AttentionSpec, get_backend
-from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.measure import (
     Layers,
-    capture,
     default_layout,
     interleaved_us,
-    interval_us,
     l2_bytes,
     make_layers,
     make_step,
@@ -42,7 +35,7 @@ from attn_ops.block_layout import BlockLayout, BlockTables, flex_block_mask
 from benchmarks.attention import after_itself_us, copy_rate
 from benchmarks.attention_cases import Case
 from benchmarks.direct import flash_attn
-from benchmarks.figures import commit, free, write
+from benchmarks.harness import free, origin, parser_of, write
 
 CASES = {
     "cuda": [
@@ -55,7 +48,6 @@ SPECS = {
     "cuda": AttentionSpec(32, 8, 128, torch.bfloat16, blocksparse=64),
     "cpu": AttentionSpec(4, 2, 16, torch.float32, blocksparse=16),
 }
-BLOCKS = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,71 +212,6 @@ def measure_case(case: Case, setting: Setting, others: bool = True) -> dict[str,
     return found
 
 
-# -- tuning ----------------------------------------------------------------------------------------
-
-
-def prefill_forms() -> Iterator[dict[str, Any]]:
-    for keys, warps, stages, source, heads_first in itertools.product(
-        (32, 64), (4, 8), (2, 3, 4), ("gather", "by_rows", "ahead", "behind"), (True, False)
-    ):
-        yield {
-            "rows": BLOCKS, "keys": keys, "num_warps": warps, "num_stages": stages, "heads": 1,
-            "gather": source == "gather", "by_rows": source == "by_rows",
-            "ahead": source != "behind", "heads_first": heads_first,
-        }  # fmt: skip
-
-
-def decode_forms() -> Iterator[dict[str, Any]]:
-    for keys, warps, stages, splits in itertools.product(
-        (16, 32, 64), (1, 2, 4), (2, 3, 4, 5), (None, 1, 2, 4, 8, 16, 32)
-    ):
-        yield {"keys": keys, "num_warps": warps, "num_stages": stages, "num_splits": splits}
-
-
-def launch(layers: Layers, form: dict[str, Any]) -> Attend:
-    """The launcher itself, with one form."""
-    options = AttentionOptions(layers.scale, **layers.options)
-    size, layout = layers.options["sparse_block_size"], layers.options["block_layout"]
-    if layers.common.max_query_len == 1:
-        from attn_ops.backends.blocksparse.triton.decode import decode_attention
-        from attn_ops.backends.triton.decode import DecodeConstants
-
-        splits = form["num_splits"]
-        constants = DecodeConstants(form["keys"], form["num_warps"], form["num_stages"])
-        return lambda i: decode_attention(
-            layers.queries[i], layers.caches[i], layers.common, options, size, layout, splits,
-            constants,
-        )  # fmt: skip
-    from attn_ops.backends.blocksparse.triton.prefill import prefill_attention
-    from attn_ops.backends.triton.prefill import Launch
-
-    by_rows = form["by_rows"]
-    chosen = Launch(**{name: value for name, value in form.items() if name != "by_rows"})
-    return lambda i: prefill_attention(
-        layers.queries[i], layers.caches[i], layers.common, options, size, layout, chosen, by_rows
-    )
-
-
-def tune_case(case: Case, setting: Setting) -> dict[str, Any]:
-    """Every form at one shape, the fastest first; those that do not fit the GPU are left out."""
-    spec, device = setting.spec, setting.device
-    lengths, least = case.shape.lengths(), room(case, spec, device)
-    layers = make_layers(spec, lengths, setting.block_size, device, least)
-    found, failed = [], 0
-    for form in decode_forms() if case.kind == "decode" else prefill_forms():
-        attend = launch(layers, form)
-        try:
-            run = capture(lambda attend=attend: [attend(i) for i in range(len(layers.caches))])
-            times = [interval_us(run, device) for _ in range(setting.rounds)]
-        except Exception as error:  # out of registers or shared memory
-            failed += 1
-            found.append({"form": form, "error": f"{type(error).__name__}: {error}"[:200]})
-            continue
-        found.append({"form": form, "us": sorted(times)[len(times) // 2] / len(layers.caches)})
-    found.sort(key=lambda row: row.get("us", float("inf")))
-    return {"case": case.name, "kind": case.kind, "failed": failed, "forms": found}
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -305,63 +232,35 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def show_forms(rows: list[dict[str, Any]], console: Console) -> None:
-    for row in rows:
-        console.print(f"{row['case']}: {len(row['forms'])} forms, {row['failed']} do not run")
-        for found in row["forms"][:12]:
-            if "us" in found:
-                form = ", ".join(f"{n} {v}" for n, v in found["form"].items())
-                console.print(f"  {found['us']:9.1f} us  {form}")
-
-
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    found.add_argument("--device", default=default, choices=sorted(CASES))
-    found.add_argument("--shapes", nargs="*", default=[], help="REQUESTSxCONTEXT, or TOKENS")
-    found.add_argument("--block-size", type=int, default=64, help="of the KV cache")
-    found.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8_e4m3 or fp8_e5m2")
-    found.add_argument("--rounds", type=int, default=15)
-    found.add_argument("--tune", action="store_true", help="times forms of the launch instead")
-    found.add_argument("--only-ours", action="store_true", help="without the other libraries")
-    found.add_argument("--json", default=None, help="write the figures here")
-    return found
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    args = parser().parse_args(arguments)
+    parser = parser_of(__doc__)
+    parser.add_argument("--shapes", nargs="*", default=[], help="REQUESTSxCONTEXT, or TOKENS")
+    parser.add_argument("--block-size", type=int, default=64, help="of the KV cache")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8_e4m3 or fp8_e5m2")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only-ours", action="store_true", help="without the other libraries")
+    args = parser.parse_args(arguments)
     torch.manual_seed(0)
     device = torch.device(args.device)
     setting = Setting(device, args.block_size, args.rounds, copy_rate(device), args.kv_cache_dtype)
-    cases = [Case.parse(text) for text in args.shapes or CASES[args.device]]
     rows, console = [], Console(width=200)
-    for case in cases:
-        rows.append(
-            tune_case(case, setting)
-            if args.tune
-            else measure_case(case, setting, not args.only_ours)
-        )
-        (show_forms if args.tune else show)(rows[-1:], console)
+    for text in args.shapes or CASES[args.device]:
+        rows.append(measure_case(Case.parse(text), setting, not args.only_ours))
+        show(rows[-1:], console)
         free()
+    show(rows, console)
     result = {
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
+        **origin(args),
         "block_size": args.block_size,
         "kv_cache_dtype": args.kv_cache_dtype,
         "copy_bytes_per_second": setting.bytes_per_second,
         "rows": rows,
     }
-    if not args.tune:
-        show(rows, console)
     write(args.json, result)
     return result
 
 
 if __name__ == "__main__":
-    # Every prompt compiles FlexAttention anew; past Dynamo's limit of 8 it would run uncompiled.
+    # Every prompt compiles FlexAttention again; past Dynamo's limit of 8 it would run uncompiled.
     with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
         main()

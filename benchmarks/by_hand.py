@@ -16,7 +16,7 @@ import fx_passes
 from attn_ops import PagedKVCache, get_backend
 from attn_ops.integrations import transformers as integration
 from benchmarks.decode_step import build, ours_ms, session_of
-from benchmarks.figures import free, origin, parser_of, write
+from benchmarks.harness import free, origin, parser_of, write
 from benchmarks.shapes import llama_3_8b
 from examples.own_loop import BLOCK, DecodeStep
 

@@ -27,11 +27,10 @@ from rich.table import Table
 import fx_passes
 from attn_ops.integrations import transformers as integration
 from attn_ops.integrations.merged import merge_projections
-from benchmarks.figures import write
 from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
+from benchmarks.harness import copy_bandwidth, median_ms, write
 from benchmarks.quantized_linear import quantize_linear_layers
 from benchmarks.shapes import MODELS
-from benchmarks.timing import copy_bandwidth, median_ms
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.capture.store import CapturedStep
 

@@ -13,7 +13,7 @@ import torch
 
 from attn_ops.backends.flash_attn.library import window_sizes
 from benchmarks.direct import vllm_flash_attn
-from benchmarks.timing import capture
+from benchmarks.harness import capture
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,6 @@ from rich.table import Table
 
 from attn_ops.backends.flash_attn import fa_version
 from benchmarks.decode_step import merged
-from benchmarks.figures import bar_table, free, number, origin, parser_of, verdicts, write
 from benchmarks.floor import Shape, Weights, floor_graph
 from benchmarks.graphs_bars import (
     CONTEXT,
@@ -40,24 +39,23 @@ from benchmarks.graphs_steps import (
     capture_all,
     measure_case,
 )
-from benchmarks.shapes import llama_3_8b
-from benchmarks.timing import median_ms
+from benchmarks.harness import (
+    bar_table,
+    free,
+    median_ms,
+    number,
+    origin,
+    parser_of,
+    verdicts,
+    write,
+)
+from benchmarks.shapes import llama_3_8b, tiny_llama
 from graphs import DecodeSession
 
 RUNS = [("FULL_DECODE_ONLY", 8), ("FULL_DECODE_ONLY", 4), ("FULL_DECODE_ONLY", 1), ("PIECEWISE", 1)]
 """Modes and decode steps of the sessions."""
 ALL_SIZES = ("FULL_DECODE_ONLY", 1)
 """Captures the default sizes. Not the first session, whose captures compile kernels."""
-
-
-def tiny_llama(layers: int) -> Any:
-    """For a run on a CPU, whose figures mean nothing."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, max_position_embeddings=2048,
-    )  # fmt: skip
 
 
 def make_session(

@@ -5,8 +5,8 @@ Both are for the 8B shape at 1024 tokens on one H200, and for nothing else.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.figures import Bar
 from benchmarks.graphs_steps import Captures, Row
+from benchmarks.harness import Bar
 
 LAYERS, CONTEXT, NUM_GRAPHS = 32, 1024, 35
 BUSY, OVER_REPLAY, MANY_STEPS = 0.05, 1.01, 8

@@ -24,7 +24,7 @@ from rich.table import Table
 from attn_ops import PAD_SLOT_ID
 from attn_ops.metadata import positions_of_step, slots_of_step
 from benchmarks.decode_step import build
-from benchmarks.graphs import tiny_llama
+from benchmarks.shapes import tiny_llama
 from graphs import DecodeSession
 from graphs.requests.batch import Rows
 from graphs.requests.requests import MAX_STOP_TOKENS

@@ -46,6 +46,16 @@ def gemma_3_12b(layers: int | None = None) -> Any:
     )  # fmt: skip
 
 
+def tiny_llama(layers: int) -> Any:
+    """For a run on a CPU, whose figures mean nothing."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, max_position_embeddings=2048,
+    )  # fmt: skip
+
+
 MODELS: dict[str, Callable[[int | None], Any]] = {
     "llama-3-8b": llama_3_8b,
     "qwen3-8b": qwen3_8b,

@@ -20,11 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decode_step import build, merged
-from benchmarks.figures import bar_table, free, number, origin, parser_of, verdicts, write
-from benchmarks.graphs import tiny_llama
-from benchmarks.shapes import llama_3_8b
+from benchmarks.harness import free, number, origin, parser_of, write
+from benchmarks.shapes import llama_3_8b, tiny_llama
 from benchmarks.workload import ours, theirs
-from benchmarks.workload.bars import all_bars
 from benchmarks.workload.ours import RUNS, Ours
 from benchmarks.workload.requests import SMALL, Wish, Workload, num_output_tokens
 from benchmarks.workload.theirs import Theirs
@@ -42,7 +40,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = our_rows(config, workload, wishes, args)
     other = their_row(config, workload, wishes, args) if args.transformers else None
     compare_tokens(rows, other)
-    whole = on_gpu and args.layers == LAYERS and not args.requests
     return {
         **origin(args),
         "layers": args.layers,
@@ -50,7 +47,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "num_output_tokens": num_output_tokens(wishes),
         "rows": [row_fields(row) for row in rows],
         "transformers": None if other is None else without_tokens(other),
-        "bars": [bar.as_dict() for bar in all_bars(rows, other, whole)],
         "seconds": time.perf_counter() - began,
     }
 
@@ -162,16 +158,14 @@ def kind_table(result: dict[str, Any]) -> Table:
 def show(result: dict[str, Any], console: Console) -> None:
     console.print(row_table(result))
     console.print(kind_table(result))
-    console.print(bar_table(result["bars"]))
-    counts = verdicts(result["bars"])
-    console.print(f"bars: {counts}; {result['seconds']:.0f} s, commit {result['commit']}")
+    console.print(f"{result['seconds']:.0f} s, commit {result['commit']}")
 
 
 def parser() -> argparse.ArgumentParser:
     found = parser_of(__doc__)
     found.add_argument("--backend", default=None)
     found.add_argument("--layers", type=int, default=None, help="default: 32; 2 on a CPU")
-    found.add_argument("--requests", type=int, default=None, help="fewer of them; no bars")
+    found.add_argument("--requests", type=int, default=None, help="fewer of them")
     found.add_argument("--modes", nargs="+", default=None, help="default: all")
     found.add_argument("--only-wall", action="store_true", help="no GPU times, no profile")
     found.add_argument("--rounds", type=int, default=2, help="timed runs, the fastest counts")

@@ -36,18 +36,3 @@ def test_it_runs_on_a_cpu(tmp_path):
     assert set(prompt["us"]) == set(decode["us"]) == {"ours"}
     assert decode["percent_of_ideal"] > 0
     assert prompt["ideal_us"] is None
-
-
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_forms_of_the_launch(kind):
-    """They name the launchers' own arguments."""
-    from attn_ops.backends.triton.decode import DecodeConstants
-    from attn_ops.backends.triton.prefill import Launch
-
-    forms = list(blocksparse.decode_forms() if kind == "decode" else blocksparse.prefill_forms())
-    assert len(forms) == len({tuple(form.items()) for form in forms}) > 30
-    for form in forms:
-        if kind == "decode":
-            DecodeConstants(**{n: v for n, v in form.items() if n != "num_splits"})
-        else:
-            Launch(**{n: v for n, v in form.items() if n != "by_rows"})

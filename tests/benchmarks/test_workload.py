@@ -1,4 +1,4 @@
-"""The benchmark of a whole workload: its run on a CPU, what it counts as idle, its bars."""
+"""The benchmark of a whole workload: its run on a CPU, what it counts as idle."""
 
 import json
 
@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from benchmarks.workload import __main__ as workload
-from benchmarks.workload.bars import all_bars
-from benchmarks.workload.idle import Idle, idle_of, intervals_of
+from benchmarks.workload.idle import idle_of, intervals_of
 from benchmarks.workload.launches import by_kind, timed_launches
-from benchmarks.workload.ours import Ours
 from benchmarks.workload.requests import SMALL, Workload, num_output_tokens
-from benchmarks.workload.theirs import Theirs
 from tests.kit.sessions import captured_lazily
 
 
@@ -34,7 +31,6 @@ def test_smoke_run_prints_and_writes_everything(tmp_path, capsys, modes):
             assert row["num_launches"]["waited"] == 1
         assert row["gpu_s"] == pytest.approx(sum(kind["ms"] for kind in row["kinds"]) / 1e3)
     assert result["transformers"]["same_tokens"] > 0.5
-    assert {bar["verdict"] for bar in result["bars"]} == {"not measured"}
 
 
 def test_the_workload_is_the_same_every_time():
@@ -69,18 +65,3 @@ def test_launches_are_told_apart(model):
     assert kinds["mixed, called"].num_tokens >= 22
     assert all(kind.ms > 0 for kind in kinds.values())
     assert len(found) == sum(session.loop.num_launches.values())
-
-
-def test_bars():
-    def row(mode, decode_steps, wall_s):
-        return Ours(mode, decode_steps, wall_s, 1.0, 10.0, [], Idle(100.0, 98.0, 0, 0.0), {})
-
-    rows = [row("FULL_DECODE_ONLY", 1, 10.2), row("FULL", 1, 10.5), row("PIECEWISE", 1, 10.0)]
-    verdicts = {bar.what: bar.verdict for bar in all_bars(rows, Theirs(41.0, 1.0, "sdpa"), True)}
-    assert verdicts == {
-        "wall / GPU time: FULL_DECODE_ONLY, 1 steps": "met",
-        "GPU idle: FULL_DECODE_ONLY, 1 steps": "met",
-        "wall / best mode: FULL, 1 steps": "missed",
-        "tokens/s over Transformers' continuous batching": "met",
-    }
-    assert {bar.verdict for bar in all_bars(rows, None, False)} == {"not measured"}

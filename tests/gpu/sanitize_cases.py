@@ -31,8 +31,8 @@ from attn_ops.output_quant.schemes import SCHEMES
 from attn_ops.testing import make_case
 from attn_ops.testing.features import FEATURES
 from attn_ops.testing.quantized import forms_of
-from benchmarks.fuzz_blocksparse import check, draw
 from tests.attn_ops.backends.mla.triton.reference import make_case as make_latent_case
+from tests.fuzz.blocksparse import check, draw
 
 DECODE = ([1, 1, 0, 1, 1], [1, 17, 9, 70, 300])
 PREFILL = ([1, 18, 0, 35, 4], [1, 18, 7, 61, 130])

@@ -93,6 +93,34 @@ CONFIGS = {
 }
 """Config class and sizes; models whose layers share caches fix their number of layers."""
 
+MORE_CONFIGS = {
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "phi": ("PhiConfig", {"resid_pdrop": 0.3, "embd_pdrop": 0.1, "attention_dropout": 0.1}),
+    "olmo2": ("Olmo2Config", {}),
+    "cohere": ("CohereConfig", {"pad_token_id": 0}),
+    "granite": ("GraniteConfig", {"residual_multiplier": 0.7}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 16,
+            "attention_chunk_size": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "pad_token_id": 0,
+        },
+    ),
+}
+"""Of `tests.fuzz.programs` alone."""
+
 
 def build_model(
     name: str = "llama", attn_implementation: str = "attn_ops", num_layers: int = 2, **overrides
@@ -105,7 +133,7 @@ def build_model(
     from attn_ops.integrations.transformers import register
 
     register()
-    config_name, own = CONFIGS[name]
+    config_name, own = (CONFIGS | MORE_CONFIGS)[name]
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 96,

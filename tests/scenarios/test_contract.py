@@ -199,7 +199,7 @@ def qwen2_moe():
 
 
 def test_a_window_that_stands_in_the_mask_alone(qwen2_moe):
-    """Tokens are compared in tests/benchmarks/test_models_and_programs.py."""
+    """Tokens are compared in tests/fuzz/test_fuzz.py."""
     assert [s.sliding_window for s in make_session(qwen2_moe).specs] == [6, None]
 
 

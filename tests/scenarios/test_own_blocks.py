@@ -14,9 +14,9 @@ from attn_ops.metadata import AttentionMetadata
 from attn_ops.prefixes import NO_MATCH
 from graphs import cache_size
 from graphs.verifier import VerificationError
+from tests.fuzz.sessions import results_alone, run_session
 from tests.kit.marks import long, slow
 from tests.kit.models import build_model
-from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import captured_lazily, is_empty, make_session, poisoned
 
 PROMPTS = [list(range(1, 61)), [7] * 30, [3, 4], list(range(5, 50)), [9] * 8]

@@ -4,7 +4,6 @@
 import pytest
 
 from tests.kit.models import build_model
-from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import (
     captured_lazily,
     drain,
@@ -105,10 +104,3 @@ def test_one_that_cannot_fit_alone_is_refused(model):
     assert len(session.generate([[1] * 5], 16)[0].token_ids) == 16
     with pytest.raises(ValueError, match=r"^reserve must be known, got 'all'; supported: need, le"):
         make_session(model, reserve="all")
-
-
-@pytest.mark.slow
-def test_random_sessions(model):
-    alone = results_alone(model)
-    for seed in range(25):
-        run_session(model, alone, 10_000 + seed, cache_tokens=[36, 40, 48][seed % 3])

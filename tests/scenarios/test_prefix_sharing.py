@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from tests.kit.models import build_model
-from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import captured_lazily, drain, is_empty, make_session, poisoned, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -231,10 +230,3 @@ def test_bad_arguments(model, arguments):
     with pytest.raises(ValueError, match=r"^share_prefixes must be True or False, got 1$"):
         make_session(model, share_prefixes=1)
     assert session.num_unfinished == 0
-
-
-@pytest.mark.parametrize("rounds", [10, pytest.param(25, marks=pytest.mark.slow)])
-def test_random_sessions(model, rounds):
-    alone = results_alone(model)
-    for seed in range(20_000, 20_000 + rounds):
-        run_session(model, alone, seed, share_prefixes=True)

@@ -2,19 +2,29 @@
 
 import pytest
 
-from tests.kit.random_sessions import results_alone, run_session
+from tests.fuzz.sessions import results_alone, run_session
+from tests.kit.marks import slow
+from tests.kit.models import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+SMALL_CACHES = [{"cache_tokens": n} for n in (36, 40, 48, 64)]
+KINDS = {
+    "any": ("llama", [{}]),
+    "preempted": ("llama", SMALL_CACHES),
+    "sharing": ("llama", [{"share_prefixes": True}]),
+    "windows": ("mistral", SMALL_CACHES),
+}
+"""Family, and options in turn."""
 
-@pytest.fixture(scope="module")
-def alone(model):
-    return results_alone(model)
 
-
-@pytest.mark.parametrize("number", [12, pytest.param(30, marks=pytest.mark.slow)])
-def test_tokens_are_those_of_requests_alone(model, alone, number):
-    """`python -m tests.kit.random_sessions` runs thousands."""
-    first = 0 if number < 30 else 1000
+@pytest.mark.parametrize(
+    ("kind", "number"), [("any", 12), ("sharing", 10), *slow(*((kind, 25) for kind in KINDS))]
+)
+def test_tokens_are_those_of_requests_alone(kind, number):
+    """`python -m tests.fuzz sessions` runs thousands."""
+    family, options = KINDS[kind]
+    model = build_model(family)
+    alone, first = results_alone(model), 10_000 * list(KINDS).index(kind)
     for seed in range(first, first + number):
-        run_session(model, alone, seed)
+        run_session(model, alone, seed, **options[seed % len(options)])

@@ -4,7 +4,6 @@
 import pytest
 
 from tests.kit.models import build_model
-from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import captured_lazily, is_empty, make_session, poisoned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,10 +102,3 @@ def test_with_shared_prefixes(model):
 def test_a_layer_that_sees_all_keeps_all():
     for name, window in (("mistral", 6), ("gemma2", None), ("llama", None), ("gpt_oss", None)):
         assert make_session(build_model(name)).cache.window == window
-
-
-@pytest.mark.slow
-def test_random_sessions(model):
-    alone = results_alone(model)
-    for seed in range(25):
-        run_session(model, alone, 30_000 + seed, cache_tokens=[36, 40, 64][seed % 3])

@@ -21,7 +21,6 @@ from attn_ops.backends.flash_attn.triton.quantize import (
     reference_quantize_tokens,
 )
 from attn_ops.backends.torch_backend import reference_attention
-from benchmarks import direct
 
 ASKED = (
     library.find_library,
@@ -176,15 +175,6 @@ def test_the_plan_is_found_whatever_causality_the_spec_says(monkeypatch):
     assert [c["scheduler_metadata"] is None for c in fake.calls] == [False, False]
 
 
-def test_a_geometry_without_a_plan_plans_in_the_kernel(monkeypatch):
-    q, cache, common = batch()
-    options = AttentionOptions(0.125, sliding_window=3)
-    fake = install(monkeypatch, FakeLibrary(common, options))
-    meta = metadata(common, AttentionSpec(4, 2, 64, torch.bfloat16))
-    flash_attn.forward(q, cache, meta, options)
-    assert fake.calls[0]["scheduler_metadata"] is None
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_fp8_cache(monkeypatch, dtype, scaled):
@@ -303,14 +293,6 @@ def test_a_token_is_quantized_as_it_would_be_alone():
     assert (scale[[0, 2]] <= 2.0**-6).all()
 
 
-def test_rows_that_are_not_finite_do_not_scale_the_others():
-    q = torch.randn(5, 2, 16)
-    q[1, 0, 3], q[4, 1, 0] = float("nan"), float("inf")
-    _, scale = quantize_query(q, 5)
-    q[1], q[4] = 0.0, 0.0
-    assert float(scale) <= 2.0**-6
-
-
 def test_other_requests_show_in_no_bit():
     q = torch.randn(6, 2, 32)
     alone, scale = quantize_query(q[:3], 3)
@@ -401,23 +383,6 @@ def test_a_build_of_before_fa3_is_refused_by_name(monkeypatch):
     got, _, supported = reason.partition("; supported: ")
     assert got.endswith("got vllm_flash_attn of before FA3")
     assert "vllm_flash_attn as vLLM ships it" in supported
-
-
-def test_a_build_of_before_fa3_hides_no_other(monkeypatch):
-    old = types.SimpleNamespace(flash_attn_varlen_func=None)
-    install_modules(monkeypatch, vllm_flash_attn=old, flash_attn_interface=old)
-    assert library.find_library() == ("flash_attn_interface", old)
-
-
-@pytest.mark.parametrize("name", ["vllm_flash_attn", "vllm_vllm_flash_attn", None])
-def test_benchmarks_find_both_names(monkeypatch, name):
-    fake = FakeLibrary(None, None)
-    install_modules(monkeypatch, **({name: fake} if name else {}))
-    if name is None:
-        with pytest.raises(ImportError, match=r"no vllm.* or vllm_flash_attn with"):
-            direct.vllm_flash_attn()
-    else:
-        assert direct.vllm_flash_attn() is fake
 
 
 @pytest.mark.parametrize(("name", "sinks"), [("flash_attn", False), ("flash_attn_interface", True)])

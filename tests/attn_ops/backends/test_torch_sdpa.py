@@ -12,8 +12,6 @@ from attn_ops import (
     CommonAttentionMetadata,
     attention,
     get_backend,
-    varlen_attention,
-    varlen_metadata,
 )
 from attn_ops.backends import torch_backend, torch_sdpa
 from attn_ops.backends.torch_backend import reference_attention
@@ -114,48 +112,6 @@ def test_random_batches(
         patch.setattr(torch_backend, "attend_batch", None)
         out = attention(q, cache, meta, SCALE, **options)
     check(out, reference_attention(q, cache, meta.common, SCALE, **options), dtype)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.sampled_from([0, 1, 3, 3, 17, 70]), max_size=5),
-    v_head_size=st.sampled_from([8, 4]),
-    dtype=st.sampled_from(list(TOLERANCE)),
-    window=st.sampled_from([None, 5]),
-    alibi=st.booleans(),
-    causal=st.booleans(),
-)
-def test_without_a_cache(lengths, v_head_size, dtype, window, alibi, causal):
-    """float64 goes through the reference, which is the oracle here."""
-    rows = sum(lengths) + 2
-    q, k, v = (
-        torch.randn(rows, heads, size, dtype=dtype)
-        for heads, size in ((4, 8), (2, 8), (2, v_head_size))
-    )
-    for x in (q, k, v):
-        x[rows - 2 :] = float("nan")
-    options: dict[str, Any] = {"sliding_window": window}
-    if alibi:
-        options["alibi_slopes"] = torch.linspace(0.02, 0.5, 4)
-
-    def run(q, k, v):
-        spec = AttentionSpec(4, 2, 8, q.dtype, window, alibi=alibi, causal=causal)
-        meta = varlen_metadata(lengths, spec, num_padded_tokens=rows, backend="TORCH")
-        return varlen_attention(q, k, v, meta, SCALE, **options)
-
-    check(run(q, k, v), run(q.double(), k.double(), v.double()), dtype)
-
-
-@pytest.mark.parametrize("lengths", [([5, 20, 1, 1], [3, 1, 50, 17]), ([1] * 3, [1, 40, 17])])
-def test_cross_attention(lengths):
-    """More rows than keys: rows have no positions among an encoder's keys."""
-    spec = AttentionSpec(4, 2, 16, torch.float32, causal=False)
-    q, cache, meta = make(list(zip(*lengths, strict=True)), spec, 16, 0)
-    check(
-        attention(q, cache, meta, SCALE),
-        reference_attention(q, cache, meta.common, SCALE),
-        torch.float32,
-    )
 
 
 def test_prompt_of_many_rows():

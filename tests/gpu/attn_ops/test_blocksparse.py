@@ -1,6 +1,6 @@
 """BLOCKSPARSE, and FLEX with a layout, on a GPU: random layers, and replays of captured launches.
 
-`python -m benchmarks.fuzz_blocksparse` runs 2,000 cases.
+`python -m tests.fuzz blocksparse` runs 2,000 cases.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import torch
 from attn_ops import AttentionSpec, CommonAttentionMetadata, attention_with_lse, get_backend
 from attn_ops.backends.torch_backend import reference_attention
 from attn_ops.block_layout import BlocksparseParams, BlockTables, local_strided
-from benchmarks.fuzz_blocksparse import check, draw
+from tests.fuzz.blocksparse import check, draw
 
 pytestmark = pytest.mark.gpu
 

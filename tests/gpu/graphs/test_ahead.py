@@ -5,8 +5,8 @@ import torch
 from transformers import masking_utils
 
 from graphs import DecodeSession
+from tests.fuzz.sessions import results_alone, run_session
 from tests.gpu import graph_cases as cases
-from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import drain
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from graphs import DecodeSession, cache_size
+from tests.fuzz.sessions import results_alone, run_session
 from tests.gpu import graph_cases as cases
-from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import is_empty
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from graphs.requests.tokens import media_tokens
+from tests.fuzz.configs import padded
 from tests.kit.models import build_model
-from tests.kit.random_configs import padded
 from tests.kit.sessions import PROMPTS, make_session
 
 

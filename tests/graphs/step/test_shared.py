@@ -6,8 +6,8 @@ import pytest
 from graphs import BatchDescriptor
 from graphs.step import shared
 from graphs.verifier import VerificationError
+from tests.fuzz.sessions import results_alone, run_session
 from tests.kit.models import build_model
-from tests.kit.random_sessions import results_alone, run_session
 from tests.kit.sessions import is_empty, make_session, poisoned, tokens_of
 
 PREFIX = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]

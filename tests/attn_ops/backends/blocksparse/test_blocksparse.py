@@ -1,6 +1,6 @@
 """Block-sparse attention of BLOCKSPARSE, TORCH and FLEX against a dense mask in float64.
 
-Cases are those of benchmarks/fuzz_blocksparse.py: keys that no row sees are NaN.
+Cases are those of tests/fuzz/blocksparse.py: keys that no row sees are NaN.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
@@ -20,14 +19,13 @@ from attn_ops import (
     AttentionSpec,
     CommonAttentionMetadata,
     attention,
-    attention_with_lse,
     get_backend,
     select_backend,
     varlen_attention,
     varlen_metadata,
 )
-from attn_ops.block_layout import BlockLayout, BlocksparseParams, BlockTables, local_strided
-from benchmarks.fuzz_blocksparse import BlocksparseCase, check, draw, make, run_rank
+from attn_ops.block_layout import BlocksparseParams, BlockTables, local_strided
+from tests.fuzz.blocksparse import BlocksparseCase, check, draw, make, run_rank
 from tests.kit.marks import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,13 +38,6 @@ def test_random_layers(backend, first):
     """Every rank gives its slice of what one rank gives for all heads."""
     for seed in range(first, first + 4):
         check(draw(seed, DEVICE, 120), backend, DEVICE)
-
-
-@pytest.mark.slow
-def test_large_random_layers():
-    """More of them: `python -m benchmarks.fuzz_blocksparse`."""
-    for seed in range(1000, 1006):
-        check(draw(seed, DEVICE), "BLOCKSPARSE", DEVICE)
 
 
 def case_of(query_lens, seq_lens, **changes) -> BlocksparseCase:
@@ -158,76 +149,6 @@ def asked(scale, q, blocksparse):
     return AttentionOptions(
         scale, sparse_block_size=blocksparse.block_size, block_layout=blocksparse.tensors(), lse=lse
     )
-
-
-@pytest.mark.parametrize("backend", NAMES)
-def test_compiled(backend):
-    """One graph takes all batches; the layout is an input of it."""
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(attention_with_lse, backend="aot_eager", fullgraph=True, dynamic=True)
-    for lengths in (MIXED, DECODE, ((5, 3), (50, 3))):
-        check(case_of(*lengths), backend, DEVICE, compiled)
-    assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize(
-    "lengths",
-    [pytest.param(MIXED, marks=pytest.mark.slow, id="mixed"), pytest.param(DECODE, id="decode")],
-)
-def test_the_contract_of_the_operators(backend, lengths):
-    """PyTorch's own check: schemas, fakes and traces."""
-    case = case_of(*lengths)
-    for operator in ("attention", "attention_with_lse"):
-
-        def attend(q, kv_cache, meta, scale, blocksparse, operator=operator):
-            torch.library.opcheck(
-                getattr(torch.ops.attn_ops, operator).default,
-                (q, kv_cache, meta, scale),
-                {
-                    "sparse_block_size": blocksparse.block_size,
-                    "block_layout": blocksparse.tensors(),
-                },
-                test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-            )
-
-        run_rank(case, make(case, DEVICE), 0, backend, attend)
-
-
-@pytest.mark.parametrize("backend", NAMES)
-def test_heads_before_tokens(backend):
-    """A cache in HND order."""
-
-    def attend(q, kv_cache, *arguments, **options):
-        turned = kv_cache.transpose(2, 3).contiguous().transpose(2, 3)
-        return attention_with_lse(q, turned, *arguments, **options)
-
-    check(case_of(*MIXED), backend, DEVICE, attend)
-
-
-def test_a_layout_of_ones_own():
-    """Blocks drawn by chance, rows without any among them: zero, and -inf."""
-    generator = torch.Generator().manual_seed(0)
-    masks = torch.rand(4, 8, 8, generator=generator) < 0.5
-    masks[:, 3] = False
-    layout = BlockLayout.from_masks(list(masks), 16, 2)
-    case = case_of((50, 1), (101, 60), num_heads=4)
-
-    def attend(q, kv_cache, meta, scale, blocksparse):
-        tables = BlockTables(layout).to(q.device)
-        finite = kv_cache.nan_to_num(0.0)
-        spec = AttentionSpec(4, 2, 16, torch.float32, blocksparse=16)
-        torch_backend = get_backend("TORCH")
-        oracle = torch_backend.builder(torch_backend, [spec], 16, DEVICE).build(0, meta.common)
-        got = attention_with_lse(q, finite, meta, scale, blocksparse=tables)
-        want = attention_with_lse(q, finite, oracle, scale, blocksparse=tables)
-        torch.testing.assert_close(got[0], want[0])
-        torch.testing.assert_close(got[1], want[1])
-        assert (want[0][50] == 0).all()  # position 59, in block 3
-        assert (want[1][50] == float("-inf")).all()
-
-    run_rank(case, make(case, DEVICE), 0, "BLOCKSPARSE", attend)
 
 
 def test_dense_layers_run_on_the_kernels_of_triton():

@@ -92,12 +92,6 @@ def test_replays_with_other_lengths_tables_and_padding():
     assert [buffer.data_ptr() for buffer in wrapper.buffers.values()] == addresses
 
 
-def test_the_batch_that_is_captured_is_planned():
-    """Timing replays the batch that it captured, without another plan."""
-    common = step([1, 0, 33, 80])
-    check_replay(builder_of(SPEC).prepare_capture(common), common)
-
-
 def test_sizes_and_geometries_of_one_builder():
     """Sizes take turns; a geometry has a wrapper a size, over page arrays that they share."""
     windowed = dataclasses.replace(SPEC, sliding_window=7, soft_cap=5.0)
@@ -150,18 +144,6 @@ def test_chunked_layers():
             torch.testing.assert_close(out[row : row + 1].double(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_layers_of_chunks_alone():
-    chunked = dataclasses.replace(SPEC, attention_chunk_size=BLOCK)
-    builder = builder_of(chunked)
-    common = step([BLOCK, 3])
-    meta = builder.prepare_capture(common)
-    builder.prepare_replay(meta, common)
-    q, cache = filled(common)
-    out = attention(q, cache, meta, SCALE, attention_chunk_size=BLOCK)
-    want = reference_attention(q, cache, common, SCALE)
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
-
-
 def test_a_plan_waits_until_the_last_one_is_copied(monkeypatch):
     """FlashInfer would overwrite the pinned arrays that the device has yet to read."""
     builder = builder_of(SPEC)
@@ -200,35 +182,6 @@ def test_no_plan_in_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     common = step([5, 9])
     check_replay(builder.build_for_cudagraph_capture(common), common)
-
-
-@pytest.mark.parametrize("width", [2, WIDTH + 3])
-def test_tables_of_another_width(width):
-    """Columns that no length needs do not count."""
-    builder = builder_of(SPEC)
-    meta = builder.prepare_capture(step([5, 9, 80]))
-    common = step([20, 1, 32], width)
-    builder.prepare_replay(meta, common)
-    check_replay(meta, common)
-
-
-def test_batches_that_do_not_fit_are_refused():
-    builder = builder_of(SPEC)
-    meta = builder.prepare_capture(step([5, 9]))
-    for common, reason in (
-        (step([5]), "must have 2 rows as when the step was captured, got 1"),
-        (step([5, 81]), "seq_lens must be at most 80, got 81"),
-        (step([5, 81], width=6), "seq_lens must be at most 80, got 81"),
-        (step([5, 9]).replace(seq_lens_cpu=None), "seq_lens_cpu must be given"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            builder.prepare_replay(meta, common)
-    starts = torch.tensor([0, 1, 4], dtype=torch.int32)
-    prefill = step([5, 9]).replace(query_start_loc=starts, query_start_loc_cpu=starts)
-    with pytest.raises(ValueError, match="one query row a request"):
-        builder.prepare_capture(prefill)
-    with pytest.raises(ValueError, match="metadata must come from prepare_capture"):
-        builder.prepare_replay(builder.build(0, step([5, 9])), step([5, 9]))
 
 
 def test_padding_requests_without_rows():

@@ -14,10 +14,9 @@ from attn_ops import (
     attention_with_lse,
     varlen_metadata,
 )
-from attn_ops.backends.flex import BACKEND, attend, flex_backend, plan
+from attn_ops.backends.flex import BACKEND, flex_backend, plan
 from attn_ops.backends.torch_backend import reference_attention
-from tests.attn_ops.backends.flex.masks import RAGGED, check, every_third, oracle, prefix_lm, ragged
-from tests.kit.batches import build_metadata, random_batch
+from tests.attn_ops.backends.flex.masks import RAGGED, check, every_third, oracle, ragged
 
 # -- plans -----------------------------------------------------------------------------------------
 
@@ -97,15 +96,6 @@ def test_grad_modes(make_batch, mode, requires_grad):
         assert (out - want).norm() <= 1e-5 * want.norm()
 
 
-def test_opcheck(make_batch):
-    """Its dispatch mode hides functorch's keys from the operator, as a graph's first run does."""
-    for backend in (BACKEND, flex_backend("CUSTOM", prefix_lm)):
-        batch = ragged(make_batch, backend)
-        torch.library.opcheck(
-            torch.ops.attn_ops.attention.default, (batch.q, batch.kv_cache, batch.meta, 0.3)
-        )
-
-
 # -- tiles -----------------------------------------------------------------------------------------
 
 
@@ -142,26 +132,3 @@ def test_tiles_hold_every_visible_key(row_tile, window, causal):
 
 
 # -- the fused path, traced for a CPU --------------------------------------------------------------
-
-
-MAKE = attend.compiled.__wrapped__
-
-
-@pytest.mark.parametrize("window", [2**31 - 1, 2**31])
-@pytest.mark.parametrize("causal", [True, False])
-def test_flex_takes_windows_that_do_not_fit_int32(window, causal):
-    q, cache, common = random_batch()
-    common.causal = causal
-    want = reference_attention(q, cache, common, 0.2)
-    got = attention(q, cache, build_metadata("FLEX", common), 0.2, sliding_window=window)
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
-
-
-def test_flex_sinks_of_minus_infinity_leave_padding_requests_zero():
-    q, cache, common = random_batch((1, 1), (20, 20))
-    lens = torch.tensor([20, 0], dtype=torch.int32)
-    common = common.replace(seq_lens=lens, seq_lens_cpu=lens, num_computed_tokens_cpu=None)
-    spec = AttentionSpec(4, 2, 32, torch.float32, sinks=True)
-    sinks = torch.full((4,), float("-inf"))
-    out = attention(q, cache, build_metadata("FLEX", common, spec), 0.2, sinks=sinks)
-    assert not out[1].any()

@@ -68,36 +68,6 @@ def check(b: LatentBatch, tolerance: float = 1e-12) -> None:
     assert (out[b.common.num_actual_tokens :] == 0).all()
 
 
-@pytest.mark.parametrize("num_tokens", [None, 24, 97])
-@pytest.mark.parametrize("name", BATCHES)
-def test_any_batch(name, num_tokens):
-    check(batch(name, num_tokens))
-
-
-@pytest.mark.parametrize("name", ["unsorted", "long beside empty"])
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_fp8_caches(name, kv_cache_dtype):
-    check(batch(name, 48, kv_cache_dtype=kv_cache_dtype))
-
-
-@pytest.mark.parametrize("name", ["unsorted", "long beside empty"])
-def test_lower_precision(name):
-    check(batch(name, 48, dtype=torch.float32), 2e-5)
-    b = batch(name, 48, dtype=torch.bfloat16)
-    want = reference_mla_attention(b.q, b.kv_cache, b.common, b.options())
-    out = mla_attention(*b.arguments, **b.keywords)
-    assert (out.double() - want).norm() <= 2e-2 * want.norm()
-
-
-@pytest.mark.parametrize(("num_tokens", "chunks"), [(1024, 0), (180, 1), (92, 2), (36, 5)])
-def test_contexts_of_several_chunks(num_tokens, chunks):
-    """The context of 180 tokens; with new tokens it fits into 1024."""
-    b = batch("long beside empty", num_tokens)
-    plan = b.meta.planned(SPEC)
-    assert sum(not c.causal for c in plan.prefill.chunks) == chunks
-    check(b)
-
-
 def test_both_ways_give_the_same(monkeypatch):
     outs = []
     for decodes in (True, False):
@@ -130,27 +100,6 @@ def test_a_sorted_batch_is_sliced():
     assert (plan.decode.rows, plan.prefill.rows) == (slice(0, 2), slice(2, 54))
     storage = plan.decode_metadata.seq_lens.untyped_storage().data_ptr()
     assert storage == plan.batch.seq_lens.untyped_storage().data_ptr()
-
-
-def test_non_contiguous_inputs():
-    b = batch("unsorted", 60)
-    want = mla_attention(*b.arguments, **b.keywords)
-    wide = torch.full((b.q.shape[0], 2, *b.q.shape[1:]), float("nan"), dtype=b.q.dtype)
-    wide[:, 1] = b.q
-    cache = torch.full((*b.kv_cache.shape[:2], 33), float("nan"), dtype=b.q.dtype)
-    cache[..., 5:25] = b.kv_cache
-    b = dataclasses.replace(
-        b, q=wide[:, 1], kv_cache=cache[..., 5:25], kv_b=b.kv_b.t().contiguous().t()
-    )
-    out = mla_attention(*b.arguments, **b.keywords)
-    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
-
-
-def test_weights_that_are_parameters():
-    b = batch("unsorted", 60)
-    want = mla_attention(*b.arguments, **b.keywords)
-    b.kv_b = torch.nn.Parameter(b.kv_b)
-    assert torch.equal(mla_attention(*b.arguments, **b.keywords), want)
 
 
 def test_without_mirrors_all_take_the_decode_way():
@@ -220,23 +169,6 @@ def test_workspaces_that_do_not_fit_are_refused():
         ValueError, match=r"specs must have one dtype, got torch.bfloat16, torch.fl"
     ):
         MLAWorkspace([specs[0], wide])
-
-
-def test_a_workspace_reports_its_size():
-    specs = [SPEC, AttentionSpec(4, 2, 64, torch.float64)]
-    workspace = MLAWorkspace.for_model(specs, max_model_len=32, max_num_seqs=4, block_size=16)
-    assert workspace._tensor is None, "it takes no memory before a step needs it"
-    assert workspace.tensor.shape == (256, 20)
-    assert workspace.num_bytes == 256 * 20 * 8
-    assert workspace.up_projected_bytes == 256 * 3 * (10 + 5) * 8
-    out = 50 * 3 * 5 * 8
-    assert workspace.reserve(50) == workspace.num_bytes + workspace.up_projected_bytes + 3 * out
-    builder = MLAMetadataBuilder(BACKEND, [SPEC], 4, "cpu", workspace=workspace)
-    assert builder.profile_run(50) == workspace.reserve(50)
-    with pytest.raises(ValueError, match="specs must have a layer with latent attention"):
-        MLAWorkspace(specs[1:], 64)
-    with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
-        MLAWorkspace(specs, 0)
 
 
 def test_a_part_of_a_batch_is_a_batch():

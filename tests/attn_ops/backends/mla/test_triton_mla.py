@@ -57,22 +57,6 @@ def check(b: LatentBatch, tolerance: float = 4e-3) -> None:
     assert (out[b.common.num_actual_tokens :] == 0).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1024, 48])
-@pytest.mark.parametrize("name", BATCHES)
-def test_any_batch(name, num_tokens):
-    check(batch(name, num_tokens))
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_fp8_caches(kv_cache_dtype):
-    check(batch("unsorted", 48, kv_cache_dtype=kv_cache_dtype), 1e-2)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_dtypes(dtype, tolerance):
-    check(batch("unsorted", 48, dtype=dtype), tolerance)
-
-
 def test_every_way_of_a_short_query(monkeypatch):
     """40 rows of a request over the latents themselves."""
     monkeypatch.setattr(planning, "SHORT_QUERY_LEN", 100)

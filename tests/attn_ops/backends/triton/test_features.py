@@ -15,9 +15,7 @@ if not torch.cuda.is_available():
 
 from attn_ops import (
     AttentionOptions,
-    AttentionSpec,
     CommonAttentionMetadata,
-    attention,
     attention_with_lse,
 )
 from attn_ops.backends.torch_backend import reference_attention
@@ -131,31 +129,6 @@ def uninitialized_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-@BATCHES
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_log_sum_exp(lengths, dtype):
-    check(make_case(lengths, dtype=dtype))
-
-
-@BATCHES
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("sliding_window", [None, 20])
-def test_alibi(lengths, causal, sliding_window):
-    check(make_case(lengths, causal=causal), alibi_slopes=SLOPES, sliding_window=sliding_window)
-
-
-@BATCHES
-@pytest.mark.parametrize("sliding_window", [None, 3])
-def test_sinks(lengths, sliding_window):
-    check(make_case(lengths), sinks=SINKS, sliding_window=sliding_window)
-
-
-@BATCHES
-@pytest.mark.parametrize("sliding_window", [None, 7, 2**31 - 1, *slow(1, 40)])
-def test_non_causal(lengths, sliding_window):
-    check(make_case(lengths, causal=False), sliding_window=sliding_window)
-
-
 def test_non_causal_prompt_crosses_unmasked_tiles():
     case = make_case(([150], [200]), causal=False)
     check(case, sliding_window=90, alibi_slopes=SLOPES, sinks=SINKS)
@@ -224,28 +197,10 @@ def test_all_at_once(lengths, causal, dtype):
 
 
 @BATCHES
-def test_output_is_the_same_without_log_sum_exp(lengths):
-    case, options = make_case(lengths, FP8[0]), {**FEATURES, **SCALES}
-    meta = build(case, **options)
-    with_lse, _ = attention_with_lse(case.q, case.kv_cache, meta, 0.25, **options)
-    without = attention(case.q, case.kv_cache, meta, 0.25, **options)
-    torch.testing.assert_close(without, with_lse, atol=1e-6, rtol=1e-6)
-
-
-@BATCHES
 def test_views_of_larger_tensors(lengths):
     """A layer's slice of the model's slopes and sinks is aligned to 4 bytes only."""
     slopes, sinks = torch.cat([SLOPES, SLOPES])[1:7], torch.cat([SINKS, SINKS])[3:9]
     check(make_case(lengths), alibi_slopes=slopes, sinks=sinks)
-
-
-def test_declared():
-    spec = AttentionSpec(
-        NUM_HEADS, NUM_KV_HEADS, 16, torch.float16, kv_cache_dtype=FP8[0], alibi=True, sinks=True,
-        causal=False,
-    )  # fmt: skip
-    assert BACKEND.support.reasons_against(spec, BLOCK_SIZE, DEVICE) == []
-    assert BACKEND.support.lse
 
 
 def test_e4m3_is_refused_where_it_cannot_be_converted(monkeypatch):

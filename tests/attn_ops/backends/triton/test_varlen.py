@@ -128,13 +128,6 @@ def test_varlen_options(causal, options):
     check_varlen(*make_qkv(16, torch.float32), causal, **options)
 
 
-@CAUSAL
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("head_size", [80, pytest.param(64, marks=SLOW)])
-def test_varlen_dtypes_and_head_sizes(causal, dtype, head_size):
-    check_varlen(*make_qkv(head_size, dtype), causal)
-
-
 def test_varlen_strides_of_k_and_v_differ():
     q, k, v = make_qkv(16, torch.float32)
     check_varlen(q, k.contiguous(), v, False)

@@ -42,21 +42,11 @@ def test_splits(batch, num_splits):
     check(make_case(*BATCHES[batch]), num_splits=num_splits)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_dtypes(dtype):
-    check(make_case(*RAGGED, dtype=dtype), num_splits=2)
-
-
 @pytest.mark.parametrize("num_heads", [1, 5, 16, *long(40, 128)])
 @pytest.mark.parametrize("batch", ["decode", "drafts"])
 def test_heads(num_heads, batch):
     """Fewer than the rows of a tile, and more."""
     check(make_case(*BATCHES[batch], num_heads=num_heads), num_splits=2)
-
-
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-def test_block_sizes(block_size):
-    check(make_case(*DECODE, block_size=block_size), num_splits=2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The searches for silent wrong tokens: a sample of each, and that they find what is planted."""
+"""Model types of Transformers: some of them, equal or refused as docs/models.md says."""
 
 import multiprocessing
 
@@ -6,11 +6,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from attn_ops.integrations.transformers import Contract, register
 from benchmarks.model_type_run import Options
 from benchmarks.model_types import prepared_types, run_all
-from benchmarks.programs.draw import drawn
-from benchmarks.programs.drive import run
 
 EQUAL = [
     *(
@@ -53,20 +50,3 @@ def test_model_types_are_equal_or_refused(names):
     outcomes = {o.model_type: o.kind for o in run_all(types, Options(), jobs=2, timeout=120)}
     wanted = {name: "equal" if name in EQUAL else "refused" for name in types}
     assert outcomes == wanted
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
-
-
-@pytest.mark.slow
-def test_random_programs_are_equal_or_refused():
-    kinds = [run(drawn(7, number, 0, 0.0)).kind for number in range(24)]
-    assert "WRONG" not in kinds
-    assert {"equal", "refused"} <= set(kinds)
-
-
-def test_without_the_checks_programs_go_wrong(monkeypatch):
-    monkeypatch.setattr(Contract, "check", lambda self: None)
-    assert any(run(drawn(7, number, 0, 0.0)).kind == "WRONG" for number in range(12))

@@ -1,14 +1,13 @@
 """Random sessions and what is called of them: every request gets the tokens that it gets alone.
 
-    python -m tests.kit.random_sessions --number 5000 --seed 0
+    python -m tests.fuzz sessions --number 5000
 
 The device hands out no token before the host waits. A seed says it all: `run_session(model, alone,
 seed)` runs it again.
 """
 
-import argparse
 import random
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -176,18 +175,12 @@ def run_session(model: torch.nn.Module, alone: Alone, seed: int, **changes: Any)
         raise AssertionError(f"seed {seed}, {session.options}") from error
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--number", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    model, begin = build_model(), time.perf_counter()
+def search(args: Any) -> Callable[[int], str]:
+    model = build_model()
     alone = results_alone(model)
-    for seed in range(arguments.seed, arguments.seed + arguments.number):
+
+    def run(seed: int) -> str:
         run_session(model, alone, seed)
-    print(f"{arguments.number} sessions in {time.perf_counter() - begin:.0f} s, all right")
+        return "right"
 
-
-if __name__ == "__main__":
-    main()
+    return run

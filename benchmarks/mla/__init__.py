@@ -1,1 +1,0 @@
-"""Latent attention: kernels, libraries and operators beside each other."""

@@ -1,1 +1,0 @@
-"""Random programs that use a session as its authors did not mean it: see `fuzz_programs`."""

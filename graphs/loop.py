@@ -23,7 +23,9 @@ changes, plans that are part of a graph (`CapturedStep.plans_in_place`) or share
 import dataclasses
 import logging
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -39,6 +41,7 @@ from graphs.requests.batch import After, Rows
 from graphs.requests.outputs import TokenStream
 from graphs.requests.scheduler import Scheduler
 from graphs.runner import LogitsObserver, StepRunner
+from graphs.sampling.logprobs import width_of
 from graphs.sampling.params import Sampling
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class LaunchedSteps:
     first_row: int  # of the ring of tokens: the row of the first step
     drawn: torch.Tensor  # [N, R] int64, the ring on the device; the next launch may overwrite it
     tokens: torch.Tensor  # [N, R] int64, a copy of the ring; pinned where the device is a GPU
+    logprobs: torch.Tensor | None  # [N, R, 1 + k] int64, the same of `StepTensors`' logprobs
     arrived: torch.cuda.Event | None  # None: nothing to wait for
     is_ahead: bool = False  # launched before the tokens of the step before were read
     observer: LogitsObserver | None = None  # that has seen the logits
@@ -78,7 +82,13 @@ class LaunchedSteps:
             self.arrived.synchronize()
         if not self.tokens.shape[1]:
             return [[0] * len(self.rows)]
-        ring = self.tokens[:, : len(self.rows)].tolist()
+        return self._steps(self.tokens[:, : len(self.rows)].tolist())
+
+    def logprobs_of_steps(self) -> list[np.ndarray] | None:
+        """[S, 1 + k] of every step, when `wait` has returned; None: nobody asked for any."""
+        return None if self.logprobs is None else self._steps(self.logprobs.numpy())
+
+    def _steps(self, ring: Any) -> list[Any]:
         return [ring[(self.first_row + i) % len(ring)] for i in range(self.num_steps)]
 
 
@@ -101,20 +111,25 @@ class TokenBuffers:
         return len(self._pairs.keys() - {0})
 
     def copy(
-        self, captured: CapturedStep | None, drawn: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Copy drawn tokens [N, R] after what is launched, without waiting.
+        self, captured: CapturedStep | None, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.cuda.Event | None]:
+        """Copy what steps have drawn after what is launched, without waiting.
 
-        Returns the copy, and the event after it on a GPU.
+        Returns copies of `tokens` and `logprobs`, and the event after them on a GPU.
         """
+        drawn, logprobs = tensors["tokens"], tensors.get("logprobs")
         on_gpu = drawn.device.type == "cuda"
         copied = self._next(captured, drawn, on_gpu)
         copied.copy_(drawn, non_blocking=True)
+        if logprobs is not None:
+            shape, dtype = logprobs.shape, logprobs.dtype
+            values = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=on_gpu)
+            logprobs = values.copy_(logprobs, non_blocking=True)
         if not on_gpu:
-            return copied, None
+            return copied, logprobs, None
         arrived = torch.cuda.Event()
         arrived.record()
-        return copied, arrived
+        return copied, logprobs, arrived
 
     def clear(self) -> None:
         """Forget the buffers of graphs that are gone."""
@@ -222,6 +237,7 @@ class DecodeLauncher:
         kind: Sampling,
         *,
         logits: bool,
+        logprobs: int = -1,
         last: LaunchedSteps | None = None,
     ) -> LaunchedSteps:
         """Call a step of the rows; arguments as those of `launch`, and of `StepRunner.call`."""
@@ -229,11 +245,10 @@ class DecodeLauncher:
         self.invalidate()
         observer = self.runner.on_logits
         last_R = None if last is None else last.last_R
-        drawn = self.runner.call(rows, kind, logits=logits, last_R=last_R).unsqueeze(0)
-        tokens, arrived = self.buffers.copy(None, drawn)
-        ahead = last is not None
+        tensors = self.runner.call(rows, kind, logits=logits, logprobs=logprobs, last_R=last_R)
+        copied, ahead = self.buffers.copy(None, tensors), last is not None
         launched = LaunchedSteps(
-            None, rows, 0, 1, 0, drawn, tokens, arrived, is_ahead=ahead, observer=observer
+            None, rows, 0, 1, 0, tensors["tokens"], *copied, is_ahead=ahead, observer=observer
         )
         self._last = launched
         return launched
@@ -275,9 +290,9 @@ class DecodeLauncher:
         for i in range(num_steps):
             self.runner.launch(captured, weights=i == 0)
         self._num_launched += num_steps
-        tokens, arrived = self.buffers.copy(captured, drawn)
+        copied = self.buffers.copy(captured, captured.tensors.device)
         launched = LaunchedSteps(
-            captured, rows, begun, num_steps, first_row, drawn, tokens, arrived, is_ahead=is_ahead
+            captured, rows, begun, num_steps, first_row, drawn, *copied, is_ahead=is_ahead
         )
         self._last = launched
         return launched
@@ -431,6 +446,7 @@ class StepLoop:
             step.query_len,
             self._kind(step),
             logits=self._wants_logits(step),
+            logprobs=self._logprobs(step),
             groups=0 if shared is None else shared.num_groups,
         )
         if key is None or (step.num_draft and not key.uniform):  # mixed: logits of last rows only
@@ -456,16 +472,18 @@ class StepLoop:
         if captured is None:
             self.num_steps["called"] += 1
             with self.compilation.counters.watching():
-                tokens = self.runner.call(step, self._kind(step)).tolist()
+                kind, logprobs = self._kind(step), self._logprobs(step)
+                tensors = self.runner.call(step, kind, logprobs=logprobs)
         else:
             self.runner.fill(captured.tensors, step, captured.key.sampling)
             self.runner.launch(captured)
             self.num_steps["captured"] += 1
-            tokens = captured.tensors.device["tokens"][0].tolist()
+            tensors = captured.tensors.device
         self.num_launches["waited"] += 1
         rows = step.num_draft + 1
+        tokens, found = tensors["tokens"][0].tolist(), tensors.get("logprobs")
         drawn = [tokens[i * rows : (i + 1) * rows] for i in range(len(step))]
-        self.token_stream.take(step, drawn)
+        self.token_stream.take(step, drawn, None if found is None else found[0].cpu().numpy())
 
     # -- what a step computes ----------------------------------------------------------------------
 
@@ -477,6 +495,10 @@ class StepLoop:
         if not self._wants_logits(step):
             return Sampling.GREEDY
         return step.kind
+
+    def _logprobs(self, step: Rows) -> int:
+        """The most likely tokens whose log-probabilities the step computes; -1: none at all."""
+        return width_of(step.logprobs, self.runner.vocab_size)
 
     # -- launched steps ----------------------------------------------------------------------------
 
@@ -528,7 +550,8 @@ class StepLoop:
         if captured is None:
             with self.compilation.counters.watching():
                 logits = self._wants_logits(step)
-                return self.launcher.call(step, self._kind(step), logits=logits, last=last)
+                kind, logprobs = self._kind(step), self._logprobs(step)
+                return self.launcher.call(step, kind, logits=logits, logprobs=logprobs, last=last)
         num_steps = 1
         if captured.key.query_len == 1:
             num_steps = self._num_steps(captured, step.most)
@@ -541,7 +564,8 @@ class StepLoop:
         return min(self.runner.num_steps, most)
 
     def _collect(self, launched: LaunchedSteps) -> None:
-        self.token_stream.collect(launched.rows, launched.wait())
+        tokens = launched.wait()
+        self.token_stream.collect(launched.rows, tokens, launched.logprobs_of_steps())
         kind = "called" if launched.captured is None else "captured"
         self.num_steps[kind] += launched.num_steps
         self.num_launches["ahead" if launched.is_ahead else "waited"] += 1

@@ -80,6 +80,7 @@ class BatchDescriptor:
     uniform: bool = False  # every request brings num_tokens / num_reqs tokens
     sampling: Sampling = Sampling.GREEDY
     logits: bool = True  # False: chunks of prompts, none of which ends; no token is drawn
+    logprobs: int = -1  # most likely tokens that log-probabilities are computed of; -1: none at all
     groups: int = 0  # most groups of requests whose shared prefixes are attended to apart
 
     def __post_init__(self) -> None:

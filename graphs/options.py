@@ -21,6 +21,7 @@ DEBUGS = (None, "eager_replay")
 ON_FAILURE = ("raise", "continue")
 RESERVES = ("need", "length")
 MERGES = ("auto", True, False)
+LOGPROBS = ("raw_logprobs", "processed_logprobs")
 MOST_DRAFT_TOKENS = 32
 MOST_DECODE_STEPS = 1024
 
@@ -70,6 +71,8 @@ class SessionOptions:
         on_capture_failure: "raise", or "continue": such steps run uncaptured, and are reported.
         compile_cache: a folder for compiled models, which the next process loads instead of
             compiling; None: none. Only its owner may be able to write it: what is in it is run.
+        logprobs_mode: what log-probabilities are of: "raw_logprobs", the model's logits, or
+            "processed_logprobs", the logits after penalties, filters and temperature.
 
     Raises:
         ValueError: an argument is out of range, or two contradict each other.
@@ -99,6 +102,7 @@ class SessionOptions:
     share_prefixes: bool = False
     merge_projections: bool | str = False
     compile_cache: str | os.PathLike[str] | None = None
+    logprobs_mode: str = "raw_logprobs"
 
     @classmethod
     def of(cls, options: "SessionOptions | None", changes: dict[str, Any]) -> "SessionOptions":
@@ -143,6 +147,7 @@ class SessionOptions:
         check_known("reserve", self.reserve, RESERVES)
         check_known("on_capture_failure", self.on_capture_failure, ON_FAILURE)
         check_known("merge_projections", self.merge_projections, MERGES)
+        check_known("logprobs_mode", self.logprobs_mode, LOGPROBS)
         folder = self.compile_cache
         if folder is not None and not isinstance(folder, str | os.PathLike):
             raise ValueError(f"compile_cache must be a path or None, got {folder!r}")

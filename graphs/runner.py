@@ -33,7 +33,8 @@ from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.batch import Rows, Scheduled
-from graphs.sampling import PenaltyState, argmax, sample
+from graphs.sampling import PenaltyState, argmax, at_temperature, processed, sample
+from graphs.sampling.logprobs import log_probs, packed
 from graphs.sampling.params import Sampling
 from graphs.step.blocks import BlockRows
 from graphs.step.finish import finish_step, take_tokens
@@ -124,6 +125,7 @@ class StepRunner:
             positions end with the last that a request without a draft may have.
         vocab_size: V.
         num_steps: steps that a captured decode may run without the host.
+        logprobs_mode: see `SessionOptions`.
 
     Attributes:
         on_logits: called in every step that is called and wants logits, not in replays.
@@ -144,7 +146,9 @@ class StepRunner:
         max_tokens: int,
         vocab_size: int,
         num_steps: int,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
+        self.logprobs_mode = logprobs_mode
         self.model, self.inputs, self.cache, self.builder = model, inputs, cache, builder
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         self.max_blocks = -(-max_tokens // cache.block_size)
@@ -189,9 +193,12 @@ class StepRunner:
         kind: Sampling,
         *,
         logits: bool = True,
+        logprobs: int = -1,
         last_R: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Launch a step as it is, without padding; returns the drawn tokens on the device.
+    ) -> dict[str, torch.Tensor]:
+        """Launch a step as it is, without padding; returns its tensors on the device.
+
+        `tokens` [1, R] int64 are those that were drawn, `logprobs` is that of `StepTensors`.
 
         One a request; of requests with a draft one a row, where all have drafts of one length. None
         where no `logits` are wanted. `last_R`: tokens of the step before; see `take_tokens`.
@@ -204,17 +211,20 @@ class StepRunner:
             self.device,
             query_len=query_len,
             logits=logits,
+            logprobs=logprobs,
             windows=self._windows,
         )
         self.fill(tensors, step, kind)
         if last_R is not None:
             self.take_tokens(tensors, step, last_R)
         logits_RV = self._logits(tensors, metadata_now(self.builder, tensors))
-        if not logits:
-            return tensors.device["tokens"][0]
-        if self.on_logits is not None:
-            self.on_logits(step, logits_RV)
-        return self._sampled(logits_RV, tensors, kind)
+        if logits:
+            if self.on_logits is not None:
+                self.on_logits(step, logits_RV)
+            tokens_R = self._sampled(logits_RV, tensors, kind)
+            self._keep_logprobs(logits_RV, tokens_R, tensors, kind)
+            tensors.device["tokens"][0].copy_(tokens_R)
+        return tensors.device
 
     def fill(self, tensors: StepTensors, step: Rows, kind: Sampling) -> None:
         """Bring a step into tensors, on the host and the device."""
@@ -261,6 +271,7 @@ class StepRunner:
             query_len=key.query_len,
             num_steps=self.num_steps if key.query_len == 1 else 1,
             logits=key.logits,
+            logprobs=key.logprobs,
             windows=self._windows,
         )
         longest = key.query_len or key.num_tokens
@@ -301,6 +312,7 @@ class StepRunner:
         if not key.logits:
             return logits_RV
         tokens_R = self._sampled(logits_RV, tensors, key.sampling)
+        self._keep_logprobs(logits_RV, tokens_R, tensors, key.sampling)
         if key.query_len != 1:
             tensors.device["tokens"][0].copy_(tokens_R)
             return logits_RV
@@ -334,6 +346,23 @@ class StepRunner:
         if kind is Sampling.PENALIZED:
             state = self._penalty_state().view(tensors.num_reqs)
         return sample(logits_RV, tensors.sampling(), positions_R, kind, state)
+
+    def _keep_logprobs(
+        self, logits_RV: torch.Tensor, tokens_R: torch.Tensor, tensors: StepTensors, kind: Sampling
+    ) -> None:
+        """Log-probabilities of the drawn tokens, where the step's tensors have room for them."""
+        ring_NRK = tensors.device.get("logprobs")
+        if ring_NRK is None:
+            return
+        if self.logprobs_mode == "processed_logprobs" and kind is not Sampling.GREEDY:
+            fields, state = tensors.sampling(), None
+            if kind is Sampling.PENALIZED:
+                state = self._penalty_state().view(tensors.num_reqs)
+            logits_RV = processed(logits_RV, fields, kind, state)
+            logits_RV = at_temperature(logits_RV, fields["temperature"])
+        found_RK = packed(log_probs(logits_RV, tokens_R, ring_NRK.shape[2] - 1))
+        row = tensors.device["step"] % ring_NRK.shape[0]
+        ring_NRK.index_copy_(0, row, found_RK.unsqueeze(0))
 
     def _penalty_state(self) -> PenaltyState:
         if self._penalties is None:

@@ -100,6 +100,7 @@ class DecodeSession:
             max_tokens=longest,
             vocab_size=self.vocab_size,
             num_steps=self.decode_steps,
+            logprobs_mode=options.logprobs_mode,
         )
         self.cache_size, self.cache = made_cache(self, options, runner_of)
         num_tokens = self.cache.num_usable_tokens
@@ -213,7 +214,7 @@ class DecodeSession:
         request = known_request("request_id", request_id, self._requests)
         if not request.finish_reason:
             return None
-        return Generation(list(request.token_ids), request.finish_reason)
+        return Generation.of(request)
 
     @exclusive
     def generate(

@@ -3,6 +3,7 @@
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from graphs.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode, checked_sizes
 from graphs.sampling.params import Sampling
@@ -95,6 +96,7 @@ class CudagraphDispatcher:
         sampling: Sampling = Sampling.GREEDY,
         *,
         logits: bool = True,
+        logprobs: int = -1,
         groups: int = 0,
     ) -> tuple[CUDAGraphMode, BatchDescriptor | None]:
         """Runtime mode and key of a batch; NONE without a key if no key holds it.
@@ -108,6 +110,7 @@ class CudagraphDispatcher:
             uniform_query_len: tokens of every request; None: a mixed batch.
             sampling: the strongest kind that a request wants; the key has the same.
             logits: whether any row's are wanted; if not, the key of a mixed batch says so.
+            logprobs: of the key; see `BatchDescriptor`.
             groups: of requests that share prefixes; the key of single tokens under FULL has room
                 for as many, and one of padding: a power of two.
 
@@ -129,7 +132,8 @@ class CudagraphDispatcher:
                 if key is not None:
                     apart = key.query_len == 1 and mode is CUDAGraphMode.FULL
                     room = 1 << groups.bit_length() if groups and apart else 0
-                    return mode, self._for(key, sampling, logits, room, mode)
+                    wanted = {"sampling": sampling, "logits": logits, "logprobs": logprobs}
+                    return mode, self._for(key, mode, groups=room, **wanted)
         return CUDAGraphMode.NONE, None
 
     def _table(self, query_len: int | None) -> list[BatchDescriptor]:
@@ -155,13 +159,11 @@ class CudagraphDispatcher:
     def _for(
         self,
         key: BatchDescriptor,
-        sampling: Sampling,
-        logits: bool,
-        groups: int,
         mode: CUDAGraphMode,
+        **wanted: Any,
     ) -> BatchDescriptor:
-        if (sampling, logits, groups) != (key.sampling, key.logits, key.groups):
-            key = dataclasses.replace(key, sampling=sampling, logits=logits, groups=groups)
+        if any(getattr(key, name) != value for name, value in wanted.items()):
+            key = dataclasses.replace(key, **wanted)
             self._keys[mode].add(key)
         return key
 

@@ -194,6 +194,12 @@ class Rows(Sequence[Scheduled]):
 
     # Cached: as `num_tokens`.
     @functools.cached_property
+    def logprobs(self) -> int:
+        """The most likely tokens that a request wants log-probabilities of; -1: none at all."""
+        return int(self.columns.packed["logprobs"].max()) if self.any_logits else -1
+
+    # Cached: as `num_tokens`.
+    @functools.cached_property
     def takes_tokens(self) -> bool:
         """Whether a row takes its token from the step before."""
         return bool((self.columns.sources >= 0).any())

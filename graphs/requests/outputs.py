@@ -1,6 +1,9 @@
 """The token stream: from the device to the caller, each token taken once and handed out once."""
 
+import itertools
 from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from graphs.requests.batch import Rows, Scheduled
 from graphs.requests.requests import Request, StepOutput
@@ -29,38 +32,54 @@ class TokenStream:
         """Requests that have ended, with tokens that wait to be handed out."""
         return sum(bool(r.finish_reason) and i in self for i, (r, _) in self._unseen.items())
 
-    def take(self, step: Sequence[Scheduled], tokens: Sequence[Sequence[int]]) -> None:
-        """Take what a step has drawn; of a draft what was right, and one token more."""
+    def take(
+        self,
+        step: Sequence[Scheduled],
+        tokens: Sequence[Sequence[int]],
+        logprobs: np.ndarray | None = None,
+    ) -> None:
+        """Take what a step has drawn; of a draft what was right, and one token more.
+
+        `logprobs` [R, 1 + k]: rows of `packed`, of all requests one after the other.
+        """
         for scheduled, drawn in zip(step, tokens, strict=True):
             wanted = len(scheduled.draft) + 1 if scheduled.wants_token else None
             assert wanted in (None, len(drawn)), f"a step draws {wanted} tokens, got {drawn}"
-        for scheduled, drawn in zip(step, tokens, strict=True):
+        for number, (scheduled, drawn) in enumerate(zip(step, tokens, strict=True)):
             request, wanted = scheduled.request, scheduled.wants_token
             if not wanted:
                 request.num_computed = scheduled.num_computed + scheduled.num_tokens
                 continue
-            for draft, token in zip((*scheduled.draft, None), drawn, strict=True):
-                self._take(request, token)
+            pairs = zip((*scheduled.draft, None), drawn, strict=True)
+            for row, (draft, token) in enumerate(pairs, number * len(drawn)):
+                self._take(request, token, None if logprobs is None else logprobs[row])
                 if token != draft or request.finish_reason:
                     break
 
-    def collect(self, rows: Rows, steps: Sequence[Sequence[int]]) -> None:
+    def collect(
+        self,
+        rows: Rows,
+        steps: Sequence[Sequence[int]],
+        logprobs: Sequence[np.ndarray] | None = None,
+    ) -> None:
         """Take the tokens of launched steps; what a request drew after its end is dropped.
 
         Args:
             rows: of the batch, as they were scheduled.
             steps: tokens of every step, row by row.
+            logprobs: of every step, rows of `packed`.
         """
         columns = rows.columns
         computed = (columns.num_computed + columns.num_tokens).tolist()
         wanted = columns.wants_token.tolist()
-        for tokens in steps:
-            parts = zip(rows.requests, tokens, wanted, computed, strict=True)
-            for request, token, wants_token, num_computed in parts:
+        for number, tokens in enumerate(steps):
+            found = itertools.repeat(None) if logprobs is None else logprobs[number]
+            parts = zip(rows.requests, tokens, wanted, computed, found, strict=False)
+            for request, token, wants_token, num_computed, row in parts:
                 if request.id not in self.known or request.finish_reason or not request.room:
                     continue  # without room it was preempted since: the token is drawn again
                 if wants_token:
-                    self._take(request, token)
+                    self._take(request, token, row)
                 else:
                     request.num_computed = num_computed
 
@@ -80,9 +99,9 @@ class TokenStream:
         """Hand out nothing more of a request."""
         self._unseen.pop(request_id, None)
 
-    def _take(self, request: Request, token: int) -> None:
+    def _take(self, request: Request, token: int, logprobs: np.ndarray | None) -> None:
         self._unseen.setdefault(request.id, (request, len(request.token_ids)))
-        request.append(token)
+        request.append(token, logprobs)
         if request.finish_reason:
             self.scheduler.leave(request)
 

@@ -5,7 +5,7 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from graphs.options import check_bools, check_positive
 from graphs.requests.defaults import Defaults
 from graphs.requests.tokens import listed_ids, token_ids, unpadded
 from graphs.sampling import FIELDS, SamplingParams
+from graphs.sampling.logprobs import unpacked
 from graphs.sampling.params import Sampling
 
 MAX_STOP_TOKENS = 8
@@ -27,6 +28,7 @@ PACKED = np.dtype(
         ("prompt", "int64"),
         ("end", "int64"),
         ("kind", "int64"),
+        ("logprobs", "int64"),
     ]
 )
 """What of a request never changes: fields of a step's tensors, lengths, the kind of sampling."""
@@ -45,6 +47,7 @@ class Request:
     max_tokens: int  # tokens of it that the cache may hold
     shift: int = 0  # of its positions, SHIFT where its prompt is beyond longrope's original context
     token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
+    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # rows of `packed`
     num_computed: int = 0  # tokens whose keys and values are in the cache
     share_prefix: bool = True  # where the session shares prefixes
     block_keys: Sequence[bytes] = ()  # of the prompt; empty: not made yet
@@ -103,6 +106,7 @@ class Request:
             len(self.prompt),
             self.end,
             self.sampling.kind,
+            -1 if self.sampling.logprobs is None else self.sampling.logprobs,
         )
         return np.array((*fields, *rest), dtype=PACKED).tobytes()
 
@@ -111,10 +115,28 @@ class Request:
         split = len(self.prompt)
         return self.prompt[begin:end] + self.token_ids[max(0, begin - split) : max(0, end - split)]
 
-    def append(self, token: int) -> None:
+    def append(self, token: int, logprobs: np.ndarray | None = None) -> None:
         """Take a generated token; its own keys and values are not in the cache, all others are."""
         self.token_ids.append(token)
+        if self.sampling.logprobs is not None and logprobs is not None:
+            self.logprobs.append(logprobs[: 1 + self.sampling.logprobs].copy())
         self.num_computed = self.num_tokens - 1
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability."""
+
+    logprob: float  # natural logarithm
+    rank: int  # 1 for the most likely token
+
+
+def logprobs_of(token: int, row: np.ndarray) -> dict[int, Logprob]:
+    """Log-probabilities by token: that of `token`, then of the most likely ones, in order."""
+    ids, values = unpacked(row)
+    found = {token: Logprob(values[0], ids[0])}
+    for rank, (other, value) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
+        found.setdefault(other, Logprob(value, rank))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +149,31 @@ class Generation:
 
     token_ids: list[int]  # without the prompt; ends with the token that stopped it, if one did
     finish_reason: str
+    packed_logprobs: list[np.ndarray] | None = dataclasses.field(default=None, repr=False)
+
+    # Cached: made once, where anybody asks.
+    @functools.cached_property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """By token: the drawn token's, then those of the most likely ones; None: not asked for."""
+        if self.packed_logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.packed_logprobs, strict=True)
+        return [logprobs_of(token, row) for token, row in pairs]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the drawn tokens' log-probabilities."""
+        if self.packed_logprobs is None:
+            return None
+        return sum(unpacked(row[:1])[1][0] for row in self.packed_logprobs)
+
+    @classmethod
+    def of(cls, request: Request) -> "Generation":
+        """The result of a request that has ended."""
+        assert request.finish_reason is not None, "it has ended"
+        asked = request.sampling.logprobs is not None
+        logprobs = list(request.logprobs) if asked else None
+        return cls(list(request.token_ids), request.finish_reason, logprobs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,15 @@ from graphs.sampling.argmax import argmax
 from graphs.sampling.filters import filtered
 from graphs.sampling.params import FIELDS, Sampling, SamplingParams
 from graphs.sampling.penalties import PenaltyState, penalized
-from graphs.sampling.race import reference_race
+from graphs.sampling.race import LEAST_TEMPERATURE, reference_race
 
 __all__ = [
     "FIELDS",
     "PenaltyState",
     "SamplingParams",
     "argmax",
+    "at_temperature",
+    "processed",
     "sample",
 ]
 
@@ -57,14 +59,32 @@ def sample(
         return positions.new_empty(0)
     if kind == Sampling.GREEDY:
         return argmax(logits)
-    if kind >= Sampling.PENALIZED:
-        logits = penalized(logits, fields, _checked(counts, logits))
-    if kind >= Sampling.FILTERED:
-        logits = filtered(logits, fields)
+    logits = processed(logits, fields, kind, counts)
     race = reference_race
     if logits.device.type == "cuda":
         from graphs.sampling.triton.race import launch_race as race
     return race(logits, fields["temperature"], fields["seed"], positions)
+
+
+def processed(
+    logits: torch.Tensor,
+    fields: Mapping[str, torch.Tensor],
+    kind: Sampling,
+    counts: PenaltyState | None = None,
+) -> torch.Tensor:
+    """Logits [R, V] after penalties and filters, before the temperature; arguments of `sample`."""
+    if kind >= Sampling.PENALIZED:
+        logits = penalized(logits, fields, _checked(counts, logits))
+    if kind >= Sampling.FILTERED:
+        logits = filtered(logits, fields)
+    return logits
+
+
+def at_temperature(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Logits [R, V] over the rows' temperatures [R], in float32; at temperature 0 as they are."""
+    temperature_R1 = temperatures.unsqueeze(1)
+    divisor_R1 = torch.where(temperature_R1 > 0, temperature_R1.clamp(min=LEAST_TEMPERATURE), 1.0)
+    return logits.float() / divisor_R1
 
 
 def _check_rows(

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 MOST = 64
@@ -14,6 +15,15 @@ class LogProbs(NamedTuple):
     values: torch.Tensor  # [R, 1 + k] float32, natural logarithm
     ids: torch.Tensor  # [R, 1 + k] int32; of equally likely tokens the first comes first
     ranks: torch.Tensor  # [R] int32: 1 + the number of tokens that are likelier than the given one
+
+
+WIDTHS = (0, 8, 32, MOST)
+"""Numbers of most likely tokens that steps compute; a request gets the first ones of its step's."""
+
+
+def width_of(k: int, vocab_size: int) -> int:
+    """How many a step computes for a request that asks for `k`; -1 for none."""
+    return -1 if k < 0 else min(next(width for width in WIDTHS if width >= k), vocab_size)
 
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor, k: int = 0) -> LogProbs:
@@ -34,6 +44,19 @@ def log_probs(logits: torch.Tensor, tokens: torch.Tensor, k: int = 0) -> LogProb
     if logits.device.type == "cuda":
         from graphs.sampling.triton.logprobs import launch_log_probs as compute
     return LogProbs(*compute(logits, tokens, k))
+
+
+def packed(found: LogProbs) -> torch.Tensor:
+    """[R, 1 + k] int64: a value's bits, and above them its id; in the first column the rank."""
+    above_RK = found.ids.clone()
+    above_RK[:, 0] = found.ranks
+    bits_RK = found.values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    return (above_RK.long() << 32) | bits_RK
+
+
+def unpacked(row: np.ndarray) -> tuple[list[int], list[float]]:
+    """The upper integers and the values of a row [1 + k] of `packed`."""
+    return (row >> 32).tolist(), row.astype(np.uint32).view(np.float32).tolist()
 
 
 def reference_log_probs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> LogProbs:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphs.sampling.logprobs import MOST
+
 
 class Sampling(IntEnum):
     """What a step's sampling computes; each kind can do what those below it can.
@@ -62,6 +64,8 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens in the output.
         frequency_penalty: the same, for every time that the token is in the output.
         seed: of the request's random numbers; None leaves the choice to the session.
+        logprobs: log-probabilities of every drawn token and of the k most likely ones, 0 to 64;
+            None: none.
 
     Raises:
         ValueError: a value is out of range.
@@ -75,6 +79,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         most = torch.finfo(torch.float32).max  # what the step's tensors can hold
@@ -87,6 +92,9 @@ class SamplingParams:
         _check_real("repetition_penalty", self.repetition_penalty, 0.0, most, exclusive=True)
         _check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.logprobs is not None:
+            supported = f"None for none, 0 for the drawn token alone, 1 to {MOST}"
+            _check_integer("logprobs", self.logprobs, 0, MOST, supported=supported)
         if self.seed is not None:
             _check_integer("seed", self.seed, *SEEDS, supported="integers of 64 bits, None for any")
 

@@ -62,6 +62,7 @@ class StepTensors:
         query_len: int | None = None,
         num_steps: int = 1,
         logits: bool = True,
+        logprobs: int = -1,
         windows: bool = False,
     ) -> "StepTensors":
         """Room for T = `num_tokens` rows and S = `num_reqs` requests, filled as padding.
@@ -74,12 +75,16 @@ class StepTensors:
         [1] int32, rows of logits that are a request's; shared_lens [S] int32, tokens of a prefix
         that is attended to apart, 0 for none; group_starts [2S + 1] int32, the first of the
         requests that share each, S behind the last; tokens [N, R] int64, what was drawn. R is T in
-        a batch of equal queries of several rows, else S; 0 where no `logits` are wanted. With
+        a batch of equal queries of several rows, else S; 0 where no `logits` are wanted; with
+        `logprobs` = k of at least 0, logprobs [N, R, 1 + k] int64, rows of `packed`. With
         `windows`, window_block_table and window_slot_mapping too, of layers with a window.
         """
         num_rows = num_tokens if query_len is not None else num_reqs
         num_rows = num_rows if logits else 0
         layout = _layout(num_tokens, num_reqs, num_rows, max_blocks, num_steps)
+        if logprobs >= 0:
+            layout["logprobs"] = ((num_steps, num_rows, 1 + logprobs), torch.int64)
+        num_left = sum(name in ("tokens", "logprobs") for name in layout)
         if not windows:
             layout = {name: x for name, x in layout.items() if not name.startswith("window_")}
         sizes = [_align(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values()]
@@ -95,7 +100,7 @@ class StepTensors:
             _views(device_bytes, layout, sizes),
             host_bytes,
             device_bytes,
-            sum(sizes[:-1]),
+            sum(sizes[:-num_left]),
             {name: tensor.numpy() for name, tensor in host.items()},
             torch.cuda.Event() if on_gpu else None,
             {name: np.zeros(num_reqs, dtype=np.int64) for name in TABLES if name in layout},

@@ -15,8 +15,8 @@ and draw the same tokens. `DecodeLauncher.invalidate` says that nothing is the l
 device may have overwritten tokens that a next step would take. Every other use of a graph's tensors
 calls it first, and so does every launch until it is complete.
 
-These wait for the tokens first: drafts, `verify`, an observer of logits, penalties in a batch that
-changes, plans that are part of a graph (`CapturedStep.plans_in_place`) or share memory
+These wait for the tokens first: drafts, `verify`, an observer of logits, grammars, penalties in a
+batch that changes, plans that are part of a graph (`CapturedStep.plans_in_place`) or share memory
 (`plans_in_turn` of a builder), and everything on a CPU, where a step is over when it is launched.
 """
 
@@ -41,6 +41,7 @@ from graphs.requests.batch import After, Rows
 from graphs.requests.outputs import TokenStream
 from graphs.requests.scheduler import Scheduler
 from graphs.runner import LogitsObserver, StepRunner
+from graphs.sampling.edits import Editing, num_biases
 from graphs.sampling.logprobs import width_of
 from graphs.sampling.params import Sampling
 
@@ -60,6 +61,7 @@ class LaunchedSteps:
     tokens: torch.Tensor  # [N, R] int64, a copy of the ring; pinned where the device is a GPU
     logprobs: torch.Tensor | None  # [N, R, 1 + k] int64, the same of `StepTensors`' logprobs
     arrived: torch.cuda.Event | None  # None: nothing to wait for
+    scores: torch.Tensor | None = None  # [R, 1 + k + M] int64, of prompts; see `scored`
     is_ahead: bool = False  # launched before the tokens of the step before were read
     observer: LogitsObserver | None = None  # that has seen the logits
 
@@ -92,6 +94,13 @@ class LaunchedSteps:
         return [ring[(self.first_row + i) % len(ring)] for i in range(self.num_steps)]
 
 
+def on_its_way(x: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, pinned where the device is a GPU, without waiting for it."""
+    pinned = x.device.type == "cuda"
+    copied = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned)
+    return copied.copy_(x, non_blocking=True)
+
+
 class TokenBuffers:
     """Where tokens arrive on the host.
 
@@ -121,10 +130,7 @@ class TokenBuffers:
         on_gpu = drawn.device.type == "cuda"
         copied = self._next(captured, drawn, on_gpu)
         copied.copy_(drawn, non_blocking=True)
-        if logprobs is not None:
-            shape, dtype = logprobs.shape, logprobs.dtype
-            values = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=on_gpu)
-            logprobs = values.copy_(logprobs, non_blocking=True)
+        logprobs = None if logprobs is None else on_its_way(logprobs)
         if not on_gpu:
             return copied, logprobs, None
         arrived = torch.cuda.Event()
@@ -232,23 +238,18 @@ class DecodeLauncher:
         return self._replay(captured, rows, 0, num_steps, last is not None)
 
     def call(
-        self,
-        rows: Rows,
-        kind: Sampling,
-        *,
-        logits: bool,
-        logprobs: int = -1,
-        last: LaunchedSteps | None = None,
+        self, rows: Rows, *, last: LaunchedSteps | None = None, **wanted: Any
     ) -> LaunchedSteps:
         """Call a step of the rows; arguments as those of `launch`, and of `StepRunner.call`."""
         assert last is None or self.is_last(last), "its tokens are still on the device"
         self.invalidate()
         observer = self.runner.on_logits
         last_R = None if last is None else last.last_R
-        tensors = self.runner.call(rows, kind, logits=logits, logprobs=logprobs, last_R=last_R)
+        tensors = self.runner.call(rows, **wanted, last_R=last_R)
+        scores = on_its_way(tensors["scores"]) if "scores" in tensors else None
         copied, ahead = self.buffers.copy(None, tensors), last is not None
         launched = LaunchedSteps(
-            None, rows, 0, 1, 0, tensors["tokens"], *copied, is_ahead=ahead, observer=observer
+            None, rows, 0, 1, 0, tensors["tokens"], *copied, scores, ahead, observer
         )
         self._last = launched
         return launched
@@ -438,15 +439,13 @@ class StepLoop:
         """The graph that holds the step, captured if need be; None: it is called."""
         shared = self.runner.shared_prefixes(step) if self.scheduler.prefixes.is_on else None
         step.shared = shared
-        if self.graphs is None:
+        if self.graphs is None or step.num_logits is not None:
             return None
         mode, key = self.plan.dispatcher.dispatch(
             step.num_tokens,
             len(step),
             step.query_len,
-            self._kind(step),
-            logits=self._wants_logits(step),
-            logprobs=self._logprobs(step),
+            **self._wanted(step),
             groups=0 if shared is None else shared.num_groups,
         )
         if key is None or (step.num_draft and not key.uniform):  # mixed: logits of last rows only
@@ -472,8 +471,7 @@ class StepLoop:
         if captured is None:
             self.num_steps["called"] += 1
             with self.compilation.counters.watching():
-                kind, logprobs = self._kind(step), self._logprobs(step)
-                tensors = self.runner.call(step, kind, logprobs=logprobs)
+                tensors = self.runner.call(step, **self._wanted(step))
         else:
             self.runner.fill(captured.tensors, step, captured.key.sampling)
             self.runner.launch(captured)
@@ -487,18 +485,14 @@ class StepLoop:
 
     # -- what a step computes ----------------------------------------------------------------------
 
-    def _wants_logits(self, step: Rows) -> bool:
-        """Whether any are computed: not of chunks of prompts, if the model then does less."""
-        return not self.runner.drops_rows or step.any_logits
-
-    def _kind(self, step: Rows) -> Sampling:
-        if not self._wants_logits(step):
-            return Sampling.GREEDY
-        return step.kind
-
-    def _logprobs(self, step: Rows) -> int:
-        """The most likely tokens whose log-probabilities the step computes; -1: none at all."""
-        return width_of(step.logprobs, self.runner.vocab_size)
+    def _wanted(self, step: Rows) -> dict[str, Any]:
+        """What it computes of logits: none of chunks of prompts, if the model then does less."""
+        unscored = step.num_logits is None
+        if self.runner.drops_rows and unscored and not step.any_logits:
+            return {"sampling": Sampling.GREEDY, "logits": False, "logprobs": -1, "edits": -1}
+        edits = -1 if step.editing is Editing.NONE else num_biases(step.num_biases)
+        logprobs = width_of(step.logprobs, self.runner.vocab_size)
+        return {"sampling": step.kind, "logits": True, "logprobs": logprobs, "edits": edits}
 
     # -- launched steps ----------------------------------------------------------------------------
 
@@ -516,7 +510,7 @@ class StepLoop:
         """
         if self._batch_stays(launched):
             begun = launched.after.num_steps
-            num_steps = self._num_steps(launched.captured, launched.rows.most - begun)
+            num_steps = self._num_steps(launched.captured, launched.rows, begun)
             if launched.rows.reach >= begun + num_steps:  # the device's tables have the blocks
                 return self.launcher.follow(launched, num_steps)
         if not (self._goes_ahead and self.launcher.is_last(launched)):
@@ -526,8 +520,9 @@ class StepLoop:
         step = self.scheduler.next_step(launched.after)
         if not step:
             return None
-        if self._kind(step) is Sampling.PENALIZED and step.takes_tokens:
-            return None  # counts come from tokens that the host knows
+        by_host = step.kind is Sampling.PENALIZED or step.editing is Editing.BY_TOKENS
+        if by_host and step.any_logits and step.takes_tokens:
+            return None  # counts and masks come from tokens that the host knows
         captured = self._captured(step)
         if captured is not None and captured.plans_in_place:
             return None
@@ -536,7 +531,8 @@ class StepLoop:
     def _batch_stays(self, launched: LaunchedSteps) -> bool:
         """Whether the next steps are those of the same rows, none of which ends, by replays."""
         return (
-            self.launcher.may_follow(launched)
+            launched.rows.editing is not Editing.BY_TOKENS
+            and self.launcher.may_follow(launched)
             and launched.rows.least > launched.after.num_steps
             and self.scheduler.stays(launched.rows, launched.after)
         )
@@ -549,23 +545,23 @@ class StepLoop:
     ) -> LaunchedSteps:
         if captured is None:
             with self.compilation.counters.watching():
-                logits = self._wants_logits(step)
-                kind, logprobs = self._kind(step), self._logprobs(step)
-                return self.launcher.call(step, kind, logits=logits, logprobs=logprobs, last=last)
+                return self.launcher.call(step, **self._wanted(step), last=last)
         num_steps = 1
         if captured.key.query_len == 1:
-            num_steps = self._num_steps(captured, step.most)
+            num_steps = self._num_steps(captured, step)
         return self.launcher.launch(captured, step, num_steps, last)
 
-    def _num_steps(self, captured: CapturedStep | None, most: int) -> int:
+    def _num_steps(self, captured: CapturedStep | None, rows: Rows, begun: int = 0) -> int:
         """Steps to launch: no more than the longest of the requests still needs."""
-        if captured is None or not self.launcher.can_chain(captured):
+        chains = captured is not None and self.launcher.can_chain(captured)
+        if not chains or rows.editing is Editing.BY_TOKENS:
             return 1
-        return min(self.runner.num_steps, most)
+        return min(self.runner.num_steps, rows.most - begun)
 
     def _collect(self, launched: LaunchedSteps) -> None:
         tokens = launched.wait()
-        self.token_stream.collect(launched.rows, tokens, launched.logprobs_of_steps())
+        scores = None if launched.scores is None else launched.scores.numpy()
+        self.token_stream.collect(launched.rows, tokens, launched.logprobs_of_steps(), scores)
         kind = "called" if launched.captured is None else "captured"
         self.num_steps[kind] += launched.num_steps
         self.num_launches["ahead" if launched.is_ahead else "waited"] += 1

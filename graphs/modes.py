@@ -81,6 +81,7 @@ class BatchDescriptor:
     sampling: Sampling = Sampling.GREEDY
     logits: bool = True  # False: chunks of prompts, none of which ends; no token is drawn
     logprobs: int = -1  # most likely tokens that log-probabilities are computed of; -1: none at all
+    edits: int = -1  # most biases of a request, where logits are edited; -1: they are not
     groups: int = 0  # most groups of requests whose shared prefixes are attended to apart
 
     def __post_init__(self) -> None:

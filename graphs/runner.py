@@ -34,7 +34,8 @@ from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.batch import Rows, Scheduled
 from graphs.sampling import PenaltyState, argmax, at_temperature, processed, sample
-from graphs.sampling.logprobs import log_probs, packed
+from graphs.sampling.edits import edited
+from graphs.sampling.logprobs import log_probs, packed, scored
 from graphs.sampling.params import Sampling
 from graphs.step.blocks import BlockRows
 from graphs.step.finish import finish_step, take_tokens
@@ -126,6 +127,7 @@ class StepRunner:
         vocab_size: V.
         num_steps: steps that a captured decode may run without the host.
         logprobs_mode: see `SessionOptions`.
+        max_query_len: tokens of a request in a uniform batch at most.
 
     Attributes:
         on_logits: called in every step that is called and wants logits, not in replays.
@@ -147,8 +149,9 @@ class StepRunner:
         vocab_size: int,
         num_steps: int,
         logprobs_mode: str = "raw_logprobs",
+        max_query_len: int = 1,
     ) -> None:
-        self.logprobs_mode = logprobs_mode
+        self.logprobs_mode, self.max_query_len = logprobs_mode, max_query_len
         self.model, self.inputs, self.cache, self.builder = model, inputs, cache, builder
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         self.max_blocks = -(-max_tokens // cache.block_size)
@@ -190,20 +193,23 @@ class StepRunner:
     def call(
         self,
         step: Rows,
-        kind: Sampling,
+        sampling: Sampling,
         *,
         logits: bool = True,
         logprobs: int = -1,
+        edits: int = -1,
         last_R: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Launch a step as it is, without padding; returns its tensors on the device.
 
-        `tokens` [1, R] int64 are those that were drawn, `logprobs` is that of `StepTensors`.
+        `tokens` [1, R] int64 are those that were drawn, `logprobs` is that of `StepTensors`, and
+        `scores` [R, 1 + k + M] int64 what `scored` gives of prompts, where one is scored.
 
         One a request; of requests with a draft one a row, where all have drafts of one length. None
         where no `logits` are wanted. `last_R`: tokens of the step before; see `take_tokens`.
         """
         query_len = step.query_len if step.num_draft else None
+        counts = step.num_logits if logits else None
         tensors = StepTensors.allocate(
             step.num_tokens,
             len(step),
@@ -212,17 +218,23 @@ class StepRunner:
             query_len=query_len,
             logits=logits,
             logprobs=logprobs,
+            edits=edits,
+            vocab_size=self.vocab_size,
+            num_rows=None if counts is None else int(counts.sum()),
             windows=self._windows,
         )
-        self.fill(tensors, step, kind)
+        self.fill(tensors, step, sampling)
         if last_R is not None:
             self.take_tokens(tensors, step, last_R)
         logits_RV = self._logits(tensors, metadata_now(self.builder, tensors))
+        if counts is not None:
+            tensors.device["scores"] = scored(logits_RV, *step.given())
+            ends_S = torch.from_numpy(counts.cumsum() - 1).to(self.device, non_blocking=True)
+            logits_RV = logits_RV[ends_S]
         if logits:
             if self.on_logits is not None:
                 self.on_logits(step, logits_RV)
-            tokens_R = self._sampled(logits_RV, tensors, kind)
-            self._keep_logprobs(logits_RV, tokens_R, tensors, kind)
+            tokens_R = self._drawn(logits_RV, tensors, sampling)
             tensors.device["tokens"][0].copy_(tokens_R)
         return tensors.device
 
@@ -233,9 +245,9 @@ class StepRunner:
         tensors.fill(step, tables, self.cache.block_size)
         tensors.upload()
         if kind is Sampling.PENALIZED:
-            requests = step.requests
-            state = self._penalty_state().view(tensors.num_reqs)
-            state.rebuild([r.prompt for r in requests], [r.token_ids for r in requests])
+            rows = [(s.request, s.draft[:n]) for s in step for n in range(len(s.draft) + 1)]
+            state = self._penalties_of(tensors)
+            state.rebuild([r.prompt for r, _ in rows], [[*r.token_ids, *d] for r, d in rows])
 
     def shared_prefixes(self, step: Rows) -> SharedPrefixes | None:
         """Those of decodes that are worth to be attended to apart."""
@@ -272,6 +284,8 @@ class StepRunner:
             num_steps=self.num_steps if key.query_len == 1 else 1,
             logits=key.logits,
             logprobs=key.logprobs,
+            edits=key.edits,
+            vocab_size=self.vocab_size,
             windows=self._windows,
         )
         longest = key.query_len or key.num_tokens
@@ -283,10 +297,10 @@ class StepRunner:
             common,
             self.cache.tensors,
             [("block_table", "window_block_table")[own] for own in self.cache.own_blocks],
-            self._penalty_state() if kind is Sampling.PENALIZED else None,
+            self._penalties_of(tensors) if kind is Sampling.PENALIZED else None,
             run=functools.partial(self._replayed, tensors, key, common),
             call=functools.partial(self._run, tensors, key, common),
-            draw=functools.partial(self._sampled, tensors=tensors, kind=kind),
+            draw=lambda logits: self._sampled(self._edited(logits, tensors), tensors, kind),
         )
 
     # -- a step ------------------------------------------------------------------------------------
@@ -311,14 +325,12 @@ class StepRunner:
         logits_RV = self._logits(tensors, metadata)
         if not key.logits:
             return logits_RV
-        tokens_R = self._sampled(logits_RV, tensors, key.sampling)
-        self._keep_logprobs(logits_RV, tokens_R, tensors, key.sampling)
+        tokens_R = self._drawn(logits_RV, tensors, key.sampling)
         if key.query_len != 1:
             tensors.device["tokens"][0].copy_(tokens_R)
             return logits_RV
         if key.sampling is Sampling.PENALIZED:
-            state = self._penalty_state().view(tensors.num_reqs)
-            state.update(tokens_R, tensors.device["active"])
+            self._penalties_of(tensors).update(tokens_R, tensors.device["active"])
         finish_step(tokens_R, tensors.device, self.cache.block_size)
         return logits_RV
 
@@ -332,43 +344,51 @@ class StepRunner:
         check_logits(logits_1RV, tensors.num_rows)
         return logits_1RV[0]
 
+    def _drawn(self, logits_RV: torch.Tensor, tensors: StepTensors, kind: Sampling) -> torch.Tensor:
+        """`_sampled`; log-probabilities are kept where the step's tensors have room for them."""
+        edited_RV = self._edited(logits_RV, tensors)
+        tokens_R = self._sampled(edited_RV, tensors, kind)
+        ring_NRK = tensors.device.get("logprobs")
+        if ring_NRK is not None:
+            if self.logprobs_mode == "processed_logprobs":
+                fields = tensors.sampling()
+                state = self._penalties_of(tensors) if kind is Sampling.PENALIZED else None
+                logits_RV = processed(edited_RV, fields, kind, state)
+                logits_RV = at_temperature(logits_RV, fields["temperature"])
+            found_RK = packed(log_probs(logits_RV, tokens_R, ring_NRK.shape[2] - 1))
+            row = tensors.device["step"] % ring_NRK.shape[0]
+            ring_NRK.index_copy_(0, row, found_RK.unsqueeze(0))
+        return tokens_R
+
+    def _edited(self, logits_RV: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
+        edits = tensors.edits()
+        if edits is None:
+            return logits_RV
+        return edited(logits_RV, edits, self._positions(tensors))
+
     def _sampled(
         self, logits_RV: torch.Tensor, tensors: StepTensors, kind: Sampling
     ) -> torch.Tensor:
         """A token a row: the one that follows the row's tokens in the cache."""
         if kind is Sampling.GREEDY:
             return argmax(logits_RV)
-        seq_lens_S, query_len = tensors.device["seq_lens"].long(), tensors.query_len
-        positions_R = seq_lens_S
-        if query_len is not None and query_len > 1:
-            positions_R = tensors.device["position_ids"][0] % SHIFT + 1
-        state = None
-        if kind is Sampling.PENALIZED:
-            state = self._penalty_state().view(tensors.num_reqs)
-        return sample(logits_RV, tensors.sampling(), positions_R, kind, state)
+        state = self._penalties_of(tensors) if kind is Sampling.PENALIZED else None
+        return sample(logits_RV, tensors.sampling(), self._positions(tensors), kind, state)
 
-    def _keep_logprobs(
-        self, logits_RV: torch.Tensor, tokens_R: torch.Tensor, tensors: StepTensors, kind: Sampling
-    ) -> None:
-        """Log-probabilities of the drawn tokens, where the step's tensors have room for them."""
-        ring_NRK = tensors.device.get("logprobs")
-        if ring_NRK is None:
-            return
-        if self.logprobs_mode == "processed_logprobs" and kind is not Sampling.GREEDY:
-            fields, state = tensors.sampling(), None
-            if kind is Sampling.PENALIZED:
-                state = self._penalty_state().view(tensors.num_reqs)
-            logits_RV = processed(logits_RV, fields, kind, state)
-            logits_RV = at_temperature(logits_RV, fields["temperature"])
-        found_RK = packed(log_probs(logits_RV, tokens_R, ring_NRK.shape[2] - 1))
-        row = tensors.device["step"] % ring_NRK.shape[0]
-        ring_NRK.index_copy_(0, row, found_RK.unsqueeze(0))
+    def _positions(self, tensors: StepTensors) -> torch.Tensor:
+        """[R] int64: index of the drawn token in its sequence."""
+        if tensors.query_len is not None and tensors.query_len > 1:
+            return tensors.device["position_ids"][0] % SHIFT + 1
+        return tensors.device["seq_lens"].long()
 
-    def _penalty_state(self) -> PenaltyState:
+    def _penalties_of(self, tensors: StepTensors) -> PenaltyState:
+        """Counts of the rows that a step draws, in memory that all steps share."""
+        number = tensors.device["tokens"].shape[1]
         if self._penalties is None:
             size = self.max_batch_size + 1  # a mixed step's padding request is one more
+            size = max(size, self.max_batch_size * self.max_query_len)
             self._penalties = PenaltyState.allocate(size, self.vocab_size, self.device)
-        return self._penalties
+        return self._penalties.view(number)
 
     # -- compiling ---------------------------------------------------------------------------------
 

@@ -4,11 +4,13 @@ add -> waiting requests -> StepLoop -> TokenStream -> step's outputs
 """
 
 import contextlib
+import dataclasses
 import functools
+import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from tqdm import tqdm
@@ -34,14 +36,28 @@ from graphs.requests.requests import (
     Limits,
     Request,
     RequestBook,
+    Score,
+    Scoring,
     StepOutput,
     Wanted,
     checked_drafts,
     known_request,
 )
 from graphs.requests.scheduler import Scheduler
+from graphs.requests.text import TextOfTokens, Tokens
 from graphs.requests.tokens import media_tokens
+from graphs.requests.tokens import token_ids as checked_ids
 from graphs.runner import LogitsObserver, ModelInputs, StepRunner
+from graphs.sampling.logprobs import MOST
+from graphs.sampling.params import check_integer
+
+Prompt = Sequence[int] | Mapping[str, Any] | str
+"""Token ids, a tokenizer's mapping of one prompt, or text where the session has a tokenizer."""
+
+SCORED_BYTES = 2**29
+"""Of logits of a step that scores prompts."""
+
+Result = TypeVar("Result")
 
 
 class DecodeSession:
@@ -50,6 +66,7 @@ class DecodeSession:
     Args:
         model: a causal model with `attn_implementation="attn_ops"`, compiled or not.
         options: how the session runs; None: the defaults.
+        tokenizer: of Transformers; with it prompts may be text, and results have text.
         changes: fields of `SessionOptions`, in place of those of `options`. `max_batch_size` and
             `max_tokens` have no default.
 
@@ -67,8 +84,14 @@ class DecodeSession:
     """
 
     def __init__(
-        self, model: torch.nn.Module, options: SessionOptions | None = None, **changes: Any
+        self,
+        model: torch.nn.Module,
+        options: SessionOptions | None = None,
+        *,
+        tokenizer: Any = None,
+        **changes: Any,
     ) -> None:
+        self.tokenizer = tokenizer
         options = SessionOptions.of(options, changes)
         self.model, self.original = model, cast(Any, getattr(model, "_orig_mod", model))
         compiled = isinstance(model, torch.nn.Module) and is_compiled(model)
@@ -101,6 +124,7 @@ class DecodeSession:
             vocab_size=self.vocab_size,
             num_steps=self.decode_steps,
             logprobs_mode=options.logprobs_mode,
+            max_query_len=max(options.query_lens),
         )
         self.cache_size, self.cache = made_cache(self, options, runner_of)
         num_tokens = self.cache.num_usable_tokens
@@ -122,9 +146,15 @@ class DecodeSession:
     def _make_loop(self, options: SessionOptions) -> None:
         weights = WeightVersions(self.original) if options.share_prefixes else None
         self.scheduler = Scheduler(
-            self.cache, self.max_batch_size, options.max_tokens_per_step, weights, options.lookahead
+            self.cache,
+            self.max_batch_size,
+            options.max_tokens_per_step,
+            weights,
+            options.lookahead,
+            self._max_scored,
         )
-        self.book = RequestBook(self.original, self.limits, self.scheduler.waiting)
+        tokens_of = Tokens(self.tokenizer, self.vocab_size)
+        self.book = RequestBook(self.original, self.limits, self.scheduler.waiting, tokens_of)
         self._requests = self.book.requests
         self.token_stream = TokenStream(self.scheduler, self._requests)
         warns = options.any_mode or self.plan.asked is not CUDAGraphMode.NONE
@@ -141,6 +171,24 @@ class DecodeSession:
         )
         self.num_steps = self.loop.num_steps
         self.lock = threading.Lock()  # of `exclusive`
+
+    @property
+    def _max_scored(self) -> int:
+        """Rows of prompts that a step scores, so that their logits take at most 512 MiB."""
+        return max(SCORED_BYTES // (self.vocab_size * self.original.dtype.itemsize), 64)
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], **options: Any) -> "DecodeSession":
+        """A session of a saved model, compiled, with its tokenizer.
+
+        Args:
+            path: a folder that Transformers' `from_pretrained` takes, or a name on the hub.
+            options: those of `graphs.pretrained.load`, and those of a session.
+        """
+        from graphs.pretrained import load  # it imports Transformers' model classes
+
+        model, options = load(path, options)
+        return cls(model, **options)
 
     @property
     def graphs(self) -> StepGraphs | None:
@@ -172,38 +220,10 @@ class DecodeSession:
     # -- requests ----------------------------------------------------------------------------------
 
     @exclusive
-    def add(
-        self,
-        prompt: Sequence[int] | Mapping[str, Any],
-        max_new_tokens: int | None = None,
-        *,
-        eos: int | Iterable[int] | None = None,
-        eos_token_id: int | Iterable[int] | None = None,
-        stop_token_ids: int | Iterable[int] | None = None,
-        share_prefix: bool = True,
-        **sampling: Any,
-    ) -> int:
-        """Queue a prompt; returns the request's id.
-
-        Args:
-            prompt: token ids, 1 to `max_tokens` of them; or a tokenizer's mapping of one prompt.
-            max_new_tokens: tokens to generate at most; None: max_new_tokens or max_length of the
-                model's generation_config, else 16.
-            eos: token or tokens that end it; None: those of the model's generation_config, which
-                also gives `sampling` its defaults; (): no token ends it.
-            eos_token_id: another name of `eos`.
-            stop_token_ids: token or tokens that end it too, with the reason "stop".
-            share_prefix: False: its blocks are its own, where the session shares prefixes.
-            sampling: fields of `SamplingParams`: temperature, top_k, top_p, min_p,
-                repetition_penalty, presence_penalty, frequency_penalty, seed.
-
-        Raises:
-            ValueError: the prompt is empty, too long or holds an unknown token, the request can
-                never fit into the cache, or a parameter is out of range. Nothing is queued.
-        """
-        wanted = Wanted(max_new_tokens, eos, eos_token_id, stop_token_ids, sampling, share_prefix)
+    def add(self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any) -> int:
+        """Queue a prompt; returns the request's id. Arguments and errors as those of `generate`."""
         with uninterrupted():
-            return self.book.queue_all([prompt], wanted)[0].id
+            return self.book.queue_all([prompt], Wanted.of(max_new_tokens, wanted))[0].id
 
     def result(self, request_id: int) -> Generation | None:
         """The result of a finished request, None while it runs; kept until `discard`.
@@ -219,45 +239,114 @@ class DecodeSession:
     @exclusive
     def generate(
         self,
-        prompts: Sequence[Sequence[int]] | Mapping[str, Any],
+        prompts: Sequence[Prompt] | Mapping[str, Any] | str,
         max_new_tokens: int | None = None,
-        *,
-        eos: int | Iterable[int] | None = None,
-        eos_token_id: int | Iterable[int] | None = None,
-        stop_token_ids: int | Iterable[int] | None = None,
-        n: int = 1,
-        share_prefix: bool = True,
-        **sampling: Any,
+        **wanted: Any,
     ) -> list[Generation]:
         """Generate for all prompts: `n` results a prompt, in order.
 
-        Prompts are lists of tokens, a tokenizer's mapping, whose attention_mask says what padding
-        is, or an array [S, L], in which `pad_token_id` of the model's generation_config is padding.
-        Other arguments and errors as in `add`; the seed is that of a prompt's first result, others
-        have those after it. A prompt that is refused refuses the call before anything is queued.
+        Args:
+            prompts: texts, where the session has a tokenizer, and lists of 1 to `max_tokens` token
+                ids; or a tokenizer's mapping, whose attention_mask says what padding is; or an
+                array [S, L], in which `pad_token_id` of the model's generation_config is padding.
+            max_new_tokens: tokens to generate at most; None: max_new_tokens or max_length of the
+                model's generation_config, else 16.
+            wanted: fields of `SamplingParams`, and these:
+                eos, eos_token_id: token or tokens that end a request; None: those of the model's
+                    generation_config, which also gives `SamplingParams` their defaults.
+                ignore_eos: no eos token ends it.
+                stop_token_ids: token or tokens that end it too, with the reason "stop".
+                stop: text or texts that end it; its text is cut there, behind it with
+                    `include_stop_str_in_output`.
+                min_tokens: neither ends it before so many tokens.
+                logit_bias: by token, what is added to its logit.
+                bad_words: texts or lists of tokens that are not generated.
+                allowed_token_ids: the only tokens that are.
+                structured_outputs: {"json": schema}, {"regex": ...}, {"choice": [...]} or
+                    {"grammar": ...}, which the text follows; needs `attn-ops[structured]`.
+                prompt_logprobs: log-probabilities of the prompt's tokens and of so many of the most
+                    likely ones.
+                n: results of a prompt; the seed is that of the first, others have those after it.
+                share_prefix: False: its blocks are its own, where the session shares prefixes.
+
+        Raises:
+            ValueError: a prompt is empty, too long or holds an unknown token, a request can never
+                fit into the cache, or an argument is out of range. Nothing is queued.
+
         Tokens of other requests are kept for the next `step`.
         """
-        wanted = Wanted(
-            max_new_tokens, eos, eos_token_id, stop_token_ids, sampling, share_prefix, n
+        asked = Wanted.of(max_new_tokens, wanted)
+        return self._finish(lambda: self.book.queue_all(prompts, asked), Generation.of)
+
+    @exclusive
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Prompt] | None = None,
+        *,
+        logprobs: int = 0,
+        token_ids: Sequence[int] = (),
+    ) -> list[Score]:
+        """Log-probabilities of given tokens; nothing is drawn.
+
+        Args:
+            prompts: texts or token ids, as of `generate`.
+            continuations: of each prompt, the tokens to score; None: those of the prompts, but for
+                the first of each.
+            logprobs: most likely tokens whose log-probabilities are wanted beside, 0 to 64.
+            token_ids: tokens of which every place gets the log-probabilities too.
+
+        Raises:
+            ValueError: as `generate`.
+
+        Prompts that begin alike are computed once, if the session shares prefixes.
+        """
+        most = min(MOST, self.vocab_size)
+        check_integer("logprobs", logprobs, 0, most, supported="0 for the given token alone")
+        ids = tuple(checked_ids("token_ids", token_ids, self.vocab_size))
+        scoring = Scoring(0, (), logprobs, ids)
+        return self._finish(
+            lambda: self.book.queue_scored(prompts, continuations, scoring), Score.of
         )
-        requests: list[Request] = []
-        bar = tqdm(desc="generate", unit="request", disable=None, leave=False)
+
+    def chat(self, messages: Any, max_new_tokens: int | None = None, **wanted: Any) -> Generation:
+        """The answer to a conversation, by the tokenizer's chat template.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...].
+            max_new_tokens, wanted: as of `generate`.
+
+        Raises:
+            ValueError: there is no tokenizer; and as `generate`.
+        """
+        prompt = self.book.tokens_of.chat(messages)
+        return self.generate([prompt], max_new_tokens, **wanted)[0]
+
+    def stream(
+        self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any
+    ) -> Iterator[StepOutput]:
+        """Yield the tokens of a prompt as they come; arguments as those of `generate`.
+
+        Each has the text that it completes: never half a character, and nothing that may be the
+        beginning of a stop string. A caller that stops iterating ends the request. Tokens of other
+        requests are kept for the next `step`.
+        """
+        request = self._requests[self.add(prompt, max_new_tokens, **wanted)]
+        if request.text is None and self.tokenizer is not None:
+            request.text = TextOfTokens(self.tokenizer)
         try:
-            with bar:
-                with uninterrupted():
-                    requests = self.book.queue_all(prompts, wanted)
-                bar.reset(len(requests))
-                going = requests
-                while going:
-                    self._run(self.loop.step)
-                    still = [r for r in going if not r.finish_reason]
-                    bar.update(len(going) - len(still))
-                    going = still
-            return [cast(Generation, self.result(r.id)) for r in requests]
-        finally:  # also when interrupted: nothing of this call is left
-            with uninterrupted():
-                for request in requests:
-                    self._forget(request)
+            while not request.finish_reason:
+                outputs = self._outputs_of(request)
+                for output in outputs:
+                    ended = output.finish_reason is not None
+                    text = (
+                        ""
+                        if request.text is None or output is not outputs[-1]
+                        else (request.text.take(finished=ended))
+                    )
+                    yield dataclasses.replace(output, text=text)
+        finally:
+            self.discard(request.id)
 
     @exclusive
     def discard(self, request_id: int) -> None:
@@ -388,6 +477,35 @@ class DecodeSession:
         self.loop.prepare()
         with uninterrupted():
             step(*args)
+
+    @exclusive
+    def _outputs_of(self, request: Request) -> list[StepOutput]:
+        """Its new tokens after a step; those of others are kept."""
+        self._run(self.loop.step)
+        return self.token_stream.hand_out(request)
+
+    def _finish(
+        self, queue: Callable[[], list[Request]], result_of: Callable[[Request], Result]
+    ) -> list[Result]:
+        """Queue requests, step until they have ended, and forget them."""
+        requests: list[Request] = []
+        bar = tqdm(desc="generate", unit="request", disable=None, leave=False)
+        try:
+            with bar:
+                with uninterrupted():
+                    requests = queue()
+                bar.reset(len(requests))
+                going = requests
+                while going:
+                    self._run(self.loop.step)
+                    still = [r for r in going if not r.finish_reason]
+                    bar.update(len(going) - len(still))
+                    going = still
+            return [result_of(request) for request in requests]
+        finally:  # also when interrupted: nothing of this call is left
+            with uninterrupted():
+                for request in requests:
+                    self._forget(request)
 
     def _forget(self, request: Request) -> None:
         self.scheduler.leave(request)

@@ -97,6 +97,7 @@ class CudagraphDispatcher:
         *,
         logits: bool = True,
         logprobs: int = -1,
+        edits: int = -1,
         groups: int = 0,
     ) -> tuple[CUDAGraphMode, BatchDescriptor | None]:
         """Runtime mode and key of a batch; NONE without a key if no key holds it.
@@ -110,7 +111,7 @@ class CudagraphDispatcher:
             uniform_query_len: tokens of every request; None: a mixed batch.
             sampling: the strongest kind that a request wants; the key has the same.
             logits: whether any row's are wanted; if not, the key of a mixed batch says so.
-            logprobs: of the key; see `BatchDescriptor`.
+            logprobs, edits: of the key; see `BatchDescriptor`.
             groups: of requests that share prefixes; the key of single tokens under FULL has room
                 for as many, and one of padding: a power of two.
 
@@ -132,8 +133,8 @@ class CudagraphDispatcher:
                 if key is not None:
                     apart = key.query_len == 1 and mode is CUDAGraphMode.FULL
                     room = 1 << groups.bit_length() if groups and apart else 0
-                    wanted = {"sampling": sampling, "logits": logits, "logprobs": logprobs}
-                    return mode, self._for(key, mode, groups=room, **wanted)
+                    wanted = {"logprobs": logprobs, "edits": edits, "groups": room}
+                    return mode, self._for(key, mode, sampling=sampling, logits=logits, **wanted)
         return CUDAGraphMode.NONE, None
 
     def _table(self, query_len: int | None) -> list[BatchDescriptor]:

@@ -13,11 +13,9 @@ from typing import Any, overload
 
 import numpy as np
 
-from graphs.requests.requests import PACKED, Request
+from graphs.requests.requests import FAR, PACKED, Request
+from graphs.sampling.edits import Editing
 from graphs.sampling.params import Sampling
-
-FAR = 2**31
-"""More steps than a request takes."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -197,6 +195,61 @@ class Rows(Sequence[Scheduled]):
     def logprobs(self) -> int:
         """The most likely tokens that a request wants log-probabilities of; -1: none at all."""
         return int(self.columns.packed["logprobs"].max()) if self.any_logits else -1
+
+    # Cached: as `num_tokens`.
+    @functools.cached_property
+    def editing(self) -> Editing:
+        """How logits are edited, at most."""
+        if not self.any_logits:
+            return Editing.NONE
+        return Editing(int(self.columns.packed["editing"].max()))
+
+    # Cached: as `num_tokens`.
+    @functools.cached_property
+    def num_biases(self) -> int:
+        """Tokens to which a request gives a bias, at most."""
+        return int(self.columns.packed["num_biases"].max())
+
+    # Cached: as `num_tokens`.
+    @functools.cached_property
+    def num_logits(self) -> np.ndarray | None:
+        """[S]: rows of logits of each request, where prompts are scored; None: none is.
+
+        They are its last ones, and one at least.
+        """
+        columns = self.columns
+        begin, end = columns.packed["scored"].T
+        ends = columns.num_computed + columns.num_tokens
+        first = np.maximum(columns.num_computed, begin)
+        if not ((first < ends) & (first < end)).any():
+            return None
+        return np.maximum(ends - first, 1)
+
+    def logits_rows(self, start: np.ndarray) -> np.ndarray:
+        """[R]: rows of the batch whose logits are wanted; `start` [S + 1]: first row of each."""
+        if self.num_logits is None:
+            return start[1:] - 1
+        ends = np.cumsum(self.num_logits)
+        return np.arange(ends[-1]) + np.repeat(start[1:] - ends, self.num_logits)
+
+    def given(self) -> tuple[np.ndarray, int, np.ndarray]:
+        """Of rows of logits [R]: the tokens that follow, most likely ones beside, others [R, M].
+
+        Rows that are not scored have token 0.
+        """
+        assert self.num_logits is not None, "something is scored"
+        scorings = [r.scoring for r in self.requests if r.scoring is not None]
+        given = np.zeros(self.num_logits.sum(), dtype=np.int64)
+        others = np.zeros((given.size, max(len(s.token_ids) for s in scorings)), dtype=np.int64)
+        ends = np.cumsum(self.num_logits).tolist()
+        for s, count, end in zip(self, self.num_logits.tolist(), ends, strict=True):
+            if (scoring := s.request.scoring) is None:
+                continue
+            first = s.num_computed + s.num_tokens - count
+            tokens = scoring.given[first : first + count]
+            given[end - count : end - count + len(tokens)] = tokens
+            others[end - count : end, : len(scoring.token_ids)] = scoring.token_ids
+        return given, max(s.logprobs for s in scorings), others
 
     # Cached: as `num_tokens`.
     @functools.cached_property

@@ -61,6 +61,7 @@ class TokenStream:
         rows: Rows,
         steps: Sequence[Sequence[int]],
         logprobs: Sequence[np.ndarray] | None = None,
+        scores: np.ndarray | None = None,
     ) -> None:
         """Take the tokens of launched steps; what a request drew after its end is dropped.
 
@@ -68,7 +69,10 @@ class TokenStream:
             rows: of the batch, as they were scheduled.
             steps: tokens of every step, row by row.
             logprobs: of every step, rows of `packed`.
+            scores: of a step that scores prompts, [R, 1 + k + M]; see `scored`.
         """
+        if scores is not None:
+            self._keep_scores(rows, scores)
         columns = rows.columns
         computed = (columns.num_computed + columns.num_tokens).tolist()
         wanted = columns.wants_token.tolist()
@@ -83,16 +87,38 @@ class TokenStream:
                 else:
                     request.num_computed = num_computed
 
-    def hand_out(self) -> list[StepOutput]:
-        """What the caller has not seen, the first token of every request before the second."""
-        rows = [(r, r.token_ids[first:], first) for r, first in self._unseen.values()]
+    def _keep_scores(self, rows: Rows, scores: np.ndarray) -> None:
+        """Of each request its own columns, in the order of its prompt, each once."""
+        counts, scorings = rows.num_logits, [r.scoring for r in rows.requests]
+        assert counts is not None, "something is scored"
+        most = max(s.logprobs for s in scorings if s is not None)
+        ends = np.cumsum(counts).tolist()
+        for row, count, end, scoring in zip(rows, counts.tolist(), ends, scorings, strict=True):
+            request = row.request
+            if scoring is None or not request.room or request.id not in self.known:
+                continue
+            first = row.num_computed + row.num_tokens - count
+            skipped, last = request.first_unscored() - first, len(scoring.given) - first
+            for found in scores[end - count :][max(skipped, 0) : min(count, last)]:
+                top, others = found[: 1 + scoring.logprobs], found[1 + most :]
+                request.scores.append(np.append(top, others[: len(scoring.token_ids)]))
+
+    def hand_out(self, only: Request | None = None) -> list[StepOutput]:
+        """What the caller has not seen, the first token of every request before the second.
+
+        `only`: of this request; the others are kept.
+        """
+        unseen, self._unseen = self._unseen, {}
+        if only is not None:
+            self._unseen = {i: pair for i, pair in unseen.items() if i != only.id}
+            unseen = {i: pair for i, pair in unseen.items() if i == only.id}
+        rows = [(r, r.token_ids[first:], first) for r, first in unseen.values()]
         outputs = [
             self._output(request, tokens[i], first + i)
             for i in range(max((len(tokens) for _, tokens, _ in rows), default=0))
             for request, tokens, first in rows
             if i < len(tokens)
         ]
-        self._unseen = {}
         return outputs
 
     def forget(self, request_id: int) -> None:
@@ -107,4 +133,6 @@ class TokenStream:
 
     def _output(self, request: Request, token: int, index: int) -> StepOutput:
         is_last = index == len(request.token_ids) - 1
-        return StepOutput(request.id, token, request.finish_reason if is_last else None)
+        reason = request.finish_reason if is_last else None
+        row = request.logprobs[index] if request.logprobs else None
+        return StepOutput(request.id, token, reason, packed_logprobs=row)

@@ -95,10 +95,10 @@ class PrefixSharing:
     # -- what a prompt finds -----------------------------------------------------------------------
 
     def find(self, request: Request) -> Match:
-        """What the cache holds of all known tokens but the last, whose logits are wanted."""
+        """What the cache holds of all known tokens before the first whose logits are wanted."""
         if not (self.is_on and request.share_prefix):
             return NO_MATCH
-        tokens = _tokens(request, request.num_tokens - 1)
+        tokens = _tokens(request, min(request.num_tokens - 1, request.first_unscored()))
         return self.cache.match(tokens, self._keys_of(request, tokens))
 
     def awaits(self, request: Request, match: Match, promised: dict[Key, int]) -> bool:
@@ -108,7 +108,8 @@ class PrefixSharing:
         """
         if not promised or not request.share_prefix:
             return False
-        number, last = len(match.blocks), len(request.prompt) - 1
+        number = len(match.blocks)
+        last = min(len(request.prompt) - 1, request.first_unscored())
         if match.num_tokens >= min((number + 1) * self.cache.block_size, last):
             return False  # nothing is left to find in that block
         return promised.get(self._keys(request)[number], request.id) < request.id

@@ -12,10 +12,15 @@ import numpy as np
 from attn_ops.integrations.transformers.rotary import SHIFT
 from graphs.options import check_bools, check_positive
 from graphs.requests.defaults import Defaults
-from graphs.requests.tokens import listed_ids, token_ids, unpadded
+from graphs.requests.text import TextOfTokens, Tokens
+from graphs.requests.tokens import listed, listed_ids, token_ids, unpadded
 from graphs.sampling import FIELDS, SamplingParams
-from graphs.sampling.logprobs import unpacked
-from graphs.sampling.params import Sampling
+from graphs.sampling.edits import Editing, Edits
+from graphs.sampling.logprobs import MOST, unpacked
+from graphs.sampling.params import check_integer
+
+FAR = 2**31
+"""Beyond every position, and more steps than a request takes."""
 
 MAX_STOP_TOKENS = 8
 """Of a request that the device watches. Further ones the host sees, when it reads the tokens."""
@@ -29,9 +34,21 @@ PACKED = np.dtype(
         ("end", "int64"),
         ("kind", "int64"),
         ("logprobs", "int64"),
+        ("editing", "int64"),
+        ("num_biases", "int64"),
+        ("scored", "int64", 2),
     ]
 )
 """What of a request never changes: fields of a step's tensors, lengths, the kind of sampling."""
+
+
+class Scoring(NamedTuple):
+    """What of a prompt is scored: the tokens that follow its rows from `begin` on."""
+
+    begin: int
+    given: Sequence[int]  # by row: the token that follows it
+    logprobs: int = 0  # most likely tokens beside it
+    token_ids: Sequence[int] = ()  # others, of which every row gets the log-probabilities
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,6 +65,11 @@ class Request:
     shift: int = 0  # of its positions, SHIFT where its prompt is beyond longrope's original context
     token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # rows of `packed`
+    edits: Edits = dataclasses.field(default_factory=Edits)
+    grammar: Any = None  # a `GrammarState`, where its output is structured
+    text: TextOfTokens | None = None  # where strings end it, or somebody reads it as it comes
+    scoring: Scoring | None = None  # None: nothing of its prompt is scored
+    scores: list[np.ndarray] = dataclasses.field(default_factory=list)  # rows of `packed`
     num_computed: int = 0  # tokens whose keys and values are in the cache
     share_prefix: bool = True  # where the session shares prefixes
     block_keys: Sequence[bytes] = ()  # of the prompt; empty: not made yet
@@ -56,16 +78,25 @@ class Request:
     whole_room: int = 0  # the same of layers that see all keys
     num_released: int = 0  # of its first blocks, that were given back behind the layers' window
     num_lost: int = 0  # tokens that were computed before it was preempted
+    tokenizer: Any = None  # None: its text is not asked for
     begun_at: int = -1  # times that the session had forgotten prefixes before; -1: it waits yet
 
     @property
     def finish_reason(self) -> str | None:
         """See `Generation`; None while it goes on."""
+        if self.text is not None and self.text.stop_reason is not None:
+            return "stop"
         if self.token_ids and self.token_ids[-1] in self.stops:
             return "eos" if self.token_ids[-1] in self.eos else "stop"
         if self.remaining > 0:
             return None
         return "length" if len(self.token_ids) >= self.max_new_tokens else "max_tokens"
+
+    @property
+    def text_ids(self) -> list[int]:
+        """Its tokens but for the one that ended it."""
+        ended = self.token_ids[-1:] and self.token_ids[-1] in self.stops
+        return self.token_ids[:-1] if ended else self.token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +138,9 @@ class Request:
             self.end,
             self.sampling.kind,
             -1 if self.sampling.logprobs is None else self.sampling.logprobs,
+            self.editing,
+            len(self.edits.bias),
+            (FAR, 0) if self.scoring is None else (self.scoring.begin, len(self.scoring.given)),
         )
         return np.array((*fields, *rest), dtype=PACKED).tobytes()
 
@@ -115,9 +149,33 @@ class Request:
         split = len(self.prompt)
         return self.prompt[begin:end] + self.token_ids[max(0, begin - split) : max(0, end - split)]
 
+    @property
+    def editing(self) -> Editing:
+        """How its logits are edited."""
+        return self.edits.kind if self.grammar is None else Editing.BY_TOKENS
+
+    def fill_allowed(self, rows: np.ndarray, draft: Sequence[int]) -> None:
+        """Write into rows [1 + k, W] of bits what may follow its tokens, and those of a draft."""
+        for number, row in enumerate(rows):
+            self.edits.fill(row, [*self.token_ids, *draft[:number]] if number else self.token_ids)
+        if self.grammar is not None:
+            by_grammar = np.empty_like(rows)
+            self.grammar.fill_drafted(by_grammar, draft)
+            rows &= by_grammar
+
+    def first_unscored(self) -> int:
+        """The first row of its prompt whose logits are wanted yet; FAR: none."""
+        if self.scoring is None or self.scoring.begin + len(self.scores) >= len(self.scoring.given):
+            return FAR
+        return self.scoring.begin + len(self.scores)
+
     def append(self, token: int, logprobs: np.ndarray | None = None) -> None:
         """Take a generated token; its own keys and values are not in the cache, all others are."""
         self.token_ids.append(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
+        if self.text is not None and token not in self.stops:
+            self.text.push(token, stops=len(self.token_ids) > self.edits.min_tokens)
         if self.sampling.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs[: 1 + self.sampling.logprobs].copy())
         self.num_computed = self.num_tokens - 1
@@ -143,37 +201,98 @@ def logprobs_of(token: int, row: np.ndarray) -> dict[int, Logprob]:
 class Generation:
     """What was generated for one prompt.
 
-    The finish reason is "eos" after an eos token, "stop" after one of `stop_token_ids`, "length"
-    after `max_new_tokens`, "max_tokens" where the session has no room for another token.
+    The finish reason is "eos" after an eos token, "stop" after one of `stop_token_ids` or a string
+    of `stop`, "length" after `max_new_tokens`, "max_tokens" where the session has no room for
+    another token.
     """
 
     token_ids: list[int]  # without the prompt; ends with the token that stopped it, if one did
     finish_reason: str
-    packed_logprobs: list[np.ndarray] | None = dataclasses.field(default=None, repr=False)
+    request: Request = dataclasses.field(repr=False, compare=False)
 
-    # Cached: made once, where anybody asks.
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The string or the token id of `stop`, `stop_token_ids` that ended it."""
+        if self.finish_reason != "stop":
+            return None
+        text = self.request.text
+        by_text = None if text is None else text.stop_reason
+        return self.token_ids[-1] if by_text is None else by_text
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.request.prompt
+
+    # Cached: made once, where anybody asks. So are the others.
+    @functools.cached_property
+    def text(self) -> str | None:
+        """The tokens as text, without eos and what follows a stop string; None: no tokenizer."""
+        text, tokenizer = self.request.text, self.request.tokenizer
+        if text is not None:
+            return text.finish()
+        if tokenizer is None:
+            return None
+        return tokenizer.decode(self.request.text_ids, skip_special_tokens=True)
+
+    # Cached: as `text`.
     @functools.cached_property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         """By token: the drawn token's, then those of the most likely ones; None: not asked for."""
-        if self.packed_logprobs is None:
+        if self.request.sampling.logprobs is None:
             return None
-        pairs = zip(self.token_ids, self.packed_logprobs, strict=True)
+        pairs = zip(self.token_ids, self.request.logprobs, strict=True)
         return [logprobs_of(token, row) for token, row in pairs]
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the drawn tokens' log-probabilities."""
-        if self.packed_logprobs is None:
+        """The sum of the drawn tokens' log-probabilities; None: not asked for."""
+        if self.request.sampling.logprobs is None:
             return None
-        return sum(unpacked(row[:1])[1][0] for row in self.packed_logprobs)
+        return sum(unpacked(row[:1])[1][0] for row in self.request.logprobs)
+
+    # Cached: as `text`.
+    @functools.cached_property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The same of the prompt's tokens, None for the first; None: not asked for."""
+        if self.request.scoring is None:
+            return None
+        pairs = zip(self.request.scoring.given, self.request.scores, strict=True)
+        return [None, *(logprobs_of(token, row) for token, row in pairs)]
 
     @classmethod
     def of(cls, request: Request) -> "Generation":
         """The result of a request that has ended."""
         assert request.finish_reason is not None, "it has ended"
-        asked = request.sampling.logprobs is not None
-        logprobs = list(request.logprobs) if asked else None
-        return cls(list(request.token_ids), request.finish_reason, logprobs)
+        return cls(list(request.token_ids), request.finish_reason, request)
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Log-probabilities of the tokens of a continuation, or of a prompt but for its first token."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of each
+    is_argmax: list[bool]  # whether no other token is likelier
+    top_logprobs: list[dict[int, Logprob]]  # with the most likely ones
+    of_token_ids: list[list[float]]  # by token: those of the `token_ids` that the caller named
+
+    @property
+    def total(self) -> float:
+        """The sum of `logprobs`: the log-probability of the whole."""
+        return sum(self.logprobs)
+
+    @classmethod
+    def of(cls, request: Request) -> "Score":
+        """That of a request whose prompt is computed."""
+        scoring = request.scoring
+        assert scoring is not None, "it is scored"
+        tokens = list(scoring.given[scoring.begin :])
+        width = 1 + scoring.logprobs
+        last = len(scoring.token_ids)
+        rows = [logprobs_of(t, row[:width]) for t, row in zip(tokens, request.scores, strict=True)]
+        others = [unpacked(row[row.size - last :])[1] for row in request.scores]
+        found = [row[token] for token, row in zip(tokens, rows, strict=True)]
+        return cls(tokens, [f.logprob for f in found], [f.rank == 1 for f in found], rows, others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +302,15 @@ class StepOutput:
     request_id: int
     token_id: int
     finish_reason: str | None  # that of `Generation` with the last token; None before
+    text: str = ""  # of `stream`: what the token adds, and tokens before whose text was held back
+    packed_logprobs: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def logprobs(self) -> dict[int, Logprob] | None:
+        """As an entry of `Generation.logprobs`."""
+        if self.packed_logprobs is None:
+            return None
+        return logprobs_of(self.token_id, self.packed_logprobs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,18 +327,36 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a caller asks of all requests of a call, unchecked."""
+    """What a caller asks of all requests of a call, unchecked. See `DecodeSession.generate`."""
 
-    max_new_tokens: int | None  # None: as the model's generation config says, else 16
-    eos: int | Iterable[int] | None  # None: that of the model's generation config
-    eos_token_id: int | Iterable[int] | None  # the same by another name
-    stop_token_ids: int | Iterable[int] | None
-    sampling: Mapping[str, Any]  # fields of `SamplingParams`
+    max_new_tokens: int | None = None  # None: as the model's generation config says, else 16
+    eos: int | Iterable[int] | None = None  # None: that of the model's generation config
+    eos_token_id: int | Iterable[int] | None = None  # the same by another name
+    ignore_eos: bool = False
+    stop_token_ids: int | Iterable[int] | None = None
+    stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str | Sequence[int]] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
+    prompt_logprobs: int | None = None
     share_prefix: bool = True
     n: int = 1  # requests of each prompt
+    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `SamplingParams`
+
+    @classmethod
+    def of(cls, max_new_tokens: int | None, named: Mapping[str, Any]) -> "Wanted":
+        """From what a caller names; what is not a field is one of `SamplingParams`."""
+        own = {field.name for field in dataclasses.fields(cls)} - {"sampling"}
+        sampling = {name: value for name, value in named.items() if name not in own}
+        fields = {name: value for name, value in named.items() if name in own}
+        return cls(max_new_tokens, **fields, sampling=sampling)
 
     def ends(self, defaults: Defaults, vocab_size: int) -> tuple[frozenset[int], frozenset[int]]:
         """eos tokens, and all tokens that end a request."""
+        check_bools(ignore_eos=self.ignore_eos)
         given = [
             frozenset(token_ids(name, listed_ids(name, value), vocab_size, ordered=False))
             for name, value in (("eos", self.eos), ("eos_token_id", self.eos_token_id))
@@ -227,6 +373,7 @@ class Wanted:
             if given
             else frozenset(t for t in defaults.tokens("eos_token_id") if 0 <= t < vocab_size)
         )
+        eos = frozenset() if self.ignore_eos else eos
         name, stops = "stop_token_ids", self.stop_token_ids
         return eos, eos.union(token_ids(name, listed_ids(name, stops), vocab_size, ordered=False))
 
@@ -237,6 +384,7 @@ def checked_requests(
     wanted: Wanted,
     defaults: Defaults,
     limits: Limits,
+    tokens_of: Tokens,
 ) -> list[Request]:
     """Requests with ids from `first_id` on, or a ValueError that names argument and value.
 
@@ -244,31 +392,99 @@ def checked_requests(
 
     Args:
         first_id: id of the first request.
-        prompts: token ids of each, or a tokenizer's mapping.
+        prompts: text or token ids of each, or a tokenizer's mapping.
         wanted: what the caller asks for.
         defaults: what holds where the caller asks for nothing.
         limits: of the session.
+        tokens_of: the session's tokenizer.
     """
     params, ends = defaults.params(wanted.sampling), wanted.ends(defaults, limits.vocab_size)
     check_positive(n=wanted.n)
     check_bools(share_prefix=wanted.share_prefix)
+    edits = _edits(wanted, ends[1], limits, tokens_of)
+    new_text, new_grammar = tokens_of.texts(wanted), tokens_of.grammars(wanted, ends[1])
     requests: list[Request] = []
     pads, eos = defaults.tokens("pad_token_id"), ends[0]
     eos = eos | defaults.tokens("eos_token_id") if pads else eos
-    for prompt in unpadded(prompts, pads, eos):
+    for prompt in unpadded(tokens_of.prompts(prompts), pads, eos):
         tokens = _checked_prompt(prompt, limits)
         new = wanted.max_new_tokens
         new = defaults.max_new_tokens(len(tokens)) if new is None else new
         _check_length(tokens, new, limits)
+        scoring = _scoring(wanted, tokens, limits)
         for sample in range(wanted.n):
             number = first_id + len(requests)
             seed = _seed_of(params, sample, _seed(limits.seed, number))
             own = dataclasses.replace(params, seed=seed)
             request = Request(number, tokens, new, own, *ends, limits.max_tokens)
-            request.share_prefix = wanted.share_prefix
+            request.share_prefix, request.scoring = wanted.share_prefix, scoring
+            request.edits, request.tokenizer = edits, tokens_of.tokenizer
+            request.text, request.grammar = new_text(), new_grammar()
             if limits.rope_boundary is not None and len(tokens) > limits.rope_boundary:
                 request.shift = SHIFT
             requests.append(request)
+    return requests
+
+
+def _edits(wanted: Wanted, stops: frozenset[int], limits: Limits, tokens_of: Tokens) -> Edits:
+    edits = Edits.of(
+        limits.vocab_size,
+        logit_bias=wanted.logit_bias,
+        bad_words=tokens_of.words(wanted.bad_words),
+        allowed_token_ids=wanted.allowed_token_ids,
+        min_tokens=wanted.min_tokens,
+    )
+    if edits.min_tokens and len(stops) > MAX_STOP_TOKENS:
+        raise ValueError(
+            f"min_tokens must be 0 with more than {MAX_STOP_TOKENS} tokens that end a request, "
+            f"got {edits.min_tokens} with {len(stops)}"
+        )
+    return edits
+
+
+def _scoring(wanted: Wanted, prompt: list[int], limits: Limits) -> Scoring | None:
+    if wanted.prompt_logprobs is None:
+        return None
+    most = min(MOST, limits.vocab_size)
+    check_integer("prompt_logprobs", wanted.prompt_logprobs, 0, most, supported="None for none")
+    return Scoring(0, prompt[1:], wanted.prompt_logprobs)
+
+
+def scored_requests(
+    first_id: int,
+    prompts: Iterable[Any],
+    continuations: Iterable[Any] | None,
+    scoring: Scoring,
+    limits: Limits,
+    tokens_of: Tokens,
+) -> list[Request]:
+    """Requests that draw one token each, after all of theirs but the last are computed.
+
+    Arguments as of `checked_requests`, and of `DecodeSession.score`.
+    """
+    heads = unpadded(tokens_of.prompts(prompts), frozenset(), frozenset())
+    tails: list[Any] = [()] * len(heads)
+    if continuations is not None:
+        tails = listed("continuations", tokens_of.prompts(continuations), "texts or token ids")
+    if len(tails) != len(heads):
+        raise ValueError(f"continuations must be {len(heads)}, one a prompt, got {len(tails)}")
+    requests = []
+    for number, (head, tail) in enumerate(zip(heads, tails, strict=True), first_id):
+        tokens = _checked_prompt(head, limits)
+        begin = 0 if continuations is None else len(tokens) - 1
+        tokens += token_ids("continuations", tail, limits.vocab_size)
+        if len(tokens) < begin + 2:
+            what = "continuations" if begin else "prompts"
+            raise ValueError(f"{what} must hold a token to score, got {tail or head!r:.80}")
+        prompt = _checked_prompt(tokens[:-1], limits)
+        _check_length(prompt, 1, limits)
+        sampling = SamplingParams(seed=0)
+        nothing: frozenset[int] = frozenset()
+        request = Request(number, prompt, 1, sampling, nothing, nothing, limits.max_tokens)
+        request.scoring = scoring._replace(begin=begin, given=tokens[1:])
+        if limits.rope_boundary is not None and len(prompt) > limits.rope_boundary:
+            request.shift = SHIFT
+        requests.append(request)
     return requests
 
 
@@ -320,10 +536,7 @@ def checked_drafts(
     requests: Mapping[int, Request],
     vocab_size: int,
 ) -> dict[int, list[int]]:
-    """Drafts by request id as lists of tokens, without those of finished requests, or a ValueError.
-
-    Requests that have finished stand in nobody's way, whatever their penalties.
-    """
+    """Drafts by request id as lists of tokens, without those of finished requests."""
     if num_draft_tokens < 1:
         raise ValueError("num_draft_tokens of the session must be at least 1 for drafts, got 0")
     if not isinstance(drafts, Mapping):
@@ -339,14 +552,6 @@ def checked_drafts(
                 f"tokens, got {len(tokens)}"
             )
         checked[request_id] = tokens
-    penalized = (r for r in requests.values() if r.sampling.kind is Sampling.PENALIZED)
-    going = next((r.id for r in penalized if not r.finish_reason), None)
-    if going is not None:
-        raise ValueError(
-            "penalties must be neutral with drafts, as they change from token to token, "
-            f"got some for request {going}; a repetition_penalty may come from the model's "
-            "generation_config"
-        )
     return checked
 
 
@@ -373,17 +578,40 @@ class RequestBook:
         model: whose generation config gives requests their defaults.
         limits: what the session takes.
         waiting: where requests queue.
+        tokens_of: the session's tokenizer.
     """
 
-    def __init__(self, model: Any, limits: Limits, waiting: deque[Request]) -> None:
+    def __init__(
+        self, model: Any, limits: Limits, waiting: deque[Request], tokens_of: Tokens
+    ) -> None:
         self._model, self._limits, self._waiting = model, limits, waiting
+        self.tokens_of = tokens_of
         self.requests: dict[int, Request] = {}
         self.next_id = 0
 
     def queue_all(self, prompts: Iterable[Any], wanted: Wanted) -> list[Request]:
         """Queue all prompts, or none where one is refused; returns what they have become."""
+        return self._queue(self._checked(prompts, wanted))
+
+    def queue_scored(
+        self, prompts: Iterable[Any], continuations: Iterable[Any] | None, scoring: Scoring
+    ) -> list[Request]:
+        """Queue prompts whose tokens, or those of their continuations, are scored; all or none.
+
+        `scoring` says what of each token; its rows follow from the lengths.
+        """
+        requests = scored_requests(
+            self.next_id, prompts, continuations, scoring, self._limits, self.tokens_of
+        )
+        return self._queue(requests)
+
+    def _checked(self, prompts: Iterable[Any], wanted: Wanted) -> list[Request]:
         defaults = Defaults.of(self._model)
-        requests = checked_requests(self.next_id, prompts, wanted, defaults, self._limits)
+        return checked_requests(
+            self.next_id, prompts, wanted, defaults, self._limits, self.tokens_of
+        )
+
+    def _queue(self, requests: list[Request]) -> list[Request]:
         self.next_id += len(requests)
         self.requests |= {request.id: request for request in requests}
         self._waiting += requests

@@ -30,6 +30,7 @@ class Scheduler:
         max_tokens_per_step: token budget of a step.
         weights: of the model, where requests share their prefixes; None: they do not.
         lookahead: see `Reservations`.
+        max_scored: rows of prompts that a step scores at most.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class Scheduler:
         max_tokens_per_step: int,
         weights: Watched | None = None,
         lookahead: int | None = 1,
+        max_scored: int = 1024,
     ) -> None:
         self.cache, self.prefixes = cache, PrefixSharing(cache, weights)
         self.reservations = Reservations(cache, lookahead, max_tokens_per_step)
         self.max_batch_size = max_batch_size
-        self.max_tokens_per_step = max_tokens_per_step
+        self.max_tokens_per_step, self.max_scored = max_tokens_per_step, max_scored
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -104,11 +106,15 @@ class Scheduler:
         # Those that run are neighbours by prefix.
         prompts = sorted(np.nonzero(is_prompt)[0].tolist(), key=lambda row: requests[row].id)
         prompts, budget = prompts[: self.max_batch_size - decodes.size], budget - decodes.size
-        chunks: list[int] = []
+        chunks, scored = [], self.max_scored
         for row in prompts:
-            if budget > 0:
-                chunks.append(min(int(lengths[row] - computed[row]), budget))
-                budget -= chunks[-1]
+            wanted, begin = int(lengths[row] - computed[row]), int(computed[row])
+            before = max(int(known.packed["scored"][row, 0]) - begin, 0)  # rows without a score
+            number = min(wanted, budget, before + scored)
+            if number <= 0:
+                break
+            chunks.append(number)
+            budget, scored = budget - number, scored - max(number - before, 0)
         rows = np.append(decodes, np.array(prompts[: len(chunks)], dtype=np.int64))
         num_tokens = np.ones(rows.size, dtype=np.int64)
         num_tokens[decodes.size :] = chunks

@@ -54,6 +54,33 @@ def packed(found: LogProbs) -> torch.Tensor:
     return (above_RK.long() << 32) | bits_RK
 
 
+SCORED_ROWS = 512
+"""Rows that are scored at a time where that copies them: in plain PyTorch."""
+
+
+def scored(logits: torch.Tensor, given: np.ndarray, k: int, token_ids: np.ndarray) -> torch.Tensor:
+    """`packed` log-probabilities of given tokens, and of more of them in further columns.
+
+    Args:
+        logits: [R, V], any float dtype.
+        given: [R] int64, the tokens.
+        k: most likely tokens beside them.
+        token_ids: [R, M] int64: others.
+
+    Returns:
+        [R, 1 + k + M] int64.
+    """
+    tokens_RM = torch.from_numpy(np.column_stack([given, token_ids])).to(logits.device)
+    size = logits.shape[0] if logits.device.type == "cuda" else SCORED_ROWS
+    found = []
+    for rows_nV, tokens_nM in zip(logits.split(size), tokens_RM.split(size), strict=True):
+        columns = [packed(log_probs(rows_nV, tokens_nM[:, 0], k))]
+        for m in range(1, tokens_nM.shape[1]):
+            columns.append(packed(log_probs(rows_nV, tokens_nM[:, m])))
+        found.append(torch.cat(columns, 1))
+    return torch.cat(found)
+
+
 def unpacked(row: np.ndarray) -> tuple[list[int], list[float]]:
     """The upper integers and the values of a row [1 + k] of `packed`."""
     return (row >> 32).tolist(), row.astype(np.uint32).view(np.float32).tolist()
@@ -66,7 +93,9 @@ def reference_log_probs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> L
     values_RV = logits_RV.log_softmax(-1)
     token_R1 = tokens.long().unsqueeze(1)
     greater_RV = logits_RV > logits_RV.gather(1, token_R1)
-    ids_Rk = logits_RV.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    ids_Rk = token_R1[:, :0]
+    if k:
+        ids_Rk = logits_RV.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     ids_RK = torch.cat([token_R1, ids_Rk], 1)
     ranks_R = 1 + greater_RV.sum(1)
     return LogProbs(values_RV.gather(1, ids_RK), ids_RK.int(), ranks_R.int())

@@ -83,20 +83,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         most = torch.finfo(torch.float32).max  # what the step's tensors can hold
-        _check_real("temperature", self.temperature, 0.0, most)
-        _check_integer(
+        check_real("temperature", self.temperature, 0.0, most)
+        check_integer(
             "top_k", self.top_k, *TOP_KS, supported="0 for off, k for the k most likely tokens"
         )
-        _check_real("top_p", self.top_p, 0.0, 1.0, exclusive=True)
-        _check_real("min_p", self.min_p, 0.0, 1.0)
-        _check_real("repetition_penalty", self.repetition_penalty, 0.0, most, exclusive=True)
-        _check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_real("top_p", self.top_p, 0.0, 1.0, exclusive=True)
+        check_real("min_p", self.min_p, 0.0, 1.0)
+        check_real("repetition_penalty", self.repetition_penalty, 0.0, most, exclusive=True)
+        check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.logprobs is not None:
             supported = f"None for none, 0 for the drawn token alone, 1 to {MOST}"
-            _check_integer("logprobs", self.logprobs, 0, MOST, supported=supported)
+            check_integer("logprobs", self.logprobs, 0, MOST, supported=supported)
         if self.seed is not None:
-            _check_integer("seed", self.seed, *SEEDS, supported="integers of 64 bits, None for any")
+            check_integer("seed", self.seed, *SEEDS, supported="integers of 64 bits, None for any")
 
     # Cached: a step asks hundreds of requests, 0.3 us each.
     @functools.cached_property
@@ -137,7 +137,7 @@ class SamplingParams:
         return (*(getattr(self, name) for name in FIELDS if name != "seed"), seed)
 
 
-def _check_real(name: str, value: Any, low: float, high: float, *, exclusive: bool = False) -> None:
+def check_real(name: str, value: Any, low: float, high: float, *, exclusive: bool = False) -> None:
     """`exclusive`: `low` itself is refused, and what becomes it in float32."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     comparable: Any = value  # as it is: an int may be too large for a float
@@ -147,7 +147,7 @@ def _check_real(name: str, value: Any, low: float, high: float, *, exclusive: bo
         raise ValueError(f"{name} must be a number in range, got {value!r}; supported: {supported}")
 
 
-def _check_integer(name: str, value: Any, low: int, high: int, *, supported: str) -> None:
+def check_integer(name: str, value: Any, low: int, high: int, *, supported: str) -> None:
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or not low <= int(value) <= high:
         raise ValueError(

@@ -9,7 +9,7 @@ own, K stop tokens.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from attn_ops.metadata import positions_of_step
 from graphs.requests.batch import Rows
 from graphs.requests.requests import MAX_STOP_TOKENS
 from graphs.sampling import FIELDS
+from graphs.sampling.edits import num_words
 from graphs.step.blocks import BlockRows
 from graphs.step.shared import SharedPrefixes
 
@@ -63,6 +64,9 @@ class StepTensors:
         num_steps: int = 1,
         logits: bool = True,
         logprobs: int = -1,
+        edits: int = -1,
+        vocab_size: int = 0,
+        num_rows: int | None = None,
         windows: bool = False,
     ) -> "StepTensors":
         """Room for T = `num_tokens` rows and S = `num_reqs` requests, filled as padding.
@@ -75,15 +79,25 @@ class StepTensors:
         [1] int32, rows of logits that are a request's; shared_lens [S] int32, tokens of a prefix
         that is attended to apart, 0 for none; group_starts [2S + 1] int32, the first of the
         requests that share each, S behind the last; tokens [N, R] int64, what was drawn. R is T in
-        a batch of equal queries of several rows, else S; 0 where no `logits` are wanted; with
-        `logprobs` = k of at least 0, logprobs [N, R, 1 + k] int64, rows of `packed`. With
-        `windows`, window_block_table and window_slot_mapping too, of layers with a window.
+        a batch of equal queries of several rows, else S; 0 where no `logits` are wanted. A step
+        that scores prompts has `num_rows` of logits, and draws S tokens.
+
+        With `logprobs` = k of at least 0, logprobs [N, R, 1 + k] int64, rows of `packed`. With
+        `edits` = B of at least 0, what `graphs.sampling.edits.edited` takes, biases by request.
+        With `windows`, window_block_table and window_slot_mapping, of layers with a window.
         """
-        num_rows = num_tokens if query_len is not None else num_reqs
-        num_rows = num_rows if logits else 0
-        layout = _layout(num_tokens, num_reqs, num_rows, max_blocks, num_steps)
+        num_drawn = num_tokens if query_len is not None else num_reqs
+        num_drawn = num_drawn if logits else 0
+        num_rows = num_drawn if num_rows is None else num_rows
+        layout = _layout(num_tokens, num_reqs, num_rows, max_blocks)
+        if edits >= 0:
+            layout["allowed"] = ((num_drawn, num_words(vocab_size)), torch.int32)
+            layout["bias_ids"] = ((num_reqs, edits), torch.int64)
+            layout["bias_values"] = ((num_reqs, edits), torch.float32)
+            layout["min_lengths"] = ((num_reqs,), torch.int64)
+        layout["tokens"] = ((num_steps, num_drawn), torch.int64)
         if logprobs >= 0:
-            layout["logprobs"] = ((num_steps, num_rows, 1 + logprobs), torch.int64)
+            layout["logprobs"] = ((num_steps, num_drawn, 1 + logprobs), torch.int64)
         num_left = sum(name in ("tokens", "logprobs") for name in layout)
         if not windows:
             layout = {name: x for name, x in layout.items() if not name.startswith("window_")}
@@ -130,6 +144,10 @@ class StepTensors:
             host[name][num_reqs:] = -1
         for name, (_, neutral) in FIELDS.items():
             host[name][num_reqs:] = neutral
+        if "allowed" in host:
+            host["allowed"][num_reqs * (self.query_len or 1) :] = -1
+            for name in ("bias_ids", "bias_values", "min_lengths"):
+                host[name][num_reqs:] = 0
         for table, versions in self.versions.items():
             host[TABLES[table]][num_tokens:] = PAD_SLOT_ID
             if versions[num_reqs:].any():
@@ -168,13 +186,28 @@ class StepTensors:
         self._fill_places(query, computed, start, rooms, packed["last_position"], block_size)
         host["query_start_loc"][: num_reqs + 1] = start
         if self.query_len is None and self.num_rows:
-            np.subtract(start[1:], 1, out=host["logits_indices"][:num_reqs])
-            host["num_logits"][0] = num_reqs
+            rows = step.logits_rows(start)
+            host["logits_indices"][: rows.size] = rows
+            host["num_logits"][0] = rows.size
+        if "allowed" in host:
+            self._fill_edits(step)
         np.add(computed, query, out=host["seq_lens"][:num_reqs])
         host["remaining"][:num_reqs] = step.remaining
         host["sources"][:num_reqs] = columns.sources
         host["active"][:num_reqs] = True
         self._fill_groups(step.shared, num_reqs)
+
+    def _fill_edits(self, step: Rows) -> None:
+        """What requests forbid and prefer; padding does neither."""
+        host, repeats = self.arrays, self.query_len or 1
+        for number, s in enumerate(step):
+            edits, begin = s.request.edits, number * repeats
+            s.request.fill_allowed(host["allowed"][begin : begin + repeats], s.draft)
+            ids, values = host["bias_ids"][number], host["bias_values"][number]
+            ids[:], values[:] = 0, 0.0
+            ids[: len(edits.bias)] = list(edits.bias)
+            values[: len(edits.bias)] = list(edits.bias.values())
+            host["min_lengths"][number] = len(s.request.prompt) + edits.min_tokens
 
     def _fill_groups(self, shared: SharedPrefixes | None, num_reqs: int) -> None:
         """Groups of requests that share a prefix; padding is one more, without."""
@@ -248,6 +281,12 @@ class StepTensors:
             outside = positions >= room[request]
             host[TABLES[name]][:num_tokens] = np.where(outside, PAD_SLOT_ID, slots)
 
+    def _most_logits(self, count: int) -> int:
+        """Rows of logits of a request at most, of `count` in all, on the host side."""
+        rows, starts = self.arrays["logits_indices"][:count], self.arrays["query_start_loc"]
+        number = np.searchsorted(starts, rows, side="right")
+        return int(np.bincount(number).max(initial=1))
+
     def groups(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """On the device: shared tokens of each request [S], and starts of groups [number + 1]."""
         return self.device["shared_lens"], self.device["group_starts"][: number + 1]
@@ -273,12 +312,21 @@ class StepTensors:
         return int(np.diff(self.arrays["query_start_loc"]).max(initial=0))
 
     def sampling(self) -> Mapping[str, torch.Tensor]:
-        """The fields of `graphs.sampling.FIELDS`, on the device, one entry a row of logits."""
-        repeats = self.query_len or 1
-        fields = {name: self.device[name] for name in FIELDS}
+        """The fields of `graphs.sampling.FIELDS`, on the device, one entry a row that is drawn."""
+        return self._by_row(FIELDS)
+
+    def edits(self) -> Mapping[str, torch.Tensor] | None:
+        """What `edited` takes, on the device, one entry a row that is drawn; None: nothing."""
+        if "allowed" not in self.device:
+            return None
+        names = ("bias_ids", "bias_values", "min_lengths", "stop_tokens")
+        return {"allowed": self.device["allowed"], **self._by_row(names)}
+
+    def _by_row(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        repeats, fields = self.query_len or 1, {name: self.device[name] for name in names}
         if repeats == 1:
             return fields
-        return {name: field.repeat_interleave(repeats) for name, field in fields.items()}
+        return {name: x.repeat_interleave(repeats, dim=0) for name, x in fields.items()}
 
     def common(
         self, max_query_len: int, max_seq_len: int, *, on_host: bool = True
@@ -302,6 +350,7 @@ class StepTensors:
             logits["max_logits_per_req"] = 1
             if on_host:
                 count = int(self.arrays["num_logits"][0])
+                logits["max_logits_per_req"] = self._most_logits(count)
                 logits["num_logits_indices"] = count
                 logits["logits_indices_cpu"] = self.host["logits_indices"][:count]
             else:
@@ -324,7 +373,7 @@ class StepTensors:
 
 
 def _layout(
-    num_tokens: int, num_reqs: int, num_rows: int, max_blocks: int, num_steps: int
+    num_tokens: int, num_reqs: int, num_rows: int, max_blocks: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every field; see `StepTensors.allocate`."""
     return {
@@ -346,7 +395,6 @@ def _layout(
         "num_logits": ((1,), torch.int32),
         "shared_lens": ((num_reqs,), torch.int32),
         "group_starts": ((2 * num_reqs + 1,), torch.int32),
-        "tokens": ((num_steps, num_rows), torch.int64),
     }
 
 

@@ -156,15 +156,6 @@ class TokenBuffers:
         return pair[0][:, : drawn.shape[1]]
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeSteps:
-    """Decode steps that run without the host."""
-
-    asked: int
-    used: int | None  # None: known when the first decode step has been captured
-    why: str
-
-
 class DecodeLauncher:
     """Launches steps: filled anew, or decodes that go on from what the last ones left.
 
@@ -183,36 +174,6 @@ class DecodeLauncher:
     def can_chain(self, captured: CapturedStep) -> bool:
         """Whether a step can go on from what the step before left on the device."""
         return not (self.always_fills or captured.needs_host)
-
-    def chained(self, plan: CapturePlan) -> DecodeSteps:
-        """How many decode steps run in a row without the host: what `can_chain` says of graphs."""
-        asked, graphs = self.runner.num_steps, self.runner.graphs
-        if asked == 1:
-            return DecodeSteps(1, 1, "asked for")
-        if graphs is None:
-            return DecodeSteps(asked, 1, f"no decode step is captured: {plan.why}")
-        if self.always_fills:
-            return DecodeSteps(asked, 1, "verify compares single steps")
-        keys = [k for k in plan.dispatcher.keys(CUDAGraphMode.FULL) if k.query_len == 1]
-        if not keys:
-            return DecodeSteps(asked, 1, "attention between graphs is planned by the host")
-        failed = [key for key in keys if key in graphs.failures]
-        if failed == keys:
-            return DecodeSteps(asked, 1, "no decode step could be captured")
-        decodes = [captured for captured in graphs if captured.key.query_len == 1]
-        planned = [captured for captured in decodes if not self.can_chain(captured)]
-        if planned:
-            which = f" of {len(planned)} of {len(decodes)} graphs" if planned != decodes else ""
-            name = self.runner.builder.backend.name
-            return DecodeSteps(asked, 1, f"{name} plans every replay{which} on the host")
-        but = [f"1 for {key.in_words()}, whose capture failed" for key in failed]
-        largest = max(plan.decode_sizes)
-        if largest < self.runner.max_batch_size:
-            but.append(f"1 for more than {largest} requests")
-        if not decodes:
-            why = "no decode step has been captured yet"
-            return DecodeSteps(asked, None, "; ".join([why, *but]))
-        return DecodeSteps(asked, asked, "; ".join(["no decode graph needs the host", *but]))
 
     def launch(
         self,

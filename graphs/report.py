@@ -21,8 +21,8 @@ from graphs.capture.memory import GraphMemory, human
 from graphs.capture.plan import CapturePlan
 from graphs.capture.store import CapturedStep
 from graphs.compilation import Compilation
-from graphs.loop import DecodeSteps, StepLoop
-from graphs.modes import BatchDescriptor
+from graphs.loop import DecodeLauncher, StepLoop
+from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.blocks import PreemptionCounts
 from graphs.requests.prefixes import PrefixCounts
 from graphs.runner import StepRunner
@@ -42,6 +42,46 @@ class Reported(Protocol):
     verifier: Verifier | None
     compilation: Compilation
     loop: StepLoop
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSteps:
+    """Decode steps that run without the host."""
+
+    asked: int
+    used: int | None  # None: known when the first decode step has been captured
+    why: str
+
+
+def chained(launcher: DecodeLauncher, plan: CapturePlan) -> DecodeSteps:
+    """How many decode steps run in a row without the host: what `can_chain` says of graphs."""
+    asked, graphs = launcher.runner.num_steps, launcher.runner.graphs
+    if asked == 1:
+        return DecodeSteps(1, 1, "asked for")
+    if graphs is None:
+        return DecodeSteps(asked, 1, f"no decode step is captured: {plan.why}")
+    if launcher.always_fills:
+        return DecodeSteps(asked, 1, "verify compares single steps")
+    keys = [k for k in plan.dispatcher.keys(CUDAGraphMode.FULL) if k.query_len == 1]
+    if not keys:
+        return DecodeSteps(asked, 1, "attention between graphs is planned by the host")
+    failed = [key for key in keys if key in graphs.failures]
+    if failed == keys:
+        return DecodeSteps(asked, 1, "no decode step could be captured")
+    decodes = [captured for captured in graphs if captured.key.query_len == 1]
+    planned = [captured for captured in decodes if not launcher.can_chain(captured)]
+    if planned:
+        which = f" of {len(planned)} of {len(decodes)} graphs" if planned != decodes else ""
+        name = launcher.runner.builder.backend.name
+        return DecodeSteps(asked, 1, f"{name} plans every replay{which} on the host")
+    but = [f"1 for {key.in_words()}, whose capture failed" for key in failed]
+    largest = max(plan.decode_sizes)
+    if largest < launcher.runner.max_batch_size:
+        but.append(f"1 for more than {largest} requests")
+    if not decodes:
+        why = "no decode step has been captured yet"
+        return DecodeSteps(asked, None, "; ".join([why, *but]))
+    return DecodeSteps(asked, asked, "; ".join(["no decode graph needs the host", *but]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +211,7 @@ class SessionReport:
             graph_bytes=0 if graphs is None else graphs.num_bytes,
             graph_bytes_estimated=plan.estimated_bytes,
             capture_seconds=0.0 if graphs is None else graphs.seconds,
-            decode_steps=session.loop.launcher.chained(plan),
+            decode_steps=chained(session.loop.launcher, plan),
             cache=session.cache_size,
             num_steps=dict(session.loop.num_steps),
             num_launches=dict(session.loop.num_launches),

@@ -212,8 +212,8 @@ def _operands(asked: Any) -> tuple[int | None, dict[str, Any]]:
     """`v_head_size`, and the keywords of the operator that are given."""
     # Half of what a call costs is the dispatcher's reading of keywords.
     options = {name: value for name, value in asked.items() if value is not None}
-    v_head_size = options.pop("v_head_size", None)
-    return v_head_size, options | layout_arguments(options.pop("blocksparse", None))
+    v_head_size, layout = options.pop("v_head_size", None), options.pop("blocksparse", None)
+    return v_head_size, options if layout is None else options | layout_arguments(layout)
 
 
 def _narrowed(out: torch.Tensor, v_head_size: int) -> torch.Tensor:

@@ -111,7 +111,8 @@ def check_block_layout(
 def check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
     """Raise a ValueError for slots beyond the cache, before any is written: where the host sees."""
     if slot_mapping.is_cpu and slot_mapping.numel() and not torch.compiler.is_compiling():
-        lowest, highest = (x.item() for x in slot_mapping.aminmax())
+        slots = slot_mapping.numpy()
+        lowest, highest = slots.min(), slots.max()
         if lowest < PAD_SLOT_ID or highest >= num_slots:
             raise ValueError(
                 f"slot_mapping must hold {PAD_SLOT_ID} or slots from 0 to {num_slots - 1}, "

@@ -24,12 +24,10 @@ from attn_ops.integrations.transformers.contract import Contract, check_contract
 from attn_ops.integrations.transformers.cross import cross_metadata
 from attn_ops.integrations.transformers.forward import attention_forward, no_mask
 from attn_ops.integrations.transformers.keywords import carry_keywords
-from attn_ops.integrations.transformers.latent import has_latent
-from attn_ops.integrations.transformers.layers import NAME, cache_index
+from attn_ops.integrations.transformers.layers import NAME, cache_index, check_logits, has_latent
 from attn_ops.integrations.transformers.models import check_model, prepare_model
 from attn_ops.integrations.transformers.probe import AttentionProbe
 from attn_ops.integrations.transformers.registration import register
-from attn_ops.integrations.transformers.rows import check_logits
 from attn_ops.integrations.transformers.specs import attention_specs, cross_attention_specs
 from attn_ops.tracing import PATCHING, dynamic_batch
 

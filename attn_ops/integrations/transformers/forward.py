@@ -13,7 +13,6 @@ from attn_ops.integrations.transformers.hooks import guard_hooks
 from attn_ops.integrations.transformers.latent import (
     check_keeps_latent,
     expanded,
-    has_latent,
     latent_attention,
     latent_shape,
 )
@@ -22,6 +21,7 @@ from attn_ops.integrations.transformers.layers import (
     cache_index,
     chunk_size,
     features_of_call,
+    has_latent,
     is_causal,
     shares_cache,
     window,

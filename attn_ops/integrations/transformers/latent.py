@@ -23,11 +23,6 @@ from attn_ops.ops import mla_attention, write_mla_kv
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def has_latent(layer: Any) -> bool:
-    """Whether the layer's class expands latents, as DeepSeek-V2's does."""
-    return hasattr(type(layer), "expand_kv")
-
-
 def latent_shape(layer: Any) -> LatentShape:
     """The sizes of a layer that `has_latent`."""
     return LatentShape(*(getattr(layer, name) for name in _SIZES))

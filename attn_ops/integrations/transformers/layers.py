@@ -134,3 +134,18 @@ def _sharing_modes(config: Any) -> list[str | None]:
         "reuse" if i >= num_owners else None if t in types[i + 1 : num_owners] else "store"
         for i, t in enumerate(types)
     ]
+
+
+def has_latent(layer: Any) -> bool:
+    """Whether the layer's class expands latents, as DeepSeek-V2's does."""
+    return hasattr(type(layer), "expand_kv")
+
+
+def check_logits(logits: torch.Tensor, num_rows: int) -> None:
+    """Raise a ValueError unless these are the logits of as many rows as were asked for."""
+    if logits.dim() != 3 or logits.shape[:2] != (1, num_rows):
+        raise ValueError(
+            f"logits must have shape [1, {num_rows}, vocab_size], a row for each entry of "
+            f"logits_to_keep, got {list(logits.shape)}; supported: models that compute the rows "
+            "which a logits_to_keep tensor names"
+        )

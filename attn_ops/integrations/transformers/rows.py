@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from attn_ops.integrations.transformers.forward import MaskGiven
-from attn_ops.integrations.transformers.layers import NAME
+from attn_ops.integrations.transformers.layers import NAME, check_logits
 from attn_ops.integrations.transformers.masks import tagged_masks
 from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
 
@@ -161,16 +161,6 @@ class Probes:
 def module_names(model: Any) -> dict[int, str]:
     """The name of every module, by id; the first name of a module in two places."""
     return {id(module): name for name, module in reversed(list(model.named_modules()))}
-
-
-def check_logits(logits: torch.Tensor, num_rows: int) -> None:
-    """Raise a ValueError unless these are the logits of as many rows as were asked for."""
-    if logits.dim() != 3 or logits.shape[:2] != (1, num_rows):
-        raise ValueError(
-            f"logits must have shape [1, {num_rows}, vocab_size], a row for each entry of "
-            f"logits_to_keep, got {list(logits.shape)}; supported: models that compute the rows "
-            "which a logits_to_keep tensor names"
-        )
 
 
 def _ordinary_tokens(model: Any, vocab_size: int, count: int) -> torch.Tensor:

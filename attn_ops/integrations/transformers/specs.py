@@ -7,12 +7,13 @@ import torch
 
 from attn_ops.integrations.transformers.batch import compute_all_rows
 from attn_ops.integrations.transformers.hooks import mark_hooks
-from attn_ops.integrations.transformers.latent import has_latent, keep_latent, latent_shape
+from attn_ops.integrations.transformers.latent import keep_latent, latent_shape
 from attn_ops.integrations.transformers.layers import (
     NAME,
     cache_owner,
     chunk_size,
     features,
+    has_latent,
     is_causal,
     shares_cache,
 )

@@ -82,35 +82,50 @@ class Grammars:
             ) from None
 
     def _compile(self, method: str, source: str) -> Compiled:
-        compiler, stops_W = self._compiler
-        return Compiled(getattr(compiler, method)(source), stops_W)
+        compiler = self._json_compiler if method == "compile_json_schema" else self._compiler
+        return Compiled(getattr(compiler, method)(source), self._stops_W)
 
     @functools.cached_property
-    def _compiler(self) -> tuple[Any, np.ndarray]:
-        """xgrammar's compiler, and the bits of the tokens that end a text."""
-        from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
+    def _compiler(self) -> Any:
+        return self._compiler_of(self._info.decoded_vocab)
 
-        size, stops = self._num_words * 32, self._stops or [self._tokenizer.eos_token_id]
+    @functools.cached_property
+    def _json_compiler(self) -> Any:
+        """One without control characters: xgrammar 0.2.8 lets them into strings with a length."""
+        control = re.compile(rb"[\x00-\x09\x0b-\x1f]")
+        return self._compiler_of(
+            [b"" if control.search(t) else t for t in self._info.decoded_vocab]
+        )
+
+    def _compiler_of(self, vocab: list[bytes]) -> Any:
+        from xgrammar import GrammarCompiler, TokenizerInfo
+
+        for token, added in self._tokenizer.added_tokens_decoder.items():
+            if added.special and token < len(vocab):
+                vocab[token] = b""  # xgrammar takes it for the text of its name
+        told = self._info
+        info = TokenizerInfo(
+            vocab, stop_token_ids=told.stop_token_ids, add_prefix_space=told.add_prefix_space
+        )
+        return GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    @functools.cached_property
+    def _info(self) -> Any:
+        """What xgrammar finds out about the tokenizer."""
+        from xgrammar import TokenizerInfo
+
+        stops = self._stops or [self._tokenizer.eos_token_id]
         if None in stops:
             raise ValueError("no eos token, so no text could end")
-        told = TokenizerInfo.from_huggingface(
-            self._tokenizer, vocab_size=size, stop_token_ids=stops
+        return TokenizerInfo.from_huggingface(
+            self._tokenizer, vocab_size=self._num_words * 32, stop_token_ids=stops
         )
-        vocab = told.decoded_vocab
-        for token, added in self._tokenizer.added_tokens_decoder.items():
-            if added.special and token < size:
-                vocab[token] = b""  # no text; xgrammar takes it for the text of its name
-        info = TokenizerInfo(
-            vocab,
-            VocabType.RAW,
-            vocab_size=size,
-            stop_token_ids=stops,
-            add_prefix_space=told.add_prefix_space,
-        )
-        stops_W = np.zeros(size, np.uint8)
-        stops_W[stops] = 1
-        stops_W = np.packbits(stops_W, bitorder="little").view(np.int32)
-        return GrammarCompiler(info, max_threads=1, cache_enabled=False), stops_W
+
+    @functools.cached_property
+    def _stops_W(self) -> np.ndarray:
+        bits = np.zeros(self._num_words * 32, np.uint8)
+        bits[self._info.stop_token_ids] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class GrammarState:

@@ -103,16 +103,16 @@ def row_of(state: GrammarState) -> np.ndarray:
 
 
 def draw(state: GrammarState, rng: random.Random, tokenizer) -> list[int]:
-    """Random tokens up to eos; it is drawn where it may be, short texts go first near the end."""
+    """Random allowed tokens, up to eos; after 60 of them the text comes to its end."""
     tokens = []
-    while True:
+    while len(tokens) < 1000:
         allowed = bits(row_of(state))
         assert allowed
         assert (allowed == [tokenizer.eos_token_id]) == state.is_done
         token = rng.choice(allowed)
         if len(tokens) > 60:  # closes what is open rather than adding more
-            ends = [t for t in allowed if tokenizer.decode([t]) in ('"', "}", "]", ")", "1")]
-            token = rng.choice(ends or allowed)
+            ends = [tokenizer.convert_tokens_to_ids(end) for end in '"}]),:1']
+            token = next((end for end in ends if end in allowed), token)
         if tokenizer.eos_token_id in allowed and (len(tokens) > 60 or rng.random() < 0.5):
             token = tokenizer.eos_token_id
         state.accept(token)
@@ -121,6 +121,7 @@ def draw(state: GrammarState, rng: random.Random, tokenizer) -> list[int]:
             assert bits(row_of(state)) == [token]
             return tokens
         tokens.append(token)
+    raise AssertionError(tokenizer.decode(tokens))
 
 
 @pytest.mark.parametrize("name", ASKED)

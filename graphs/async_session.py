@@ -72,8 +72,8 @@ class Handle:
 class Stream:
     """A request for an asyncio task: its tokens as they come.
 
-    Raises what `Handle` raises. The request is aborted when nobody refers to the stream any longer,
-    as after a `break` out of its loop; when a task that waits for a token is cancelled; by `aclose`.
+    Raises what `Handle` raises. The request is aborted by `aclose`, when a task that waits for a
+    token is cancelled, and when nobody refers to the stream, as after a `break` out of its loop.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -241,9 +241,7 @@ class AsyncSession:
                     f"max_waiting={self._max_waiting} requests wait for their first token"
                 )
             self._waiting.add(handle)
-            self._commands.put(
-                functools.partial(self._add, handle, prompt, max_new_tokens, wanted)
-            )
+            self._commands.put(functools.partial(self._add, handle, prompt, max_new_tokens, wanted))
         return handle
 
     # -- the thread --------------------------------------------------------------------------------
@@ -252,6 +250,7 @@ class AsyncSession:
         try:
             while not self._closing:
                 self._run_commands()
+                self._discard_left()
                 if self._handles and not self._closing:
                     self._step()
                 self._wake()
@@ -261,13 +260,12 @@ class AsyncSession:
             closed = SessionClosedError("the AsyncSession was closed before the request had ended")
             closed.__cause__ = sys.exception()
             self._end_all({*self._waiting, *self._handles.values()}, closed)
+            self._discard_left()
             self._wake()
 
     def _run_commands(self) -> None:
-        """Run the commands that have come; without requests, wait for the first."""
-        if not self._handles:
-            self._commands.get()()
-        while not self._commands.empty():
+        """Run the commands that have come; without requests, wait for one."""
+        for _ in range(self._commands.qsize() or not self._handles):
             self._commands.get()()
 
     def _add(
@@ -327,8 +325,8 @@ class AsyncSession:
         self._wake_later(handle)
 
     def _discard_left(self) -> None:
-        """Those whose discard is refused beside another call stay until the next time."""
-        with contextlib.suppress(RuntimeError):
+        """One that is refused, as beside another call, stays until the next time."""
+        with contextlib.suppress(Exception):
             while self._left:
                 self._session.discard(self._left[-1])
                 self._left.pop()

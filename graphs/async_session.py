@@ -2,9 +2,9 @@
 
 submit, stream, generate, abort -> commands -> the thread: session.add, step, discard -> Handle
 
-The thread alone calls the session. Between two steps it runs the commands that have come. Tokens
-wait in their request's `Handle`, so a slow reader holds nobody up; event loops are woken once a
-step, whatever the number of their requests.
+The thread alone calls the session, and runs the commands that have come between two steps. Tokens
+wait in their request's `Handle`, so a slow reader holds nobody up. An event loop is called once a
+step for all its requests.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 from graphs.options import check_positive
 from graphs.requests.requests import Generation, StepOutput
@@ -37,22 +37,21 @@ class SessionClosedError(RuntimeError):
 class Handle:
     """A request for threads. Iterating yields its tokens as they come, each to one reader.
 
-    Both `result` and iterating raise what ended the request early: `CancelledError` of
-    `concurrent.futures` after an abort, the error of a step, `SessionClosedError`, or the
-    ValueError of a refused prompt.
-
-    Attributes:
-        request_id: that of its `StepOutput`s; None: the session has yet to take it.
+    `result` and iterating raise what ended the request early: `concurrent.futures.CancelledError`
+    after an abort, the error of a step, `SessionClosedError`, the ValueError of a refused prompt.
     """
 
     def __init__(
-        self, owner: "AsyncSession", loop: asyncio.AbstractEventLoop | None, *, each_token: bool
+        self,
+        owner: "AsyncSession",
+        loop: asyncio.AbstractEventLoop | None = None,
+        each_token: bool = False,
     ) -> None:
-        self.request_id: int | None = None
+        self.request_id: int | None = None  # None: the session has yet to take it
         self._owner, self._loop, self._each_token = owner, loop, each_token
         self._outputs: queue.SimpleQueue[StepOutput | None] = queue.SimpleQueue()  # None: its end
         self._future: Future[Generation] = Future()
-        self._arrived = asyncio.Event()  # for its loop: a token if `each_token`, or the end
+        self._arrived = asyncio.Event()  # for its loop: its end, or with `each_token` any token
 
     def result(self, timeout: float | None = None) -> Generation:
         """The result, when the request has ended; a TimeoutError after `timeout` seconds."""
@@ -70,10 +69,10 @@ class Handle:
 
 
 class Stream:
-    """A request for an asyncio task: its tokens as they come.
+    """A request for an asyncio task: its tokens as they come, and the errors of `Handle`.
 
-    Raises what `Handle` raises. The request is aborted by `aclose`, when a task that waits for a
-    token is cancelled, and when nobody refers to the stream, as after a `break` out of its loop.
+    It is aborted by `aclose`, when a task that waits for a token is cancelled, and when nobody
+    refers to the stream any longer, as after a `break` out of its loop.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -84,16 +83,14 @@ class Stream:
 
     async def __anext__(self) -> StepOutput:
         handle = self._handle
-        while True:
-            handle._arrived.clear()  # before the look: what comes after it sets it again
-            with contextlib.suppress(queue.Empty):
-                output = handle._outputs.get_nowait()
-                break
-            try:
+        try:
+            while handle._outputs.empty():
+                handle._arrived.clear()  # by this loop, which sets it again after what comes now
                 await handle._arrived.wait()
-            except BaseException:
-                handle.abort()
-                raise
+        except BaseException:
+            handle.abort()
+            raise
+        output = handle._outputs.get_nowait()
         if output is not None:
             return output
         handle._outputs.put(None)  # for the next call
@@ -111,13 +108,11 @@ class Stream:
 class AsyncSession:
     """One thread steps a DecodeSession; prompts come from any thread or asyncio task.
 
-    While it is open the session is used through it alone. The session takes one call at a time: one
-    of yours may be refused with a RuntimeError, or fail the requests that run by a refused step.
-    Steps run in the device's default CUDA stream. Ctrl-C does not reach the thread.
+    While it is open the session is used through it alone. As the session takes one call at a time,
+    another call is refused with a RuntimeError now and then, or a step is, beside the other call.
 
-    Prompts must not change until their first token has come. A prompt that `session.add` refuses
-    is its caller's ValueError alone. An error of a step ends all requests of that moment with it;
-    new ones are taken.
+    An error of a step ends all requests of that moment with it, and new ones are taken. Prompts
+    must not change before their first token has come. Steps run in the default CUDA stream.
 
     Args:
         session: without unfinished requests.
@@ -129,9 +124,7 @@ class AsyncSession:
         if not isinstance(session, DecodeSession):
             raise ValueError(f"session must be a DecodeSession, got {session!r:.80}")
         if session.num_unfinished:
-            raise ValueError(
-                f"session must have no unfinished requests, got {session.num_unfinished}"
-            )
+            raise ValueError(f"session must have nothing unfinished, got {session.num_unfinished}")
         if max_waiting is not None:
             check_positive(max_waiting=max_waiting)
         self._session, self._max_waiting = session, max_waiting
@@ -148,39 +141,30 @@ class AsyncSession:
         self._thread.start()
         atexit.register(self.close)
 
-    # -- callers: any thread -----------------------------------------------------------------------
-
     def submit(self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any) -> Handle:
-        """Queue a prompt for a thread; returns at once.
-
-        Args:
-            prompt: as in `DecodeSession.add`.
-            max_new_tokens: the same.
-            wanted: other arguments of `add`.
+        """Queue a prompt, with the arguments of `DecodeSession.add`; returns at once.
 
         Raises:
             QueueFullError: `max_waiting` requests wait.
             SessionClosedError: it was closed.
         """
-        return self._queued(Handle(self, None, each_token=False), prompt, max_new_tokens, wanted)
+        add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
+        return self._queued(Handle(self), add)
 
     def stream(self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any) -> Stream:
-        """Queue a prompt for the running event loop: `async for output in session.stream(...)`.
+        """As `submit`, for the running event loop: `async for output in opened.stream(...)`.
 
-        Arguments and errors as in `submit`. Leaving the loop early aborts the request.
+        Leaving the loop early aborts the request.
         """
-        handle = Handle(self, asyncio.get_running_loop(), each_token=True)
-        return Stream(self._queued(handle, prompt, max_new_tokens, wanted))
+        add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
+        return Stream(self._queued(Handle(self, asyncio.get_running_loop(), True), add))
 
     async def generate(
         self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any
     ) -> Generation:
-        """Generate for one prompt; a cancelled task aborts the request.
-
-        Arguments and errors as in `submit`, and those of `Handle.result`.
-        """
-        handle = Handle(self, asyncio.get_running_loop(), each_token=False)
-        self._queued(handle, prompt, max_new_tokens, wanted)
+        """As `submit`, and waits for the result; a cancelled task aborts the request."""
+        add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
+        handle = self._queued(Handle(self, asyncio.get_running_loop()), add)
         try:
             await handle._arrived.wait()
         finally:
@@ -188,18 +172,14 @@ class AsyncSession:
         return handle.result()
 
     def abort(self, request: Handle | Stream | int) -> None:
-        """End a request; returns at once, and the request ends when the running step is over.
+        """End a request, by its handle, stream or id; one that has ended changes nothing.
 
-        A request that has ended, or that is not known, changes nothing.
-
-        Args:
-            request: a handle, a stream or the id in a `StepOutput`.
+        Returns at once; the request ends when the running step is over.
         """
         request = request._handle if isinstance(request, Stream) else request
         if not isinstance(request, (Handle, Integral)):
-            raise ValueError(
-                f"request must be a request, got {request!r:.80}; supported: Handle, Stream, int"
-            )
+            supported = "supported: Handle, Stream, int"
+            raise ValueError(f"request must be a request, got {request!r:.80}; {supported}")
         if not (isinstance(request, Handle) and request._future.done()):
             self._commands.put(functools.partial(self._abort, request))
 
@@ -208,14 +188,14 @@ class AsyncSession:
 
         Waits for it, unless the thread itself calls. The session is free for other use then.
         """
-        self._closing = True
-        self._commands.put(lambda: None)  # wakes the thread
+        self._stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         atexit.unregister(self.close)
 
     async def aclose(self) -> None:
         """As `close`; the event loop goes on meanwhile."""
+        self._stop()  # now: all threads for `to_thread` may wait for results
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> "AsyncSession":
@@ -230,18 +210,18 @@ class AsyncSession:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _queued(
-        self, handle: Handle, prompt: Prompt, max_new_tokens: int | None, wanted: dict[str, Any]
-    ) -> Handle:
+    def _stop(self) -> None:
+        self._closing = True
+        self._commands.put(lambda: None)  # wakes the thread
+
+    def _queued(self, handle: Handle, add: Callable[[], int]) -> Handle:
         with self._lock:
             if self._closing:
                 raise SessionClosedError("the AsyncSession was closed")
             if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
-                raise QueueFullError(
-                    f"max_waiting={self._max_waiting} requests wait for their first token"
-                )
+                raise QueueFullError(f"max_waiting={self._max_waiting} requests wait already")
             self._waiting.add(handle)
-            self._commands.put(functools.partial(self._add, handle, prompt, max_new_tokens, wanted))
+            self._commands.put(functools.partial(self._add, handle, add))
         return handle
 
     # -- the thread --------------------------------------------------------------------------------
@@ -249,7 +229,8 @@ class AsyncSession:
     def _work(self) -> None:
         try:
             while not self._closing:
-                self._run_commands()
+                for _ in range(self._commands.qsize() or not self._handles):
+                    self._commands.get()()  # without requests, waits for one
                 self._discard_left()
                 if self._handles and not self._closing:
                     self._step()
@@ -263,16 +244,9 @@ class AsyncSession:
             self._discard_left()
             self._wake()
 
-    def _run_commands(self) -> None:
-        """Run the commands that have come; without requests, wait for one."""
-        for _ in range(self._commands.qsize() or not self._handles):
-            self._commands.get()()
-
-    def _add(
-        self, handle: Handle, prompt: Prompt, max_new_tokens: int | None, wanted: dict[str, Any]
-    ) -> None:
+    def _add(self, handle: Handle, add: Callable[[], int]) -> None:
         try:
-            handle.request_id = self._session.add(prompt, max_new_tokens, **wanted)
+            handle.request_id = add()
         except Exception as error:
             self._end(handle, error)
         else:
@@ -285,9 +259,8 @@ class AsyncSession:
             self._end(handle, CancelledError("the request was aborted"))
 
     def _step(self) -> None:
-        session = self._session
         try:
-            outputs = session.step()
+            outputs = self._session.step()
         except Exception as error:
             self._end_all(self._handles.values(), error)
             return
@@ -300,10 +273,8 @@ class AsyncSession:
             if handle._each_token:
                 self._wake_later(handle)
             if output.finish_reason:
-                result = session.result(output.request_id)
-                assert result is not None, "its last token has come"
-                self._end(handle, result)
-        if not session.num_unfinished:
+                self._end(handle, cast(Generation, self._session.result(output.request_id)))
+        if not self._session.num_unfinished:
             lost = RuntimeError("another call of the session has taken the request's tokens")
             self._end_all(self._handles.values(), lost)
 

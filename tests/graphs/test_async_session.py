@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from graphs import AsyncSession
+from graphs import AsyncSession, Generation
 from graphs.async_session import QueueFullError, SessionClosedError
 from tests.kit.sessions import PROMPTS, captured_lazily, is_empty, make_session, tokens_of
 
@@ -307,9 +307,9 @@ def test_a_failed_step_ends_all_and_the_next_request_works(model, opened, gate):
     assert opened.submit(PROMPTS[0], 8).result(PATIENCE) == want[0]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_ends_the_thread_ends_its_requests(session, gate):
+def test_what_ends_the_thread_ends_its_requests(session, gate, monkeypatch):
     """As `sys.exit` in a hook of the model."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
     gate.error = SystemExit("in a hook")
     with AsyncSession(session) as opened:
         handle = opened.submit(PROMPTS[0])
@@ -477,8 +477,10 @@ class Stress:
     """Threads that ask, read, abort, and close the session under each other."""
 
     def __init__(self, model, seed, num_operations):
-        other = make_session(model)
-        self.cases = [(p, n, other.generate([p], n)[0]) for p in MANY for n in (1, 2, 7, 20)]
+        longest = zip(MANY, tokens_of(make_session(model).generate(MANY, 20)), strict=True)
+        self.cases = [
+            (p, n, Generation(t[:n], "length")) for p, t in longest for n in (1, 2, 7, 20)
+        ]
         self.session = make_session(model, cache_tokens=128, max_tokens_per_step=16)
         self.step, self.session.loop.step = self.session.loop.step, self.failing_step
         self.fails, self.seed, self.num_operations = False, seed, num_operations

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphs.async_session import AsyncSession
     from graphs.capture.dispatch import CudagraphDispatcher
     from graphs.capture.failures import CaptureError
     from graphs.dumps.dump import dump
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from graphs.verifier import VerificationError, Verifier
 
 __all__ = [
+    "AsyncSession",
     "BatchDescriptor",
     "CUDAGraphMode",
     "CaptureError",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncSession": "async_session",
     "BatchDescriptor": "modes",
     "CUDAGraphMode": "modes",
     "CaptureError": "capture.failures",

@@ -4,7 +4,6 @@ add -> waiting requests -> StepLoop -> TokenStream -> step's outputs
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 import threading
@@ -44,7 +43,7 @@ from graphs.requests.requests import (
     known_request,
 )
 from graphs.requests.scheduler import Scheduler
-from graphs.requests.text import TextOfTokens, Tokens
+from graphs.requests.text import Tokens
 from graphs.requests.tokens import media_tokens
 from graphs.requests.tokens import token_ids as checked_ids
 from graphs.runner import LogitsObserver, ModelInputs, StepRunner
@@ -266,6 +265,7 @@ class DecodeSession:
                     {"grammar": ...}, which the text follows; needs `attn-ops[structured]`.
                 prompt_logprobs: log-probabilities of the prompt's tokens and of so many of the most
                     likely ones.
+                stream: outputs of `step` have the text of the tokens.
                 n: results of a prompt; the seed is that of the first, others have those after it.
                 share_prefix: False: its blocks are its own, where the session shares prefixes.
 
@@ -331,20 +331,10 @@ class DecodeSession:
         beginning of a stop string. A caller that stops iterating ends the request. Tokens of other
         requests are kept for the next `step`.
         """
-        request = self._requests[self.add(prompt, max_new_tokens, **wanted)]
-        if request.text is None and self.tokenizer is not None:
-            request.text = TextOfTokens(self.tokenizer)
+        request = self._requests[self.add(prompt, max_new_tokens, stream=True, **wanted)]
         try:
             while not request.finish_reason:
-                outputs = self._outputs_of(request)
-                for output in outputs:
-                    ended = output.finish_reason is not None
-                    text = (
-                        ""
-                        if request.text is None or output is not outputs[-1]
-                        else (request.text.take(finished=ended))
-                    )
-                    yield dataclasses.replace(output, text=text)
+                yield from self._outputs_of(request)
         finally:
             self.discard(request.id)
 

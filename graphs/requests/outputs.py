@@ -133,6 +133,8 @@ class TokenStream:
 
     def _output(self, request: Request, token: int, index: int) -> StepOutput:
         is_last = index == len(request.token_ids) - 1
-        reason = request.finish_reason if is_last else None
+        reason, text = request.finish_reason if is_last else None, ""
+        if is_last and request.streams and request.text is not None:
+            text = request.text.take(finished=reason is not None)
         row = request.logprobs[index] if request.logprobs else None
-        return StepOutput(request.id, token, reason, packed_logprobs=row)
+        return StepOutput(request.id, token, reason, text, row)

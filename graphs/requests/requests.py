@@ -67,7 +67,8 @@ class Request:
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # rows of `packed`
     edits: Edits = dataclasses.field(default_factory=Edits)
     grammar: Any = None  # a `GrammarState`, where its output is structured
-    text: TextOfTokens | None = None  # where strings end it, or somebody reads it as it comes
+    text: TextOfTokens | None = None  # where strings end it, or it is streamed
+    streams: bool = False  # outputs of steps have its text
     scoring: Scoring | None = None  # None: nothing of its prompt is scored
     scores: list[np.ndarray] = dataclasses.field(default_factory=list)  # rows of `packed`
     num_computed: int = 0  # tokens whose keys and values are in the cache
@@ -302,7 +303,7 @@ class StepOutput:
     request_id: int
     token_id: int
     finish_reason: str | None  # that of `Generation` with the last token; None before
-    text: str = ""  # of `stream`: what the token adds, and tokens before whose text was held back
+    text: str = ""  # of a request that streams: what is known of its text since the last output
     packed_logprobs: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -342,6 +343,7 @@ class Wanted:
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: Mapping[str, Any] | None = None
     prompt_logprobs: int | None = None
+    stream: bool = False
     share_prefix: bool = True
     n: int = 1  # requests of each prompt
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `SamplingParams`
@@ -400,7 +402,7 @@ def checked_requests(
     """
     params, ends = defaults.params(wanted.sampling), wanted.ends(defaults, limits.vocab_size)
     check_positive(n=wanted.n)
-    check_bools(share_prefix=wanted.share_prefix)
+    check_bools(share_prefix=wanted.share_prefix, stream=wanted.stream)
     edits = _edits(wanted, ends[1], limits, tokens_of)
     new_text, new_grammar = tokens_of.texts(wanted), tokens_of.grammars(wanted, ends[1])
     requests: list[Request] = []
@@ -420,6 +422,7 @@ def checked_requests(
             request.share_prefix, request.scoring = wanted.share_prefix, scoring
             request.edits, request.tokenizer = edits, tokens_of.tokenizer
             request.text, request.grammar = new_text(), new_grammar()
+            request.streams = wanted.stream
             if limits.rope_boundary is not None and len(tokens) > limits.rope_boundary:
                 request.shift = SHIFT
             requests.append(request)

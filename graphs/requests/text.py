@@ -64,7 +64,7 @@ class TextOfTokens:
 
     def take(self, *, finished: bool = False) -> str:
         """The text since the last call that no later token can take back."""
-        end = len(self.text)
+        end = len(self.finish() if finished else self.text)
         if not finished and self.stop_reason is None:
             end -= self._held()
         begin, self._taken = self._taken, max(end, self._taken)
@@ -102,7 +102,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._grammars: Any = None
+        self._grammars: dict[frozenset[int], Any] = {}  # by the tokens that end a request
 
     def prompts(self, prompts: Any) -> Any:
         """Prompts of a call, with token ids in place of text."""
@@ -141,9 +141,9 @@ class Tokens:
 
     def texts(self, wanted: Any) -> Callable[[], TextOfTokens | None]:
         """Makes what decodes a request's tokens, where strings may end it."""
-        stop = wanted.stop
+        stop, tokenizer = wanted.stop, self.tokenizer
         if stop is None or stop == []:
-            return lambda: None
+            return lambda: TextOfTokens(tokenizer) if wanted.stream and tokenizer else None
         strings = [stop] if isinstance(stop, str) else stop
         if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
             raise ValueError(f"stop must be a text or a list of texts, got {stop!r:.80}")
@@ -161,10 +161,10 @@ class Tokens:
             return lambda: None
         from graphs.requests.grammar import Grammars, GrammarState
 
-        known = self._known("structured_outputs", wanted.structured_outputs)
-        if self._grammars is None:
-            self._grammars = Grammars(known, self._vocab_size)
-        compiled = self._grammars.compile(wanted.structured_outputs, stops)
+        known, key = self._known("structured_outputs", wanted.structured_outputs), frozenset(stops)
+        if key not in self._grammars:
+            self._grammars[key] = Grammars(known, self._vocab_size, key)
+        compiled = self._grammars[key].compile(wanted.structured_outputs)
         return lambda: GrammarState(compiled)
 
     def _known(self, what: str, value: Any) -> Any:

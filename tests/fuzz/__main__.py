@@ -2,6 +2,7 @@
 
     attention    calls of backends, latent ones too, against the float64 reference
     blocksparse  layouts, layers and batches against dense attention under a mask
+    options      what requests ask for, mixed, against Transformers one by one
     configs      generation configs and padding against `generate`
     programs     models changed before their session is made against what they compute alone
     sessions     calls of a session, interrupted too, against requests alone
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-SEARCHES = ("attention", "blocksparse", "configs", "programs", "sessions")
+SEARCHES = ("attention", "blocksparse", "configs", "options", "programs", "sessions")
 
 
 def parser() -> argparse.ArgumentParser:

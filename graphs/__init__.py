@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from graphs.dumps.dump import dump
     from graphs.modes import BatchDescriptor, CUDAGraphMode
     from graphs.options import SessionOptions
+    from graphs.requests.scores import Score
     from graphs.sampling import SamplingParams
     from graphs.session import DecodeSession, Generation, StepOutput
     from graphs.verifier import VerificationError, Verifier
@@ -26,6 +27,7 @@ __all__ = [
     "DecodeSession",
     "Generation",
     "SamplingParams",
+    "Score",
     "SessionOptions",
     "StepOutput",
     "VerificationError",
@@ -42,6 +44,7 @@ _MODULES = {
     "DecodeSession": "session",
     "Generation": "session",
     "SamplingParams": "sampling",
+    "Score": "requests.scores",
     "SessionOptions": "options",
     "StepOutput": "session",
     "VerificationError": "verifier",

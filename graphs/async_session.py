@@ -14,16 +14,14 @@ import functools
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from numbers import Integral
 from typing import Any, cast
 
 from graphs.options import check_positive
 from graphs.requests.requests import Generation, StepOutput
-from graphs.session import DecodeSession
-
-Prompt = Sequence[int] | Mapping[str, Any]
+from graphs.session import DecodeSession, Prompt
 
 
 class QueueFullError(RuntimeError):
@@ -148,7 +146,7 @@ class AsyncSession:
             QueueFullError: `max_waiting` requests wait.
             SessionClosedError: it was closed.
         """
-        add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
+        add = functools.partial(self._session.add, prompt, max_new_tokens, stream=True, **wanted)
         return self._queued(Handle(self), add)
 
     def stream(self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any) -> Stream:
@@ -156,7 +154,7 @@ class AsyncSession:
 
         Leaving the loop early aborts the request.
         """
-        add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
+        add = functools.partial(self._session.add, prompt, max_new_tokens, stream=True, **wanted)
         return Stream(self._queued(Handle(self, asyncio.get_running_loop(), True), add))
 
     async def generate(

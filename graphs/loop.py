@@ -400,7 +400,8 @@ class StepLoop:
         """The graph that holds the step, captured if need be; None: it is called."""
         shared = self.runner.shared_prefixes(step) if self.scheduler.prefixes.is_on else None
         step.shared = shared
-        if self.graphs is None or step.num_logits is not None:
+        is_called = step.num_logits is not None or step.editing is Editing.CALLED
+        if self.graphs is None or is_called:
             return None
         mode, key = self.plan.dispatcher.dispatch(
             step.num_tokens,
@@ -452,7 +453,8 @@ class StepLoop:
         if self.runner.drops_rows and unscored and not step.any_logits:
             return {"sampling": Sampling.GREEDY, "logits": False, "logprobs": -1, "edits": -1}
         edits = -1 if step.editing is Editing.NONE else num_biases(step.num_biases)
-        logprobs = width_of(step.logprobs, self.runner.vocab_size)
+        most = step.logprobs
+        logprobs = -1 if most < 0 else width_of(most, self.runner.vocab_size)
         return {"sampling": step.kind, "logits": True, "logprobs": logprobs, "edits": edits}
 
     # -- launched steps ----------------------------------------------------------------------------
@@ -481,7 +483,7 @@ class StepLoop:
         step = self.scheduler.next_step(launched.after)
         if not step:
             return None
-        by_host = step.kind is Sampling.PENALIZED or step.editing is Editing.BY_TOKENS
+        by_host = step.kind is Sampling.PENALIZED or step.editing >= Editing.BY_TOKENS
         if by_host and step.any_logits and step.takes_tokens:
             return None  # counts and masks come from tokens that the host knows
         captured = self._captured(step)
@@ -492,7 +494,7 @@ class StepLoop:
     def _batch_stays(self, launched: LaunchedSteps) -> bool:
         """Whether the next steps are those of the same rows, none of which ends, by replays."""
         return (
-            launched.rows.editing is not Editing.BY_TOKENS
+            launched.rows.editing < Editing.BY_TOKENS
             and self.launcher.may_follow(launched)
             and launched.rows.least > launched.after.num_steps
             and self.scheduler.stays(launched.rows, launched.after)
@@ -515,7 +517,7 @@ class StepLoop:
     def _num_steps(self, captured: CapturedStep | None, rows: Rows, begun: int = 0) -> int:
         """Steps to launch: no more than the longest of the requests still needs."""
         chains = captured is not None and self.launcher.can_chain(captured)
-        if not chains or rows.editing is Editing.BY_TOKENS:
+        if not chains or rows.editing >= Editing.BY_TOKENS:
             return 1
         return min(self.runner.num_steps, rows.most - begun)
 

@@ -34,7 +34,7 @@ from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.batch import Rows, Scheduled
 from graphs.sampling import PenaltyState, argmax, at_temperature, processed, sample
-from graphs.sampling.edits import edited
+from graphs.sampling.edits import Editing, edited
 from graphs.sampling.logprobs import log_probs, packed, scored
 from graphs.sampling.params import Sampling
 from graphs.step.blocks import BlockRows
@@ -234,6 +234,8 @@ class StepRunner:
         if logits:
             if self.on_logits is not None:
                 self.on_logits(step, logits_RV)
+            if step.editing is Editing.CALLED:
+                logits_RV = _called(logits_RV, step)
             tokens_R = self._drawn(logits_RV, tensors, sampling)
             tensors.device["tokens"][0].copy_(tokens_R)
         return tensors.device
@@ -430,6 +432,25 @@ class StepRunner:
             logger.warning(self.keeps_rows_why)
             return False
         return True
+
+
+def _called(logits_RV: torch.Tensor, step: Rows) -> torch.Tensor:
+    """Logits in float32 after the processors of the requests that have one."""
+    logits_RV = logits_RV.float()
+    rows = [(s, number) for s in step for number in range(len(s.draft) + 1)]
+    for row, (s, number) in enumerate(rows):
+        request = s.request
+        if request.processor is not None and s.wants_token:
+            tokens = [*request.prompt, *request.token_ids, *s.draft[:number]]
+            ids_1T = torch.tensor([tokens], device=logits_RV.device)
+            found_1V = request.processor(ids_1T, logits_RV[row : row + 1].clone())
+            if found_1V.shape != (1, logits_RV.shape[1]):
+                raise ValueError(
+                    f"logits_processor must return logits [1, {logits_RV.shape[1]}], "
+                    f"got {list(found_1V.shape)}"
+                )
+            logits_RV[row] = found_1V[0]
+    return logits_RV
 
 
 def break_reason(text: str) -> str:

@@ -35,20 +35,15 @@ from graphs.requests.requests import (
     Limits,
     Request,
     RequestBook,
-    Score,
-    Scoring,
     StepOutput,
     Wanted,
     checked_drafts,
     known_request,
 )
 from graphs.requests.scheduler import Scheduler
-from graphs.requests.text import Tokens
-from graphs.requests.tokens import media_tokens
-from graphs.requests.tokens import token_ids as checked_ids
+from graphs.requests.scores import Score, queue_scored
+from graphs.requests.tokens import Tokens, media_tokens
 from graphs.runner import LogitsObserver, ModelInputs, StepRunner
-from graphs.sampling.logprobs import MOST
-from graphs.sampling.params import check_integer
 
 Prompt = Sequence[int] | Mapping[str, Any] | str
 """Token ids, a tokenizer's mapping of one prompt, or text where the session has a tokenizer."""
@@ -263,6 +258,8 @@ class DecodeSession:
                 allowed_token_ids: the only tokens that are.
                 structured_outputs: {"json": schema}, {"regex": ...}, {"choice": [...]} or
                     {"grammar": ...}, which the text follows; needs `attn-ops[structured]`.
+                logits_processor: Transformers' `LogitsProcessorList`, or any function of tokens
+                    [1, T] and logits [1, V]; such steps are called, not captured.
                 prompt_logprobs: log-probabilities of the prompt's tokens and of so many of the most
                     likely ones.
                 stream: outputs of `step` have the text of the tokens.
@@ -301,12 +298,8 @@ class DecodeSession:
 
         Prompts that begin alike are computed once, if the session shares prefixes.
         """
-        most = min(MOST, self.vocab_size)
-        check_integer("logprobs", logprobs, 0, most, supported="0 for the given token alone")
-        ids = tuple(checked_ids("token_ids", token_ids, self.vocab_size))
-        scoring = Scoring(0, (), logprobs, ids)
         return self._finish(
-            lambda: self.book.queue_scored(prompts, continuations, scoring), Score.of
+            lambda: queue_scored(self.book, prompts, continuations, logprobs, token_ids), Score.of
         )
 
     def chat(self, messages: Any, max_new_tokens: int | None = None, **wanted: Any) -> Generation:

@@ -249,7 +249,7 @@ class Rows(Sequence[Scheduled]):
             tokens = scoring.given[first : first + count]
             given[end - count : end - count + len(tokens)] = tokens
             others[end - count : end, : len(scoring.token_ids)] = scoring.token_ids
-        return given, max(s.logprobs for s in scorings), others
+        return given, max(s.num_top for s in scorings), others
 
     # Cached: as `num_tokens`.
     @functools.cached_property

@@ -18,7 +18,7 @@ DRAWN = ("temperature", "top_k", "top_p", "min_p")
 
 TAKEN = frozenset((
     "do_sample", *DRAWN, "repetition_penalty", "eos_token_id", "pad_token_id", "max_new_tokens",
-    "max_length",
+    "max_length", "min_new_tokens", "bad_words_ids", "suppress_tokens", "stop_strings",
 ))  # fmt: skip
 
 IDLE = {
@@ -51,8 +51,7 @@ IDLE = {
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     # what is drawn
-    "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "bad_words_ids": (),
-    "min_new_tokens": (0,), "min_length": (0,), "no_repeat_ngram_size": (0,),
+    "begin_suppress_tokens": ([],), "min_length": (0,), "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1.0,),
     "sequence_bias": (), "exponential_decay_length_penalty": (), "guidance_scale": (1.0,),
     "forced_bos_token_id": (), "forced_eos_token_id": (), "watermarking_config": (),
@@ -61,7 +60,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     # how it is searched for, and when that ends
     "num_beams": (1,), "constraints": (), "force_words_ids": (), "penalty_alpha": (0.0,),
     "dola_layers": (), "num_return_sequences": (1,), "is_assistant": (False,),
-    "assistant_ensemble_weight": (), "max_time": (), "stop_strings": ([],),
+    "assistant_ensemble_weight": (), "max_time": (),
     # all but "quantized", which changes numbers
     "cache_implementation": (
         "dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid",
@@ -124,6 +123,16 @@ class Defaults:
         with _naming_the_config():
             SamplingParams.of(fields)
         return SamplingParams.of({**fields, **own})
+
+    def edits(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """`min_tokens`, `bad_words` and `stop` where a request does not name its `own`."""
+        suppressed = [[token] for token in self.given.get("suppress_tokens", ())]
+        found = {
+            "min_tokens": self.given.get("min_new_tokens", 0),
+            "bad_words": [*self.given.get("bad_words_ids", ()), *suppressed] or None,
+            "stop": self.given.get("stop_strings") or None,
+        }
+        return {name: value for name, value in found.items() if not own.get(name)}
 
     def max_new_tokens(self, num_prompt: int) -> int:
         """New tokens of a prompt at most: 16 where the config does not say."""

@@ -85,10 +85,12 @@ class Grammars:
         compiler = self._json_compiler if method == "compile_json_schema" else self._compiler
         return Compiled(getattr(compiler, method)(source), self._stops_W)
 
+    # Cached: made at the first grammar. So are the others.
     @functools.cached_property
     def _compiler(self) -> Any:
         return self._compiler_of(self._info.decoded_vocab)
 
+    # Cached: as `_compiler`.
     @functools.cached_property
     def _json_compiler(self) -> Any:
         """One without control characters: xgrammar 0.2.8 lets them into strings with a length."""
@@ -109,6 +111,7 @@ class Grammars:
         )
         return GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
+    # Cached: as `_compiler`.
     @functools.cached_property
     def _info(self) -> Any:
         """What xgrammar finds out about the tokenizer."""
@@ -121,6 +124,7 @@ class Grammars:
             self._tokenizer, vocab_size=self._num_words * 32, stop_token_ids=stops
         )
 
+    # Cached: as `_compiler`.
     @functools.cached_property
     def _stops_W(self) -> np.ndarray:
         bits = np.zeros(self._num_words * 32, np.uint8)

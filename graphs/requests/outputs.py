@@ -91,7 +91,7 @@ class TokenStream:
         """Of each request its own columns, in the order of its prompt, each once."""
         counts, scorings = rows.num_logits, [r.scoring for r in rows.requests]
         assert counts is not None, "something is scored"
-        most = max(s.logprobs for s in scorings if s is not None)
+        most = max(s.num_top for s in scorings if s is not None)
         ends = np.cumsum(counts).tolist()
         for row, count, end, scoring in zip(rows, counts.tolist(), ends, scorings, strict=True):
             request = row.request
@@ -100,7 +100,7 @@ class TokenStream:
             first = row.num_computed + row.num_tokens - count
             skipped, last = request.first_unscored() - first, len(scoring.given) - first
             for found in scores[end - count :][max(skipped, 0) : min(count, last)]:
-                top, others = found[: 1 + scoring.logprobs], found[1 + most :]
+                top, others = found[: 1 + scoring.num_top], found[1 + most :]
                 request.scores.append(np.append(top, others[: len(scoring.token_ids)]))
 
     def hand_out(self, only: Request | None = None) -> list[StepOutput]:

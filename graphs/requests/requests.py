@@ -3,17 +3,18 @@
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from attn_ops.integrations.transformers.rotary import SHIFT
 from graphs.options import check_bools, check_positive
 from graphs.requests.defaults import Defaults
-from graphs.requests.text import TextOfTokens, Tokens
-from graphs.requests.tokens import listed, listed_ids, token_ids, unpadded
+from graphs.requests.text import TextOfTokens
+from graphs.requests.tokens import Tokens, listed_ids, token_ids, unpadded
 from graphs.sampling import FIELDS, SamplingParams
 from graphs.sampling.edits import Editing, Edits
 from graphs.sampling.logprobs import MOST, unpacked
@@ -42,12 +43,16 @@ PACKED = np.dtype(
 """What of a request never changes: fields of a step's tensors, lengths, the kind of sampling."""
 
 
+LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""As Transformers' `LogitsProcessorList`: tokens [1, T] and logits [1, V] float32 to logits."""
+
+
 class Scoring(NamedTuple):
     """What of a prompt is scored: the tokens that follow its rows from `begin` on."""
 
     begin: int
     given: Sequence[int]  # by row: the token that follows it
-    logprobs: int = 0  # most likely tokens beside it
+    num_top: int = 0  # most likely tokens beside it
     token_ids: Sequence[int] = ()  # others, of which every row gets the log-probabilities
 
 
@@ -65,8 +70,9 @@ class Request:
     shift: int = 0  # of its positions, SHIFT where its prompt is beyond longrope's original context
     token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # rows of `packed`
-    edits: Edits = dataclasses.field(default_factory=Edits)
+    edits: Edits | None = None
     grammar: Any = None  # a `GrammarState`, where its output is structured
+    processor: LogitsProcessor | None = None
     text: TextOfTokens | None = None  # where strings end it, or it is streamed
     streams: bool = False  # outputs of steps have its text
     scoring: Scoring | None = None  # None: nothing of its prompt is scored
@@ -140,7 +146,7 @@ class Request:
             self.sampling.kind,
             -1 if self.sampling.logprobs is None else self.sampling.logprobs,
             self.editing,
-            len(self.edits.bias),
+            0 if self.edits is None else len(self.edits.bias),
             (FAR, 0) if self.scoring is None else (self.scoring.begin, len(self.scoring.given)),
         )
         return np.array((*fields, *rest), dtype=PACKED).tobytes()
@@ -151,14 +157,25 @@ class Request:
         return self.prompt[begin:end] + self.token_ids[max(0, begin - split) : max(0, end - split)]
 
     @property
+    def min_tokens(self) -> int:
+        """Tokens before which it does not end."""
+        return 0 if self.edits is None else self.edits.min_tokens
+
+    @property
     def editing(self) -> Editing:
         """How its logits are edited."""
-        return self.edits.kind if self.grammar is None else Editing.BY_TOKENS
+        if self.processor is not None:
+            return Editing.CALLED
+        if self.grammar is not None:
+            return Editing.BY_TOKENS
+        return Editing.NONE if self.edits is None else self.edits.kind
 
     def fill_allowed(self, rows: np.ndarray, draft: Sequence[int]) -> None:
         """Write into rows [1 + k, W] of bits what may follow its tokens, and those of a draft."""
-        for number, row in enumerate(rows):
-            self.edits.fill(row, [*self.token_ids, *draft[:number]] if number else self.token_ids)
+        rows[:], edits = -1, self.edits
+        if edits is not None:
+            for number, row in enumerate(rows):
+                edits.fill(row, [*self.token_ids, *draft[:number]] if number else self.token_ids)
         if self.grammar is not None:
             by_grammar = np.empty_like(rows)
             self.grammar.fill_drafted(by_grammar, draft)
@@ -176,7 +193,7 @@ class Request:
         if self.grammar is not None:
             self.grammar.accept(token)
         if self.text is not None and token not in self.stops:
-            self.text.push(token, stops=len(self.token_ids) > self.edits.min_tokens)
+            self.text.push(token, stops=len(self.token_ids) > self.min_tokens)
         if self.sampling.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs[: 1 + self.sampling.logprobs].copy())
         self.num_computed = self.num_tokens - 1
@@ -268,35 +285,6 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Score:
-    """Log-probabilities of the tokens of a continuation, or of a prompt but for its first token."""
-
-    token_ids: list[int]
-    logprobs: list[float]  # of each
-    is_argmax: list[bool]  # whether no other token is likelier
-    top_logprobs: list[dict[int, Logprob]]  # with the most likely ones
-    of_token_ids: list[list[float]]  # by token: those of the `token_ids` that the caller named
-
-    @property
-    def total(self) -> float:
-        """The sum of `logprobs`: the log-probability of the whole."""
-        return sum(self.logprobs)
-
-    @classmethod
-    def of(cls, request: Request) -> "Score":
-        """That of a request whose prompt is computed."""
-        scoring = request.scoring
-        assert scoring is not None, "it is scored"
-        tokens = list(scoring.given[scoring.begin :])
-        width = 1 + scoring.logprobs
-        last = len(scoring.token_ids)
-        rows = [logprobs_of(t, row[:width]) for t, row in zip(tokens, request.scores, strict=True)]
-        others = [unpacked(row[row.size - last :])[1] for row in request.scores]
-        found = [row[token] for token, row in zip(tokens, rows, strict=True)]
-        return cls(tokens, [f.logprob for f in found], [f.rank == 1 for f in found], rows, others)
-
-
-@dataclasses.dataclass(frozen=True)
 class StepOutput:
     """One request's new token in one step."""
 
@@ -342,6 +330,7 @@ class Wanted:
     bad_words: Sequence[str | Sequence[int]] | None = None
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: Mapping[str, Any] | None = None
+    logits_processor: LogitsProcessor | None = None
     prompt_logprobs: int | None = None
     stream: bool = False
     share_prefix: bool = True
@@ -400,19 +389,25 @@ def checked_requests(
         limits: of the session.
         tokens_of: the session's tokenizer.
     """
+    wanted = dataclasses.replace(wanted, **defaults.edits(vars(wanted)))
     params, ends = defaults.params(wanted.sampling), wanted.ends(defaults, limits.vocab_size)
     check_positive(n=wanted.n)
     check_bools(share_prefix=wanted.share_prefix, stream=wanted.stream)
+    if wanted.logits_processor is not None and not callable(wanted.logits_processor):
+        raise ValueError(
+            f"logits_processor must be callable, got {wanted.logits_processor!r:.80}; supported: "
+            "a LogitsProcessorList, or a function of tokens [1, T] and logits [1, V]"
+        )
     edits = _edits(wanted, ends[1], limits, tokens_of)
     new_text, new_grammar = tokens_of.texts(wanted), tokens_of.grammars(wanted, ends[1])
     requests: list[Request] = []
     pads, eos = defaults.tokens("pad_token_id"), ends[0]
     eos = eos | defaults.tokens("eos_token_id") if pads else eos
     for prompt in unpadded(tokens_of.prompts(prompts), pads, eos):
-        tokens = _checked_prompt(prompt, limits)
+        tokens = checked_prompt(prompt, limits)
         new = wanted.max_new_tokens
         new = defaults.max_new_tokens(len(tokens)) if new is None else new
-        _check_length(tokens, new, limits)
+        check_length(tokens, new, limits)
         scoring = _scoring(wanted, tokens, limits)
         for sample in range(wanted.n):
             number = first_id + len(requests)
@@ -422,14 +417,19 @@ def checked_requests(
             request.share_prefix, request.scoring = wanted.share_prefix, scoring
             request.edits, request.tokenizer = edits, tokens_of.tokenizer
             request.text, request.grammar = new_text(), new_grammar()
-            request.streams = wanted.stream
+            request.streams, request.processor = wanted.stream, wanted.logits_processor
             if limits.rope_boundary is not None and len(tokens) > limits.rope_boundary:
                 request.shift = SHIFT
             requests.append(request)
     return requests
 
 
-def _edits(wanted: Wanted, stops: frozenset[int], limits: Limits, tokens_of: Tokens) -> Edits:
+def _edits(
+    wanted: Wanted, stops: frozenset[int], limits: Limits, tokens_of: Tokens
+) -> Edits | None:
+    asked = wanted.logit_bias, wanted.bad_words, wanted.allowed_token_ids
+    if asked == (None, None, None) and type(wanted.min_tokens) is int and not wanted.min_tokens:
+        return None
     edits = Edits.of(
         limits.vocab_size,
         logit_bias=wanted.logit_bias,
@@ -453,44 +453,6 @@ def _scoring(wanted: Wanted, prompt: list[int], limits: Limits) -> Scoring | Non
     return Scoring(0, prompt[1:], wanted.prompt_logprobs)
 
 
-def scored_requests(
-    first_id: int,
-    prompts: Iterable[Any],
-    continuations: Iterable[Any] | None,
-    scoring: Scoring,
-    limits: Limits,
-    tokens_of: Tokens,
-) -> list[Request]:
-    """Requests that draw one token each, after all of theirs but the last are computed.
-
-    Arguments as of `checked_requests`, and of `DecodeSession.score`.
-    """
-    heads = unpadded(tokens_of.prompts(prompts), frozenset(), frozenset())
-    tails: list[Any] = [()] * len(heads)
-    if continuations is not None:
-        tails = listed("continuations", tokens_of.prompts(continuations), "texts or token ids")
-    if len(tails) != len(heads):
-        raise ValueError(f"continuations must be {len(heads)}, one a prompt, got {len(tails)}")
-    requests = []
-    for number, (head, tail) in enumerate(zip(heads, tails, strict=True), first_id):
-        tokens = _checked_prompt(head, limits)
-        begin = 0 if continuations is None else len(tokens) - 1
-        tokens += token_ids("continuations", tail, limits.vocab_size)
-        if len(tokens) < begin + 2:
-            what = "continuations" if begin else "prompts"
-            raise ValueError(f"{what} must hold a token to score, got {tail or head!r:.80}")
-        prompt = _checked_prompt(tokens[:-1], limits)
-        _check_length(prompt, 1, limits)
-        sampling = SamplingParams(seed=0)
-        nothing: frozenset[int] = frozenset()
-        request = Request(number, prompt, 1, sampling, nothing, nothing, limits.max_tokens)
-        request.scoring = scoring._replace(begin=begin, given=tokens[1:])
-        if limits.rope_boundary is not None and len(prompt) > limits.rope_boundary:
-            request.shift = SHIFT
-        requests.append(request)
-    return requests
-
-
 def _seed_of(params: SamplingParams, sample: int, default: int) -> int:
     """That of a sample of a prompt: the first has the given one, others those after it."""
     if params.seed is None:
@@ -498,7 +460,7 @@ def _seed_of(params: SamplingParams, sample: int, default: int) -> int:
     return (params.seed + sample + 2**63) % 2**64 - 2**63
 
 
-def _checked_prompt(prompt: Sequence[int], limits: Limits) -> list[int]:
+def checked_prompt(prompt: Sequence[int], limits: Limits) -> list[int]:
     vocab_size, max_tokens = limits.vocab_size, limits.max_tokens
     tokens = token_ids("prompt", prompt, vocab_size)
     if not tokens:
@@ -516,7 +478,7 @@ def _checked_prompt(prompt: Sequence[int], limits: Limits) -> list[int]:
     return tokens
 
 
-def _check_length(tokens: list[int], max_new_tokens: int, limits: Limits) -> None:
+def check_length(tokens: list[int], max_new_tokens: int, limits: Limits) -> None:
     check_positive(max_new_tokens=max_new_tokens)
     longest = min(len(tokens) + max_new_tokens - 1, limits.max_tokens)
     if limits.rope_boundary is not None and len(tokens) <= limits.rope_boundary < longest:
@@ -587,34 +549,20 @@ class RequestBook:
     def __init__(
         self, model: Any, limits: Limits, waiting: deque[Request], tokens_of: Tokens
     ) -> None:
-        self._model, self._limits, self._waiting = model, limits, waiting
+        self._model, self.limits, self._waiting = model, limits, waiting
         self.tokens_of = tokens_of
         self.requests: dict[int, Request] = {}
         self.next_id = 0
 
     def queue_all(self, prompts: Iterable[Any], wanted: Wanted) -> list[Request]:
         """Queue all prompts, or none where one is refused; returns what they have become."""
-        return self._queue(self._checked(prompts, wanted))
-
-    def queue_scored(
-        self, prompts: Iterable[Any], continuations: Iterable[Any] | None, scoring: Scoring
-    ) -> list[Request]:
-        """Queue prompts whose tokens, or those of their continuations, are scored; all or none.
-
-        `scoring` says what of each token; its rows follow from the lengths.
-        """
-        requests = scored_requests(
-            self.next_id, prompts, continuations, scoring, self._limits, self.tokens_of
-        )
-        return self._queue(requests)
-
-    def _checked(self, prompts: Iterable[Any], wanted: Wanted) -> list[Request]:
         defaults = Defaults.of(self._model)
-        return checked_requests(
-            self.next_id, prompts, wanted, defaults, self._limits, self.tokens_of
+        return self.queue(
+            checked_requests(self.next_id, prompts, wanted, defaults, self.limits, self.tokens_of)
         )
 
-    def _queue(self, requests: list[Request]) -> list[Request]:
+    def queue(self, requests: list[Request]) -> list[Request]:
+        """Queue requests with ids from `next_id` on."""
         self.next_id += len(requests)
         self.requests |= {request.id: request for request in requests}
         self._waiting += requests

@@ -1,8 +1,10 @@
-"""Token ids as callers give them: checked, and as lists of ints."""
+"""Prompts as callers give them, text or token ids: checked, and as lists of ints."""
 
 import operator
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
+
+from graphs.requests.text import TextOfTokens
 
 TOKENIZE = "tokenize first, e.g. tokenizer(text)['input_ids']"
 
@@ -146,3 +148,87 @@ def media_tokens(config: Any) -> dict[int, str]:
         if hasattr(part, "to_diff_dict"):  # of a vision or audio encoder
             found |= media_tokens(part)
     return found
+
+
+class Tokens:
+    """A session's tokenizer: text to tokens, and what follows from it.
+
+    Args:
+        tokenizer: of Transformers; None: text is refused, and results have none.
+        vocab_size: V, of the model's logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self.tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._grammars: dict[frozenset[int], Any] = {}  # by the tokens that end a request
+
+    def prompts(self, prompts: Any) -> Any:
+        """Prompts of a call, with token ids in place of text."""
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
+            return prompts
+        return [self.ids(one) if isinstance(one, str) else one for one in prompts]
+
+    def ids(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text, `special`: with what the tokenizer puts around a prompt."""
+        known = self._known("prompts of text", text)
+        return list(known(text, add_special_tokens=special)["input_ids"])
+
+    def chat(self, messages: Any) -> list[int]:
+        """Token ids of a conversation that asks for an answer."""
+        known = self._known("messages", messages)
+        found = known.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(found["input_ids"])
+
+    def words(self, words: Any) -> list[Sequence[int]] | None:
+        """Token ids of `bad_words`: of each word as it begins a text, and as it goes on."""
+        if words is None:
+            return None
+        if isinstance(words, str) or not isinstance(words, Sequence):
+            raise ValueError(f"bad_words must be a list of texts or token ids, got {words!r:.80}")
+        found: list[Sequence[int]] = []
+        for word in words:
+            if not isinstance(word, str):
+                found.append(word)
+                continue
+            self._known("bad_words of text", word)
+            texts = dict.fromkeys((word.lstrip(), " " + word.lstrip()))
+            found += [self.ids(text, special=False) for text in texts if text.strip()]
+        return found
+
+    def texts(self, wanted: Any) -> Callable[[], TextOfTokens | None]:
+        """Makes what decodes a request's tokens, where strings may end it."""
+        stop, tokenizer = wanted.stop, self.tokenizer
+        if stop is None or stop == []:
+            return lambda: TextOfTokens(tokenizer) if wanted.stream and tokenizer else None
+        strings = [stop] if isinstance(stop, str) else stop
+        if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
+            raise ValueError(f"stop must be a text or a list of texts, got {stop!r:.80}")
+        if type(wanted.include_stop_str_in_output) is not bool:
+            raise ValueError(
+                "include_stop_str_in_output must be True or False, "
+                f"got {wanted.include_stop_str_in_output!r}"
+            )
+        known, include = self._known("stop", stop), wanted.include_stop_str_in_output
+        return lambda: TextOfTokens(known, strings, include_stop=include)
+
+    def grammars(self, wanted: Any, stops: Collection[int]) -> Callable[[], Any]:
+        """Makes a request's grammar, where its output is structured."""
+        if wanted.structured_outputs is None:
+            return lambda: None
+        from graphs.requests.grammar import Grammars, GrammarState
+
+        known, key = self._known("structured_outputs", wanted.structured_outputs), frozenset(stops)
+        if key not in self._grammars:
+            self._grammars[key] = Grammars(known, self._vocab_size, key)
+        compiled = self._grammars[key].compile(wanted.structured_outputs)
+        return lambda: GrammarState(compiled)
+
+    def _known(self, what: str, value: Any) -> Any:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{what} must come with DecodeSession(..., tokenizer=...), got {value!r:.80} and "
+                "no tokenizer; supported: token ids"
+            )
+        return self.tokenizer

@@ -25,6 +25,8 @@ class Editing(IntEnum):
     """In all steps alike."""
     BY_TOKENS = 2
     """By the tokens so far: the host must have read them before it launches the next step."""
+    CALLED = 3
+    """By Python code of the caller: such steps are not captured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,24 +76,24 @@ class Edits:
                 `BIASES` biases, a bias is no number, or no token is left.
         """
         check_integer("min_tokens", min_tokens, 0, 2**31 - 1, supported="0 for off")
-        allowed, several = None, []
+        bits_W, several = None, []
         if allowed_token_ids is not None:
-            allowed = np.zeros(num_words(vocab_size), dtype=np.int32)
+            bits_W = np.zeros(num_words(vocab_size), dtype=np.int32)
             for token in _tokens("allowed_token_ids", allowed_token_ids, vocab_size):
-                allowed[token // 32] |= np.int32(_bit(token))
+                bits_W[token // 32] |= np.int32(_bit(token))
         for word in bad_words or ():
             tokens = _tokens("bad_words", word, vocab_size)
             if len(tokens) > 1:
                 several.append(tuple(tokens))
                 continue
-            if allowed is None:
-                allowed = np.full(num_words(vocab_size), -1, dtype=np.int32)
-            allowed[tokens[0] // 32] &= ~np.int32(_bit(tokens[0]))
-        if allowed is not None and not _within(allowed, vocab_size):
+            if bits_W is None:
+                bits_W = np.full(num_words(vocab_size), -1, dtype=np.int32)
+            bits_W[tokens[0] // 32] &= ~np.int32(_bit(tokens[0]))
+        if bits_W is not None and not _within(bits_W, vocab_size):
             raise ValueError(
                 "allowed_token_ids and bad_words must leave a token that can be drawn, got none"
             )
-        return cls(allowed, _biases(logit_bias, vocab_size), tuple(several), min_tokens)
+        return cls(bits_W, _biases(logit_bias, vocab_size), tuple(several), min_tokens)
 
 
 WIDTHS = (0, 32, BIASES)

@@ -22,8 +22,8 @@ WIDTHS = (0, 8, 32, MOST)
 
 
 def width_of(k: int, vocab_size: int) -> int:
-    """How many a step computes for a request that asks for `k`; -1 for none."""
-    return -1 if k < 0 else min(next(width for width in WIDTHS if width >= k), vocab_size)
+    """How many a step computes for a request that asks for `k`."""
+    return min(next(width for width in WIDTHS if width >= k), vocab_size)
 
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor, k: int = 0) -> LogProbs:

@@ -201,13 +201,13 @@ class StepTensors:
         """What requests forbid and prefer; padding does neither."""
         host, repeats = self.arrays, self.query_len or 1
         for number, s in enumerate(step):
-            edits, begin = s.request.edits, number * repeats
+            begin = number * repeats
             s.request.fill_allowed(host["allowed"][begin : begin + repeats], s.draft)
+            bias = {} if s.request.edits is None else s.request.edits.bias
             ids, values = host["bias_ids"][number], host["bias_values"][number]
             ids[:], values[:] = 0, 0.0
-            ids[: len(edits.bias)] = list(edits.bias)
-            values[: len(edits.bias)] = list(edits.bias.values())
-            host["min_lengths"][number] = len(s.request.prompt) + edits.min_tokens
+            ids[: len(bias)], values[: len(bias)] = list(bias), list(bias.values())
+            host["min_lengths"][number] = len(s.request.prompt) + s.request.min_tokens
 
     def _fill_groups(self, shared: SharedPrefixes | None, num_reqs: int) -> None:
         """Groups of requests that share a prefix; padding is one more, without."""

@@ -1,6 +1,6 @@
 """Random mixes of what requests ask for: tokens and log-probabilities of Transformers, one by one.
 
-Sessions are made once: batches, chunks, preemption, prefixes, drafts, decode steps, captured or not.
+Sessions are made once: batches, chunks, preemption, prefixes, drafts, decode steps, captured.
 Each case draws requests and their options for one of them.
 """
 

@@ -1,0 +1,91 @@
+"""Scores: log-probabilities of given tokens, without drawing any."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from attn_ops.integrations.transformers.rotary import SHIFT
+from graphs.requests.requests import (
+    Logprob,
+    Request,
+    RequestBook,
+    Scoring,
+    check_length,
+    checked_prompt,
+    logprobs_of,
+)
+from graphs.requests.tokens import listed, token_ids, unpadded
+from graphs.sampling import SamplingParams
+from graphs.sampling.logprobs import MOST, unpacked
+from graphs.sampling.params import check_integer
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Log-probabilities of the tokens of a continuation, or of a prompt but for its first token."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of each
+    is_argmax: list[bool]  # whether no other token is likelier
+    top_logprobs: list[dict[int, Logprob]]  # with the most likely ones
+    of_token_ids: list[list[float]]  # by token: those of the `token_ids` that the caller named
+
+    @property
+    def total(self) -> float:
+        """The sum of `logprobs`: the log-probability of the whole."""
+        return sum(self.logprobs)
+
+    @classmethod
+    def of(cls, request: Request) -> "Score":
+        """That of a request whose prompt is computed."""
+        scoring = request.scoring
+        assert scoring is not None, "it is scored"
+        tokens = list(scoring.given[scoring.begin :])
+        width = 1 + scoring.num_top
+        last = len(scoring.token_ids)
+        rows = [logprobs_of(t, row[:width]) for t, row in zip(tokens, request.scores, strict=True)]
+        others = [unpacked(row[row.size - last :])[1] for row in request.scores]
+        found = [row[token] for token, row in zip(tokens, rows, strict=True)]
+        return cls(tokens, [f.logprob for f in found], [f.rank == 1 for f in found], rows, others)
+
+
+def queue_scored(
+    book: RequestBook,
+    prompts: Iterable[Any],
+    continuations: Iterable[Any] | None,
+    num_top: int,
+    others: Any,
+) -> list[Request]:
+    """Queue prompts whose tokens, or those of their continuations, are scored; all or none.
+
+    Each request computes all of its tokens but the last, and draws one that nobody takes. Arguments
+    as of `DecodeSession.score`.
+    """
+    limits, tokens_of = book.limits, book.tokens_of
+    most = min(MOST, limits.vocab_size)
+    check_integer("logprobs", num_top, 0, most, supported="0 for the given token alone")
+    scoring = Scoring(0, (), num_top, tuple(token_ids("token_ids", others, limits.vocab_size)))
+    heads = unpadded(tokens_of.prompts(prompts), frozenset(), frozenset())
+    tails: list[Any] = [()] * len(heads)
+    if continuations is not None:
+        tails = listed("continuations", tokens_of.prompts(continuations), "texts or token ids")
+    if len(tails) != len(heads):
+        raise ValueError(f"continuations must be {len(heads)}, one a prompt, got {len(tails)}")
+    requests = []
+    for number, (head, tail) in enumerate(zip(heads, tails, strict=True), book.next_id):
+        tokens = checked_prompt(head, limits)
+        begin = 0 if continuations is None else len(tokens) - 1
+        tokens += token_ids("continuations", tail, limits.vocab_size)
+        if len(tokens) < begin + 2:
+            what = "continuations" if begin else "prompts"
+            raise ValueError(f"{what} must hold a token to score, got {tail or head!r:.80}")
+        prompt = checked_prompt(tokens[:-1], limits)
+        check_length(prompt, 1, limits)
+        sampling = SamplingParams(seed=0)
+        nothing: frozenset[int] = frozenset()
+        request = Request(number, prompt, 1, sampling, nothing, nothing, limits.max_tokens)
+        request.scoring = scoring._replace(begin=begin, given=tokens[1:])
+        if limits.rope_boundary is not None and len(prompt) > limits.rope_boundary:
+            request.shift = SHIFT
+        requests.append(request)
+    return book.queue(requests)

@@ -50,13 +50,15 @@ class Chat:
         self.begin = [] if system is None else [{"role": "system", "content": system}]
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         where = device_of(None)
-        subject = load(model, where)
-        if where.type == "cuda":  # on a CPU, chats are shorter than it takes to compile
-            subject = torch.compile(subject, backend=fx_passes.attn_ops, fullgraph=True)
+        subject: Any = load(model, where)
         most = getattr(subject.config.get_text_config(), "max_position_embeddings", MAX_TOKENS)
-        self.session = DecodeSession(
-            subject, max_batch_size=1, max_tokens=min(most, MAX_TOKENS), share_prefixes=True
-        )
+        options: dict[str, Any] = {"max_tokens": min(most, MAX_TOKENS)}
+        if where.type == "cuda":
+            subject = torch.compile(subject, backend=fx_passes.attn_ops, fullgraph=True)
+        else:  # a chat is shorter than it takes to compile
+            options["cudagraph_mode"] = "NONE"
+        options |= {"share_prefixes": True, "cache_tokens": options["max_tokens"]}
+        self.session = DecodeSession(subject, max_batch_size=1, **options)
 
     def ask(self, question: str) -> Iterator[str]:
         """The answer, piece by piece.

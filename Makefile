@@ -45,8 +45,13 @@ $(LINT): $(TEST)
 	@$(INSTALL) -e '.[lint]'
 	@touch $@
 
+# Threads that wait do so asleep: where others use the cores, spinning makes steps many times slower.
+DEMO_ENV := OMP_WAIT_POLICY=PASSIVE
+
 demo: $(USE) | $(MODEL)
-	@$(BIN)/attn-ops run --model $$(test -e $(MODEL) && echo smollm2 || echo llama-tiny) --max-new-tokens 32 --dump out/demo
+	@echo "reading, compiling and running the model: a minute or two"
+	@$(DEMO_ENV) $(BIN)/attn-ops run --model $$(test -e $(MODEL) && echo smollm2 || echo llama-tiny) \
+		--max-new-tokens 32 --dump out/demo
 
 # Tests run in as many processes as there are cores, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal

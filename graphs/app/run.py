@@ -14,7 +14,7 @@ import fx_passes
 from attn_ops import get_backend
 from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.app.presets import DTYPES, PRESETS, QUANTIZE, load
-from graphs.app.prompts import Prompts, read_prompts, tokenizer_of
+from graphs.app.prompts import Prompts, questions, read_prompts, tokenizer_of
 from graphs.app.tables import Output, RunReport, StepTimes
 from graphs.dumps.dump import dump as dumping
 from graphs.dumps.folder import check_room
@@ -24,7 +24,7 @@ from graphs.sampling import SamplingParams
 from graphs.session import DecodeSession, Generation
 
 PROMPT_LENGTHS = (1, 2, 17, 200, 33, 5, 64, 100)
-"""Lengths of the random prompts that are used when none are given."""
+"""Lengths of the random prompts of a model without a tokenizer, when none are given."""
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.0, "eos": ()}
 """What `Reference` does, whatever the model's generation config says."""
@@ -68,7 +68,7 @@ def run(
         switches |= {"attn_quant": "always", "emulate_precision_casts": True}
     fx_passes.PassConfig.split(switches)
 
-    where, tokenizer = _device(device), tokenizer_of(model)
+    where, tokenizer = device_of(device), tokenizer_of(model)
     if quantize != "off" and where.type == "cuda":
         dtype = dtype or "bfloat16"
         _check_known("dtype with quantize on a GPU", dtype, ["bfloat16"])
@@ -114,7 +114,7 @@ def run(
         session,
         model=model,
         outputs=_outputs(asked, results, tokenizer),
-        random_prompts=prompts is None,
+        random_prompts=prompts is None and tokenizer is None,
         parity=parity,
         ok=parity.ok and (parity.varied or model not in PRESETS),
         steps=steps,
@@ -159,7 +159,8 @@ def _check_known(name: str, value: Any, known: Sequence[Any]) -> None:
         raise ValueError(f"{name} must be known, got {value!r}; supported: {supported}")
 
 
-def _device(asked: str | None) -> torch.device:
+def device_of(asked: str | None) -> torch.device:
+    """The device of that name; None: a GPU if there is one."""
     known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -171,6 +172,8 @@ def _device(asked: str | None) -> torch.device:
 def _prompts(path: Path | None, tokenizer: Any | None, vocab_size: int) -> Prompts:
     if path is not None:
         return read_prompts(path, tokenizer, vocab_size)
+    if tokenizer is not None:
+        return questions(tokenizer)
     generator = torch.Generator().manual_seed(1)
     drawn = [
         torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS
@@ -204,19 +207,21 @@ def _outputs(asked: Prompts, results: Sequence[Generation], tokenizer: Any | Non
 
 
 def _step_ms(session: DecodeSession, num_steps: int = 20) -> float | None:
-    """Median time of a decode step of a full batch; None where the session holds too few tokens."""
+    """Median time of a decode step of a full batch, of fewer steps where they take seconds.
+
+    None where the session holds too few tokens.
+    """
     num_steps = min(num_steps, session.max_tokens - 4)
     if num_steps < 1:
         return None
-    for _ in range(session.max_batch_size):
-        session.add([1], num_steps + 3, **GREEDY)
+    ids = [session.add([1], num_steps + 3, **GREEDY) for _ in range(session.max_batch_size)]
     session.step()  # the prompts
     session.step()
-    seconds = []
-    for _ in range(num_steps):
+    seconds: list[float] = []
+    while len(seconds) < num_steps and sum(seconds) < 2:
         begin = time.perf_counter()
         session.step()  # ends with the tokens on the host
         seconds.append(time.perf_counter() - begin)
-    while session.num_unfinished:
-        session.step()
+    for request_id in ids:
+        session.discard(request_id)
     return 1000 * statistics.median(seconds)

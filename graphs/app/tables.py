@@ -40,7 +40,7 @@ class RunReport:
 
     model: str
     outputs: list[Output]
-    random_prompts: bool  # none were given
+    random_prompts: bool  # token ids, as none were given
     dtype: str
     backends_against: dict[str, list[str]]
     skipped: list[str]

@@ -271,7 +271,7 @@ def test_a_preset_must_vary(make_model):
     [
         (
             ["--model", "nope"],
-            "model must be a preset, a directory or a Python file, got 'nope'; supported: llama-",
+            "model must be a preset, a directory or a Python file, got 'nope'; supported: smollm",
         ),
         (["--model", "."], "model must be a directory with a saved model, got '.'"),
         (["--model", "no.py"], "model must be a Python file that exists, got 'no.py'"),

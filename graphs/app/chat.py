@@ -57,9 +57,7 @@ class Chat:
         else:  # a chat is shorter than it takes to compile
             options["cudagraph_mode"] = "NONE"
         options |= {"share_prefixes": True, "cache_tokens": options["max_tokens"]}
-        self.session = DecodeSession(
-            subject, max_batch_size=1, tokenizer=self.tokenizer, **options
-        )
+        self.session = DecodeSession(subject, max_batch_size=1, tokenizer=self.tokenizer, **options)
 
     def ask(self, question: str) -> Iterator[str]:
         """The answer, piece by piece.

@@ -174,8 +174,9 @@ class Request:
         """Write into rows [1 + k, W] of bits what may follow its tokens, and those of a draft."""
         rows[:], edits = -1, self.edits
         if edits is not None:
+            last = self.tokens(max(0, self.num_tokens - edits.longest), self.num_tokens)
             for number, row in enumerate(rows):
-                edits.fill(row, [*self.token_ids, *draft[:number]] if number else self.token_ids)
+                edits.fill(row, [*last, *draft[:number]])
         if self.grammar is not None:
             by_grammar = np.empty_like(rows)
             self.grammar.fill_drafted(by_grammar, draft)
@@ -226,37 +227,36 @@ class Generation:
 
     token_ids: list[int]  # without the prompt; ends with the token that stopped it, if one did
     finish_reason: str
-    request: Request = dataclasses.field(repr=False, compare=False)
+    request: Request | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def stop_reason(self) -> str | int | None:
         """The string or the token id of `stop`, `stop_token_ids` that ended it."""
         if self.finish_reason != "stop":
             return None
-        text = self.request.text
+        text = None if self.request is None else self.request.text
         by_text = None if text is None else text.stop_reason
         return self.token_ids[-1] if by_text is None else by_text
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self.request.prompt
+        return [] if self.request is None else self.request.prompt
 
     # Cached: made once, where anybody asks. So are the others.
     @functools.cached_property
     def text(self) -> str | None:
         """The tokens as text, without eos and what follows a stop string; None: no tokenizer."""
-        text, tokenizer = self.request.text, self.request.tokenizer
-        if text is not None:
-            return text.finish()
-        if tokenizer is None:
+        if self.request is None or self.request.tokenizer is None:
             return None
-        return tokenizer.decode(self.request.text_ids, skip_special_tokens=True)
+        if self.request.text is not None:
+            return self.request.text.finish()
+        return self.request.tokenizer.decode(self.request.text_ids, skip_special_tokens=True)
 
     # Cached: as `text`.
     @functools.cached_property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         """By token: the drawn token's, then those of the most likely ones; None: not asked for."""
-        if self.request.sampling.logprobs is None:
+        if self.request is None or self.request.sampling.logprobs is None:
             return None
         pairs = zip(self.token_ids, self.request.logprobs, strict=True)
         return [logprobs_of(token, row) for token, row in pairs]
@@ -264,15 +264,16 @@ class Generation:
     @property
     def cumulative_logprob(self) -> float | None:
         """The sum of the drawn tokens' log-probabilities; None: not asked for."""
-        if self.request.sampling.logprobs is None:
+        if self.logprobs is None:
             return None
-        return sum(unpacked(row[:1])[1][0] for row in self.request.logprobs)
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(found[token].logprob for token, found in pairs)
 
     # Cached: as `text`.
     @functools.cached_property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """The same of the prompt's tokens, None for the first; None: not asked for."""
-        if self.request.scoring is None:
+        if self.request is None or self.request.scoring is None:
             return None
         pairs = zip(self.request.scoring.given, self.request.scores, strict=True)
         return [None, *(logprobs_of(token, row) for token, row in pairs)]

@@ -4,6 +4,7 @@ R rows, S requests, V vocabulary, W words of 32 bits, B biases, K stop tokens.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -52,8 +53,14 @@ class Edits:
         static = self.allowed is not None or self.bias or self.min_tokens
         return Editing.STATIC if static else Editing.NONE
 
+    # Cached: a step asks hundreds of requests.
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens of the longest bad word but its last."""
+        return max(map(len, self.bad_words), default=1) - 1
+
     def fill(self, row: np.ndarray, tokens: Sequence[int]) -> None:
-        """Write the tokens that may follow the output `tokens` into a row [W] of bits."""
+        """Write what may follow the `longest` last tokens, or more, into a row [W] of bits."""
         row[:] = -1 if self.allowed is None else self.allowed
         for *before, last in self.bad_words:
             if list(tokens[len(tokens) - len(before) :]) == before:

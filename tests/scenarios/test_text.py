@@ -1,0 +1,241 @@
+"""Sessions with a tokenizer: text in, text out, as it comes, and cut where it stops."""
+
+import itertools
+import json
+import re
+
+import pytest
+import torch
+
+from graphs import DecodeSession
+from tests.kit.models import build_model
+from tests.kit.sessions import captured, make_session
+from tests.kit.text import small_tokenizer
+
+PROMPTS = ["The quick brown", "one two", '{"name"']
+
+
+@pytest.fixture(scope="module")
+def model():
+    size = len(small_tokenizer())
+    return build_model("llama", vocab_size=size, eos_token_id=None, bos_token_id=None)
+
+
+def session_of(model, **options) -> DecodeSession:
+    return make_session(model, tokenizer=small_tokenizer(), max_tokens=128, **options)
+
+
+def decoded(tokens) -> str:
+    return small_tokenizer().decode(tokens, skip_special_tokens=True)
+
+
+def test_text_is_that_of_the_tokens(model):
+    session = session_of(model)
+    results = session.generate(PROMPTS, 16)
+    ids = [small_tokenizer()(text)["input_ids"] for text in PROMPTS]
+    assert [r.prompt_token_ids for r in results] == ids
+    assert results == session.generate(ids, 16)
+    assert [r.text for r in results] == [decoded(r.token_ids) for r in results]
+    assert results[:1] == session.generate(PROMPTS[0], 16)
+    request = session.add(PROMPTS[0], 3)
+    while session.num_unfinished:
+        session.step()
+    assert session.result(request).token_ids == results[0].token_ids[:3]
+
+
+@pytest.mark.parametrize("make", [make_session, captured])
+@pytest.mark.parametrize("decode_steps", [1, 8])
+def test_streams(model, make, decode_steps):
+    """Joined they are the whole text; another request's tokens are kept for `step`."""
+    options = {"tokenizer": small_tokenizer(), "max_tokens": 128, "decode_steps": decode_steps}
+    session = make(model, **options)
+    whole = session.generate(PROMPTS, 24)
+    other = session.add(PROMPTS[1], 24)
+    outputs = list(session.stream(PROMPTS[0], 24))
+    assert "".join(output.text for output in outputs) == whole[0].text
+    assert [output.token_id for output in outputs] == whole[0].token_ids
+    assert outputs[-1].finish_reason == "length"
+    seen = []
+    while session.num_unfinished:
+        seen += [o.token_id for o in session.step() if o.request_id == other]
+    assert seen == whole[1].token_ids
+    session.discard(other)
+    stream = session.stream(PROMPTS[2], 24)
+    next(stream)
+    stream.close()
+    assert not session._requests
+
+
+@pytest.mark.parametrize("make", [make_session, captured])
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings(model, make, include):
+    session = make(model, tokenizer=small_tokenizer(), max_tokens=128, decode_steps=4)
+    for free in session.generate(PROMPTS, 24):
+        for begin in range(2, len(free.text) - 3, 5):
+            stop = free.text[begin : begin + 3]
+            at = free.text.find(stop)
+            ends = {"stop": ["never there", stop], "include_stop_str_in_output": include}
+            (result,) = session.generate([free.prompt_token_ids], 24, **ends)
+            assert (result.finish_reason, result.stop_reason) == ("stop", stop)
+            assert result.text == free.text[: at + len(stop) * include]
+            assert free.token_ids[: len(result.token_ids)] == result.token_ids
+            assert stop in decoded(result.token_ids)
+            streamed = session.stream(free.prompt_token_ids, 24, **ends)
+            assert "".join(output.text for output in streamed) == result.text
+
+
+def test_stop_strings_count_behind_min_tokens(model):
+    session = session_of(model)
+    (free,) = session.generate(PROMPTS[:1], 24)
+    stop = free.text[:2]
+    (result,) = session.generate(PROMPTS[:1], 24, stop=stop, min_tokens=8)
+    assert len(result.token_ids) > 8
+
+
+def test_stop_token_ids_and_ignore_eos(model):
+    session = session_of(model)
+    (free,) = session.generate(PROMPTS[:1], 8)
+    token = free.token_ids[3]
+    (result,) = session.generate(PROMPTS[:1], 8, stop_token_ids=token)
+    assert (result.finish_reason, result.stop_reason) == ("stop", token)
+    assert result.text == decoded(result.token_ids[:-1])
+    (ended,) = session.generate(PROMPTS[:1], 8, eos=token)
+    assert (ended.finish_reason, ended.stop_reason) == ("eos", None)
+    (ignored,) = session.generate(PROMPTS[:1], 8, eos=token, ignore_eos=True)
+    assert ignored == free
+
+
+def test_chat(model):
+    session = session_of(model)
+    messages = [{"role": "user", "content": "one two"}]
+    prompt = "<user>one two\n<assistant>"
+    assert session.chat(messages, 8).token_ids == session.generate([prompt], 8)[0].token_ids
+
+
+def test_bad_words_as_text(model):
+    session = session_of(model)
+    word = next(w for w in re.findall("[a-z]+", session.generate(PROMPTS[:1], 32)[0].text) if w)
+    (result,) = session.generate(PROMPTS[:1], 32, bad_words=[word])
+    tokens = small_tokenizer()(word, add_special_tokens=False)["input_ids"]
+    found = result.token_ids
+    assert all(found[i : i + len(tokens)] != tokens for i in range(len(found)))
+
+
+@pytest.mark.parametrize("make", [make_session, captured])
+def test_structured_outputs(model, make):
+    """Beside requests that ask for none, with log-probabilities."""
+    pytest.importorskip("xgrammar")
+    session = make(model, tokenizer=small_tokenizer(), max_tokens=128, decode_steps=4)
+    eos = small_tokenizer().eos_token_id
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "bc"]}},
+        "required": ["ok", "kind"],
+    }
+    wanted = [
+        ({"json": schema}, lambda t: {"ok", "kind"} == json.loads(t).keys()),
+        ({"regex": "[ab]{3}-[0-9]+x"}, lambda t: re.fullmatch("[ab]{3}-[0-9]+x", t)),
+        ({"choice": ["Yes", "No", "seven"]}, lambda t: t in ("Yes", "No", "seven")),
+    ]
+    plain = session.generate(PROMPTS, 20, eos=())
+    for temperature in (0.0, 1.0):
+        requests = [
+            session.add(
+                PROMPTS[0], 100, structured_outputs=asked, eos=eos, temperature=temperature,
+                logprobs=1, logit_bias={eos: 5.0},
+            )
+            for asked, _ in wanted
+        ]  # fmt: skip
+        beside = session.add(PROMPTS[1], 20, eos=())
+        while session.num_unfinished:
+            session.step()
+        assert session.result(beside) == plain[1]
+        for request, (asked, is_right) in zip(requests, wanted, strict=True):
+            result = session.result(request)
+            if result.finish_reason == "eos":
+                assert is_right(result.text), (asked, result.text)
+            else:
+                assert "json" in asked or "regex" in asked
+            assert all(x.logprob > -torch.inf for d in result.logprobs for x in d.values())
+        for request in (*requests, beside):
+            session.discard(request)
+
+
+def test_structured_outputs_with_drafts(model):
+    pytest.importorskip("xgrammar")
+    session = captured(model, tokenizer=small_tokenizer(), max_tokens=128, num_draft_tokens=3)
+    asked = {"structured_outputs": {"choice": ["seven eight", "Yes"]}, "eos": 0}
+    (alone,) = session.generate(PROMPTS[:1], 20, **asked)
+    request = session.add(PROMPTS[0], 20, **asked)
+    drafts = [alone.token_ids[:2], [5, 6, 7], alone.token_ids[-2:]]
+    while session.num_unfinished:
+        session.verify_draft({request: drafts[0]})
+        drafts.append(drafts.pop(0))
+    assert session.result(request) == alone
+    assert alone.text in ("seven eight", "Yes")
+
+
+def test_logits_processors(model):
+    """Transformers' own, beside a captured request."""
+    from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor
+
+    session = session_of(model, debug="eager_replay")
+    (plain,) = session.generate(PROMPTS[:1], 24)
+    processor = LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)])
+    (result,) = session.generate(PROMPTS[:1], 24, logits_processor=processor)
+    whole = [*result.prompt_token_ids, *result.token_ids]
+    pairs = list(itertools.pairwise(whole))
+    assert len(set(pairs[len(result.prompt_token_ids) :])) == len(result.token_ids) - 1
+    assert session.generate(PROMPTS[:1], 24) == [plain]
+    with pytest.raises(ValueError, match=r"logits_processor must return logits \[1, "):
+        session.generate(PROMPTS[:1], 2, logits_processor=lambda ids, logits: logits[0])
+
+
+REFUSED = {
+    "stop": ({"stop": [""]}, "stop must be a text or a list of texts, got"),
+    "min_tokens": ({"min_tokens": -1}, "min_tokens must be an integer from 0"),
+    "bias": ({"logit_bias": {10**6: 1.0}}, "logit_bias must be an integer from 0 to"),
+    "bias value": ({"logit_bias": {1: float("nan")}}, r"logit_bias\[1\] must be a number"),
+    "bad words": ({"bad_words": [[]]}, "bad_words must hold token ids"),
+    "allowed": ({"allowed_token_ids": [-1]}, "allowed_token_ids must be an integer from 0"),
+    "nothing left": (
+        {"allowed_token_ids": [3], "bad_words": [[3]]}, "must leave a token that can be drawn",
+    ),
+    "logprobs": ({"logprobs": 65}, "logprobs must be an integer from 0 to 64"),
+    "prompt_logprobs": ({"prompt_logprobs": -1}, "prompt_logprobs must be an integer from 0"),
+    "ignore_eos": ({"ignore_eos": 1}, "ignore_eos must be True or False"),
+    "processor": ({"logits_processor": 3}, "logits_processor must be callable"),
+    "min_tokens with many ends": (
+        {"min_tokens": 2, "eos": list(range(9))}, "min_tokens must be 0 with more than 8 tokens",
+    ),
+    "structured": ({"structured_outputs": {"xml": 1}}, "structured_outputs must be a mapping"),
+    "unknown": ({"logprob": 1}, "sampling parameters must be known, got logprob; supported: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(model, name):
+    """Nothing is queued."""
+    if name == "structured":
+        pytest.importorskip("xgrammar")
+    wanted, message = REFUSED[name]
+    session = session_of(model)
+    with pytest.raises(ValueError, match=message):
+        session.generate(PROMPTS, 4, **wanted)
+    assert not session._requests
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.generate(["text"], 2), "prompts of text must come with DecodeSession"),
+        (lambda s: s.generate([[1]], 2, stop="a"), "stop must come with DecodeSession"),
+        (lambda s: s.generate([[1]], 2, bad_words=["a"]), "bad_words of text must come with"),
+        (lambda s: s.chat([{"role": "user", "content": "a"}]), "messages must come with"),
+    ],
+)
+def test_text_needs_a_tokenizer(model, call, message):
+    session = make_session(model)
+    with pytest.raises(ValueError, match=message):
+        call(session)
+    assert session.generate([[1, 2]], 2)[0].text is None

@@ -45,8 +45,8 @@ def exclusive(
         if self.lock.locked():
             raise RuntimeError(
                 f"{method.__name__}() must be called by one thread at a time, and not from inside "
-                f"of a step, got a call while another runs; supported: other threads hand their "
-                "prompts to the one that steps, as by a queue.Queue"
+                f"of a step, got a call while another runs; supported: graphs.AsyncSession, which "
+                "takes calls of any thread"
             )
         with self.lock, surroundings(self.device):
             return method(self, *args, **kwargs)

@@ -8,7 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.kit.models import build_model
+from tests.kit.text import small_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*.md")])
@@ -103,24 +105,15 @@ def test_decisions_are_where_the_page_says():
 
 
 @pytest.mark.slow
-def test_the_readme_s_code_runs(tmp_path, monkeypatch, capsys):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=32000,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(torch.nn.Module, "cuda", lambda self: self)
+def test_the_readme_s_code_runs(tmp_path, capsys):
+    tokenizer = small_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    build_model("llama", "eager", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    exec(code[0], {"path": tmp_path})
-    lines = capsys.readouterr().out.splitlines()
-    assert [re.sub(r"\[\d+(, \d+)*\]", "tokens", line) for line in lines] == ["tokens length"] * 2
+    scope = {"path": tmp_path}
+    exec(code[0].replace("4096", "128"), scope)
+    shown = capsys.readouterr().out
+    assert shown.split("\n")[0] == scope["session"].generate(["Hello"], 32)[0].text.split("\n")[0]
 
 
 def extras() -> dict[str, list[str]]:
@@ -145,7 +138,7 @@ def test_the_demo_installs_neither_tests_nor_linters():
         printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         return {x for e in re.findall(r"-e '\.\[(.*?)\]'", printed.stdout) for x in e.split(",")}
 
-    assert installed("demo") == {"transformers", "triton", "dump"}
+    assert installed("demo") == {"transformers", "triton", "dump", "demo"}
     assert installed("test-all") == {*installed("demo"), "test"}
     assert installed("lint") == {*installed("test-all"), "lint"}
 

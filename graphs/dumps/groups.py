@@ -10,8 +10,8 @@ _RULES = (
     (KV_WRITE, r"write_kv|write_mla_kv|reshape_and_cache|append_paged|store_kv|\bwrite_kernel"),
     (
         SAMPLING,
-        r"argmax|race_kernel|logprobs_kernel|finish_kernel|finish_step|advance_step|take_tokens|kth_largest|"
-        r"nucleus|multinomial|topk|argsort|radixsort|softmax_warp|"
+        r"argmax|race_kernel|logprobs_kernel|allowed_kernel|finish_kernel|finish_step|"
+        r"advance_step|take_tokens|kth_largest|nucleus|multinomial|topk|argsort|radixsort|softmax_warp|"
         r"\b(?:count|bracket|narrow|gather_bins|search)_kernel",  # top-k and top-p
     ),
     (

@@ -6,7 +6,9 @@ from typing import Any
 
 from graphs.requests.text import TextOfTokens
 
-TOKENIZE = "tokenize first, e.g. tokenizer(text)['input_ids']"
+TOKENIZE = (
+    "tokenize first, e.g. tokenizer(text)['input_ids'], or make the session with tokenizer=..."
+)
 
 TEMPLATE = "tokenize first, e.g. tokenizer.apply_chat_template(messages)['input_ids']"
 
@@ -164,6 +166,8 @@ class Tokens:
 
     def prompts(self, prompts: Any) -> Any:
         """Prompts of a call, with token ids in place of text."""
+        if self.tokenizer is None:
+            return prompts
         if isinstance(prompts, str):
             prompts = [prompts]
         if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
@@ -172,8 +176,7 @@ class Tokens:
 
     def ids(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text, `special`: with what the tokenizer puts around a prompt."""
-        known = self._known("prompts of text", text)
-        return list(known(text, add_special_tokens=special)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def chat(self, messages: Any) -> list[int]:
         """Token ids of a conversation that asks for an answer."""

@@ -71,12 +71,15 @@ def is_empty(session) -> bool:
 class _Arrival:
     """An event of a device that copies tokens when the host waits, and not before."""
 
-    def __init__(self, buffer, drawn, log) -> None:
-        self.buffer, self.drawn, self.log = buffer, drawn.clone(), log
-        self.buffer.fill_(-9)  # no token: a read before the wait fails the test
+    def __init__(self, buffers, log) -> None:
+        self.buffers, self.log = [x for x in buffers if x is not None], log
+        self.drawn = [x.clone() for x in self.buffers]
+        for x in self.buffers:
+            x.fill_(-9)  # no token: a read before the wait fails the test
 
     def synchronize(self) -> None:
-        self.buffer.copy_(self.drawn)
+        for x, drawn in zip(self.buffers, self.drawn, strict=True):
+            x.copy_(drawn)
         self.log.append("wait")
 
 
@@ -88,10 +91,10 @@ def asynchronous(session: DecodeSession) -> list[str]:
     log: list[str] = []
 
     class Late(TokenBuffers):
-        def copy(self, captured, drawn):
+        def copy(self, captured, tensors):
             log.append("launch")
-            buffer, _ = super().copy(captured, drawn)
-            return buffer, _Arrival(buffer, drawn, log)
+            buffer, logprobs, _ = super().copy(captured, tensors)
+            return buffer, logprobs, _Arrival([buffer, logprobs], log)
 
     session.loop.launcher.buffers = Late(session.max_batch_size)
     return log

@@ -228,7 +228,10 @@ def test_refused(model, name):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda s: s.generate(["text"], 2), "prompts of text must come with DecodeSession"),
+        (
+            lambda s: s.generate(["text"], 2),
+            "prompt must be .*, or make the session with tokenizer",
+        ),
         (lambda s: s.generate([[1]], 2, stop="a"), "stop must come with DecodeSession"),
         (lambda s: s.generate([[1]], 2, bad_words=["a"]), "bad_words of text must come with"),
         (lambda s: s.chat([{"role": "user", "content": "a"}]), "messages must come with"),

@@ -122,6 +122,7 @@ def query() -> None:
 
 
 def step() -> None:
+    from graphs.sampling.triton.edits import launch_allowed
     from graphs.sampling.triton.logprobs import launch_log_probs
     from graphs.sampling.triton.race import launch_argmax, launch_race
     from graphs.sampling.triton.select import thresholds
@@ -131,6 +132,7 @@ def step() -> None:
     launch_race(logits, torch.ones(2), rows, rows)
     launch_argmax(logits.bfloat16())
     launch_log_probs(logits, rows, 2)
+    launch_allowed(logits, torch.zeros(2, 157, dtype=torch.int32))
     thresholds(logits, torch.ones(2, dtype=torch.int32), torch.ones(2))
     count = torch.zeros(2, dtype=torch.int32)
     tensors = {

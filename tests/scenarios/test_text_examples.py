@@ -1,0 +1,50 @@
+"""The short programs of examples/, on a folder with a small model and its tokenizer."""
+
+import asyncio
+
+import pytest
+
+from examples import asyncio_stream, chat, json_output, log_probabilities
+from tests.kit.models import build_model
+from tests.kit.text import small_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = small_tokenizer()
+    eos = tokenizer.eos_token_id
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    model = build_model("llama", "eager", eos_token_id=eos, **sizes)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    """As with `compile=False`: compiling is not what is tried here."""
+    monkeypatch.setattr("torch.compile", lambda model, **options: model)
+
+
+def test_chat(folder):
+    first, second = chat.answers(folder, ["one two", "three"])
+    assert first
+    assert chat.answers(folder, ["one two"]) == [first]
+    assert second != first
+
+
+def test_log_probabilities(folder):
+    assert log_probabilities.rollouts(folder, ["The quick", "one two"]) < 1e-4
+
+
+def test_json_output(folder):
+    pytest.importorskip("xgrammar")
+    found = json_output.answer(folder, "one two")
+    assert found["city"] in ("Paris", "Rome")
+    assert isinstance(found["is_capital"], bool)
+
+
+def test_asyncio_stream(folder):
+    texts = asyncio.run(asyncio_stream.main(folder, ["The quick", "one two", "The quick"]))
+    assert texts[0] == texts[2] != texts[1]

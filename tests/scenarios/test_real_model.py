@@ -1,6 +1,8 @@
 """A trained model: what it says makes sense, and is what Transformers' `generate` says."""
 
 import importlib.util
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,3 +83,91 @@ def test_a_conversation_equals_generate(model, tokenizer):
         messages.append({"role": "assistant", "content": answers[-1]})
     assert "Paris" in answers[0]
     assert "Rome" in answers[1]
+
+
+@pytest.fixture(scope="module")
+def session(model, tokenizer):
+    return DecodeSession(
+        model, max_batch_size=4, max_tokens=512, tokenizer=tokenizer, share_prefixes=True,
+        cudagraph_mode="NONE", num_draft_tokens=3,
+    )  # fmt: skip
+
+
+LICENCE = (Path(__file__).parents[2] / "LICENSE").read_text()[:1500]
+
+
+def test_perplexity_of_a_licence_is_that_of_transformers(session, model, tokenizer):
+    (score,) = session.score([LICENCE], logprobs=1)
+    model.set_attn_implementation("eager")
+    try:
+        ids = tokenizer(LICENCE, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            wanted = model(ids, labels=ids).loss
+    finally:
+        model.set_attn_implementation("attn_ops")
+    mean = -score.total / len(score.logprobs)
+    assert mean == pytest.approx(wanted.item(), abs=1e-4)
+    assert 0.3 < sum(score.is_argmax) / len(score.is_argmax) < 1, "it knows such texts"
+
+
+def test_answers_are_scored_as_one_would(session):
+    question = "Question: What is the capital of France?\nAnswer:"
+    answers = [" Paris", " Banana", " Berlin", " Monday"]
+    scores = session.score([question] * 4, answers)
+    totals = [score.total for score in scores]
+    assert totals.index(max(totals)) == 0
+
+
+def test_streams_stop_where_the_text_says(session, tokenizer):
+    messages = [{"role": "user", "content": "Name three fruits."}]
+    prompt = chat_tokens(tokenizer, messages)
+    whole = session.chat(messages, NUM_TOKENS)
+    assert whole.text == "".join(output.text for output in session.stream(prompt, NUM_TOKENS))
+    (cut,) = session.generate([prompt], NUM_TOKENS, stop="2.")
+    assert cut.text == whole.text.partition("2.")[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", "2.")
+
+
+def test_json_is_sensible(session):
+    pytest.importorskip("xgrammar")
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"type": "string"}, "is_in_europe": {"type": "boolean"}},
+        "required": ["capital", "is_in_europe"],
+    }
+    messages = [{"role": "user", "content": "Name the capital of France, in JSON."}]
+    found = json.loads(session.chat(messages, 64, structured_outputs={"json": schema}).text)
+    assert "Paris" in found["capital"]
+
+
+def test_drafts_from_the_prompt_are_accepted(session, tokenizer):
+    """Text that repeats: tokens after the same two are proposed."""
+    text = "The sea is blue. The sky is blue. The sea is blue. The sky is"
+    (alone,) = session.generate([text], 20)
+    request, accepted, steps = session.add(text, 20), 0, 0
+    known = tokenizer(text)["input_ids"]
+    while session.num_unfinished:
+        tail, draft = known[-2:], []
+        for at in range(len(known) - 3, -1, -1):
+            if known[at : at + 2] == tail:
+                draft = known[at + 2 : at + 5]
+                break
+        outputs = session.verify_draft({request: draft})
+        known += [output.token_id for output in outputs]
+        accepted, steps = accepted + len(outputs), steps + 1
+    assert session.result(request).token_ids == alone.token_ids
+    session.discard(request)
+    assert accepted / steps > 1.2
+
+
+def test_an_fp8_cache_costs_little(model, tokenizer):
+    session = DecodeSession(
+        model, max_batch_size=1, max_tokens=512, tokenizer=tokenizer, cudagraph_mode="NONE",
+        kv_cache_dtype="fp8_e4m3",
+    )  # fmt: skip
+    exact = DecodeSession(
+        model, max_batch_size=1, max_tokens=512, tokenizer=tokenizer, cudagraph_mode="NONE"
+    )
+    (rough,), (right,) = session.score([LICENCE]), exact.score([LICENCE])
+    difference = (right.total - rough.total) / len(right.logprobs)
+    assert abs(difference) < 0.05

@@ -97,7 +97,7 @@ def test_waits_are_counted_and_nothing_else():
     event = types.SimpleNamespace(synchronize=lambda: time.sleep(0.02))
     nobody: Any = [None, None]
     tokens = torch.tensor([[7, 8]])
-    launched = LaunchedSteps(None, nobody, 0, 1, 0, tokens, tokens, cast(Any, event))
+    launched = LaunchedSteps(None, nobody, 0, 1, 0, tokens, tokens, None, cast(Any, event))
     with watched_waits() as waits:
         assert launched.wait() == [[7, 8]]
         before = waits.seconds

@@ -46,9 +46,6 @@ def test_finished_requests_do_not_block_drafts(model):
     while session.num_unfinished:
         session.verify_draft({done: [1, 2], request: [5]})
     assert session.result(request) == uncaptured(model).generate([[3, 4]], 6)[0]
-    going = session.add([1, 2], 3, repetition_penalty=1.5)
-    with pytest.raises(ValueError, match=f"penalties must be neutral .* request {going}"):
-        session.verify_draft({})
 
 
 @pytest.mark.parametrize("budget", [3, 4, 9])

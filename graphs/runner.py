@@ -234,9 +234,10 @@ class StepRunner:
         if logits:
             if self.on_logits is not None:
                 self.on_logits(step, logits_RV)
+            processed_RV = logits_RV
             if step.editing is Editing.CALLED:
-                logits_RV = _called(logits_RV, step)
-            tokens_R = self._drawn(logits_RV, tensors, sampling)
+                processed_RV = _called(logits_RV, step)
+            tokens_R = self._drawn(logits_RV, tensors, sampling, processed_RV)
             tensors.device["tokens"][0].copy_(tokens_R)
         return tensors.device
 
@@ -346,9 +347,18 @@ class StepRunner:
         check_logits(logits_1RV, tensors.num_rows)
         return logits_1RV[0]
 
-    def _drawn(self, logits_RV: torch.Tensor, tensors: StepTensors, kind: Sampling) -> torch.Tensor:
-        """`_sampled`; log-probabilities are kept where the step's tensors have room for them."""
-        edited_RV = self._edited(logits_RV, tensors)
+    def _drawn(
+        self,
+        logits_RV: torch.Tensor,
+        tensors: StepTensors,
+        kind: Sampling,
+        processed_RV: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A token a row; log-probabilities are kept where the step's tensors have room for them.
+
+        `processed_RV`: what a caller's processors made of the model's logits.
+        """
+        edited_RV = self._edited(logits_RV if processed_RV is None else processed_RV, tensors)
         tokens_R = self._sampled(edited_RV, tensors, kind)
         ring_NRK = tensors.device.get("logprobs")
         if ring_NRK is not None:

@@ -215,9 +215,12 @@ class DecodeSession:
 
     @exclusive
     def add(self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any) -> int:
-        """Queue a prompt; returns the request's id. Arguments and errors as those of `generate`."""
+        """Queue a prompt; returns the request's id. As `generate`, but for `n`."""
+        asked = Wanted.of(max_new_tokens, wanted)
+        if asked.n != 1:
+            raise ValueError(f"n must be 1, got {asked.n!r}; supported: more with generate")
         with uninterrupted():
-            return self.book.queue_all([prompt], Wanted.of(max_new_tokens, wanted))[0].id
+            return self.book.queue_all([prompt], asked)[0].id
 
     def result(self, request_id: int) -> Generation | None:
         """The result of a finished request, None while it runs; kept until `discard`.

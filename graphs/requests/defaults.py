@@ -128,11 +128,11 @@ class Defaults:
         """`min_tokens`, `bad_words` and `stop` where a request does not name its `own`."""
         suppressed = [[token] for token in self.given.get("suppress_tokens", ())]
         found = {
-            "min_tokens": self.given.get("min_new_tokens", 0),
+            "min_tokens": self.given.get("min_new_tokens"),
             "bad_words": [*self.given.get("bad_words_ids", ()), *suppressed] or None,
             "stop": self.given.get("stop_strings") or None,
         }
-        return {name: value for name, value in found.items() if not own.get(name)}
+        return {name: value for name, value in found.items() if own.get(name) is None}
 
     def max_new_tokens(self, num_prompt: int) -> int:
         """New tokens of a prompt at most: 16 where the config does not say."""

@@ -326,7 +326,7 @@ class Wanted:
     stop_token_ids: int | Iterable[int] | None = None
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = False
-    min_tokens: int = 0
+    min_tokens: int | None = None
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str | Sequence[int]] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -428,15 +428,15 @@ def checked_requests(
 def _edits(
     wanted: Wanted, stops: frozenset[int], limits: Limits, tokens_of: Tokens
 ) -> Edits | None:
-    asked = wanted.logit_bias, wanted.bad_words, wanted.allowed_token_ids
-    if asked == (None, None, None) and type(wanted.min_tokens) is int and not wanted.min_tokens:
+    names = ("logit_bias", "bad_words", "allowed_token_ids", "min_tokens")
+    if all(getattr(wanted, name) is None for name in names):
         return None
     edits = Edits.of(
         limits.vocab_size,
         logit_bias=wanted.logit_bias,
         bad_words=tokens_of.words(wanted.bad_words),
         allowed_token_ids=wanted.allowed_token_ids,
-        min_tokens=wanted.min_tokens,
+        min_tokens=0 if wanted.min_tokens is None else wanted.min_tokens,
     )
     if edits.min_tokens and len(stops) > MAX_STOP_TOKENS:
         raise ValueError(

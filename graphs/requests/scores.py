@@ -68,7 +68,9 @@ def queue_scored(
     heads = unpadded(tokens_of.prompts(prompts), frozenset(), frozenset())
     tails: list[Any] = [()] * len(heads)
     if continuations is not None:
-        tails = listed("continuations", tokens_of.prompts(continuations), "texts or token ids")
+        tails = listed(
+            "continuations", tokens_of.prompts(continuations, special=False), "texts or token ids"
+        )
     if len(tails) != len(heads):
         raise ValueError(f"continuations must be {len(heads)}, one a prompt, got {len(tails)}")
     requests = []

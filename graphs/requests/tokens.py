@@ -164,15 +164,15 @@ class Tokens:
         self.tokenizer, self._vocab_size = tokenizer, vocab_size
         self._grammars: dict[frozenset[int], Any] = {}  # by the tokens that end a request
 
-    def prompts(self, prompts: Any) -> Any:
-        """Prompts of a call, with token ids in place of text."""
+    def prompts(self, prompts: Any, *, special: bool = True) -> Any:
+        """Prompts of a call, with token ids in place of text; `special`: see `ids`."""
         if self.tokenizer is None:
             return prompts
         if isinstance(prompts, str):
             prompts = [prompts]
         if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
             return prompts
-        return [self.ids(one) if isinstance(one, str) else one for one in prompts]
+        return [self.ids(x, special=special) if isinstance(x, str) else x for x in prompts]
 
     def ids(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text, `special`: with what the tokenizer puts around a prompt."""

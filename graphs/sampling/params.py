@@ -41,7 +41,11 @@ FIELDS: dict[str, tuple[torch.dtype, float | int]] = {
 }
 """Tensors [S] of a step: dtype, and the value of padding rows, with which a field does nothing."""
 
-OF_REQUESTS = ("max_new_tokens", "eos", "eos_token_id", "stop_token_ids", "share_prefix")
+OF_REQUESTS = (
+    "max_new_tokens", "eos", "eos_token_id", "ignore_eos", "stop_token_ids", "stop",
+    "include_stop_str_in_output", "min_tokens", "logit_bias", "bad_words", "allowed_token_ids",
+    "structured_outputs", "logits_processor", "prompt_logprobs", "stream", "share_prefix", "n",
+)  # fmt: skip
 """What else a request takes by name."""
 
 SEEDS = (-(2**63), 2**63 - 1)

@@ -1,5 +1,6 @@
 """Sessions with a tokenizer: text in, text out, as it comes, and cut where it stops."""
 
+import copy
 import itertools
 import json
 import re
@@ -103,6 +104,37 @@ def test_stop_token_ids_and_ignore_eos(model):
     assert (ended.finish_reason, ended.stop_reason) == ("eos", None)
     (ignored,) = session.generate(PROMPTS[:1], 8, eos=token, ignore_eos=True)
     assert ignored == free
+
+
+def test_texts_to_score_are_continued_as_they_are(model):
+    """No token of the tokenizer's own stands between them."""
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.add_special_tokens({"bos_token": "<eos>"})
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<eos> $A", None, [("<eos>", 0)])
+    session = make_session(model, tokenizer=tokenizer, max_tokens=128)
+    (score,) = session.score(["one two"], [" three"])
+    plain = small_tokenizer()
+    assert score.token_ids == plain(" three")["input_ids"]
+    assert session.score([[0, *plain("one two")["input_ids"]]], [score.token_ids]) == [score]
+
+
+def test_a_request_is_one(model):
+    session = session_of(model)
+    for call in (session.add, lambda *a, **k: next(session.stream(*a, **k))):
+        with pytest.raises(ValueError, match="n must be 1, got 2; supported: more with generate"):
+            call(PROMPTS[0], 3, n=2)
+    assert not session._requests
+
+
+def test_off_counts_before_the_config(model, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "min_new_tokens", 6)
+    session = session_of(model)
+    (free,) = session.generate(PROMPTS[:1], 8, eos=())
+    asked = {"eos": free.token_ids[1]}
+    assert len(session.generate(PROMPTS[:1], 8, **asked)[0].token_ids) > 5
+    assert len(session.generate(PROMPTS[:1], 8, min_tokens=0, **asked)[0].token_ids) <= 2
 
 
 def test_chat(model):

@@ -20,7 +20,7 @@ from numbers import Integral
 from typing import Any, cast
 
 from graphs.options import check_positive
-from graphs.requests.requests import Generation, StepOutput
+from graphs.requests.requests import Generation, RequestError, StepOutput
 from graphs.session import DecodeSession, Prompt
 
 
@@ -109,7 +109,8 @@ class AsyncSession:
     While it is open the session is used through it alone. As the session takes one call at a time,
     another call is refused with a RuntimeError now and then, or a step is, beside the other call.
 
-    An error of a step ends all requests of that moment with it, and new ones are taken. Prompts
+    An error of one request, such as one of its processor, ends that one. An error of a step ends
+    all requests of that moment with it, and new ones are taken. Prompts
     must not change before their first token has come. Steps run in the default CUDA stream.
 
     Args:
@@ -146,7 +147,8 @@ class AsyncSession:
             QueueFullError: `max_waiting` requests wait.
             SessionClosedError: it was closed.
         """
-        add = functools.partial(self._session.add, prompt, max_new_tokens, stream=True, **wanted)
+        wanted |= {"stream": True}
+        add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
         return self._queued(Handle(self), add)
 
     def stream(self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any) -> Stream:
@@ -154,7 +156,8 @@ class AsyncSession:
 
         Leaving the loop early aborts the request.
         """
-        add = functools.partial(self._session.add, prompt, max_new_tokens, stream=True, **wanted)
+        wanted |= {"stream": True}
+        add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
         return Stream(self._queued(Handle(self, asyncio.get_running_loop(), True), add))
 
     async def generate(
@@ -259,6 +262,10 @@ class AsyncSession:
     def _step(self) -> None:
         try:
             outputs = self._session.step()
+        except RequestError as error:
+            if (handle := self._handles.get(error.request_id)) is not None:
+                self._end(handle, error)
+            return
         except Exception as error:
             self._end_all(self._handles.values(), error)
             return

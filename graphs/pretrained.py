@@ -36,8 +36,17 @@ def load(
     from fx_passes.backend import attn_ops as backend
 
     rest = dict(options)
-    device = torch.device(rest.pop("device", "cuda" if torch.cuda.is_available() else "cpu"))
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path must be a folder with a model, or a name on the hub, got {path!r}")
+    wanted = rest.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.empty(0, device=wanted).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device must be one that is here, got {wanted!r}: {error}") from None
     dtype = rest.pop("dtype", "float32" if device.type == "cpu" else "auto")
+    named = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if dtype != "auto" and not isinstance(named, torch.dtype):
+        raise ValueError(f"dtype must be a floating-point type of torch or 'auto', got {dtype!r}")
     compiled, kwargs = rest.pop("compile", True), rest.pop("model_kwargs", {})
     if type(compiled) is not bool:
         raise ValueError(f"compile must be True or False, got {compiled!r}")
@@ -45,7 +54,7 @@ def load(
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, attn_implementation="attn_ops", dtype=dtype, **kwargs
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"path must be a folder with a model, got {str(path)!r}: {error}"
         ) from None
@@ -53,10 +62,10 @@ def load(
     if "tokenizer" not in rest:
         rest["tokenizer"] = tokenizer_of(path, kwargs)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", max_tokens)
-    rest.setdefault("max_batch_size", max_batch_size)
-    rest.setdefault("max_tokens", min(max_tokens, positions))
+    if "options" not in rest:  # which has them
+        rest = {"max_batch_size": max_batch_size, "max_tokens": min(max_tokens, positions)} | rest
+        rest.setdefault("merge_projections", "auto" if compiled else False)
     if compiled:
-        rest.setdefault("merge_projections", "auto")
         model = torch.compile(model, backend=backend, fullgraph=True)
     return model, rest
 

@@ -453,13 +453,16 @@ def _called(logits_RV: torch.Tensor, step: Rows) -> torch.Tensor:
         if request.processor is not None and s.wants_token:
             tokens = [*request.prompt, *request.token_ids, *s.draft[:number]]
             ids_1T = torch.tensor([tokens], device=logits_RV.device)
-            found_1V = request.processor(ids_1T, logits_RV[row : row + 1].clone())
-            if found_1V.shape != (1, logits_RV.shape[1]):
-                raise ValueError(
-                    f"logits_processor must return logits [1, {logits_RV.shape[1]}], "
-                    f"got {list(found_1V.shape)}"
-                )
-            logits_RV[row] = found_1V[0]
+            try:
+                found_1V: Any = request.processor(ids_1T, logits_RV[row : row + 1].clone())
+                if getattr(found_1V, "shape", None) != (1, logits_RV.shape[1]):
+                    raise ValueError(
+                        f"logits_processor must return logits [1, {logits_RV.shape[1]}], "
+                        f"got {getattr(found_1V, 'shape', found_1V)!r:.80}"
+                    )
+                logits_RV[row] = found_1V[0]
+            except Exception as error:  # the others go on
+                request.error = error
     return logits_RV
 
 

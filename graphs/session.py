@@ -29,15 +29,16 @@ from graphs.model_changes import ModelState, WeightVersions
 from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
 from graphs.report import SessionReport
+from graphs.requests.drafts import checked_drafts
 from graphs.requests.outputs import TokenStream
 from graphs.requests.requests import (
     Generation,
     Limits,
     Request,
     RequestBook,
+    RequestError,
     StepOutput,
     Wanted,
-    checked_drafts,
     known_request,
 )
 from graphs.requests.scheduler import Scheduler
@@ -165,6 +166,7 @@ class DecodeSession:
         )
         self.num_steps = self.loop.num_steps
         self.lock = threading.Lock()  # of `exclusive`
+        self._left: list[int] = []  # requests of streams that were closed while another call ran
 
     @property
     def _max_scored(self) -> int:
@@ -315,6 +317,8 @@ class DecodeSession:
         Raises:
             ValueError: there is no tokenizer; and as `generate`.
         """
+        if wanted.get("n", 1) != 1:
+            raise ValueError(f"n must be 1, got {wanted['n']!r}; supported: more with generate")
         prompt = self.book.tokens_of.chat(messages)
         return self.generate([prompt], max_new_tokens, **wanted)[0]
 
@@ -327,12 +331,18 @@ class DecodeSession:
         beginning of a stop string. A caller that stops iterating ends the request. Tokens of other
         requests are kept for the next `step`.
         """
-        request = self._requests[self.add(prompt, max_new_tokens, stream=True, **wanted)]
+        wanted |= {"stream": True}
+        request = self._requests[self.add(prompt, max_new_tokens, **wanted)]
         try:
-            while not request.finish_reason:
+            while request.id in self._requests:
                 yield from self._outputs_of(request)
+                if request.finish_reason and request.id not in self.token_stream:
+                    break
         finally:
-            self.discard(request.id)
+            try:
+                self.discard(request.id)
+            except RuntimeError:  # it is closed while another call runs
+                self._left.append(request.id)
 
     @exclusive
     def discard(self, request_id: int) -> None:
@@ -365,7 +375,7 @@ class DecodeSession:
             ended, and when nothing is left; `num_unfinished` tells.
         """
         self._run(self.loop.step)
-        return self.token_stream.hand_out()
+        return self._handed_out()
 
     @exclusive
     def verify_draft(self, drafts: Mapping[int, Sequence[int]]) -> list[StepOutput]:
@@ -392,7 +402,7 @@ class DecodeSession:
         k = self.plan.num_draft_tokens
         checked = checked_drafts(drafts, k, self._requests, self.vocab_size)
         self._run(self.loop.step_drafted, checked)
-        return self.token_stream.hand_out()
+        return self._handed_out()
 
     @property
     def num_unfinished(self) -> int:
@@ -462,13 +472,31 @@ class DecodeSession:
         """Run a step whole; Ctrl-C waits for its end, but not for the model to be compiled."""
         self.loop.prepare()
         with uninterrupted():
+            while self._left:
+                if (request := self._requests.get(self._left.pop())) is not None:
+                    self._forget(request)
             step(*args)
+
+    def _handed_out(self) -> list[StepOutput]:
+        """New tokens; first, each once, the errors of requests that have ended by one."""
+        if self.token_stream.failed:
+            request = self.token_stream.failed.pop(0)
+            raise RequestError(request) from request.error
+        return self.token_stream.hand_out()
 
     @exclusive
     def _outputs_of(self, request: Request) -> list[StepOutput]:
-        """Its new tokens after a step; those of others are kept."""
-        self._run(self.loop.step)
+        """Its new tokens, after a step where there are none; those of others are kept."""
+        if request.id not in self.token_stream and not request.finish_reason:
+            self._run(self.loop.step)
+        self._raise_errors([request])
         return self.token_stream.hand_out(request)
+
+    def _raise_errors(self, requests: Sequence[Request]) -> None:
+        """Raise the error of a request that has ended by one."""
+        for request in requests:
+            if request.error is not None:
+                raise RequestError(request) from request.error
 
     def _finish(
         self, queue: Callable[[], list[Request]], result_of: Callable[[Request], Result]
@@ -484,9 +512,11 @@ class DecodeSession:
                 going = requests
                 while going:
                     self._run(self.loop.step)
+                    self._raise_errors(going)
                     still = [r for r in going if not r.finish_reason]
                     bar.update(len(going) - len(still))
                     going = still
+            self._raise_errors(requests)
             return [result_of(request) for request in requests]
         finally:  # also when interrupted: nothing of this call is left
             with uninterrupted():

@@ -126,13 +126,18 @@ class Defaults:
 
     def edits(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """`min_tokens`, `bad_words` and `stop` where a request does not name its `own`."""
-        suppressed = [[token] for token in self.given.get("suppress_tokens", ())]
+        with _naming_the_config():
+            tokens = listed_ids("suppress_tokens", self.given.get("suppress_tokens"))
+            suppressed = [[token] for token in ints("suppress_tokens", tokens)]
+        theirs = {"min_tokens": "min_new_tokens", "bad_words": "bad_words_ids"}
+        theirs |= {"stop": "stop_strings"}
         found = {
-            "min_tokens": self.given.get("min_new_tokens"),
-            "bad_words": [*self.given.get("bad_words_ids", ()), *suppressed] or None,
-            "stop": self.given.get("stop_strings") or None,
+            name: self.given.get(field) if own.get(name) is None else own[name]
+            for name, field in theirs.items()
         }
-        return {name: value for name, value in found.items() if own.get(name) is None}
+        if suppressed:
+            found["bad_words"] = [*(found["bad_words"] or ()), *suppressed]
+        return found
 
     def max_new_tokens(self, num_prompt: int) -> int:
         """New tokens of a prompt at most: 16 where the config does not say."""

@@ -20,6 +20,7 @@ class TokenStream:
 
     def __init__(self, scheduler: Scheduler, known: Collection[int]) -> None:
         self.scheduler, self.known = scheduler, known
+        self.failed: list[Request] = []  # whose errors nobody has been told
         self._unseen: dict[int, tuple[Request, int]] = {}  # by id: its first unseen token
 
     def __contains__(self, request_id: int) -> bool:
@@ -80,8 +81,10 @@ class TokenStream:
             found = itertools.repeat(None) if logprobs is None else logprobs[number]
             parts = zip(rows.requests, tokens, wanted, computed, found, strict=False)
             for request, token, wants_token, num_computed, row in parts:
-                if request.id not in self.known or request.finish_reason or not request.room:
+                if request.id not in self.known or not request.room:
                     continue  # without room it was preempted since: the token is drawn again
+                if request.finish_reason and request.error is None:
+                    continue
                 if wants_token:
                     self._take(request, token, row)
                 else:
@@ -124,10 +127,17 @@ class TokenStream:
     def forget(self, request_id: int) -> None:
         """Hand out nothing more of a request."""
         self._unseen.pop(request_id, None)
+        self.failed = [request for request in self.failed if request.id != request_id]
 
     def _take(self, request: Request, token: int, logprobs: np.ndarray | None) -> None:
         self._unseen.setdefault(request.id, (request, len(request.token_ids)))
-        request.append(token, logprobs)
+        try:  # an error of one request must not leave the others half taken
+            if request.error is None:
+                request.append(token, logprobs)
+        except Exception as error:
+            request.error = error
+        if request.error is not None:
+            self.failed.append(request)
         if request.finish_reason:
             self.scheduler.leave(request)
 

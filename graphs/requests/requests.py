@@ -16,7 +16,7 @@ from graphs.requests.defaults import Defaults
 from graphs.requests.text import TextOfTokens
 from graphs.requests.tokens import Tokens, listed_ids, token_ids, unpadded
 from graphs.sampling import FIELDS, SamplingParams
-from graphs.sampling.edits import Editing, Edits
+from graphs.sampling.edits import Editing, Edits, bits_of
 from graphs.sampling.logprobs import MOST, unpacked
 from graphs.sampling.params import check_integer
 
@@ -72,6 +72,7 @@ class Request:
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # rows of `packed`
     edits: Edits | None = None
     grammar: Any = None  # a `GrammarState`, where its output is structured
+    error: Exception | None = None  # of its own: a processor, its text, no token that may follow
     processor: LogitsProcessor | None = None
     text: TextOfTokens | None = None  # where strings end it, or it is streamed
     streams: bool = False  # outputs of steps have its text
@@ -91,6 +92,8 @@ class Request:
     @property
     def finish_reason(self) -> str | None:
         """See `Generation`; None while it goes on."""
+        if self.error is not None:
+            return "error"
         if self.text is not None and self.text.stop_reason is not None:
             return "stop"
         if self.token_ids and self.token_ids[-1] in self.stops:
@@ -171,7 +174,10 @@ class Request:
         return Editing.NONE if self.edits is None else self.edits.kind
 
     def fill_allowed(self, rows: np.ndarray, draft: Sequence[int]) -> None:
-        """Write into rows [1 + k, W] of bits what may follow its tokens, and those of a draft."""
+        """Write into rows [1 + k, W] of bits what may follow its tokens, and those of a draft.
+
+        Where nothing may, the request ends with that error.
+        """
         rows[:], edits = -1, self.edits
         if edits is not None:
             last = self.tokens(max(0, self.num_tokens - edits.longest), self.num_tokens)
@@ -181,6 +187,17 @@ class Request:
             by_grammar = np.empty_like(rows)
             self.grammar.fill_drafted(by_grammar, draft)
             rows &= by_grammar
+        if self.editing is Editing.BY_TOKENS and not self._may_go_on(rows[0]):
+            self.error = ValueError(
+                "structured_outputs, allowed_token_ids, bad_words and min_tokens must leave a "
+                f"token that can be drawn, got none after {len(self.token_ids)} tokens"
+            )
+
+    def _may_go_on(self, row: np.ndarray) -> bool:
+        """Whether any bit of the row [W] is set, of tokens that may be drawn now."""
+        if len(self.token_ids) >= self.min_tokens:
+            return bool(row.any())
+        return bool((row & ~bits_of(self.stops, row.size)).any())
 
     def first_unscored(self) -> int:
         """The first row of its prompt whose logits are wanted yet; FAR: none."""
@@ -190,14 +207,22 @@ class Request:
 
     def append(self, token: int, logprobs: np.ndarray | None = None) -> None:
         """Take a generated token; its own keys and values are not in the cache, all others are."""
-        self.token_ids.append(token)
         if self.grammar is not None:
             self.grammar.accept(token)
+        self.token_ids.append(token)
         if self.text is not None and token not in self.stops:
             self.text.push(token, stops=len(self.token_ids) > self.min_tokens)
         if self.sampling.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs[: 1 + self.sampling.logprobs].copy())
         self.num_computed = self.num_tokens - 1
+
+
+class RequestError(RuntimeError):
+    """A request ended by an error of its own, which is the cause; others go on."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(f"request {request.id} has ended: {request.error}")
+        self.request_id = request.id
 
 
 class Logprob(NamedTuple):
@@ -229,7 +254,8 @@ class Generation:
     finish_reason: str
     request: Request | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    @property
+    # Cached: as `text`.
+    @functools.cached_property
     def stop_reason(self) -> str | int | None:
         """The string or the token id of `stop`, `stop_token_ids` that ended it."""
         if self.finish_reason != "stop":
@@ -238,7 +264,8 @@ class Generation:
         by_text = None if text is None else text.stop_reason
         return self.token_ids[-1] if by_text is None else by_text
 
-    @property
+    # Cached: as `text`.
+    @functools.cached_property
     def prompt_token_ids(self) -> list[int]:
         return [] if self.request is None else self.request.prompt
 
@@ -277,6 +304,12 @@ class Generation:
             return None
         pairs = zip(self.request.scoring.given, self.request.scores, strict=True)
         return [None, *(logprobs_of(token, row) for token, row in pairs)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What it says, without the request, which may hold what cannot be pickled."""
+        for name in ("stop_reason", "prompt_token_ids", "text", "logprobs", "prompt_logprobs"):
+            getattr(self, name)
+        return vars(self) | {"request": None}
 
     @classmethod
     def of(cls, request: Request) -> "Generation":
@@ -438,6 +471,12 @@ def _edits(
         allowed_token_ids=wanted.allowed_token_ids,
         min_tokens=0 if wanted.min_tokens is None else wanted.min_tokens,
     )
+    kept = edits.allowed
+    if edits.min_tokens and kept is not None and not (kept & ~bits_of(stops, kept.size)).any():
+        raise ValueError(
+            "allowed_token_ids must hold a token that does not end a request with "
+            f"min_tokens={edits.min_tokens}, got {wanted.allowed_token_ids!r:.80}"
+        )
     if edits.min_tokens and len(stops) > MAX_STOP_TOKENS:
         raise ValueError(
             f"min_tokens must be 0 with more than {MAX_STOP_TOKENS} tokens that end a request, "
@@ -494,31 +533,6 @@ def check_length(tokens: list[int], max_new_tokens: int, limits: Limits) -> None
             f"prompt and max_new_tokens must fit into the cache of {limits.cache_tokens} tokens, "
             f"got {len(tokens)} and {max_new_tokens}"
         )
-
-
-def checked_drafts(
-    drafts: Mapping[int, Sequence[int]],
-    num_draft_tokens: int,
-    requests: Mapping[int, Request],
-    vocab_size: int,
-) -> dict[int, list[int]]:
-    """Drafts by request id as lists of tokens, without those of finished requests."""
-    if num_draft_tokens < 1:
-        raise ValueError("num_draft_tokens of the session must be at least 1 for drafts, got 0")
-    if not isinstance(drafts, Mapping):
-        raise ValueError(f"drafts must be a mapping of request ids to tokens, got {drafts!r:.80}")
-    checked = {}
-    for request_id, draft in drafts.items():
-        if known_request("drafts", request_id, requests).finish_reason:
-            continue
-        tokens = token_ids(f"drafts[{request_id}]", draft, vocab_size)
-        if len(tokens) > num_draft_tokens:
-            raise ValueError(
-                f"drafts[{request_id}] must hold at most num_draft_tokens={num_draft_tokens} "
-                f"tokens, got {len(tokens)}"
-            )
-        checked[request_id] = tokens
-    return checked
 
 
 def known_request(name: str, request_id: Any, requests: Mapping[int, Request]) -> Request:

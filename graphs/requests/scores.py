@@ -79,7 +79,7 @@ def queue_scored(
         begin = 0 if continuations is None else len(tokens) - 1
         tokens += token_ids("continuations", tail, limits.vocab_size)
         if len(tokens) < begin + 2:
-            what = "continuations" if begin else "prompts"
+            what = "prompts" if continuations is None else "continuations"
             raise ValueError(f"{what} must hold a token to score, got {tail or head!r:.80}")
         prompt = checked_prompt(tokens[:-1], limits)
         check_length(prompt, 1, limits)

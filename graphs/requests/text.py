@@ -50,16 +50,20 @@ class TextOfTokens:
             return self.stop_reason
         self._ids.append(token)
         known, now = self._decoded(self._begin, self._read), self._decoded(self._begin, None)
-        if len(now) > len(known) and now.startswith(known) and not now.endswith(_HALF):
-            self._add(now[len(known) :], stops=stops)
+        piece = _behind(known, now)
+        if piece and not now.endswith(_HALF):
+            self._add(piece, stops=stops)
             self._begin, self._read = self._read, len(self._ids)
+        elif stops and any(s in self.text[-self._longest :] + piece for s in self._stop):
+            self._add(piece.rstrip(_HALF))
         return self.stop_reason
 
     def finish(self) -> str:
         """The final text; no token comes any more."""
-        if self.stop_reason is None:
-            whole = self._decoded(0, None)
-            self._add(whole[len(self.text) :] if whole.startswith(self.text) else "")
+        if self.stop_reason is None and self._read < len(self._ids):
+            known, now = self._decoded(self._begin, self._read), self._decoded(self._begin, None)
+            self._add(_behind(known, now), stops=False)
+            self._begin, self._read = self._read, len(self._ids)
         return self.text
 
     def take(self, *, finished: bool = False) -> str:
@@ -90,3 +94,11 @@ class TextOfTokens:
     def _decoded(self, begin: int, end: int | None) -> str:
         ids = self._ids[begin:end]
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+
+
+def _behind(known: str, now: str) -> str:
+    """What `now` has behind `known`, or behind the part that both begin with."""
+    if now.startswith(known):
+        return now[len(known) :]
+    pairs = enumerate(zip(known, now, strict=False))
+    return now[next((i for i, (a, b) in pairs if a != b), len(now)) :]

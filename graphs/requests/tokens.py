@@ -161,7 +161,12 @@ class Tokens:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self.tokenizer, self._vocab_size = tokenizer, vocab_size
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise ValueError(
+                f"tokenizer must be a tokenizer of Transformers or None, got {tokenizer!r:.80}"
+            )
+        self.tokenizer: Any = tokenizer
+        self._vocab_size = vocab_size
         self._grammars: dict[frozenset[int], Any] = {}  # by the tokens that end a request
 
     def prompts(self, prompts: Any, *, special: bool = True) -> Any:
@@ -181,6 +186,11 @@ class Tokens:
     def chat(self, messages: Any) -> list[int]:
         """Token ids of a conversation that asks for an answer."""
         known = self._known("messages", messages)
+        turns = messages if isinstance(messages, Sequence) else ()
+        if not turns or not all(isinstance(x, Mapping) and "role" in x for x in turns):
+            raise ValueError(
+                f"messages must be a list of mappings with role and content, got {messages!r:.80}"
+            )
         found = known.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(found["input_ids"])
 
@@ -188,6 +198,7 @@ class Tokens:
         """Token ids of `bad_words`: of each word as it begins a text, and as it goes on."""
         if words is None:
             return None
+        words = words.tolist() if hasattr(words, "tolist") else words
         if isinstance(words, str) or not isinstance(words, Sequence):
             raise ValueError(f"bad_words must be a list of texts or token ids, got {words!r:.80}")
         found: list[Sequence[int]] = []
@@ -196,14 +207,18 @@ class Tokens:
                 found.append(word)
                 continue
             self._known("bad_words of text", word)
-            texts = dict.fromkeys((word.lstrip(), " " + word.lstrip()))
-            found += [self.ids(text, special=False) for text in texts if text.strip()]
+            if not word:
+                raise ValueError("bad_words must hold texts, got an empty one")
+            bare = word.lstrip()
+            texts = dict.fromkeys((word, bare, " " + bare) if bare else (word,))
+            found += [self.ids(text, special=False) for text in texts]
         return found
 
     def texts(self, wanted: Any) -> Callable[[], TextOfTokens | None]:
         """Makes what decodes a request's tokens, where strings may end it."""
         stop, tokenizer = wanted.stop, self.tokenizer
-        if stop is None or stop == []:
+        stop = stop.tolist() if hasattr(stop, "tolist") else stop
+        if stop is None or not stop:
             return lambda: TextOfTokens(tokenizer) if wanted.stream and tokenizer else None
         strings = [stop] if isinstance(stop, str) else stop
         if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):

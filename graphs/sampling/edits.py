@@ -5,7 +5,7 @@ R rows, S requests, V vocabulary, W words of 32 bits, B biases, K stop tokens.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -85,9 +85,8 @@ class Edits:
         check_integer("min_tokens", min_tokens, 0, 2**31 - 1, supported="0 for off")
         bits_W, several = None, []
         if allowed_token_ids is not None:
-            bits_W = np.zeros(num_words(vocab_size), dtype=np.int32)
-            for token in _tokens("allowed_token_ids", allowed_token_ids, vocab_size):
-                bits_W[token // 32] |= np.int32(_bit(token))
+            kept = _tokens("allowed_token_ids", allowed_token_ids, vocab_size)
+            bits_W = bits_of(kept, num_words(vocab_size))
         for word in bad_words or ():
             tokens = _tokens("bad_words", word, vocab_size)
             if len(tokens) > 1:
@@ -112,6 +111,14 @@ def num_biases(number: int) -> int:
     return next(width for width in WIDTHS if width >= number)
 
 
+def bits_of(tokens: Iterable[int], size: int) -> np.ndarray:
+    """A row [size] of bits, those of the tokens set."""
+    row = np.zeros(size, dtype=np.int32)
+    for token in tokens:
+        row[token // 32] |= np.int32(_bit(token))
+    return row
+
+
 def num_words(vocab_size: int) -> int:
     """W."""
     return -(-vocab_size // 32)
@@ -130,6 +137,7 @@ def _within(allowed: np.ndarray, vocab_size: int) -> bool:
 
 
 def _tokens(name: str, values: Any, vocab_size: int) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise ValueError(f"{name} must hold token ids, got {values!r:.80}")
     for token in values:
@@ -145,7 +153,7 @@ def _biases(logit_bias: Any, vocab_size: int) -> dict[int, float]:
             f"logit_bias must be a mapping of at most {BIASES} tokens to numbers, "
             f"got {logit_bias!r:.80}"
         )
-    most = torch.finfo(torch.float32).max
+    most = 1e6  # logits over a temperature stay finite
     for token, value in logit_bias.items():
         check_integer("logit_bias", token, 0, vocab_size - 1, supported="token ids as keys")
         check_real(f"logit_bias[{token}]", value, -most, most)

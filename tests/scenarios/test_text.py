@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import pickle
 import re
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from graphs import DecodeSession
 from tests.kit.models import build_model
-from tests.kit.sessions import captured, make_session
+from tests.kit.sessions import asynchronous, captured, is_empty, make_session
 from tests.kit.text import small_tokenizer
 
 PROMPTS = ["The quick brown", "one two", '{"name"']
@@ -219,8 +220,81 @@ def test_logits_processors(model):
     pairs = list(itertools.pairwise(whole))
     assert len(set(pairs[len(result.prompt_token_ids) :])) == len(result.token_ids) - 1
     assert session.generate(PROMPTS[:1], 24) == [plain]
-    with pytest.raises(ValueError, match=r"logits_processor must return logits \[1, "):
+    with pytest.raises(RuntimeError, match=r"logits_processor must return logits \[1, "):
         session.generate(PROMPTS[:1], 2, logits_processor=lambda ids, logits: logits[0])
+
+
+def refused_token(ids, logits):
+    raise KeyError("mine")
+
+
+ERRORS = {
+    "processor": {"logits_processor": refused_token},
+    "nothing left by bad words": {"allowed_token_ids": [5], "bad_words": [[5, 5]]},
+    "grammar and tokens": {
+        "structured_outputs": {"choice": ["Yes"]}, "eos": 7, "allowed_token_ids": [5],
+    },
+    "grammar and min_tokens": {
+        "structured_outputs": {"choice": ["Yes"]}, "eos": 7, "min_tokens": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_of_one_request_ends_that_one(model, name, late):
+    """Others get the tokens that they get alone, and nothing is left of it."""
+    if "grammar" in name:
+        pytest.importorskip("xgrammar")
+    session = session_of(model, debug="eager_replay", decode_steps=4)
+    if late:
+        asynchronous(session)
+    (alone,) = session.generate(PROMPTS[1:2], 12)
+    beside = session.add(PROMPTS[1], 12)
+    session.step()
+    with pytest.raises(RuntimeError, match=r"request \d+ has ended"):
+        session.generate(PROMPTS[:1], 12, **ERRORS[name])
+    bad, errors = session.add(PROMPTS[0], 12, **ERRORS[name]), []
+    while session.num_unfinished:
+        try:
+            session.step()
+        except RuntimeError as error:
+            errors.append(error)
+    assert [error.request_id for error in errors] == [bad]
+    assert session.result(bad).finish_reason == "error"
+    assert session.result(beside) == alone
+    session.discard(bad)
+    session.discard(beside)
+    assert is_empty(session)
+
+
+def test_streams_hand_out_what_others_have_drawn(model):
+    session = session_of(model)
+    whole = session.generate(PROMPTS[:2], 12)
+    first, second = (session.stream(prompt, 12) for prompt in PROMPTS[:2])
+    pairs = list(zip(first, second, strict=True))
+    assert [[o.token_id for o in column] for column in zip(*pairs, strict=True)] == [
+        r.token_ids for r in whole
+    ]
+    stream = session.stream(PROMPTS[0], 12)
+    begun = next(stream)
+    session.generate(PROMPTS[1:2], 30)
+    rest = list(stream)
+    assert [o.token_id for o in (begun, *rest)] == whole[0].token_ids
+    assert "".join(o.text for o in (begun, *rest)) == whole[0].text
+    for output in session.stream(PROMPTS[0], 12):
+        session.discard(output.request_id)
+    assert not session._requests
+
+
+def test_results_can_be_pickled(model):
+    pytest.importorskip("xgrammar")
+    asked = {"structured_outputs": {"choice": ["Yes"]}, "eos": 0, "logprobs": 1}
+    (result,) = session_of(model).generate(PROMPTS[:1], 12, stop="never", **asked)
+    copied = pickle.loads(pickle.dumps(result))
+    assert copied == result
+    for name in ("text", "logprobs", "cumulative_logprob", "stop_reason", "prompt_token_ids"):
+        assert getattr(copied, name) == getattr(result, name)
 
 
 REFUSED = {
@@ -235,6 +309,11 @@ REFUSED = {
     ),
     "logprobs": ({"logprobs": 65}, "logprobs must be an integer from 0 to 64"),
     "prompt_logprobs": ({"prompt_logprobs": -1}, "prompt_logprobs must be an integer from 0"),
+    "no end but by ends": (
+        {"allowed_token_ids": [7], "eos": 7, "min_tokens": 3}, "that does not end a request with",
+    ),
+    "an empty word": ({"bad_words": [""]}, "bad_words must hold texts, got an empty one"),
+    "a large bias": ({"logit_bias": {1: 3e38}}, r"logit_bias\[1\] must be a number in range"),
     "ignore_eos": ({"ignore_eos": 1}, "ignore_eos must be True or False"),
     "processor": ({"logits_processor": 3}, "logits_processor must be callable"),
     "min_tokens with many ends": (

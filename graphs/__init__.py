@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from graphs.dumps.dump import dump
     from graphs.modes import BatchDescriptor, CUDAGraphMode
     from graphs.options import SessionOptions
+    from graphs.requests.requests import RequestError
     from graphs.requests.scores import Score
     from graphs.sampling import SamplingParams
     from graphs.session import DecodeSession, Generation, StepOutput
@@ -26,6 +27,7 @@ __all__ = [
     "CudagraphDispatcher",
     "DecodeSession",
     "Generation",
+    "RequestError",
     "SamplingParams",
     "Score",
     "SessionOptions",
@@ -43,6 +45,7 @@ _MODULES = {
     "CudagraphDispatcher": "capture.dispatch",
     "DecodeSession": "session",
     "Generation": "session",
+    "RequestError": "requests.requests",
     "SamplingParams": "sampling",
     "Score": "requests.scores",
     "SessionOptions": "options",

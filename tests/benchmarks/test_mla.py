@@ -20,7 +20,7 @@ def test_runs(what, shape, tmp_path, monkeypatch):
     monkeypatch.setattr(mla, "matmul_rate", lambda device: 1e12)
     path = tmp_path / "mla.json"
     small = "--device cpu --heads 4 --rounds 1 --block-size 16 --sizes 32 16 16 16 --seconds 1000"
-    backends = ["--backends", "FLASHMLA"] if what == "step" else []
+    backends = ["--backends", "FLASHINFER_MLA"] if what == "step" else []
     mla.main([what, *small.split(), *backends, "--shapes", shape, "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
     if what == "step":  # a GPU's alone

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from examples import asyncio_stream, chat, json_output, log_probabilities
+from graphs import DecodeSession, SessionOptions
 from tests.kit.models import build_model
 from tests.kit.text import small_tokenizer
 
@@ -48,3 +49,27 @@ def test_json_output(folder):
 def test_asyncio_stream(folder):
     texts = asyncio.run(asyncio_stream.main(folder, ["The quick", "one two", "The quick"]))
     assert texts[0] == texts[2] != texts[1]
+
+
+def test_options_of_a_session_count(folder):
+    options = SessionOptions(max_batch_size=3, max_tokens=77, decode_steps=4)
+    session = DecodeSession.from_pretrained(folder, options=options)
+    assert (session.max_batch_size, session.max_tokens, session.decode_steps) == (3, 77, 4)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"dtype": "foo"}, "dtype must be"),
+        ({"device": "foo"}, "device must be"),
+        ({"compile": 1}, "compile must be True or False"),
+    ],
+)
+def test_refused(folder, wanted, message):
+    with pytest.raises(ValueError, match=message):
+        DecodeSession.from_pretrained(folder, **wanted)
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ValueError, match="path must be a folder with a model"):
+        DecodeSession.from_pretrained(tmp_path)

@@ -125,3 +125,29 @@ def test_what_may_begin_a_stop_string_is_held_back():
     for token in tokenizer.encode("p").ids:
         text.push(token)
     assert text.take() == "map"
+
+
+class BytesInARow:
+    """Decodes as byte fallback does: one wrong byte makes marks of the whole run of them."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        text, run = "", b""
+        for token in [*ids, None]:
+            if token is not None and token < 256:
+                run += bytes([token])
+                continue
+            try:
+                text += run.decode()
+            except UnicodeDecodeError:
+                text += "\N{REPLACEMENT CHARACTER}" * len(run)
+            run = b""
+            text += "" if token is None else " word"
+        return text
+
+
+def test_text_goes_on_behind_characters_that_were_changed():
+    text = TextOfTokens(BytesInARow(), ["stop"])
+    for token in (300, *"京".encode(), 0xE6, 301, 302, *b"stop"):
+        text.push(token)
+    assert text.text.endswith(" word word")
+    assert text.stop_reason == "stop"

@@ -301,7 +301,7 @@ class DecodeSession:
         Raises:
             ValueError: as `generate`.
 
-        Prompts that begin alike are computed once, if the session shares prefixes.
+        If the session shares prefixes, what stands before the scored tokens is computed once.
         """
         return self._finish(
             lambda: queue_scored(self.book, prompts, continuations, logprobs, token_ids), Score.of
@@ -369,6 +369,10 @@ class DecodeSession:
 
         The device may have begun with the next steps when this returns.
 
+        Raises:
+            RequestError: a request has ended by an error of its own; said once, tokens come with
+                the next step.
+
         Returns:
             New tokens, also those that `release` or `generate` has taken meanwhile. None while
             prompts are computed in part, where launched steps were those of requests that have
@@ -397,7 +401,7 @@ class DecodeSession:
 
         Raises:
             ValueError: no drafts were asked for when the session was made, a request is not known,
-                has a penalty or a draft that is too long or holds an unknown token.
+                or a draft is too long or holds an unknown token.
         """
         k = self.plan.num_draft_tokens
         checked = checked_drafts(drafts, k, self._requests, self.vocab_size)

@@ -126,10 +126,6 @@ def empty_out(q: torch.Tensor, v_head_dim: int) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v_head_dim)
 
 
-def _alone(out: torch.Tensor) -> tuple[torch.Tensor]:
-    return (out,)
-
-
 def _with_lse(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [T, N, V], and memory for the log-sum-exp [T, N]."""
     return out, out.new_empty(out.shape[:2], dtype=torch.float32)

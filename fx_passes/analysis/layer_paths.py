@@ -34,12 +34,6 @@ def layer_path(node: Node) -> str | None:
     return _MODEL.sub("", found.group(1)) if found else None
 
 
-def path_in_layer(node: Node) -> str:
-    """The node's module below its layer; outside layers its whole path."""
-    found = _LAYER.match(_full_path(node) or "")
-    return (found.group(2) or "") if found else module_path(node) or ""
-
-
 def copy_path(node: Node, source: Node) -> None:
     """Let the node belong to the module that `source` belongs to, or to none."""
     drop_path(node)

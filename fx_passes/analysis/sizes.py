@@ -3,7 +3,6 @@
 T rows of the batch. "The row dimension" of a value is its one dimension of size T.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -32,11 +31,6 @@ def multiple(size: sympy.Expr, of: sympy.Expr) -> int | None:
 def equal(a: tuple, b: tuple) -> bool:
     """Whether two shapes or strides are the same formulas."""
     return [expression(size) for size in a] == [expression(size) for size in b]
-
-
-def symbols_of(x: torch.Tensor) -> Iterator[Any]:
-    """The symbols in the sizes of x, one for each size that has it."""
-    return (symbol for size in x.shape for symbol in expression(size).free_symbols)
 
 
 def mentions(x: torch.Tensor, symbol: sympy.Symbol) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 import fx_passes
 from graphs.app.presets import load
-from graphs.app.prompts import chat_tokens, tokenizer_of
+from graphs.app.prompts import tokenizer_of
 from graphs.app.run import device_of
 from graphs.options import check_positive
 from graphs.sampling import SamplingParams
@@ -80,7 +80,7 @@ class Chat:
     def _tokens(self, turn: list[dict[str, str]]) -> list[int]:
         while True:
             messages = [*self.begin, *(m for past in self.turns for m in past), *turn]
-            tokens = chat_tokens(self.tokenizer, messages)
+            tokens = self.session.book.tokens_of.chat(messages)
             if len(tokens) + self.max_new_tokens <= self.session.max_tokens or not self.turns:
                 return tokens
             del self.turns[0]

@@ -140,6 +140,7 @@ def load(model: str, device: Any = "cpu", seed: int = 0, dtype: str | None = Non
     import transformers
 
     from attn_ops.integrations.transformers import register
+    from graphs.pretrained import model_of
 
     register()
     preset = PRESETS.get(model)
@@ -155,34 +156,31 @@ def load(model: str, device: Any = "cpu", seed: int = 0, dtype: str | None = Non
             "model must be a preset, a directory or a Python file, "
             f"got {model!r}; supported: {', '.join(PRESETS)}"
         )
-    kept, dtype = source(model), dtype or (preset.dtype if preset else "auto")
+    (path, more), dtype = source(model), dtype or (preset.dtype if preset else "auto")
     try:
-        saved = transformers.AutoModelForCausalLM.from_pretrained(
-            **kept, attn_implementation="attn_ops", local_files_only=True, dtype=dtype
-        )
+        return model_of(path, device, dtype, **more, local_files_only=True)
     except (OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"model must be a directory with a saved model, got {model!r}: {reason}"
         ) from error
-    return saved.to(device).eval().requires_grad_(False)
 
 
-def source(model: str) -> dict[str, Any]:
-    """Where a directory or a packaged preset lies: arguments of Transformers' `from_pretrained`.
+def source(model: str) -> tuple[str, dict[str, Any]]:
+    """Where a directory or a packaged preset lies, and what its `from_pretrained` needs besides.
 
     Raises:
         ValueError: the preset's packages are not installed.
     """
     preset = PRESETS.get(model)
     if not isinstance(preset, Packaged):
-        return {"pretrained_model_name_or_path": model}
+        return model, {}
     # It is not imported: that takes packages which only its own program needs.
     spec: Any = importlib.util.find_spec(preset.package)
     if spec is None or importlib.util.find_spec("gguf") is None:
         raise ValueError(f"model must be installed, got {model!r}; {preset.install}")
     folder = spec.submodule_search_locations[0]
-    return {"pretrained_model_name_or_path": folder, "gguf_file": preset.file}
+    return folder, {"gguf_file": preset.file}
 
 
 def definition(model: str) -> tuple[Any, Any]:

@@ -2,17 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from graphs.app.presets import PRESETS, Packaged, source
-
-TOKENIZERS = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-    *("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
-)
-"""A directory with a tokenizer has one of these files."""
+from graphs.requests.tokens import Tokens
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -34,45 +28,23 @@ class Prompts:
 
 def tokenizer_of(model: str) -> Any | None:
     """The tokenizer in the model's directory or package, or None."""
-    packaged = isinstance(PRESETS.get(model), Packaged)
-    if not packaged and not any(Path(model, name).is_file() for name in TOKENIZERS):
-        return None
-    from transformers import AutoTokenizer
+    from graphs.pretrained import tokenizer_of as of_folder  # it imports torch
 
-    kept = source(model)
-    try:
-        return AutoTokenizer.from_pretrained(**kept, local_files_only=True)
-    except Exception as error:  # of whatever library it is made with
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"model must have a tokenizer that loads, got {model!r}: {reason}"
-        ) from error
+    if not isinstance(PRESETS.get(model), Packaged) and not Path(model).is_dir():
+        return None
+    path, more = source(model)
+    return of_folder(path, **more, local_files_only=True)
 
 
 def questions(tokenizer: Any) -> Prompts:
     """`QUESTIONS`, each the first one of a chat where the tokenizer has a template for chats."""
     if getattr(tokenizer, "chat_template", None):
+        tokens_of = Tokens(tokenizer)
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-        ids = [chat_tokens(tokenizer, chat) for chat in chats]
+        ids = [tokens_of.chat(chat) for chat in chats]
     else:
         ids = [list(tokenizer(question)["input_ids"]) for question in QUESTIONS]
     return Prompts(ids, list(QUESTIONS))
-
-
-def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A chat in the words of the tokenizer's template, up to where the answer begins.
-
-    Raises:
-        ValueError: the template refuses the messages, as some do a system's.
-    """
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=False
-        )
-    except TemplateError as error:
-        raise ValueError(f"messages must suit the model's chat template, got: {error}") from error
 
 
 def read_prompts(path: str | Path, tokenizer: Any | None, vocab_size: int) -> Prompts:

@@ -210,11 +210,11 @@ class Request:
         if self.grammar is not None:
             self.grammar.accept(token)
         self.token_ids.append(token)
-        if self.text is not None and token not in self.stops:
-            self.text.push(token, stops=len(self.token_ids) > self.min_tokens)
         if self.sampling.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs[: 1 + self.sampling.logprobs].copy())
         self.num_computed = self.num_tokens - 1
+        if self.text is not None and token not in self.stops:
+            self.text.push(token, stops=len(self.token_ids) > self.min_tokens)
 
 
 class RequestError(RuntimeError):
@@ -247,7 +247,7 @@ class Generation:
 
     The finish reason is "eos" after an eos token, "stop" after one of `stop_token_ids` or a string
     of `stop`, "length" after `max_new_tokens`, "max_tokens" where the session has no room for
-    another token.
+    another token, "error" after an error of its own.
     """
 
     token_ids: list[int]  # without the prompt; ends with the token that stopped it, if one did

@@ -138,11 +138,6 @@ class Scheduler:
         """Whether blocks behind a window have gone back since the rows were scheduled."""
         return rows.num_released != self.reservations.num_released
 
-    @property
-    def may_share(self) -> bool:
-        """Whether the next step may look for prefixes, so that the model must be checked before."""
-        return self.prefixes.is_on and bool(self.waiting)
-
     def leave(self, request: Request) -> None:
         """Take a request out, finished or not, and give its blocks back."""
         if request in self.running:

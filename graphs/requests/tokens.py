@@ -157,10 +157,10 @@ class Tokens:
 
     Args:
         tokenizer: of Transformers; None: text is refused, and results have none.
-        vocab_size: V, of the model's logits.
+        vocab_size: V, of the model's logits; what grammars need.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int = 0) -> None:
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise ValueError(
                 f"tokenizer must be a tokenizer of Transformers or None, got {tokenizer!r:.80}"
@@ -184,15 +184,23 @@ class Tokens:
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def chat(self, messages: Any) -> list[int]:
-        """Token ids of a conversation that asks for an answer."""
+        """Token ids of a conversation that asks for an answer, by the tokenizer's template."""
+        from jinja2 import TemplateError
+
         known = self._known("messages", messages)
         turns = messages if isinstance(messages, Sequence) else ()
         if not turns or not all(isinstance(x, Mapping) and "role" in x for x in turns):
             raise ValueError(
                 f"messages must be a list of mappings with role and content, got {messages!r:.80}"
             )
-        found = known.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return list(found["input_ids"])
+        try:
+            return known.apply_chat_template(
+                list(messages), add_generation_prompt=True, return_dict=False
+            )
+        except (TemplateError, ValueError) as error:  # some refuse a system's message
+            raise ValueError(
+                f"messages must suit the model's chat template, got: {error}"
+            ) from None
 
     def words(self, words: Any) -> list[Sequence[int]] | None:
         """Token ids of `bad_words`: of each word as it begins a text, and as it goes on."""

@@ -10,7 +10,8 @@ import torch
 from graphs import DecodeSession
 from graphs.app.chat import Chat
 from graphs.app.presets import load
-from graphs.app.prompts import chat_tokens, tokenizer_of
+from graphs.app.prompts import tokenizer_of
+from graphs.requests.tokens import Tokens
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,7 +59,7 @@ def generated(model, prompt: list[int]) -> list[int]:
 
 def test_four_chats_at_once_equal_generate(model, tokenizer):
     assert model.dtype == torch.float32
-    prompts = [chat_tokens(tokenizer, [{"role": "user", "content": q}]) for q in QUESTIONS]
+    prompts = [Tokens(tokenizer).chat([{"role": "user", "content": q}]) for q in QUESTIONS]
     session = DecodeSession(
         model, max_batch_size=3, max_tokens=128, max_tokens_per_step=20, cudagraph_mode="NONE"
     )
@@ -78,7 +79,7 @@ def test_a_conversation_equals_generate(model, tokenizer):
     for question in ("What is the capital of France?", "And of Italy?", "What do bees make?"):
         answers.append("".join(talk.ask(question)))
         messages.append({"role": "user", "content": question})
-        tokens = generated(model, chat_tokens(tokenizer, messages))
+        tokens = generated(model, Tokens(tokenizer).chat(messages))
         assert answers[-1] == tokenizer.decode(tokens, skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answers[-1]})
     assert "Paris" in answers[0]
@@ -120,7 +121,7 @@ def test_answers_are_scored_as_one_would(session):
 
 def test_streams_stop_where_the_text_says(session, tokenizer):
     messages = [{"role": "user", "content": "Name three fruits."}]
-    prompt = chat_tokens(tokenizer, messages)
+    prompt = Tokens(tokenizer).chat(messages)
     whole = session.chat(messages, NUM_TOKENS)
     assert whole.text == "".join(output.text for output in session.stream(prompt, NUM_TOKENS))
     (cut,) = session.generate([prompt], NUM_TOKENS, stop="2.")

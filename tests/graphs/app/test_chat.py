@@ -11,7 +11,8 @@ from graphs.app import presets
 from graphs.app.chat import Chat
 from graphs.app.cli import app
 from graphs.app.presets import PRESETS, load
-from graphs.app.prompts import QUESTIONS, chat_tokens, questions, tokenizer_of
+from graphs.app.prompts import QUESTIONS, questions, tokenizer_of
+from graphs.requests.tokens import Tokens
 from tests.graphs.requests.test_text import byte_level
 
 TEMPLATE = (
@@ -52,7 +53,7 @@ def answers(folder: str, talk: list[str], num: int, system: str | None = None) -
     found = []
     for question in talk:
         chat.append({"role": "user", "content": question})
-        ids = torch.tensor([chat_tokens(tokenizer, chat)])
+        ids = torch.tensor([Tokens(tokenizer).chat(chat)])
         eos = tokenizer.eos_token_id
         options = {"max_new_tokens": num, "do_sample": False, "eos_token_id": eos}
         out = model.generate(ids, **options, pad_token_id=0)

@@ -12,7 +12,7 @@ from torch import nn
 
 import fx_passes
 from attn_ops import get_backend
-from graphs.app.parity import Reference, compare, keeping_logits
+from graphs.app.parity import Parity, Reference, compare, keeping_logits
 from graphs.app.presets import DTYPES, PRESETS, QUANTIZE, load
 from graphs.app.prompts import Prompts, questions, read_prompts, tokenizer_of
 from graphs.app.tables import Output, RunReport, StepTimes
@@ -61,20 +61,8 @@ def run(
         get_backend(backend)
     if dump is not None:
         check_room(dump)
-    _check_known("quantize", quantize, QUANTIZE)
-    _check_known("dtype", dtype, (None, *DTYPES))
-    switches: dict[str, Any] = {"fast_prefill": fast_prefill}
-    if quantize != "off":
-        switches |= {"attn_quant": "always", "emulate_precision_casts": True}
-    fx_passes.PassConfig.split(switches)
-
-    where, tokenizer = device_of(device), tokenizer_of(model)
-    if quantize != "off" and where.type == "cuda":
-        dtype = dtype or "bfloat16"
-        _check_known("dtype with quantize on a GPU", dtype, ["bfloat16"])
-    subject = load(model, where, dtype=dtype)
-    if quantize != "off":
-        quantize_linear_layers(subject)
+    switches = _switches(fast_prefill, quantize)
+    tokenizer, subject = tokenizer_of(model), _subject(model, device, dtype, quantize)
     asked = _prompts(prompts, tokenizer, subject.config.get_text_config().vocab_size)
     longest = max(map(len, asked.token_ids))
     batch = min(8, len(asked.token_ids))
@@ -96,14 +84,10 @@ def run(
         begin = time.perf_counter()
         results = session.generate(asked.token_ids, max_new_tokens, **sampling)
         seconds = time.perf_counter() - begin
-    greedy, logits = _greedy(session, asked.token_ids, max_new_tokens)
     if session.graphs is not None:  # replayed steps hand out no logits
         called = DecodeSession(compiled, **uncaptured, compile_cache=compile_cache)
-        again, logits = _greedy(called, asked.token_ids, max_new_tokens)
-        if again != greedy:
-            raise AssertionError("captured steps generated other tokens than called ones")
     reference = Reference(subject, in_fp8=quantize != "off")
-    parity = compare(reference, asked.token_ids, greedy, logits)
+    parity = _parity(session, called, reference, asked.token_ids, max_new_tokens)
     steps = StepTimes(
         batch=batch,
         eager_ms=_step_ms(eager),
@@ -121,6 +105,45 @@ def run(
         tokens_per_second=sum(len(r.token_ids) for r in results) / seconds,
         dump=str(dump) if dump is not None else None,
     )
+
+
+def _switches(fast_prefill: str, quantize: str) -> dict[str, Any]:
+    """Options of the passes, checked."""
+    _check_known("quantize", quantize, QUANTIZE)
+    switches: dict[str, Any] = {"fast_prefill": fast_prefill}
+    if quantize != "off":
+        switches |= {"attn_quant": "always", "emulate_precision_casts": True}
+    fx_passes.PassConfig.split(switches)
+    return switches
+
+
+def _subject(model: str, device: str | None, dtype: str | None, quantize: str) -> Any:
+    """The model, on its device and quantized."""
+    _check_known("dtype", dtype, (None, *DTYPES))
+    where = device_of(device)
+    if quantize != "off" and where.type == "cuda":
+        dtype = dtype or "bfloat16"
+        _check_known("dtype with quantize on a GPU", dtype, ["bfloat16"])
+    subject = load(model, where, dtype=dtype)
+    if quantize != "off":
+        quantize_linear_layers(subject)
+    return subject
+
+
+def _parity(
+    session: DecodeSession,
+    called: DecodeSession,
+    reference: Reference,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+) -> Parity:
+    """Greedy tokens of the session, and logits of the one whose steps are called, compared."""
+    greedy, logits = _greedy(session, prompts, max_new_tokens)
+    if called is not session:
+        again, logits = _greedy(called, prompts, max_new_tokens)
+        if again != greedy:
+            raise AssertionError("captured steps generated other tokens than called ones")
+    return compare(reference, prompts, greedy, logits)
 
 
 def quantize_linear_layers(model: Any) -> None:

@@ -14,22 +14,28 @@ TEMPLATE = (
 )
 
 
-@functools.cache
-def small_tokenizer(vocab_size: int = 400) -> Any:
-    """Byte-level BPE of Transformers' kind, with eos and a chat template; ids below 400."""
+def byte_level(texts: list[str], vocab_size: int, special: tuple[str, ...] = ("<eos>",)) -> Any:
+    """Byte-level BPE of `tokenizers`, trained on texts; special tokens have the first ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<eos>"],
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(TEXTS, trainer)
-    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+@functools.cache
+def small_tokenizer() -> Any:
+    """One of Transformers' kind, with eos and a chat template; ids below 400."""
+    from transformers import PreTrainedTokenizerFast
+
+    found = PreTrainedTokenizerFast(tokenizer_object=byte_level(TEXTS, 400), eos_token="<eos>")
     found.chat_template = TEMPLATE
     return found

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from graphs.requests.grammar import Grammars, GrammarState
+from tests.kit.text import byte_level
 
 pytest.importorskip("xgrammar")
 pydantic = pytest.importorskip("pydantic")
@@ -23,17 +24,10 @@ ROWS = 380
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=["<eos>", "<pad>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    model.train_from_iterator([SAMPLE], trainer)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=model, eos_token="<eos>", pad_token="<pad>"
+        tokenizer_object=byte_level([SAMPLE], 330, ("<eos>", "<pad>")),
+        eos_token="<eos>",
+        pad_token="<pad>",
     )
 
 

@@ -5,23 +5,11 @@ import random
 import pytest
 
 from graphs.requests.text import TextOfTokens
+from tests.kit.text import byte_level
 
 tokenizers = pytest.importorskip("tokenizers")
 
 SAMPLE = "The cat sat on the mat. Łódź, naïve café — 你好，世界! 👩‍👩‍👧 ok\n\tx = {'a': 1}\n" * 20
-
-
-def byte_level():
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<eos>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator([SAMPLE], trainer)
-    return tokenizer
 
 
 def byte_fallback():
@@ -48,7 +36,7 @@ def byte_fallback():
     return tokenizer
 
 
-MAKERS = {"byte level": byte_level, "byte fallback": byte_fallback}
+MAKERS = {"byte level": lambda: byte_level([SAMPLE], 400), "byte fallback": byte_fallback}
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -85,7 +73,7 @@ def test_random_tokens_too():
     Not with byte fallback: it turns a whole run of bytes into marks when its last one is wrong,
     also those that were characters before.
     """
-    rng, tokenizer = random.Random(1), byte_level()
+    rng, tokenizer = random.Random(1), byte_level([SAMPLE], 400)
     for _ in range(300):
         ids = [rng.randrange(tokenizer.get_vocab_size()) for _ in range(rng.randint(1, 20))]
         assert streamed(TextOfTokens(tokenizer), ids) == tokenizer.decode(ids)
@@ -110,14 +98,14 @@ def test_stop_strings_cut_where_find_says(tokenizer, include):
 
 
 def test_special_tokens():
-    tokenizer = byte_level()
+    tokenizer = byte_level([SAMPLE], 400)
     ids = [*tokenizer.encode("ok").ids, tokenizer.token_to_id("<eos>")]
     assert streamed(TextOfTokens(tokenizer), ids) == "ok"
     assert streamed(TextOfTokens(tokenizer, skip_special_tokens=False), ids) == "ok<eos>"
 
 
 def test_what_may_begin_a_stop_string_is_held_back():
-    tokenizer = byte_level()
+    tokenizer = byte_level([SAMPLE], 400)
     text = TextOfTokens(tokenizer, ["mat."])
     for token in tokenizer.encode("the ma").ids:
         text.push(token)

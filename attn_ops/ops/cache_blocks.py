@@ -41,6 +41,11 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], block_pairs: torch.Tensor) ->
     _check_pairs(block_pairs)
     for index, kv_cache in enumerate(kv_caches):
         _check_paged(f"kv_caches[{index}]", kv_cache)
+        if block_pairs.device != kv_cache.device:
+            raise ValueError(
+                f"block_pairs must be on the device of kv_caches[{index}], {kv_cache.device}, "
+                f"got {block_pairs.device}"
+            )
     # By address and not by extent: layers may be interleaved views of one allocation.
     addresses = [kv_cache.data_ptr() for kv_cache in kv_caches if kv_cache.numel()]
     if len(set(addresses)) < len(addresses):

@@ -145,7 +145,7 @@ def drawn(seed: int, backends: list[Backend], device: str, longest: int) -> Draw
         with_lse=asked(support.lse and "attention_chunk_size" not in options, 0.4),
         strided_q=rng.random() < 0.4,
         known_lengths=bool(needs_mirrors or plans) or rng.random() < 0.75,
-        scheme=rng.choice(SCHEMES if device == "cuda" else support.output_quant or (None,)),
+        scheme=rng.choice(tuple(SCHEMES) if device == "cuda" else support.output_quant or (None,)),
     )  # fmt: skip
 
 

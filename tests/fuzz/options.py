@@ -14,7 +14,6 @@ import torch
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 
@@ -23,8 +22,9 @@ from tests.kit.models import build_model
 from tests.kit.sessions import is_empty, make_session, poisoned
 
 VOCAB = 64
-CLOSE = 1e-5
-"""Of log-probabilities in float32, and of logits that are all but equal."""
+CLOSE = {"cpu": 1e-5, "cuda": 3e-5}
+"""Of log-probabilities in float32, and of logits that are all but equal: on a GPU the products of a
+batch add in another order than those of one row."""
 
 SESSIONS: list[dict[str, Any]] = [
     {"cudagraph_mode": "NONE"},
@@ -70,8 +70,6 @@ def prompt_of(rng: random.Random) -> list[int]:
 
 def processors(asked: dict[str, Any], num_prompt: int, device: torch.device) -> LogitsProcessorList:
     found = LogitsProcessorList()
-    if asked.get("bad_words"):
-        found.append(NoBadWordsLogitsProcessor(asked["bad_words"]))
     if asked.get("min_tokens") and asked["eos"]:
         eos = torch.tensor(asked["eos"], device=device)
         found.append(
@@ -105,7 +103,13 @@ def check(model: Any, prompt: list[int], asked: dict[str, Any], result: Any, mos
         counts = torch.bincount(ids[0, len(prompt) : end], minlength=row.numel())
         row -= asked.get("presence_penalty", 0) * (counts > 0)
         row -= asked.get("frequency_penalty", 0) * counts
-        assert row[token] >= row.max() - CLOSE, f"token {number} is {token}, not {row.argmax()}"
+        # Not Transformers' processor: before 5.20 it left out a word one longer than all tokens.
+        for *begin, last in asked.get("bad_words", []):
+            if ids[0, max(end - len(begin), 0) : end].tolist() == begin:
+                row[last] = -torch.inf
+        assert row[token] >= row.max() - CLOSE[row.device.type], (
+            f"token {number} is {token}, not {row.argmax()}"
+        )
         if "logprobs" in asked:
             _check_row(raw[end - 1], result.logprobs[number], token, asked["logprobs"])
     ended = tokens[-1] in asked["eos"]
@@ -119,12 +123,13 @@ def check(model: Any, prompt: list[int], asked: dict[str, Any], result: Any, mos
 
 
 def _check_row(wanted: torch.Tensor, found: dict[int, Any], token: int, k: int) -> None:
+    close = CLOSE[wanted.device.type]
     assert token in found
     assert k <= len(found) <= k + 1
     for other, one in found.items():
-        assert abs(one.logprob - wanted[other].item()) < CLOSE, f"{one} of {wanted[other]}"
-        greater = int((wanted > wanted[other] + CLOSE).sum())
-        assert greater < one.rank <= 1 + int((wanted > wanted[other] - CLOSE).sum())
+        assert abs(one.logprob - wanted[other].item()) < close, f"{one} of {wanted[other]}"
+        greater = int((wanted > wanted[other] + close).sum())
+        assert greater < one.rank <= 1 + int((wanted > wanted[other] - close).sum())
 
 
 def run(sessions: list[DecodeSession], model: Any, seed: int) -> str:
@@ -156,7 +161,8 @@ def _check_scores(session: DecodeSession, model: Any, rng: random.Random) -> Non
         raw = raw.log_softmax(-1)[len(prompt) - 1 : -1]
         wanted = raw.gather(1, torch.tensor(rest, device=raw.device)[:, None])[:, 0].tolist()
         assert len(score.logprobs) == len(wanted)
-        assert max(abs(a - b) for a, b in zip(wanted, score.logprobs, strict=True)) < CLOSE
+        error = max(abs(a - b) for a, b in zip(wanted, score.logprobs, strict=True))
+        assert error < CLOSE[raw.device.type]
 
 
 def _columns(pairs: list[tuple[list[int], list[int]]]) -> tuple[list[list[int]], list[list[int]]]:

@@ -44,16 +44,22 @@ class Handle:
         owner: "AsyncSession",
         loop: asyncio.AbstractEventLoop | None = None,
         each_token: bool = False,
+        on_output: Callable[[StepOutput], None] | None = None,
     ) -> None:
         self.request_id: int | None = None  # None: the session has yet to take it
         self._owner, self._loop, self._each_token = owner, loop, each_token
         self._outputs: queue.SimpleQueue[StepOutput | None] = queue.SimpleQueue()  # None: its end
+        self._put = on_output or self._outputs.put
         self._future: Future[Generation] = Future()
         self._arrived = asyncio.Event()  # for its loop: its end, or with `each_token` any token
 
     def result(self, timeout: float | None = None) -> Generation:
         """The result, when the request has ended; a TimeoutError after `timeout` seconds."""
         return self._future.result(timeout)
+
+    def when_done(self, call: Callable[[Future[Generation]], object]) -> None:
+        """Call a function when the request has ended, in the session's thread, or now if it has."""
+        self._future.add_done_callback(call)
 
     def __iter__(self) -> Iterator[StepOutput]:
         while (output := self._outputs.get()) is not None:
@@ -140,8 +146,19 @@ class AsyncSession:
         self._thread.start()
         atexit.register(self.close)
 
-    def submit(self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any) -> Handle:
+    def submit(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None = None,
+        *,
+        on_output: Callable[[StepOutput], None] | None = None,
+        **wanted: Any,
+    ) -> Handle:
         """Queue a prompt, with the arguments of `DecodeSession.add`; returns at once.
+
+        Args:
+            on_output: is called with every token, in the session's thread, and must be quick; then
+                the handle yields none.
 
         Raises:
             QueueFullError: `max_waiting` requests wait.
@@ -149,7 +166,7 @@ class AsyncSession:
         """
         wanted |= {"stream": True}
         add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
-        return self._queued(Handle(self), add)
+        return self._queued(Handle(self, on_output=on_output), add)
 
     def stream(self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any) -> Stream:
         """As `submit`, for the running event loop: `async for output in opened.stream(...)`.
@@ -274,7 +291,7 @@ class AsyncSession:
             if handle is None:
                 continue  # one of `_left`
             self._waiting.discard(handle)
-            handle._outputs.put(output)
+            handle._put(output)
             if handle._each_token:
                 self._wake_later(handle)
             if output.finish_reason:

@@ -269,6 +269,7 @@ class DecodeSession:
                     likely ones.
                 stream: outputs of `step` have the text of the tokens.
                 n: results of a prompt; the seed is that of the first, others have those after it.
+                generation_config: in place of the model's.
                 share_prefix: False: its blocks are its own, where the session shares prefixes.
 
         Raises:

@@ -82,13 +82,12 @@ class Defaults:
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `TAKEN`, not None
 
     @classmethod
-    def of(cls, model: Any) -> "Defaults":
-        """Those of the model now; it may have no generation config.
+    def of(cls, config: Any) -> "Defaults":
+        """Those of a `GenerationConfig`; a model may have none.
 
         Raises:
             ValueError: a field asks for what sessions do not do.
         """
-        config = getattr(model, "generation_config", None)
         if isinstance(config, Mapping):
             raise ValueError("generation_config must be a GenerationConfig, got a mapping")
         fields = {} if config is None else vars(config)

@@ -369,6 +369,7 @@ class Wanted:
     stream: bool = False
     share_prefix: bool = True
     n: int = 1  # requests of each prompt
+    generation_config: Any = None  # in place of the model's
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `SamplingParams`
 
     @classmethod
@@ -571,7 +572,9 @@ class RequestBook:
 
     def queue_all(self, prompts: Iterable[Any], wanted: Wanted) -> list[Request]:
         """Queue all prompts, or none where one is refused; returns what they have become."""
-        defaults = Defaults.of(self._model)
+        config = wanted.generation_config
+        config = getattr(self._model, "generation_config", None) if config is None else config
+        defaults = Defaults.of(config)
         return self.queue(
             checked_requests(self.next_id, prompts, wanted, defaults, self.limits, self.tokens_of)
         )

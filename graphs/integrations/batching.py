@@ -1,0 +1,123 @@
+"""What Transformers' continuous batching asks for, as options of a session and of requests."""
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from graphs.requests.defaults import Defaults
+from graphs.requests.requests import Generation
+
+HONOURED = frozenset((
+    "page_size", "block_size", "num_blocks", "max_batch_tokens", "max_memory_percent",
+    "max_requests_per_batch", "use_cuda_graph", "return_logprobs", "seed", "max_queue_size",
+))  # fmt: skip
+"""Fields of a `ContinuousBatchingConfig` that mean something to a session."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A generation config and a batching config, read once a call."""
+
+    options: dict[str, Any]  # of the session
+    wanted: dict[str, Any]  # of each request
+    num_samples: int  # results of a prompt
+    max_queue_size: int | None  # requests that wait at most; None: any number
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        generation: GenerationConfig | None,
+        batching: ContinuousBatchingConfig | None,
+    ) -> "Asked":
+        """From what the caller gave, else from the model's generation config.
+
+        Fields of `batching` that mean nothing to a session are named in a warning.
+        """
+        generation = copy.copy(model.generation_config if generation is None else generation)
+        number = generation.num_return_sequences or 1
+        generation.num_return_sequences = None
+        if generation.eos_token_id is None:
+            generation.eos_token_id = getattr(model.config, "eos_token_id", None)
+        batching = ContinuousBatchingConfig() if batching is None else batching
+        wanted: dict[str, Any] = {"generation_config": generation}
+        if generation.do_sample and generation.top_k is None:
+            wanted["top_k"] = 0  # here Transformers does not add its usual 50
+        if batching.return_logprobs:
+            wanted["logprobs"] = 0
+        _warn_of_others(batching)
+        return cls(_options(batching), wanted, number, batching.max_queue_size or None)
+
+    def max_new_tokens(self, wanted: dict[str, Any], num_prompt: int) -> int:
+        """New tokens of a prompt at most."""
+        given = wanted.get("max_new_tokens")
+        config = wanted["generation_config"]
+        return Defaults.of(config).max_new_tokens(num_prompt) if given is None else given
+
+    def names(self, request_id: str) -> list[str]:
+        """The ids of a prompt's results: its samples', then its own."""
+        return [f"{request_id}__child#{i}" for i in range(self.num_samples - 1)] + [request_id]
+
+
+def _options(batching: ContinuousBatchingConfig) -> dict[str, Any]:
+    page = getattr(batching, "page_size", None) or getattr(batching, "block_size", None)
+    blocks, graphs = batching.num_blocks, batching.use_cuda_graph
+    decodes = graphs[1] if isinstance(graphs, tuple) else graphs
+    found = {
+        "logprobs_mode": "processed_logprobs",
+        "seed": batching.seed,
+        "cache_tokens": None if blocks is None or page is None else blocks * page,
+        "max_tokens_per_step": batching.max_batch_tokens,
+        "max_batch_size": batching.max_requests_per_batch,
+        "free_memory": batching.max_memory_percent,
+        "cudagraph_mode": "NONE" if decodes is False else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _warn_of_others(batching: ContinuousBatchingConfig) -> None:
+    defaults = vars(ContinuousBatchingConfig())
+    names = vars(batching).keys() - HONOURED
+    others = sorted(name for name in names if vars(batching)[name] != defaults.get(name))
+    if others:
+        warnings.warn(
+            f"a session has no use for {', '.join(others)} of the ContinuousBatchingConfig; it "
+            f"obeys {', '.join(sorted(HONOURED))}",
+            stacklevel=4,
+        )
+
+
+def result_of(
+    request_id: str,
+    prompt: Sequence[int],
+    end: Generation | BaseException,
+    times: tuple[float, float],
+    timestamps: list[float] | None = None,
+) -> GenerationOutput:
+    """A request's end in Transformers' form: times are when it was queued and when it ended."""
+    found = GenerationOutput(
+        request_id=request_id,
+        prompt_ids=list(prompt),
+        created_time=times[0],
+        lifespan=times,
+        timestamps=timestamps,
+    )
+    if isinstance(end, BaseException):
+        found.status, found.error = RequestStatus.FAILED, str(end)
+        return found
+    found.status, found.generated_tokens = RequestStatus.FINISHED, end.token_ids
+    if end.logprobs is not None:
+        found.logprobs = drawn_logprobs(end)
+    return found
+
+
+def drawn_logprobs(result: Generation) -> list[float]:
+    """Log-probabilities of the drawn tokens, which were asked for."""
+    assert result.logprobs is not None, "they were asked for"
+    pairs = zip(result.token_ids, result.logprobs, strict=True)
+    return [found[token].logprob for token, found in pairs]

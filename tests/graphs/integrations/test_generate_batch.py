@@ -1,0 +1,271 @@
+"""Transformers' continuous batching on a session, beside Transformers' own."""
+
+import asyncio
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from graphs.integrations.generate_batch import METHODS, disable, enable
+from tests.kit.models import build_model
+
+PROMPTS = [[5, 9, 3], [7] * 20, [1], [11, 12]]
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def small(**changes) -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(num_blocks=64, page_size=16, **changes)
+
+
+@pytest.fixture
+def model():
+    model = build_model("llama")
+    model.set_attn_implementation("sdpa")
+    return model.train()
+
+
+def tokens(outputs) -> dict[str, list[int]]:
+    return {name: output.generated_tokens for name, output in outputs.items()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"min_new_tokens": 3, "eos_token_id": [23, 25]}, {"repetition_penalty": 1.3}],
+    ids=["greedy", "ends", "penalty"],
+)
+def test_results_are_those_of_transformers(model, changes):
+    config = GenerationConfig(**(GREEDY | changes))
+    asked = {"continuous_batching_config": small(return_logprobs=True)}
+    own = "repetition_penalty" in changes or "min_new_tokens" in changes
+    if own:  # its batching has no processor for them; `generate` does
+        wanted = {
+            f"req_{i}": model.eval()
+            .generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :]
+            .tolist()
+            for i, prompt in enumerate(PROMPTS)
+        }
+    else:
+        theirs = model.generate_batch(PROMPTS, generation_config=config, **asked)
+        wanted = tokens(theirs)
+    model.train()
+    enable(model)
+    ours = model.generate_batch(PROMPTS, generation_config=config, **asked)
+    assert list(ours) == [f"req_{i}" for i in range(len(PROMPTS))]
+    assert tokens(ours) == wanted
+    assert model.training and model.config._attn_implementation == "sdpa"
+    for name, output in ours.items():
+        assert output.is_finished() and output.error is None
+        assert len(output.logprobs) == len(output.generated_tokens)
+        assert output.prompt_ids == PROMPTS[int(name[4:])]
+        if not own:
+            assert output.logprobs == pytest.approx(theirs[name].logprobs, abs=1e-5)
+
+
+def test_samples_of_a_prompt_differ_and_follow_the_seed(model):
+    config = GenerationConfig(**(GREEDY | {"do_sample": True, "num_return_sequences": 3}))
+    enable(model)
+    torch.manual_seed(1)
+    first = model.generate_batch(PROMPTS[:2], generation_config=config)
+    assert list(first) == [
+        *("req_0__child#0", "req_0__child#1", "req_0"),
+        *("req_1__child#0", "req_1__child#1", "req_1"),
+    ]
+    assert len({tuple(t) for t in tokens(first).values()}) == 6
+    again = copy.deepcopy(model)
+    torch.manual_seed(1)
+    assert tokens(again.generate_batch(PROMPTS[:2], generation_config=config)) == tokens(first)
+
+
+def test_filters_are_those_that_the_config_names(model):
+    """Without a top_k it draws from all tokens, as Transformers' batching does."""
+    enable(model, max_tokens=128)
+    config = GenerationConfig(**(GREEDY | {"do_sample": True, "temperature": 50.0, "top_p": 1.0}))
+    drawn = model.generate_batch([[1]] * 64, generation_config=config, max_new_tokens=20)
+    assert len({t for output in drawn.values() for t in output.generated_tokens}) > 55
+    config.top_k = 1
+    drawn = model.generate_batch([[1]] * 3, generation_config=config)
+    assert len({tuple(output.generated_tokens) for output in drawn.values()}) == 1
+
+
+def test_weights_are_seen_and_a_changed_model_has_a_new_session(model):
+    enable(model)
+    config = GenerationConfig(**GREEDY)
+    before = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    session = model.generate_batch.methods.trained._session
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    after = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    assert model.generate_batch.methods.trained._session is session
+    assert after != before
+    model.to(torch.bfloat16).to(torch.float32)
+    again = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    assert model.generate_batch.methods.trained._session is not session
+    disable(model)
+    asked = {"continuous_batching_config": small()}
+    assert tokens(model.generate_batch(PROMPTS, generation_config=config, **asked)) == again
+
+
+def test_longer_prompts_and_more_of_them(model):
+    enable(model)
+    config = GenerationConfig(**GREEDY)
+    model.generate_batch([[1]], generation_config=config)
+    long = [[7] * 100, *PROMPTS * 3]
+    found = tokens(model.generate_batch(long, generation_config=config))
+    assert list(map(len, found.values())) == [len(t) for t in found.values()]
+    disable(model)
+    asked = {"continuous_batching_config": small()}
+    assert tokens(model.generate_batch(long, generation_config=config, **asked)) == found
+
+
+def test_an_error_of_one_request_ends_that_one(model):
+    def fails(ids, logits):
+        if len(ids[0]) > 23:
+            raise ZeroDivisionError("too long")
+        return logits
+
+    enable(model)
+    found = model.generate_batch(
+        PROMPTS, generation_config=GenerationConfig(**GREEDY), logits_processor=fails
+    )
+    assert found["req_1"].status is RequestStatus.FAILED
+    assert "too long" in found["req_1"].error
+    assert all(found[f"req_{i}"].status is RequestStatus.FINISHED for i in (0, 2, 3))
+
+
+def test_what_is_refused_or_has_no_use(model):
+    enable(model)
+    with pytest.warns(UserWarning, match="no use for cpu_offload_space, scheduler_type of the"):
+        model.generate_batch(
+            PROMPTS[:1],
+            generation_config=GenerationConfig(**GREEDY),
+            continuous_batching_config=small(cpu_offload_space=1.0, scheduler_type="prefill_first"),
+        )
+    with pytest.raises(ValueError, match=r"generation_config\.num_beams must be neutral"):
+        model.generate_batch(PROMPTS, generation_config=GenerationConfig(num_beams=2, **GREEDY))
+    with pytest.raises(ValueError, match="prompt must hold at least one token"):
+        model.generate_batch([[1], []], generation_config=GenerationConfig(**GREEDY))
+    assert model.generate_batch([]) == {}
+    assert model.training and model.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="model must be a model of Transformers, got Linear"):
+        enable(torch.nn.Linear(2, 2))
+
+
+def test_a_copied_or_saved_model_is_as_before(model, tmp_path):
+    enable(model)
+    config = GenerationConfig(**GREEDY)
+    wanted = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    other = copy.deepcopy(model)
+    assert other.generate_batch.methods is not model.generate_batch.methods
+    assert tokens(other.generate_batch(PROMPTS, generation_config=config)) == wanted
+    loaded = pickle.loads(pickle.dumps(model))
+    assert tokens(loaded.generate_batch(PROMPTS, generation_config=config)) == wanted
+    model.save_pretrained(tmp_path)
+    assert not any(name in model.state_dict() for name in METHODS)
+
+
+def test_compiled(model):
+    compiled = torch.compile(model, backend="attn_ops")
+    config = GenerationConfig(**GREEDY)
+    enable(model)
+    wanted = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    enable(compiled)
+    assert tokens(model.generate_batch(PROMPTS, generation_config=config)) == wanted
+    session = model.generate_batch.methods.trained._session
+    assert session.counters.num_graphs and session.counters.num_recompiles == 0
+
+
+def test_adapters(model):
+    peft = pytest.importorskip("peft")
+    enable(model)
+    config = GenerationConfig(**GREEDY)
+    plain = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    lora = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    for name, weight in lora.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    adapted = tokens(lora.generate_batch(PROMPTS, generation_config=config))
+    assert adapted != plain
+    with lora.disable_adapter():
+        assert tokens(lora.generate_batch(PROMPTS, generation_config=config)) == plain
+    lora.merge_adapter()
+    assert tokens(lora.generate_batch(PROMPTS, generation_config=config)) == adapted
+
+
+# -- the manager -----------------------------------------------------------------------------------
+
+
+def test_manager(model):
+    config = GenerationConfig(**GREEDY)
+    enable(model)
+    wanted = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    with model.continuous_batching_context_manager(generation_config=config) as manager:
+        names = manager.add_requests(PROMPTS)
+        assert names == list(wanted)
+        found = {}
+        for result in manager:
+            found[result.request_id] = result
+            if len(found) == len(names):
+                break
+        assert tokens(found) == {name: wanted[name] for name in found}
+        name = manager.add_request([5, 9, 3], "mine", max_new_tokens=3, record_timestamps=True)
+        result = next(iter(manager.request_id_iter(name)))
+        assert result.generated_tokens == wanted["req_0"][:3]
+        assert result.timestamps == sorted(result.timestamps) and len(result.timestamps) == 3
+        streamed = manager.add_request([5, 9, 3], streaming=True)
+        parts = list(manager.request_id_iter(streamed))
+        assert [len(part.generated_tokens) for part in parts] == list(range(1, 9))
+        assert parts[-1].generated_tokens == wanted["req_0"]
+        assert model.config._attn_implementation == "attn_ops"
+    assert not manager.is_running() and model.training
+    assert manager.get_result(timeout=0.1) is None
+    with pytest.raises(RuntimeError, match="does not run"):
+        manager.add_request([1])
+
+
+def test_cancelled_and_stopped_requests(model):
+    enable(model, max_batch_size=2, max_tokens=128)
+    manager = model.init_continuous_batching(GenerationConfig(**(GREEDY | {"eos_token_id": -1})))
+    manager.start()
+    names = manager.add_requests([[1]] * 8, max_new_tokens=100)
+    for name in names[4:]:
+        manager.cancel_request(name)
+    with pytest.raises(ValueError, match="request_id must be new"):
+        manager.add_request([1], names[0], max_new_tokens=100)
+    manager.stop()
+    results = []
+    while (result := manager.get_result(timeout=0)) is not None:
+        results.append(result)
+    assert sorted(result.request_id for result in results) == names[:4]
+    assert all(result.status is RequestStatus.FINISHED for result in results)
+    manager.start()
+    manager.add_requests([[1]] * 2, max_new_tokens=100)
+    manager.stop(hard_stop=True)
+    results = [manager.get_result(timeout=0), manager.get_result(timeout=0)]
+    assert all("closed" in result.error for result in results)
+
+
+def test_result_handlers(model):
+    enable(model)
+    config = GenerationConfig(**GREEDY)
+    wanted = tokens(model.generate_batch(PROMPTS, generation_config=config))
+
+    async def collect():
+        with model.continuous_batching_context_manager(generation_config=config) as manager:
+            found, ended = {}, asyncio.Event()
+
+            def take(result):
+                found[result.request_id] = result.generated_tokens
+                if len(found) == len(PROMPTS):
+                    ended.set()
+
+            for number, prompt in enumerate(PROMPTS):
+                manager.register_result_handler(f"req_{number}", take)
+                manager.add_request(prompt)
+            await asyncio.wait_for(ended.wait(), 60)
+        return found
+
+    assert asyncio.run(collect()) == wanted

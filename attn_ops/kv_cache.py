@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from attn_ops.block_pool import NULL_BLOCK, BlockPool, BlockTable, OutOfBlocksError
+from attn_ops.mapped_memory import MappedMemory
 from attn_ops.metadata import AttentionSpec, KVCacheLayoutType, get_kv_cache_layout
 from attn_ops.ops.cache_blocks import copy_blocks
 from attn_ops.prefixes import NO_MATCH, ROOT, Content, Key, Match
@@ -34,6 +35,7 @@ class PagedKVCache:
         cache_layout: NHD, tokens before heads in memory, or HND, heads before tokens. None takes
             what `set_kv_cache_layout` set, else NHD. Shapes are the same; strides differ. Latent
             layers have one head, so both are the same.
+        can_sleep: whether `sleep` can give the memory back. On a GPU it needs cuda-bindings.
 
     Attributes:
         tensors: per layer [P, 2, B, K, H], index 0 keys and 1 values; of layers with latent
@@ -54,6 +56,7 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
         cache_layout: KVCacheLayoutType | None = None,
         window_blocks: int | None = None,
+        can_sleep: bool = False,
     ) -> None:
         self.cache_layout = get_kv_cache_layout(cache_layout)
         if (num_tokens is None) == (memory_bytes is None):
@@ -88,6 +91,8 @@ class PagedKVCache:
                 f"block, got room for {num_blocks}; a block takes {self.bytes_per_block} bytes"
             )
         self.num_blocks = num_blocks
+        self._memory: MappedMemory | None = None
+        self._can_sleep = can_sleep
         self.tensors = self._allocate_all(torch.device(device), num_tokens)
         self.pool = BlockPool(num_blocks, block_size)
         self.window_pool = BlockPool(window_blocks, block_size) if window_blocks else None
@@ -106,6 +111,9 @@ class PagedKVCache:
         if any(most is not None and self.num_bytes > most for most in (total, free)):
             raise ValueError(message)
         try:
+            if self._can_sleep:
+                padding = MappedMemory.ALIGNMENT * len(self.specs)
+                self._memory = MappedMemory(self.num_bytes + padding, device)
             tensors = [self._allocate(spec, device) for spec in self.specs]
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
@@ -120,10 +128,32 @@ class PagedKVCache:
         number = self.window_blocks if own else self.num_blocks
         assert number is not None, "own blocks are counted"
         shape = spec.cache_shape(number, self.block_size)
-        if self.cache_layout == "NHD" or spec.latent is not None:
-            return torch.zeros(shape, dtype=spec.cache_dtype, device=device)
-        shape = (*shape[:2], shape[3], shape[2], shape[4])
-        return torch.zeros(shape, dtype=spec.cache_dtype, device=device).transpose(2, 3)
+        if by_head := self.cache_layout == "HND" and spec.latent is None:
+            shape = (*shape[:2], shape[3], shape[2], shape[4])
+        if self._memory is None:
+            tensor = torch.zeros(shape, dtype=spec.cache_dtype, device=device)
+        else:
+            tensor = self._memory.zeros(shape, spec.cache_dtype)
+        return tensor.transpose(2, 3) if by_head else tensor
+
+    def sleep(self) -> None:
+        """Give the memory back; the tensors must not be touched until `wake`.
+
+        Raises:
+            ValueError: it was not made with `can_sleep`.
+        """
+        if self._memory is None:
+            raise ValueError("can_sleep must be True for a cache that sleeps, got False")
+        self._memory.unmap()
+
+    def wake(self) -> None:
+        """Take memory again; the tensors are zero, at their old addresses.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has too little left; it sleeps on.
+        """
+        if self._memory is not None:
+            self._memory.map()
 
     @property
     def own_blocks(self) -> list[bool]:

@@ -352,7 +352,7 @@ def made_cache(
     windows = Windows.of(owner.specs, options, owner.original, owner.builder)
     sizing = Sizing(options, owner.specs, _bytes_of(owner.original), graphs, windows)
     size = sizing.decide(owner.device, measure)
-    more["window_blocks"] = size.window_blocks
+    more |= {"window_blocks": size.window_blocks, "can_sleep": options.can_sleep}
     return size, PagedKVCache(owner.specs, num_tokens=size.num_tokens, **more)
 
 

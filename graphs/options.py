@@ -71,6 +71,7 @@ class SessionOptions:
         on_capture_failure: "raise", or "continue": such steps run uncaptured, and are reported.
         compile_cache: a folder for compiled models, which the next process loads instead of
             compiling; None: none. Only its owner may be able to write it: what is in it is run.
+        can_sleep: `sleep` can give the cache's memory back; on a GPU it needs cuda-bindings.
         logprobs_mode: what log-probabilities are of: "raw_logprobs", the model's logits, or
             "processed_logprobs", the logits after penalties, filters and temperature.
 
@@ -102,6 +103,7 @@ class SessionOptions:
     share_prefixes: bool = False
     merge_projections: bool | str = False
     compile_cache: str | os.PathLike[str] | None = None
+    can_sleep: bool = False
     logprobs_mode: str = "raw_logprobs"
 
     @classmethod
@@ -139,7 +141,7 @@ class SessionOptions:
             )
         check_ints(seed=self.seed)
         check_bools(strict=self.strict, lazy_capture=self.lazy_capture)
-        check_bools(share_prefixes=self.share_prefixes)
+        check_bools(share_prefixes=self.share_prefixes, can_sleep=self.can_sleep)
         check_known("debug", self.debug, DEBUGS)
         fraction = self.memory_fraction
         if type(fraction) not in (int, float) or not 0 < fraction <= 1:

@@ -166,6 +166,7 @@ class DecodeSession:
         )
         self.num_steps = self.loop.num_steps
         self.lock = threading.Lock()  # of `exclusive`
+        self.is_asleep = False
         self._left: list[int] = []  # requests of streams that were closed while another call ran
 
     @property
@@ -465,6 +466,33 @@ class DecodeSession:
                 self.plan.stop("release() was called")
                 self.runner.graphs = None
 
+    @exclusive
+    def sleep(self) -> None:
+        """Give the cache's memory back to the device; captured graphs stay.
+
+        Kept prefixes are forgotten. Until `wake`, steps are refused.
+
+        Raises:
+            ValueError: the session was made without `can_sleep`, or has unfinished requests.
+        """
+        if self.num_unfinished:
+            raise ValueError(f"session must have nothing unfinished, got {self.num_unfinished}")
+        with uninterrupted():
+            self.cache.sleep()
+            self.scheduler.prefixes.forget()
+            self.is_asleep = True
+
+    @exclusive
+    def wake(self) -> None:
+        """Take the cache's memory again, at the same addresses; harmless if it is awake.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little left; it sleeps on.
+        """
+        with uninterrupted():
+            self.cache.wake()
+            self.is_asleep = False
+
     # -- inside ------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -475,6 +503,8 @@ class DecodeSession:
 
     def _run(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step whole; Ctrl-C waits for its end, but not for the model to be compiled."""
+        if self.is_asleep:
+            raise RuntimeError("the session sleeps; wake() comes before steps")
         self.loop.prepare()
         with uninterrupted():
             while self._left:

@@ -101,9 +101,11 @@ class AttnOpsLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> "AttnOpsLM":
-        """From lm-eval's `model_args`; see docs/lm_eval.md."""
+        """From `model_args`, which come before the arguments of lm-eval's command."""
         more = {name: x for name, x in (additional_config or {}).items() if x is not None}
-        args = arg_dict | more
+        if str(more.get("device")).startswith("cuda") and not torch.cuda.is_available():
+            logger.warning("device=%s is not here: the CPU is taken", more.pop("device"))
+        args = more | arg_dict
         own = {name: args.pop(name) for name in OF_TEXTS if name in args}
         return cls(_loaded(add_bos_token=own.get("add_bos_token"), **args), **own)
 

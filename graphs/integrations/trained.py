@@ -32,12 +32,16 @@ class TrainedModel:
         options: of the session; default: `max_tokens` and `max_batch_size` that the first call
             needs, later ones more. And:
             compile: whether to compile a model that is not; default: where it is on a GPU.
+            sleep: whether the cache's memory goes back between the calls; default: on a GPU.
     """
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
         options = dict(options)
         self.original = original_of(model)
-        self._compiles = options.pop("compile", None)
+        on_gpu = next(self.original.parameters()).device.type == "cuda"
+        self._compiles = options.pop("compile", on_gpu)
+        if options.pop("sleep", on_gpu):
+            options["can_sleep"] = True
         self._callable = model if hasattr(model, "_orig_mod") else None
         self._options = options
         self._session: DecodeSession | None = None
@@ -59,7 +63,12 @@ class TrainedModel:
         """
         with as_sessions_run(self.original):
             session = self._fitting(num_requests, num_tokens, defaults)
-            yield session
+            session.wake()
+            try:
+                yield session
+            finally:
+                if self._options.get("can_sleep") and not session.num_unfinished:
+                    session.sleep()
 
     def _fitting(self, num_requests: int, num_tokens: int, defaults: dict[str, Any]) -> Any:
         positions = getattr(self.original.config, "max_position_embeddings", None)
@@ -85,11 +94,8 @@ class TrainedModel:
 
     def _runnable(self) -> torch.nn.Module:
         if self._callable is None:
-            on_gpu = next(self.original.parameters()).device.type == "cuda"
-            compiles = on_gpu if self._compiles is None else self._compiles
-            self._callable = (
-                torch.compile(self.original, backend="attn_ops") if compiles else self.original
-            )
+            compiled: Any = torch.compile(self.original, backend="attn_ops")
+            self._callable = compiled if self._compiles else self.original
         return cast(torch.nn.Module, self._callable)
 
     def close(self) -> None:

@@ -312,7 +312,11 @@ def _loaded(
     loading = {name: options.pop(name) for name in LOADING if name in options}
     bos = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     own = tokenizer_of(tokenizer or pretrained, **loading, **bos)
-    config = AutoConfig.from_pretrained(pretrained, **loading)
+    try:
+        config = AutoConfig.from_pretrained(pretrained, **loading)
+    except (OSError, ValueError) as error:
+        text = f"pretrained must be a folder with a model, got {pretrained!r}: {error}"
+        raise ValueError(text) from None
     length = max_length or resolve_max_length(config, own)
     session: dict[str, Any] = {"share_prefixes": True, "lazy_capture": True}
     session |= {"max_batch_size": _batch_size(batch_size, max_batch_size), "max_tokens": length}

@@ -49,7 +49,7 @@ class MappedMemory:
         return found.set_(storage, 0, tuple(shape))  # type: ignore[arg-type]
 
     def unmap(self) -> None:
-        """Give the memory back; on a GPU after everything that was launched. Harmless if repeated."""
+        """Give the memory back, on a GPU after what was launched; harmless if repeated."""
         if self.is_mapped:
             self._memory.unmap()
             self.is_mapped = False
@@ -84,7 +84,7 @@ class _OfCPU:
 class _OfGPU:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         try:
-            from cuda.bindings import driver
+            from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ValueError(
                 "can_sleep must be False where cuda-bindings is not installed, got True"

@@ -50,10 +50,19 @@ class SupportRow:
 
 def support_rows() -> list[SupportRow]:
     """A row a backend, in the order of preference, from the declarations."""
-    return [_row(name) for name in backend_names()]
+    return [row_of(name) for name in backend_names()]
 
 
-def _row(name: str) -> SupportRow:
+def row_of(name: str) -> SupportRow:
+    """The row of one backend.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in backend_names():
+        raise ValueError(
+            f"backend must be known, got {name!r}; supported: {', '.join(backend_names())}"
+        )
     backend, failed = load_backend(name)
     if backend is None:
         return SupportRow((name, *("?" for _ in COLUMNS[1:])), failed)

@@ -549,6 +549,8 @@ class DecodeSession:
                     self._run(self.loop.step)
                     self._raise_errors(going)
                     still = [r for r in going if not r.finish_reason]
+                    if not bar.disable:  # a step may take minutes, as with interpreted kernels
+                        bar.set_postfix(tokens=sum(len(r.token_ids) for r in requests))
                     bar.update(len(going) - len(still))
                     going = still
             self._raise_errors(requests)

@@ -121,17 +121,57 @@ def chat(
 
 
 @app.command()
-def backends(as_json: Json = False) -> None:
-    """What every attention backend supports, and what keeps it from this machine."""
+def backends(
+    why: Annotated[
+        str | None, typer.Option("--why", help="All that one backend supports, and does not.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The attention backends, and what keeps each from this machine."""
     with _one_line_errors():
-        from attn_ops.support_table import support_rows
-        from graphs.app.tables import backends_as_dicts, print_backends
+        from attn_ops.support_table import row_of, support_rows
+        from graphs.app.tables import backends_as_dicts, print_backend, print_backends
 
-        rows = support_rows()
+        rows = support_rows() if why is None else [row_of(why)]
     if as_json:
         typer.echo(json.dumps(backends_as_dicts(rows), indent=2))
-    else:
+    elif why is None:
         print_backends(rows, _console())
+    else:
+        print_backend(rows[0], _console())
+
+
+@app.command()
+def bench(
+    backend: Annotated[str, typer.Argument(help="Any registered backend.")],
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="REQUESTSxCONTEXT of decodes, TOKENS of one prompt; may be repeated."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of queries. Default: bfloat16, on a CPU float32.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Query heads, kv heads, head size, as 32,8,128.")
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8_e4m3 or fp8_e5m2.")] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens a block of the cache holds.")] = 16,
+    device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a backend beside TRITON and TORCH, in microseconds and percent of the bandwidth."""
+    with _one_line_errors():
+        from graphs.app.bench import as_dicts, print_bench
+        from graphs.app.bench import bench as timed
+
+        rows = timed(
+            backend, shape or [], dtype=dtype, heads=heads, kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size, device=device,
+        )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(as_dicts(rows), indent=2))
+    else:
+        print_bench(rows, _console())
 
 
 @app.command()

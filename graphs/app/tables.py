@@ -213,17 +213,30 @@ def print_comparison(found: dict[str, list[tuple[str, str, str, str]]], console:
         console.print(table)
 
 
+SHORT = ("backend", "devices", "dtypes", "head sizes")
+"""Columns of the support table that fit on a screen."""
+
+
 def print_backends(rows: list[SupportRow], console: Console) -> None:
-    """The support table, with what keeps a backend from this machine."""
-    table = Table(title="attn-ops backends, in the order of preference", title_justify="left")
-    for name, style in (("backend", "bold"), ("", ""), ("", "")):
-        table.add_column(name, style=style)
+    """A line a backend, with what keeps it from this machine; the rest is for `--why`."""
+    title = "attn-ops backends, in the order of preference"
+    table = Table(title=title, title_justify="left", box=None, expand=True, padding=(0, 1))
+    for name in SHORT:
+        table.add_column(name, no_wrap=True)
+    table.add_column("on this machine", overflow="ellipsis", no_wrap=True, ratio=1)
+    places = [COLUMNS.index(name) for name in SHORT]
     for row in rows:
-        lines: list[tuple[str, str]] = [*zip(COLUMNS[1:], row.cells[1:], strict=True)]
-        lines.append(("on this machine", row.unavailable or "available"))
-        for i, (name, cell) in enumerate(lines):
-            table.add_row(row.cells[0] if i == 0 else "", name, cell)
-        table.add_section()
+        table.add_row(*(row.cells[i] for i in places), row.unavailable or "available")
+    console.print(table)
+    console.print("attn-ops backends --why NAME says all of one.")
+
+
+def print_backend(row: SupportRow, console: Console) -> None:
+    """All that one backend supports, and what keeps it from this machine."""
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for name, cell in zip(COLUMNS, row.cells, strict=True):
+        table.add_row(name, cell)
+    table.add_row("on this machine", row.unavailable or "available")
     console.print(table)
 
 

@@ -1,1 +1,1 @@
-"""Doors: sessions inside other people's programs. Each module imports the package that it is for."""
+"""Doors: sessions inside other people's programs. A module imports the package it is for."""

@@ -39,7 +39,8 @@ class Asked:
 
         Fields of `batching` that mean nothing to a session are named in a warning.
         """
-        generation = copy.copy(model.generation_config if generation is None else generation)
+        given = model.generation_config if generation is None else generation
+        generation = GenerationConfig() if given is None else copy.copy(given)
         number = generation.num_return_sequences or 1
         generation.num_return_sequences = None
         if generation.eos_token_id is None:

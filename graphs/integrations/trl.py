@@ -1,6 +1,6 @@
 """Rollouts of TRL's trainers by a session of the trained model itself.
 
-    trainer = GRPOTrainer(model, ..., rollout_func=rollout_func())
+trainer = GRPOTrainer(model, ..., rollout_func=rollout_func())
 """
 
 from collections.abc import Callable, Sequence

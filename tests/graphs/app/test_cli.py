@@ -333,6 +333,43 @@ def test_backends():
     assert all(row["available"] == (row["reason"] is None) for row in rows)
 
 
+def test_backends_are_one_screen_and_why_says_the_rest():
+    lines = invoke("backends").stdout.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 120
+    result = invoke("backends", "--why", "FLASH_ATTN")
+    assert result.exit_code == 0
+    for text in ("soft cap", "fp8_e4m3", "CUDA graphs", "on this machine"):
+        assert text in result.stdout
+    assert invoke("backends", "--why", "NOPE").exit_code == 2
+
+
+def test_bench():
+    """A third party's backend, too: any that is registered."""
+    arguments = ("--shape", "3x40", "--shape", "20", "--heads", "4,2,64", "--device", "cpu")
+    result = invoke("bench", "FLEX", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    names = ["FLEX", "TRITON", "TORCH"]
+    assert [row["backend"] for row in rows] == names * 2
+    for row in rows:
+        assert (row["us"] is None) == (row["reason"] is not None)
+        assert (row["percent"] is None) == (row["us"] is None or row["shape"] == "20")
+        assert row["us"] is None or row["us"] > 0
+    assert all(row["us"] for row in rows if row["backend"] != "TRITON")
+    shown = invoke("bench", "TORCH", *arguments, "--dtype", "bfloat16").stdout
+    assert "% of copy bandwidth" in shown
+    for wrong, message in (
+        (("NOPE",), "backend must be known, got 'NOPE'"),
+        (("TORCH", "--shape", "3x"), "shape must be REQUESTSxCONTEXT or TOKENS, got '3x'"),
+        (("TORCH", "--heads", "4"), "heads must be as '32,8,128', got '4'"),
+        (("TORCH", "--dtype", "int8"), "dtype must be known, got 'int8'"),
+    ):
+        result = invoke("bench", *wrong)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
 def test_the_page_of_backends_holds_the_support_table():
     text = (ROOT / "docs" / "backends.md").read_text()
     assert support_table.markdown() in text, "make docs"

@@ -40,14 +40,14 @@ class Asked:
         Fields of `batching` that mean nothing to a session are named in a warning.
         """
         given = model.generation_config if generation is None else generation
-        generation = GenerationConfig() if given is None else copy.copy(given)
-        number = generation.num_return_sequences or 1
-        generation.num_return_sequences = None
-        if generation.eos_token_id is None:
-            generation.eos_token_id = getattr(model.config, "eos_token_id", None)
+        config: Any = GenerationConfig() if given is None else copy.copy(given)
+        number = config.num_return_sequences or 1
+        config.num_return_sequences = None
+        if config.eos_token_id is None:
+            config.eos_token_id = getattr(model.config, "eos_token_id", None)
         batching = ContinuousBatchingConfig() if batching is None else batching
-        wanted: dict[str, Any] = {"generation_config": generation}
-        if generation.do_sample and generation.top_k is None:
+        wanted: dict[str, Any] = {"generation_config": config}
+        if config.do_sample and config.top_k is None:
             wanted["top_k"] = 0  # here Transformers does not add its usual 50
         if batching.return_logprobs:
             wanted["logprobs"] = 0

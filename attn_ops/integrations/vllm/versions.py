@@ -60,7 +60,7 @@ def our_batch(common: Any, on_host: bool) -> CommonAttentionMetadata:
 
     `on_host`: with mirrors of the lengths. Where vLLM has none, this waits for the device.
     """
-    num_reqs = common.num_reqs
+    num_reqs = int(common.num_reqs)
     if not isinstance(common.causal, bool):
         raise ValueError("causal must be a bool, got a tensor; supported: True, False")
     starts_cpu = seq_lens_cpu = None

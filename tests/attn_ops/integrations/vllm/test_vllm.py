@@ -202,6 +202,42 @@ def test_metadata_for_a_capture_has_bounds_and_no_mirrors():
     assert called.seq_lens_cpu.tolist() == [5, 1, 0, 12, 9]
 
 
+def test_a_graph_makes_its_metadata_inside(monkeypatch):
+    """Also where a layer has run with the same object before the capture."""
+    model, batch = Model(), batch_of()
+    model.builder.on_gpu = True
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    step = model.builder.build(0, common_of(batch.common))
+    before = step.ours
+    assert step.ours is before
+    capturing[0] = True
+    inside = step.ours
+    assert inside is not before
+    assert step.ours is inside
+    assert inside.common.max_seq_len == 64
+
+
+def test_every_geometry_runs_before_a_capture(monkeypatch):
+    """With the bounds of the capture, so that no kernel is compiled in it."""
+    model, batch = Model({}, {"per_layer_sliding_window": 3}, {}), batch_of()
+    seen = []
+    impl = type(model.layers[0].impl)
+    attend = impl.attend
+
+    def counted(self, layer, query, kv_cache, step):
+        seen.append((self.asked["sliding_window"], step.ours.common.max_seq_len))
+        return attend(self, layer, query, kv_cache, step)
+
+    monkeypatch.setattr(impl, "attend", counted)
+    model.builder.build_for_cudagraph_capture(common_of(batch.common))
+    assert seen == [], "vLLM has not made the caches"
+    for layer in model.layers:
+        give(layer, batch.kv_cache.nan_to_num(0.0), newest=False)
+    model.builder.build_for_cudagraph_capture(common_of(batch.common))
+    assert sorted(seen, key=str) == [(3, 64), (None, 64)]
+
+
 def test_a_batch_whose_lengths_only_the_device_knows():
     model, batch = Model(), batch_of()
     give(model.layers[0], batch.kv_cache.clone(), newest=False)
@@ -225,6 +261,7 @@ def test_layers_of_several_geometries_share_one_batch():
         torch.testing.assert_close(
             out_TNH.double(), expected(batch, **options), atol=2e-5, rtol=1e-4
         )
+        assert step.ours.common.num_actual_tokens == 10
         made.append(step.ours)
     assert made[0] is made[1]
 

@@ -262,8 +262,10 @@ class AttnOpsLM(TemplateLM):
             kwargs["temperature"] = 0.0
         elif not kwargs.get("temperature"):
             raise ValueError("temperature must be above 0 with do_sample=True, got 0")
-        elif getattr(self.session.original.generation_config, "top_k", None) is None:
-            kwargs = {"top_k": 50} | kwargs  # as in Transformers' generate
+        else:
+            config = getattr(self.session.original, "generation_config", None)
+            if getattr(config, "top_k", None) is None:
+                kwargs = {"top_k": 50} | kwargs  # as in Transformers' generate
         # The session's texts leave special tokens out, so those end requests by themselves.
         ids = [self._special[text] for text in until if text in self._special]
         return until, new, kwargs | {"stop": until, "stop_token_ids": ids}
@@ -301,14 +303,7 @@ def _loaded(
     """
     from transformers import AutoConfig
 
-    known = [field.name for field in dataclasses.fields(SessionOptions)]
-    known = [*(name for name in known if name != "max_tokens"), "dtype", "device", "compile"]
-    if unknown := [name for name in options if name not in (*known, *LOADING)]:
-        supported = ", ".join([*OF_TEXTS, "tokenizer", "max_length", *LOADING, *known])
-        raise ValueError(
-            f"model_args must be known, got {unknown[0]}={options[unknown[0]]!r}; "
-            f"supported: pretrained, {supported}"
-        )
+    _check_known(options)
     loading = {name: options.pop(name) for name in LOADING if name in options}
     bos = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     own = tokenizer_of(tokenizer or pretrained, **loading, **bos)
@@ -325,6 +320,17 @@ def _loaded(
     return DecodeSession.from_pretrained(
         pretrained, tokenizer=own, model_kwargs=loading, **(session | options)
     )
+
+
+def _check_known(options: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(SessionOptions)]
+    known = [*(name for name in known if name != "max_tokens"), "dtype", "device", "compile"]
+    if unknown := [name for name in options if name not in (*known, *LOADING)]:
+        supported = ", ".join([*OF_TEXTS, "tokenizer", "max_length", *LOADING, *known])
+        raise ValueError(
+            f"model_args must be known, got {unknown[0]}={options[unknown[0]]!r}; "
+            f"supported: pretrained, {supported}"
+        )
 
 
 def _batch_size(asked: int | str, most: int) -> int:

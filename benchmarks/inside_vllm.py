@@ -86,7 +86,7 @@ def in_a_process(way: str, args: argparse.Namespace) -> dict[str, float] | str:
     """What `measure` gives, or the last line of its error."""
     environment = dict(os.environ)
     if args.vllm_path:
-        paths = [environment.get("PYTHONPATH", ""), args.vllm_path]
+        paths = [args.vllm_path, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-m", "benchmarks.inside_vllm", "--way", way, "--cases", *args.cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -128,6 +128,8 @@ def in_a_process(folder: Path, *arguments: str) -> dict[str, Any]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": "1",
+        # Engines that compile the same at once would write the same files.
+        "VLLM_CACHE_ROOT": str(folder.with_name("-".join([folder.name, *arguments]))),
     }
     command = [sys.executable, "-m", "tests.gpu.test_vllm", str(folder), *arguments]
     done = subprocess.run(

@@ -147,6 +147,8 @@ def chunked_oracle(case: Case, chunk: int) -> torch.Tensor:
     for request, length in enumerate(lengths):
         for row in range(starts[request], starts[request + 1]):
             position = length - (starts[request + 1] - row)
+            if position < 0:
+                continue  # a padding request: it sees nothing
             keys = torch.arange(position // chunk * chunk, position + 1)
             blocks, offsets = table[request][keys // block_size].long(), keys % block_size
             k, v = (cache[blocks, i, offsets].repeat_interleave(group, 1) for i in (0, 1))

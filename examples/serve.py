@@ -64,7 +64,7 @@ def logprobs_of(outputs: list[StepOutput], tokenizer: Any, num_top: int | None, 
     }
 
 
-def refusal(_: Request, error: Exception) -> JSONResponse:
+async def refusal(_: Request, error: Exception) -> JSONResponse:
     status = next((c for kind, c in CODES.items() if isinstance(error, kind)), 500)
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return JSONResponse({"error": {"message": str(error), "type": kind}}, status)
@@ -125,7 +125,7 @@ def application(session: DecodeSession, opened: AsyncSession, name: str) -> Fast
             except Exception as error:
                 if num == 0:
                     raise
-                yield f"data: {refusal(request, error).body.decode()}\n\n"
+                yield f"data: {(await refusal(request, error)).body.decode()}\n\n"
 
         if streamed:
             await anext(sent := events())

@@ -81,7 +81,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         Bar("Transformers / attn-ops", ">=", 4.0, best / rows["attn-ops"]["seconds"]),
         Bar("tokens equal in float32", ">=", 1, int(equal)),
     ]
-    command = f"python -m benchmarks.generate_batch --requests {args.requests} --new {args.new}"
+    layers = "" if args.layers is None else f" --layers {args.layers}"
+    sizes = f"--requests {args.requests} --new {args.new}{layers}"
+    command = f"python -m benchmarks.generate_batch {sizes}"
     note = f"Prompts of {args.longest // 16} to {args.longest} tokens; {args.model}, bf16."
     found = origin(args) | {"command": command, "note": note, "rows": rows}
     return found | {"bars": [bar.as_dict() for bar in bars]}

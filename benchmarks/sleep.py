@@ -75,7 +75,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         Bar("seconds to wake", "<=", 1.0, max(wakes)),
         Bar("GiB more in the last round than in the first", "<=", 0.01, used[-1] - used[0]),
     ]
-    command = f"python -m benchmarks.sleep --gib {args.gib} --rounds {args.rounds}"
+    layers = "" if args.layers is None else f" --layers {args.layers}"
+    command = f"python -m benchmarks.sleep --gib {args.gib} --rounds {args.rounds}{layers}"
     note = f"{args.model}, bf16, {args.batch} requests; seconds are the longest of the rounds."
     found = origin(args) | {"command": command, "note": note, "rows": rows}
     return found | {"bars": [bar.as_dict() for bar in bars]}

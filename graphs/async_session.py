@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError, Future
 from numbers import Integral
 from typing import Any, cast
 
-from graphs.options import check_positive
+from graphs.checks import check_positive
 from graphs.requests.requests import Generation, RequestError, StepOutput
 from graphs.session import DecodeSession, Prompt
 

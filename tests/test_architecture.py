@@ -196,6 +196,8 @@ def test_kernel_libraries_are_not_imported_at_module_level(package):
     for path in sorted((ROOT / package).rglob("*.py")):
         if path.parent.name == "triton" and path.name != "__init__.py":
             continue  # kernels; the package imports them in its first forward
+        if path.parent == ROOT / "graphs" / "integrations":
+            continue  # each is imported by those who have its package
         for node in ast.parse(path.read_text()).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []

@@ -10,7 +10,7 @@ import fx_passes
 from graphs.app.presets import load
 from graphs.app.prompts import tokenizer_of
 from graphs.app.run import device_of
-from graphs.options import check_positive
+from graphs.checks import check_positive
 from graphs.sampling import SamplingParams
 from graphs.session import DecodeSession
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphs.options import check_positive
+from graphs.checks import check_positive
 from graphs.requests.tokens import ints, listed_ids
 from graphs.sampling import SamplingParams
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attn_ops.integrations.transformers.rotary import SHIFT
-from graphs.options import check_bools, check_positive
+from graphs.checks import check_bools, check_positive
 from graphs.requests.defaults import Defaults
 from graphs.requests.text import TextOfTokens
 from graphs.requests.tokens import Tokens, listed_ids, token_ids, unpadded

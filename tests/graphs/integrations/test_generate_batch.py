@@ -55,9 +55,11 @@ def test_results_are_those_of_transformers(model, changes):
     ours = model.generate_batch(PROMPTS, generation_config=config, **asked)
     assert list(ours) == [f"req_{i}" for i in range(len(PROMPTS))]
     assert tokens(ours) == wanted
-    assert model.training and model.config._attn_implementation == "sdpa"
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
     for name, output in ours.items():
-        assert output.is_finished() and output.error is None
+        assert output.is_finished()
+        assert output.error is None
         assert len(output.logprobs) == len(output.generated_tokens)
         assert output.prompt_ids == PROMPTS[int(name[4:])]
         if not own:
@@ -149,7 +151,8 @@ def test_what_is_refused_or_has_no_use(model):
     with pytest.raises(ValueError, match="prompt must hold at least one token"):
         model.generate_batch([[1], []], generation_config=GenerationConfig(**GREEDY))
     assert model.generate_batch([]) == {}
-    assert model.training and model.config._attn_implementation == "sdpa"
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
     with pytest.raises(ValueError, match="model must be a model of Transformers, got Linear"):
         enable(torch.nn.Linear(2, 2))
 
@@ -175,7 +178,8 @@ def test_compiled(model):
     enable(compiled)
     assert tokens(model.generate_batch(PROMPTS, generation_config=config)) == wanted
     session = model.generate_batch.methods.trained._session
-    assert session.counters.num_graphs and session.counters.num_recompiles == 0
+    assert session.counters.num_graphs
+    assert session.counters.num_recompiles == 0
 
 
 def test_adapters(model):
@@ -214,13 +218,15 @@ def test_manager(model):
         name = manager.add_request([5, 9, 3], "mine", max_new_tokens=3, record_timestamps=True)
         result = next(iter(manager.request_id_iter(name)))
         assert result.generated_tokens == wanted["req_0"][:3]
-        assert result.timestamps == sorted(result.timestamps) and len(result.timestamps) == 3
+        assert result.timestamps == sorted(result.timestamps)
+        assert len(result.timestamps) == 3
         streamed = manager.add_request([5, 9, 3], streaming=True)
         parts = list(manager.request_id_iter(streamed))
         assert [len(part.generated_tokens) for part in parts] == list(range(1, 9))
         assert parts[-1].generated_tokens == wanted["req_0"]
         assert model.config._attn_implementation == "attn_ops"
-    assert not manager.is_running() and model.training
+    assert not manager.is_running()
+    assert model.training
     assert manager.get_result(timeout=0.1) is None
     with pytest.raises(RuntimeError, match="does not run"):
         manager.add_request([1])

@@ -19,8 +19,8 @@ from concurrent.futures import CancelledError, Future
 from numbers import Integral
 from typing import Any, cast
 
-from graphs.checks import check_positive
 from graphs.requests.requests import Generation, RequestError, StepOutput
+from graphs.sampling.params import check_positive
 from graphs.session import DecodeSession, Prompt
 
 

@@ -400,7 +400,7 @@ class StepLoop:
         """The graph that holds the step, captured if need be; None: it is called."""
         shared = self.runner.shared_prefixes(step) if self.scheduler.prefixes.is_on else None
         step.shared = shared
-        is_called = step.num_logits is not None or step.editing is Editing.CALLED
+        is_called = step.num_logits is not None or step.editing is Editing.CALLED or step.embeds
         if self.graphs is None or is_called:
             return None
         mode, key = self.plan.dispatcher.dispatch(

@@ -9,13 +9,13 @@ from typing import Any
 
 from attn_ops import Backend
 from attn_ops.metadata import KVCacheLayoutType, kv_dtype_of
-from graphs.checks import check_bools, check_ints, check_known, check_positive
 from graphs.modes import (
     CUDAGraphMode,
     checked_capture_sizes,
     checked_sizes,
     default_mixed_sizes,
 )
+from graphs.sampling.params import check_bools, check_ints, check_known, check_positive
 from graphs.verifier import Verifier
 
 DEBUGS = (None, "eager_replay")

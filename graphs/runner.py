@@ -33,6 +33,7 @@ from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.batch import Rows, Scheduled
+from graphs.requests.embeds import fill_embeds
 from graphs.sampling import PenaltyState, argmax, at_temperature, processed, sample
 from graphs.sampling.edits import Editing, edited
 from graphs.sampling.logprobs import log_probs, packed, scored
@@ -79,8 +80,9 @@ class ModelInputs:
         more = self.constants.copy()
         if self.counts_positions:
             more["past_key_values"] = PackedPositions(tensors["position_ids"])
+        name = "inputs_embeds" if "inputs_embeds" in tensors else "input_ids"
         return more | {
-            "input_ids": tensors["input_ids"],
+            name: tensors[name],
             "position_ids": tensors["position_ids"],
             "attn_metadata": metadata,
             "kv_caches": kv_caches,
@@ -226,6 +228,9 @@ class StepRunner:
         self.fill(tensors, step, sampling)
         if last_R is not None:
             self.take_tokens(tensors, step, last_R)
+        if step.embeds:
+            rows_TD = self.inputs.model.get_input_embeddings()(tensors.device["input_ids"])[0]
+            tensors.device["inputs_embeds"] = fill_embeds(rows_TD, step.embeds)[None]
         logits_RV = self._logits(tensors, metadata_now(self.builder, tensors))
         if counts is not None:
             tensors.device["scores"] = scored(logits_RV, *step.given())
@@ -339,9 +344,11 @@ class StepRunner:
 
     def _logits(self, tensors: StepTensors, metadata: AttentionMetadata) -> torch.Tensor:
         inputs = self.inputs(tensors.device, metadata, self.cache.tensors)
+        compiled = "input_ids" in inputs  # with embeddings Dynamo would compile once more
+        model = self.model if compiled else self.inputs.model
         try:
             with calls(captures=self.graphs is not None):
-                logits_1RV = self.model(**inputs).logits
+                logits_1RV = model(**inputs).logits
         except (Unsupported, FailOnRecompileLimitHit) as error:
             raise _untraced(self.model, error) from error
         check_logits(logits_1RV, tensors.num_rows)

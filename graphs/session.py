@@ -249,6 +249,7 @@ class DecodeSession:
             prompts: texts, where the session has a tokenizer, and lists of 1 to `max_tokens` token
                 ids; or a tokenizer's mapping, whose attention_mask says what padding is; or an
                 array [S, L], in which `pad_token_id` of the model's generation_config is padding.
+                Also `{"inputs_embeds": rows}`, and what a processor makes of images.
             max_new_tokens: tokens to generate at most; None: max_new_tokens or max_length of the
                 model's generation_config, else 16.
             wanted: fields of `SamplingParams`, and these:

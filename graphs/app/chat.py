@@ -10,8 +10,8 @@ import fx_passes
 from graphs.app.presets import load
 from graphs.app.prompts import tokenizer_of
 from graphs.app.run import device_of
-from graphs.checks import check_positive
 from graphs.sampling import SamplingParams
+from graphs.sampling.params import check_positive
 from graphs.session import DecodeSession
 
 MAX_TOKENS = 4096

@@ -16,11 +16,11 @@ from graphs.app.parity import Parity, Reference, compare, keeping_logits
 from graphs.app.presets import DTYPES, PRESETS, QUANTIZE, load
 from graphs.app.prompts import Prompts, questions, read_prompts, tokenizer_of
 from graphs.app.tables import Output, RunReport, StepTimes
-from graphs.checks import check_positive
 from graphs.dumps.dump import dump as dumping
 from graphs.dumps.folder import check_room
 from graphs.modes import CUDAGraphMode
 from graphs.sampling import SamplingParams
+from graphs.sampling.params import check_positive
 from graphs.session import DecodeSession, Generation
 
 PROMPT_LENGTHS = (1, 2, 17, 200, 33, 5, 64, 100)

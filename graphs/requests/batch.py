@@ -180,6 +180,21 @@ class Rows(Sequence[Scheduled]):
 
     # Cached: as `num_tokens`.
     @functools.cached_property
+    def embeds(self) -> list[tuple[int, int, int, Any]]:
+        """Prompts of embeddings, of which the step computes rows; see `fill_embeds`."""
+        columns = self.columns
+        if not (columns.num_computed < columns.packed["prompt"]).any():
+            return []
+        found, begin = [], 0
+        for s in self:
+            end = min(s.num_computed + s.num_tokens, len(s.request.prompt))
+            if s.request.embeds is not None and s.num_computed < end:
+                found.append((begin, s.num_computed, end, s.request.embeds))
+            begin += s.num_tokens
+        return found
+
+    # Cached: as `num_tokens`.
+    @functools.cached_property
     def any_logits(self) -> bool:
         """Whether any row wants a token."""
         return bool(self.columns.wants_token.any())

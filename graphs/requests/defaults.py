@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphs.checks import check_positive
 from graphs.requests.tokens import ints, listed_ids
 from graphs.sampling import SamplingParams
+from graphs.sampling.params import check_positive
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p")
 """Fields that count only for requests that draw: where the config says `do_sample`, or they do."""

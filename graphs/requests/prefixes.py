@@ -182,7 +182,11 @@ class PrefixSharing:
 
 def _tokens(request: Request, number: int) -> list[int]:
     """Its first tokens; where positions are shifted, others: their keys and values are others."""
-    return [token + request.shift for token in request.tokens(0, number)]
+    tokens = request.tokens(0, number)
+    if request.embeds is not None:
+        keys = request.embeds.keys[:number]
+        tokens[: len(keys)] = keys
+    return [token + request.shift for token in tokens]
 
 
 def _with_more(running: Iterable[Request]) -> list[Request]:

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from attn_ops.integrations.transformers.rotary import SHIFT
-from graphs.checks import check_bools, check_positive
 from graphs.requests.defaults import Defaults
+from graphs.requests.embeds import Embeds, check_embeds, embedded
 from graphs.requests.text import TextOfTokens
 from graphs.requests.tokens import Tokens, listed_ids, token_ids, unpadded
 from graphs.sampling import FIELDS, SamplingParams
 from graphs.sampling.edits import Editing, Edits, bits_of
 from graphs.sampling.logprobs import MOST, unpacked
-from graphs.sampling.params import check_integer
+from graphs.sampling.params import check_bools, check_integer, check_positive
 
 FAR = 2**31
 """Beyond every position, and more steps than a request takes."""
@@ -67,6 +67,7 @@ class Request:
     eos: frozenset[int]
     stops: frozenset[int]  # all tokens that end it, those of `eos` too
     max_tokens: int  # tokens of it that the cache may hold
+    embeds: Embeds | None = None  # of its prompt, whose tokens are 0 then
     shift: int = 0  # of its positions, SHIFT where its prompt is beyond longrope's original context
     token_ids: list[int] = dataclasses.field(default_factory=list)  # generated
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # rows of `packed`
@@ -267,7 +268,9 @@ class Generation:
     # Cached: as `text`.
     @functools.cached_property
     def prompt_token_ids(self) -> list[int]:
-        return [] if self.request is None else self.request.prompt
+        if self.request is None or self.request.embeds is not None:
+            return []
+        return self.request.prompt
 
     # Cached: made once, where anybody asks. So are the others.
     @functools.cached_property
@@ -439,6 +442,10 @@ def checked_requests(
     pads, eos = defaults.tokens("pad_token_id"), ends[0]
     eos = eos | defaults.tokens("eos_token_id") if pads else eos
     for prompt in unpadded(tokens_of.prompts(prompts), pads, eos):
+        embeds = None
+        if isinstance(prompt, Embeds):
+            check_embeds(vars(wanted), params.repetition_penalty)
+            prompt, embeds = [0] * len(prompt), prompt
         tokens = checked_prompt(prompt, limits)
         new = wanted.max_new_tokens
         new = defaults.max_new_tokens(len(tokens)) if new is None else new
@@ -450,6 +457,7 @@ def checked_requests(
             own = dataclasses.replace(params, seed=seed)
             request = Request(number, tokens, new, own, *ends, limits.max_tokens)
             request.share_prefix, request.scoring = wanted.share_prefix, scoring
+            request.embeds = embeds
             request.edits, request.tokenizer = edits, tokens_of.tokenizer
             request.text, request.grammar = new_text(), new_grammar()
             request.streams, request.processor = wanted.stream, wanted.logits_processor
@@ -572,6 +580,11 @@ class RequestBook:
 
     def queue_all(self, prompts: Iterable[Any], wanted: Wanted) -> list[Request]:
         """Queue all prompts, or none where one is refused; returns what they have become."""
+        listed = isinstance(prompts, list | tuple)
+        if isinstance(prompts, Mapping) or (
+            listed and any(isinstance(p, Mapping) for p in prompts)
+        ):
+            prompts = embedded(prompts, self._model)
         config = wanted.generation_config
         config = getattr(self._model, "generation_config", None) if config is None else config
         defaults = Defaults.of(config)

@@ -1,5 +1,6 @@
 """A trained model: what it says makes sense, and is what Transformers' `generate` says."""
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -172,3 +173,26 @@ def test_an_fp8_cache_costs_little(model, tokenizer):
     (rough,), (right,) = session.score([LICENCE]), exact.score([LICENCE])
     difference = (right.total - rough.total) / len(right.logprobs)
     assert abs(difference) < 0.05
+
+
+def test_bfloat16_rounds_no_worse_than_transformers(model, tokenizer):
+    """Mean error of log-probabilities of real text, beside float32."""
+    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))[:5]
+    texts = [tokenizer(page.read_text())["input_ids"][:600] for page in pages]
+    rough = copy.deepcopy(model).bfloat16()
+    session = DecodeSession(rough, max_batch_size=4, max_tokens=640, cudagraph_mode="NONE")
+    ours = [torch.tensor(score.logprobs) for score in session.score(texts)]
+    errors = []
+    for one in (model, rough):
+        one.set_attn_implementation("sdpa")
+    try:
+        for text, found in zip(texts, ours, strict=True):
+            ids = torch.tensor([text])
+            with torch.no_grad():
+                rows = [m(ids).logits[0, :-1].float().log_softmax(-1) for m in (model, rough)]
+            right, theirs = (row.gather(1, ids[0, 1:, None])[:, 0] for row in rows)
+            errors.append(torch.stack([(found - right).abs(), (theirs - right).abs()]))
+    finally:
+        model.set_attn_implementation("attn_ops")
+    mean_ours, mean_theirs = torch.cat(errors, dim=1).mean(dim=1).tolist()
+    assert mean_ours < 1.05 * mean_theirs

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attn_ops import Backend
@@ -73,6 +73,9 @@ class SessionOptions:
         compile_cache: a folder for compiled models, which the next process loads instead of
             compiling; None: none. Only its owner may be able to write it: what is in it is run.
         can_sleep: `sleep` can give the cache's memory back; on a GPU it needs cuda-bindings.
+        logits_function: what every token is drawn from, in captured steps too: a function of logits
+            [R, V] and a mapping with `positions` [R] int64, of the drawn token in its sequence, and
+            `tokens` [R] int64, the last one of each row; it returns logits [R, V].
         logprobs_mode: what log-probabilities are of: "raw_logprobs", the model's logits, or
             "processed_logprobs", the logits after penalties, filters and temperature.
 
@@ -105,6 +108,7 @@ class SessionOptions:
     merge_projections: bool | str = False
     compile_cache: str | os.PathLike[str] | None = None
     can_sleep: bool = False
+    logits_function: Callable[..., Any] | None = None
     logprobs_mode: str = "raw_logprobs"
 
     @classmethod
@@ -151,6 +155,10 @@ class SessionOptions:
         check_known("on_capture_failure", self.on_capture_failure, ON_FAILURE)
         check_known("merge_projections", self.merge_projections, MERGES)
         check_known("logprobs_mode", self.logprobs_mode, LOGPROBS)
+        if not (self.logits_function is None or callable(self.logits_function)):
+            raise ValueError(
+                f"logits_function must be callable or None, got {self.logits_function!r:.80}"
+            )
         folder = self.compile_cache
         if folder is not None and not isinstance(folder, str | os.PathLike):
             raise ValueError(f"compile_cache must be a path or None, got {folder!r}")

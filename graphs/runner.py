@@ -128,7 +128,7 @@ class StepRunner:
             positions end with the last that a request without a draft may have.
         vocab_size: V.
         num_steps: steps that a captured decode may run without the host.
-        logprobs_mode: see `SessionOptions`.
+        logprobs_mode, logits_function: see `SessionOptions`.
         max_query_len: tokens of a request in a uniform batch at most.
 
     Attributes:
@@ -151,9 +151,11 @@ class StepRunner:
         vocab_size: int,
         num_steps: int,
         logprobs_mode: str = "raw_logprobs",
+        logits_function: Callable[..., Any] | None = None,
         max_query_len: int = 1,
     ) -> None:
         self.logprobs_mode, self.max_query_len = logprobs_mode, max_query_len
+        self._logits_function = logits_function
         self.model, self.inputs, self.cache, self.builder = model, inputs, cache, builder
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         self.max_blocks = -(-max_tokens // cache.block_size)
@@ -380,10 +382,27 @@ class StepRunner:
         return tokens_R
 
     def _edited(self, logits_RV: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
+        if self._logits_function is not None:
+            logits_RV = self._by_function(logits_RV, tensors)
         edits = tensors.edits()
         if edits is None:
             return logits_RV
         return edited(logits_RV, edits, self._positions(tensors))
+
+    def _by_function(self, logits_RV: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
+        assert self._logits_function is not None, "there is one"
+        tokens_R = tensors.device["input_ids"][0]
+        if tensors.query_len is None:
+            tokens_R = tokens_R[(tensors.device["query_start_loc"][1:] - 1).clamp(min=0)]
+        state = {"positions": self._positions(tensors), "tokens": tokens_R}
+        keeps = "logprobs" in tensors.device  # log-probabilities are those of the model
+        found_RV = self._logits_function(logits_RV.clone() if keeps else logits_RV, state)
+        if getattr(found_RV, "shape", None) != logits_RV.shape:
+            raise ValueError(
+                f"logits_function must return logits {list(logits_RV.shape)}, "
+                f"got {getattr(found_RV, 'shape', found_RV)!r:.80}"
+            )
+        return found_RV
 
     def _sampled(
         self, logits_RV: torch.Tensor, tensors: StepTensors, kind: Sampling

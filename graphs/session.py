@@ -119,6 +119,7 @@ class DecodeSession:
             vocab_size=self.vocab_size,
             num_steps=self.decode_steps,
             logprobs_mode=options.logprobs_mode,
+            logits_function=options.logits_function,
             max_query_len=max(options.query_lens),
         )
         self.cache_size, self.cache = made_cache(self, options, runner_of)

@@ -122,13 +122,13 @@ def _given(prompt: Mapping[str, Any], model: Any) -> list[Embeds]:
             f"prompt must hold inputs_embeds and attention_mask alone, got also {more}"
         )
     width = _embedding_of(model).weight.shape[1]
-    shape: tuple[int, ...] = tuple(getattr(rows, "shape", ()))
-    if len(shape) not in (2, 3) or shape[-1] != width or not torch.is_floating_point(rows):
+    fits = isinstance(rows, torch.Tensor) and rows.is_floating_point() and rows.ndim in (2, 3)
+    if not fits or rows.shape[-1] != width:
         raise ValueError(
             f"inputs_embeds must be a float tensor [L, {width}] or [S, L, {width}], "
-            f"got {shape or type(rows).__name__}"
+            f"got {getattr(rows, 'dtype', type(rows).__name__)} {list(getattr(rows, 'shape', []))}"
         )
-    return _unpadded(rows if len(shape) == 3 else rows[None], prompt.get("attention_mask"), model)
+    return _unpadded(rows if rows.ndim == 3 else rows[None], prompt.get("attention_mask"), model)
 
 
 def _unpadded(rows_SLD: torch.Tensor, mask: Any, model: Any) -> list[Embeds]:

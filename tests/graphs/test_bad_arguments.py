@@ -112,7 +112,7 @@ TEXTS = {
     "mapping": ({"ids": [[1]]}, "prompts must be a sequence of prompts, got {'ids'"),
     "images": (
         {"input_ids": [[1]], "pixel_values": 1},
-        r"prompts must .* alone, got .*pixel_values",
+        "model must take images as rows among those of text, got LlamaForCausalLM: its decoder is",
     ),
     "rows": ({"input_ids": [[1]], "attention_mask": []}, "attention_mask must have 1 rows, got 0"),
     "mask": ({"input_ids": [1], "attention_mask": [0.0]}, "prompt must be a sequence .* got 1"),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from graphs.dumps.dump import dump
     from graphs.modes import BatchDescriptor, CUDAGraphMode
     from graphs.options import SessionOptions
-    from graphs.requests.requests import RequestError
+    from graphs.requests.results import RequestError
     from graphs.requests.scores import Score
     from graphs.sampling import SamplingParams
     from graphs.session import DecodeSession, Generation, StepOutput

@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError, Future
 from numbers import Integral
 from typing import Any, cast
 
-from graphs.requests.requests import Generation, RequestError, StepOutput
+from graphs.requests.results import Generation, RequestError, StepOutput
 from graphs.sampling.params import check_positive
 from graphs.session import DecodeSession, Prompt
 

@@ -7,14 +7,19 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from tqdm import tqdm
 
-from attn_ops.integrations.transformers import Contract, attention_specs, prepare_model
+from attn_ops.integrations.transformers import (
+    Contract,
+    attention_specs,
+    prepare_model,
+    write_weights,
+)
 from attn_ops.integrations.transformers.rotary import rope_boundary
 from fx_passes.backend import start_compile_workers
 from graphs.cache_size import made_cache
@@ -31,16 +36,8 @@ from graphs.options import SessionOptions
 from graphs.report import SessionReport
 from graphs.requests.drafts import checked_drafts
 from graphs.requests.outputs import TokenStream
-from graphs.requests.requests import (
-    Generation,
-    Limits,
-    Request,
-    RequestBook,
-    RequestError,
-    StepOutput,
-    Wanted,
-    known_request,
-)
+from graphs.requests.requests import Limits, Request, RequestBook, Wanted, known_request
+from graphs.requests.results import Generation, RequestError, StepOutput
 from graphs.requests.scheduler import Scheduler
 from graphs.requests.scores import Score, queue_scored
 from graphs.requests.tokens import Tokens, media_tokens
@@ -467,6 +464,34 @@ class DecodeSession:
                 self.loop.drop_graphs()
                 self.plan.stop("release() was called")
                 self.runner.graphs = None
+
+    @property
+    def weight_version(self) -> int:
+        """Times that `update_weights` was called."""
+        return self.book.weight_version
+
+    @exclusive
+    def update_weights(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Write weights in place, between steps: graphs stay, and requests go on with them.
+
+        Kept prefixes are forgotten. Keys and values of running requests stay those of the weights
+        that computed them; `Generation.weight_versions` says which weights drew each token.
+
+        Args:
+            weights: by the names of `model.state_dict()`, of the same shapes and dtypes.
+
+        Raises:
+            ValueError: a name is unknown, or a tensor does not fit; nothing is written.
+        """
+        with uninterrupted():
+            self.loop.collect_all()
+            write_weights(self.original, weights)
+            self.scheduler.prefixes.forget()
+            self.book.weight_version += 1
+            for request in self._requests.values():
+                request.versions.append((len(request.token_ids), self.weight_version))
 
     @exclusive
     def sleep(self) -> None:

@@ -10,7 +10,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from graphs.requests.defaults import Defaults
-from graphs.requests.requests import Generation
+from graphs.requests.results import Generation
 
 HONOURED = frozenset((
     "page_size", "block_size", "num_blocks", "max_batch_tokens", "max_memory_percent",

@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from graphs.integrations.batching import Asked, result_of
 from graphs.integrations.manager import Manager
 from graphs.integrations.trained import TrainedModel, original_of
-from graphs.requests.requests import Generation, RequestError
+from graphs.requests.results import Generation, RequestError
 from graphs.session import DecodeSession
 
 METHODS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from graphs.async_session import AsyncSession, Handle
 from graphs.integrations.batching import Asked, result_of
 from graphs.integrations.trained import TrainedModel
-from graphs.requests.requests import StepOutput
+from graphs.requests.results import StepOutput
 
 Handler = Callable[[GenerationOutput], object]
 

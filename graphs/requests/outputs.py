@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from graphs.requests.batch import Rows, Scheduled
-from graphs.requests.requests import Request, StepOutput
+from graphs.requests.requests import Request
+from graphs.requests.results import StepOutput
 from graphs.requests.scheduler import Scheduler
 
 

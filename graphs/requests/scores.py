@@ -5,15 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from attn_ops.integrations.transformers.rotary import SHIFT
-from graphs.requests.requests import (
-    Logprob,
-    Request,
-    RequestBook,
-    Scoring,
-    check_length,
-    checked_prompt,
-    logprobs_of,
-)
+from graphs.requests.requests import Request, RequestBook, Scoring, check_length, checked_prompt
+from graphs.requests.results import Logprob, logprobs_of
 from graphs.requests.tokens import listed, token_ids, unpadded
 from graphs.sampling import SamplingParams
 from graphs.sampling.logprobs import MOST, unpacked

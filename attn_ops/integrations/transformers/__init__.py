@@ -29,6 +29,7 @@ from attn_ops.integrations.transformers.models import check_model, prepare_model
 from attn_ops.integrations.transformers.probe import AttentionProbe
 from attn_ops.integrations.transformers.registration import register
 from attn_ops.integrations.transformers.specs import attention_specs, cross_attention_specs
+from attn_ops.integrations.transformers.weights import write_weights
 from attn_ops.tracing import PATCHING, dynamic_batch
 
 __all__ = [
@@ -53,4 +54,5 @@ __all__ = [
     "no_mask",
     "prepare_model",
     "register",
+    "write_weights",
 ]

@@ -45,7 +45,7 @@ _MODULES = {
     "CudagraphDispatcher": "capture.dispatch",
     "DecodeSession": "session",
     "Generation": "session",
-    "RequestError": "requests.requests",
+    "RequestError": "requests.results",
     "SamplingParams": "sampling",
     "Score": "requests.scores",
     "SessionOptions": "options",

@@ -158,7 +158,7 @@ class AsyncSession:
 
         Args:
             on_output: is called with every token, in the session's thread, and must be quick; then
-                the handle yields none.
+                the handle yields none. Its error ends the request.
 
         Raises:
             QueueFullError: `max_waiting` requests wait.
@@ -291,7 +291,11 @@ class AsyncSession:
             if handle is None:
                 continue  # one of `_left`
             self._waiting.discard(handle)
-            handle._put(output)
+            try:
+                handle._put(output)
+            except Exception as error:  # of `on_output`: the others go on
+                self._end(handle, error)
+                continue
             if handle._each_token:
                 self._wake_later(handle)
             if output.finish_reason:

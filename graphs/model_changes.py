@@ -17,9 +17,12 @@ from attn_ops.integrations.transformers import Contract
 
 _TRAINING = operator.attrgetter("training")
 _IMPLEMENTATION = operator.attrgetter("_attn_implementation")
-_ADAPTERS = operator.attrgetter(
-    "_active_adapter", "_disable_adapters", "merged"
-)  # of peft's layers
+
+
+def adapter_of(module: nn.Module) -> tuple[object, ...]:
+    """What a layer of peft's does with its adapters; not all of its layers can be merged."""
+    names = ("_active_adapter", "_disable_adapters", "merged")
+    return tuple(getattr(module, name, None) for name in names)
 
 
 class ModelState:
@@ -44,7 +47,7 @@ class ModelState:
         self._hooks = [d for m in modules for d in (m._forward_pre_hooks, m._forward_hooks)]
         self._num_hooks = list(map(len, self._hooks))
         self._adapted = [m for m in modules if hasattr(m, "_active_adapter")]
-        self._adapters = list(map(_ADAPTERS, self._adapted))
+        self._adapters = list(map(adapter_of, self._adapted))
         self._merged = MergedViews(model)
 
     def check(self, *, captured: bool) -> None:
@@ -70,7 +73,7 @@ class ModelState:
                 f"attn_implementation must stay {self._implementations}, got {now}; supported: "
                 "setting it back, or a new DecodeSession"
             )
-        if list(map(_ADAPTERS, self._adapted)) != self._adapters:
+        if list(map(adapter_of, self._adapted)) != self._adapters:
             raise ValueError(
                 "adapters of the model must stay as they were, got others active, disabled or "
                 "merged; supported: undoing it, or a new DecodeSession"

@@ -269,7 +269,7 @@ class DecodeSession:
                     likely ones.
                 stream: outputs of `step` have the text of the tokens.
                 n: results of a prompt; the seed is that of the first, others have those after it.
-                generation_config: in place of the model's.
+                generation_config: in place of the model's, whose eos it has where it names none.
                 share_prefix: False: its blocks are its own, where the session shares prefixes.
 
         Raises:
@@ -422,6 +422,7 @@ class DecodeSession:
         Runs by itself before the first step. Inside `graphs.dump` a model that was compiled before
         is compiled once more, so that the dump sees it.
         """
+        self._check_awake()
         self.loop.prepare()
 
     @contextlib.contextmanager
@@ -528,10 +529,13 @@ class DecodeSession:
             "this process; keep the SessionOptions, and make a new one of model and options"
         )
 
-    def _run(self, step: Callable[..., None], *args: Any) -> None:
-        """Run a step whole; Ctrl-C waits for its end, but not for the model to be compiled."""
+    def _check_awake(self) -> None:
         if self.is_asleep:
             raise RuntimeError("the session sleeps; wake() comes before steps")
+
+    def _run(self, step: Callable[..., None], *args: Any) -> None:
+        """Run a step whole; Ctrl-C waits for its end, but not for the model to be compiled."""
+        self._check_awake()
         self.loop.prepare()
         with uninterrupted():
             while self._left:

@@ -16,6 +16,7 @@ from attn_ops import AttentionSpec, backend_names, get_backend
 from attn_ops.backends.measure import MeasuredShape, interval_us, measure
 from graphs.app.presets import DTYPES
 from graphs.app.run import device_of
+from graphs.sampling.params import check_positive
 
 BESIDE = ("TRITON", "TORCH")
 
@@ -61,6 +62,7 @@ def bench(
     if backend not in backend_names():
         names = ", ".join(backend_names())
         raise ValueError(f"backend must be known, got {backend!r}; supported: {names}")
+    check_positive(block_size=block_size)
     where = device_of(device)
     wanted = [(text, shape_of(text)) for text in shapes or SHAPES[where.type]]
     dtype = ("float32" if where.type == "cpu" else "bfloat16") if dtype is None else dtype

@@ -12,6 +12,9 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from graphs.requests.defaults import Defaults
 from graphs.requests.results import Generation
 
+MOST_TOKENS = 4096
+"""Of a request, where nobody says."""
+
 HONOURED = frozenset((
     "page_size", "block_size", "num_blocks", "max_batch_tokens", "max_memory_percent",
     "max_requests_per_batch", "use_cuda_graph", "return_logprobs", "seed", "max_queue_size",
@@ -26,6 +29,7 @@ class Asked:
     options: dict[str, Any]  # of the session
     wanted: dict[str, Any]  # of each request
     num_samples: int  # results of a prompt
+    seed: int | None  # of the first result; others have those after it
     max_queue_size: int | None  # requests that wait at most; None: any number
 
     @classmethod
@@ -45,6 +49,8 @@ class Asked:
         config.num_return_sequences = None
         if config.eos_token_id is None:
             config.eos_token_id = getattr(model.config, "eos_token_id", None)
+        if batching is None:
+            batching = getattr(config, "continuous_batching_config", None)
         batching = ContinuousBatchingConfig() if batching is None else batching
         wanted: dict[str, Any] = {"generation_config": config}
         if config.do_sample and config.top_k is None:
@@ -52,13 +58,22 @@ class Asked:
         if batching.return_logprobs:
             wanted["logprobs"] = 0
         _warn_of_others(batching)
-        return cls(_options(batching), wanted, number, batching.max_queue_size or None)
+        if config.max_new_tokens is None and config.max_length is None:
+            text = model.config.get_text_config()
+            positions = getattr(text, "max_position_embeddings", None) or MOST_TOKENS
+            config.max_length = min(positions, MOST_TOKENS)  # until eos, as there
+        queue_size = batching.max_queue_size or None
+        return cls(_options(batching), wanted, number, batching.seed, queue_size)
 
     def max_new_tokens(self, wanted: dict[str, Any], num_prompt: int) -> int:
         """New tokens of a prompt at most."""
         given = wanted.get("max_new_tokens")
         config = wanted["generation_config"]
         return Defaults.of(config).max_new_tokens(num_prompt) if given is None else given
+
+    def seeded(self, wanted: dict[str, Any], number: int) -> dict[str, Any]:
+        """`wanted`, with the seed of result `number` of a call where there is one."""
+        return wanted if self.seed is None else {"seed": self.seed + number, **wanted}
 
     def names(self, request_id: str) -> list[str]:
         """The ids of a prompt's results: its samples', then its own."""
@@ -71,7 +86,6 @@ def _options(batching: ContinuousBatchingConfig) -> dict[str, Any]:
     decodes = graphs[1] if isinstance(graphs, tuple) else graphs
     found = {
         "logprobs_mode": "processed_logprobs",
-        "seed": batching.seed,
         "cache_tokens": None if blocks is None or page is None else blocks * page,
         "max_tokens_per_step": batching.max_batch_tokens,
         "max_batch_size": batching.max_requests_per_batch,
@@ -99,8 +113,17 @@ def result_of(
     end: Generation | BaseException,
     times: tuple[float, float],
     timestamps: list[float] | None = None,
+    tokens: Sequence[int] = (),
 ) -> GenerationOutput:
-    """A request's end in Transformers' form: times are when it was queued and when it ended."""
+    """A request's end in Transformers' form.
+
+    Args:
+        request_id, prompt: its own.
+        end: its result, or the error that ended it.
+        times: when it was queued and when it ended.
+        timestamps: of its tokens.
+        tokens: that it had when it ended by an error.
+    """
     found = GenerationOutput(
         request_id=request_id,
         prompt_ids=list(prompt),
@@ -110,6 +133,7 @@ def result_of(
     )
     if isinstance(end, BaseException):
         found.status, found.error = RequestStatus.FAILED, str(end)
+        found.generated_tokens = list(tokens)
         return found
     found.status, found.generated_tokens = RequestStatus.FINISHED, end.token_ids
     if end.logprobs is not None:

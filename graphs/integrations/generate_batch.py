@@ -101,6 +101,7 @@ class Methods:
             By request id: "req_0" of the first prompt; where `num_return_sequences` asks for more,
             "req_0__child#0" and so on before it. A request that failed has an `error`.
         """
+        inputs = inputs.tolist() if isinstance(inputs, torch.Tensor) else inputs
         if not len(inputs):
             return {}
         asked = Asked.of(self.trained.original, generation_config, continuous_batching_config)
@@ -115,7 +116,8 @@ class Methods:
             ]
             bar = tqdm(desc="generate_batch", unit="request", total=total, disable=not progress_bar)
             with bar:
-                return _run(session, requests, wanted, bar, timed=record_timestamps)
+                seeded = [asked.seeded(wanted, number) for number in range(total)]
+                return _run(session, requests, seeded, bar, timed=record_timestamps)
 
     def init_continuous_batching(
         self,
@@ -152,7 +154,7 @@ class Methods:
 def _run(
     session: DecodeSession,
     requests: list[tuple[str, list[int]]],
-    wanted: dict[str, Any],
+    wanted: list[dict[str, Any]],
     bar: Any,
     *,
     timed: bool,
@@ -163,8 +165,8 @@ def _run(
     ends: dict[int, tuple[Generation | RequestError, float]] = {}
     stamps: dict[int, list[float]] = {}
     try:
-        for _, prompt in requests:
-            ids.append(session.add(prompt, **wanted))
+        for (_, prompt), own in zip(requests, wanted, strict=True):
+            ids.append(session.add(prompt, **own))
         while len(ends) < len(ids):
             try:
                 outputs = session.step()

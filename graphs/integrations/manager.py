@@ -11,18 +11,18 @@ from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from graphs.async_session import AsyncSession, Handle
-from graphs.integrations.batching import Asked, result_of
+from graphs.async_session import AsyncSession, Handle, QueueFullError
+from graphs.integrations.batching import MOST_TOKENS, Asked, result_of
 from graphs.integrations.trained import TrainedModel
 from graphs.requests.results import StepOutput
 
 Handler = Callable[[GenerationOutput], object]
 
-MOST_TOKENS = 4096
-"""Of a request, where neither the options nor hints say."""
-
 NUM_REQUESTS = 64
 """That run at a time, where nobody says."""
+
+PATIENCE = 10.0
+"""Seconds that `add_request` waits for room in a full queue, as in Transformers."""
 
 
 class Manager:
@@ -46,26 +46,38 @@ class Manager:
         self._handles: dict[str, Handle] = {}
         self._handlers: dict[str, tuple[Handler, asyncio.AbstractEventLoop]] = {}
         self._results: queue.Queue[GenerationOutput] = queue.Queue()
-        self._lock = threading.Lock()  # of the number and the handles
-        self._number = 0
+        self._lock = threading.Lock()  # of the numbers, the handles and what waits for `start`
+        self._number = self._num_samples = 0
+        self._early: list[tuple[_Running, dict[str, Any]]] = []
 
     # -- its life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take requests from here on; one that runs changes nothing."""
-        if not self.is_running():
-            session = self._open.enter_context(
-                self._trained.session(*self._sizes(), **self._asked.options)
+        """Run requests from here on; one that runs changes nothing.
+
+        Raises:
+            RuntimeError: another manager or call uses the model's session.
+        """
+        if self.is_running():
+            return
+        with contextlib.ExitStack() as opened:
+            session = opened.enter_context(
+                self._trained.held(*self._sizes(), **self._asked.options)
             )
             most = self._asked.max_queue_size
-            self._session = self._open.enter_context(AsyncSession(session, max_waiting=most))
+            self._session = opened.enter_context(AsyncSession(session, max_waiting=most))
+            self._open = opened.pop_all()
+        with self._lock:
+            early, self._early = self._early, []
+            self._submit_all(early)
 
     def _sizes(self) -> tuple[int, int]:
         hinted = [
             getattr(self._hints, name, None) or 0
             for name in ("num_requests", "max_prompt_length", "max_generated_length")
         ]
-        positions = getattr(self.model.config, "max_position_embeddings", None) or MOST_TOKENS
+        config = self.model.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None) or MOST_TOKENS
         return hinted[0] or NUM_REQUESTS, hinted[1] + hinted[2] or min(MOST_TOKENS, positions)
 
     def is_running(self) -> bool:
@@ -93,12 +105,14 @@ class Manager:
             return
         handles = [] if hard_stop else list(self._handles.values())
         deadline = None if timeout is None else time.monotonic() + timeout
-        for handle in handles:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0)
-            with contextlib.suppress(Exception):  # it comes with the request's result
-                handle.result(left)
-        self._open.close()
-        self._session = None
+        try:
+            for handle in handles:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0)
+                with contextlib.suppress(Exception):  # it comes with the request's result
+                    handle.result(left)
+        finally:  # also when interrupted
+            self._session = None
+            self._open.close()
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         """Nothing: `stop` waits."""
@@ -129,12 +143,12 @@ class Manager:
             record_timestamps: results have the time of each token.
             wanted: as of `DecodeSession.add`.
 
+        Requests that come before `start` wait for it.
+
         Raises:
-            RuntimeError: it does not run, or its queue is full.
+            QueueFullError: its queue has been full for `PATIENCE` seconds.
             ValueError: the id is taken by a request that runs.
         """
-        if self._session is None:
-            raise RuntimeError("the manager does not run; start() comes before requests")
         with self._lock:
             if request_id is None:
                 request_id = f"req_{self._number}"
@@ -143,14 +157,38 @@ class Manager:
             if taken := self._handles.keys() & names:
                 raise ValueError(f"request_id must be new, got {min(taken)!r}, which runs")
             wanted = {**self._asked.wanted, **wanted, "max_new_tokens": max_new_tokens}
-            wanted |= {} if eos_token_id is None else {"eos": eos_token_id}
-            prompt = list(input_ids)
+            if eos_token_id is not None:
+                wanted["eos"] = () if eos_token_id == -1 else eos_token_id
+            new = []
             for name in names:
-                request = _Running(self, name, prompt, streaming, record_timestamps)
-                handle = self._session.submit(prompt, on_output=request.take, **wanted)
-                self._handles[name] = handle
-                handle.when_done(request.end)
+                running = _Running(self, name, list(input_ids), streaming, record_timestamps)
+                new.append((running, self._asked.seeded(wanted, self._num_samples)))
+                self._num_samples += 1
+            if self._session is None:
+                self._early += new
+            else:
+                self._submit_all(new)
         return request_id
+
+    def _submit_all(self, new: Sequence[tuple["_Running", dict[str, Any]]]) -> None:
+        """Submit the samples of prompts: all of them, or none where the queue stays full."""
+        assert self._session is not None, "it runs"
+        made: list[Handle] = []
+        deadline = time.monotonic() + PATIENCE
+        for running, wanted in new:
+            while True:
+                try:
+                    handle = self._session.submit(running.prompt, on_output=running.take, **wanted)
+                    break
+                except QueueFullError:
+                    if time.monotonic() > deadline:
+                        for one in made:
+                            one.abort()
+                        raise
+                    time.sleep(0.005)
+            made.append(handle)
+            self._handles[running.name] = handle
+            handle.when_done(running.end)
 
     def add_requests(
         self,
@@ -232,29 +270,30 @@ class _Running:
     def __init__(
         self, manager: Manager, name: str, prompt: list[int], streaming: bool, timed: bool
     ) -> None:
-        self._manager, self._name, self._prompt = manager, name, prompt
+        self._manager, self.name, self.prompt = manager, name, prompt
         self._streaming, self._begin = streaming, time.perf_counter()
         self._times: list[float] | None = [] if timed else None
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
 
     def take(self, output: StepOutput) -> None:
+        self._tokens.append(output.token_id)
         if self._times is not None:
             self._times.append(time.perf_counter())
         if not self._streaming or output.finish_reason:
             return
-        self._tokens.append(output.token_id)
         if output.logprobs is not None:
             self._logprobs.append(output.logprobs[output.token_id].logprob)
-        result = GenerationOutput(self._name, self._prompt, list(self._tokens))
+        result = GenerationOutput(self.name, self.prompt, list(self._tokens))
         result.logprobs, result.status = list(self._logprobs), RequestStatus.DECODING
         self._manager._hand_out(result)
 
     def end(self, future: Any) -> None:
         error = future.exception()
-        self._manager._handles.pop(self._name, None)
+        self._manager._handles.pop(self.name, None)
         if isinstance(error, CancelledError):
             return
         end = future.result() if error is None else error
         times = self._begin, time.perf_counter()
-        self._manager._hand_out(result_of(self._name, self._prompt, end, times, self._times))
+        parts = (self._times, self._tokens)
+        self._manager._hand_out(result_of(self.name, self.prompt, end, times, *parts))

@@ -15,6 +15,9 @@ from typing import Any, cast
 import torch
 
 from attn_ops.integrations.transformers import NAME, register
+from graphs.model_changes import adapter_of
+from graphs.options import SessionOptions
+from graphs.sampling.params import check_bools
 from graphs.session import DecodeSession
 
 MOST_REQUESTS = 256
@@ -33,25 +36,29 @@ class TrainedModel:
             needs, later ones more. And:
             compile: whether to compile a model that is not; default: where it is on a GPU.
             sleep: whether the cache's memory goes back between the calls; default: on a GPU.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: the model has adapters that a session cannot run, or an option is no bool.
     """
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
-        options = dict(options)
         self.original = original_of(model)
-        on_gpu = next(self.original.parameters()).device.type == "cuda"
-        self._compiles = options.pop("compile", on_gpu)
-        if options.pop("sleep", on_gpu):
-            options["can_sleep"] = True
-        self._callable = model if hasattr(model, "_orig_mod") else None
-        self._options = options
+        self._options = dict(options)
+        sizes = {"max_batch_size": 1, "max_tokens": 1}
+        own = {name: options[name] for name in ("compile", "sleep") if name in options}
+        check_bools(**own)
+        SessionOptions.of(None, sizes | {k: v for k, v in options.items() if k not in own})
+        self._compiled = model if hasattr(model, "_orig_mod") else None
         self._session: DecodeSession | None = None
         self._state: tuple[Any, ...] = ()  # of the model, when the session was made
+        self._is_held = False
 
     @contextlib.contextmanager
     def session(
         self, num_requests: int, num_tokens: int, **defaults: Any
     ) -> Iterator[DecodeSession]:
-        """The session, inside the block.
+        """The session, inside the block, in this thread and without autocast.
 
         Args:
             num_requests: of the call.
@@ -59,44 +66,79 @@ class TrainedModel:
             defaults: options where the owner gave none.
 
         Raises:
+            RuntimeError: another call or a manager holds the session.
             ValueError: the model is not supported, or an option is out of range.
         """
-        with as_sessions_run(self.original):
-            session = self._fitting(num_requests, num_tokens, defaults)
-            session.wake()
-            try:
-                yield session
-            finally:
-                if self._options.get("can_sleep") and not session.num_unfinished:
-                    session.sleep()
+        with self.held(num_requests, num_tokens, **defaults) as session, self._exact():
+            yield session
+
+    @contextlib.contextmanager
+    def held(self, num_requests: int, num_tokens: int, **defaults: Any) -> Iterator[DecodeSession]:
+        """The same for steps of another thread; this one keeps its autocast."""
+        if self._is_held:
+            raise RuntimeError(
+                "a model's session must be used by one call or manager at a time, got another one"
+            )
+        self._is_held = True
+        try:
+            with as_sessions_run(self.original):
+                with self._exact():
+                    session = self._fitting(num_requests, num_tokens, defaults)
+                    session.wake()
+                try:
+                    yield session
+                finally:
+                    if self._sleeps and not session.num_unfinished:
+                        session.sleep()
+        finally:
+            self._is_held = False
+
+    @property
+    def _on_gpu(self) -> bool:
+        return next(self.original.parameters()).device.type == "cuda"
+
+    @property
+    def _sleeps(self) -> bool:
+        return self._options.get("sleep", self._on_gpu)
+
+    def _exact(self) -> torch.autocast:
+        """Without autocast, which a session refuses."""
+        return torch.autocast(next(self.original.parameters()).device.type, enabled=False)
 
     def _fitting(self, num_requests: int, num_tokens: int, defaults: dict[str, Any]) -> Any:
-        positions = getattr(self.original.config, "max_position_embeddings", None)
-        rounded = -(-num_tokens // TOKENS_STEP) * TOKENS_STEP
-        sizes = {
-            "max_batch_size": min(1 << (num_requests - 1).bit_length(), MOST_REQUESTS),
-            "max_tokens": max(num_tokens, min(rounded, positions or rounded)),
-        }
-        wanted = {**sizes, **defaults, **self._options}
+        options = {k: v for k, v in self._options.items() if k not in ("compile", "sleep")}
+        sizes = self._sizes(num_requests, num_tokens)
+        wanted = {**sizes, **defaults, **options}
         state = (*_state_of(self.original), *sorted(defaults.items()))
         session = self._session
-        if session is not None and state == self._state and session.max_tokens >= num_tokens:
-            enough = session.max_batch_size >= wanted["max_batch_size"]
-            if enough or "max_batch_size" in self._options:
+        if session is not None and state == self._state:
+            fits = session.max_tokens >= num_tokens or "max_tokens" in options
+            most = wanted["max_batch_size"]
+            if fits and (session.max_batch_size >= most or "max_batch_size" in options):
+                session.forget_prefixes()  # nobody sees weights that were written through `.data`
                 return session
         if session is not None:  # no smaller than it was
-            for name in sizes.keys() - self._options.keys() - defaults.keys():
+            for name in sizes.keys() - options.keys() - defaults.keys():
                 wanted[name] = max(wanted[name], getattr(session, name))
         self.close()
         wanted |= _sampled_seed(wanted) | _memory_of(wanted, self.original.device)
+        wanted.setdefault("can_sleep", self._sleeps)
         self._session, self._state = DecodeSession(self._runnable(), **wanted), state
         return self._session
 
+    def _sizes(self, num_requests: int, num_tokens: int) -> dict[str, int]:
+        config = self.original.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None)
+        rounded = -(-num_tokens // TOKENS_STEP) * TOKENS_STEP
+        return {
+            "max_batch_size": min(1 << (num_requests - 1).bit_length(), MOST_REQUESTS),
+            "max_tokens": max(num_tokens, min(rounded, positions or rounded)),
+        }
+
     def _runnable(self) -> torch.nn.Module:
-        if self._callable is None:
-            compiled: Any = torch.compile(self.original, backend="attn_ops")
-            self._callable = compiled if self._compiles else self.original
-        return cast(torch.nn.Module, self._callable)
+        if self._compiled is None and self._options.get("compile", self._on_gpu):
+            self._compiled = cast(Any, torch.compile(self.original, backend="attn_ops"))
+        return self.original if self._compiled is None else self._compiled
 
     def close(self) -> None:
         """Give the session's memory back; the next call makes a new one."""
@@ -108,7 +150,15 @@ class TrainedModel:
 def original_of(model: torch.nn.Module) -> Any:
     """The model of Transformers inside what compiles it, and inside peft's."""
     original: Any = getattr(model, "_orig_mod", model)
-    return original.get_base_model() if hasattr(original, "get_base_model") else original
+    if not hasattr(original, "get_base_model"):
+        return original
+    for name, config in original.peft_config.items():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"adapters must act on layers, got {name!r}, a {type(config).__name__}, which puts "
+                "rows in front of prompts; supported: LoRA and its kind"
+            )
+    return original.get_base_model()
 
 
 def _sampled_seed(wanted: dict[str, Any]) -> dict[str, int]:
@@ -126,38 +176,37 @@ def _memory_of(wanted: dict[str, Any], device: torch.device) -> dict[str, float]
 
 
 def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Changes with the places of weights, hooks and adapters; not with the weights."""
-    weights = [(p.data_ptr(), p.dtype) for p in model.parameters()]
+    """Changes with the places of weights, with hooks and adapters; not with the weights."""
+    weights = [(w.data_ptr(), w.dtype) for w in [*model.parameters(), *model.buffers()]]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    names = ("_active_adapter", "_disable_adapters", "merged")
-    adapters = [
-        str([getattr(m, name) for name in names])
-        for m in model.modules()
-        if hasattr(m, "_active_adapter")
-    ]
-    return tuple(weights), sum(hooks), tuple(adapters)
+    adapters = [str(adapter_of(m)) for m in model.modules() if hasattr(m, "_active_adapter")]
+    return tuple(weights), tuple(hooks), tuple(adapters)
 
 
 @contextlib.contextmanager
 def as_sessions_run(model: Any) -> Iterator[None]:
-    """The model in eval mode with our attention, without autocast; as it was afterwards.
+    """The model in eval mode with our attention; as it was afterwards.
 
     The wrapper that accelerate puts around `forward` for mixed precision is off, too.
     """
     register()
     training = [module for module in model.modules() if module.training]
-    implementation = model.config._attn_implementation
+    modules = [model, *(m for m in model.modules() if m is not model)]
+    configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
+    having = [c for c in configs.values() if hasattr(c, "_attn_implementation")]
+    before = [c._attn_implementation for c in having]
     wrapped = vars(model).pop("forward", None) if "_original_forward" in vars(model) else None
     try:
         for module in training:
             module.training = False
-        if implementation != NAME:
+        if before[0] != NAME:
             model.set_attn_implementation(NAME)
-        with torch.autocast(next(model.parameters()).device.type, enabled=False):
-            yield
+        yield
     finally:
-        if implementation != NAME:
-            model.set_attn_implementation(implementation)
+        if before[0] != NAME:
+            model.set_attn_implementation(before[0])
+        for config, implementation in zip(having, before, strict=True):
+            config._attn_implementation = implementation
         for module in training:
             module.training = True
         if wrapped is not None:

@@ -54,6 +54,12 @@ def _whole_model(trainer: Any) -> torch.nn.Module:
     """The trained model; not where a process has a part of its weights."""
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError("trainer must hold whole weights, got one with FSDP or DeepSpeed")
+    if trainer.tools or trainer.environment_factories:
+        raise ValueError(
+            "trainer must have no tools and environments with a rollout_func of a session, as TRL "
+            "goes on after a call of a tool by itself, without log-probabilities; supported: "
+            "enable(model) and use_transformers_continuous_batching=True"
+        )
     if getattr(trainer, "use_vllm", False):
         raise ValueError("use_vllm must be False with a rollout_func of a session, got True")
     return trainer.accelerator.unwrap_model(trainer.model_wrapped)
@@ -65,7 +71,6 @@ def _prompt_ids(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
         return trainer.processing_class(text=list(prompts))["input_ids"]
     found = trainer.processing_class.apply_chat_template(
         list(prompts),
-        tools=trainer.tools or None,
         chat_template=trainer.chat_template,
         add_generation_prompt=True,
         tokenize=True,

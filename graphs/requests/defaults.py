@@ -82,15 +82,24 @@ class Defaults:
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `TAKEN`, not None
 
     @classmethod
-    def of(cls, config: Any) -> "Defaults":
-        """Those of a `GenerationConfig`; a model may have none.
+    def of(cls, own: Any, given: Any = None) -> "Defaults":
+        """Those of a model's `GenerationConfig`, or of one that stands in its place.
+
+        Args:
+            own: the model's; it may have none.
+            given: in place of it; None: nothing is. Where it names no eos and pad, `own` does.
 
         Raises:
             ValueError: a field asks for what sessions do not do.
         """
-        if isinstance(config, Mapping):
-            raise ValueError("generation_config must be a GenerationConfig, got a mapping")
+        config = own if given is None else given
+        if config is not None and not hasattr(config, "eos_token_id"):
+            kind = "mapping" if isinstance(config, Mapping) else type(config).__name__
+            raise ValueError(f"generation_config must be a GenerationConfig, got a {kind}")
         fields = {} if config is None else vars(config)
+        if config is not own and own is not None:
+            ends = {name: getattr(own, name, None) for name in ("eos_token_id", "pad_token_id")}
+            fields = ends | {name: value for name, value in fields.items() if value is not None}
         given = {name: value for name, value in fields.items() if value is not None}
         for name in given:
             if name not in _LISTED and _asks(config, name):

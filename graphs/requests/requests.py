@@ -466,9 +466,8 @@ class RequestBook:
             listed and any(isinstance(p, Mapping) for p in prompts)
         ):
             prompts = embedded(prompts, self._model)
-        config = wanted.generation_config
-        config = getattr(self._model, "generation_config", None) if config is None else config
-        defaults = Defaults.of(config)
+        own = getattr(self._model, "generation_config", None)
+        defaults = Defaults.of(own, wanted.generation_config)
         return self.queue(
             checked_requests(self.next_id, prompts, wanted, defaults, self.limits, self.tokens_of)
         )

@@ -46,8 +46,9 @@ def test_tokens_are_right_in_every_round(make):
     for _ in range(5):
         assert session.generate(prompts, 8) == wanted
         session.sleep()
-        with pytest.raises(RuntimeError, match=r"the session sleeps; wake\(\) comes"):
-            session.generate(prompts, 8)
+        for call in (lambda: session.generate(prompts, 8), session.warm_up):
+            with pytest.raises(RuntimeError, match=r"the session sleeps; wake\(\) comes"):
+                call()
         session.wake()
 
 

@@ -13,7 +13,8 @@ from graphs.app.cli import app
 from graphs.app.presets import PRESETS, load
 from graphs.app.prompts import QUESTIONS, questions, tokenizer_of
 from graphs.requests.tokens import Tokens
-from tests.graphs.requests.test_text import byte_level
+from tests.graphs.requests.test_text import SAMPLE
+from tests.kit.text import byte_level
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and m.content == 'no' %}"
@@ -35,7 +36,9 @@ def folder(tmp_path_factory):
         weight.data.normal_(0, 0.15) if weight.dim() > 1 else None
     model.generation_config.eos_token_id = None
     model.save_pretrained(where)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level([SAMPLE], 400), eos_token="<eos>"
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(where)
     return str(where)

@@ -362,6 +362,7 @@ def test_bench():
     for wrong, message in (
         (("NOPE",), "backend must be known, got 'NOPE'"),
         (("TORCH", "--shape", "3x"), "shape must be REQUESTSxCONTEXT or TOKENS, got '3x'"),
+        (("TORCH", "--block-size", "0"), "block_size must be a positive int, got 0"),
         (("TORCH", "--heads", "4"), "heads must be as '32,8,128', got '4'"),
         (("TORCH", "--dtype", "int8"), "dtype must be known, got 'int8'"),
     ):

@@ -6,7 +6,13 @@ import pickle
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import (
+    CLIPVisionConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from graphs.integrations.generate_batch import METHODS, disable, enable
@@ -199,6 +205,20 @@ def test_adapters(model):
     assert tokens(lora.generate_batch(PROMPTS, generation_config=config)) == adapted
 
 
+def test_other_adapters(model):
+    peft = pytest.importorskip("peft")
+    config = GenerationConfig(**GREEDY)
+    saved = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    lora = peft.get_peft_model(copy.deepcopy(model), saved)
+    enable(lora)
+    wanted = lora.eval().generate(torch.tensor([PROMPTS[0]]), generation_config=config)
+    found = tokens(lora.generate_batch(PROMPTS[:1], generation_config=config))
+    assert found["req_0"] == wanted[0, 3:].tolist()
+    virtual = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match="adapters must act on layers, got 'default', a PromptT"):
+        enable(peft.get_peft_model(model, virtual))
+
+
 # -- the manager -----------------------------------------------------------------------------------
 
 
@@ -228,8 +248,10 @@ def test_manager(model):
     assert not manager.is_running()
     assert model.training
     assert manager.get_result(timeout=0.1) is None
-    with pytest.raises(RuntimeError, match="does not run"):
-        manager.add_request([1])
+    early = manager.add_request([5, 9, 3], max_new_tokens=2)  # it waits for the next start
+    manager.start()
+    assert next(iter(manager.request_id_iter(early))).generated_tokens == wanted["req_0"][:2]
+    manager.stop()
 
 
 def test_cancelled_and_stopped_requests(model):
@@ -252,6 +274,78 @@ def test_cancelled_and_stopped_requests(model):
     manager.stop(hard_stop=True)
     results = [manager.get_result(timeout=0), manager.get_result(timeout=0)]
     assert all("closed" in result.error for result in results)
+    no_end = manager.add_request([1], eos_token_id=-1, max_new_tokens=40)
+    manager.start()
+    manager.stop()
+    result = manager.get_result(no_end, timeout=0)
+    assert len(result.generated_tokens) == 40
+
+
+def test_what_fails_leaves_the_model_as_it_was(model):
+    enable(model, max_tokens=128)
+    manager = model.init_continuous_batching(
+        GenerationConfig(**GREEDY), ContinuousBatchingConfig(max_queue_size=-1)
+    )
+    with pytest.raises(ValueError, match="max_waiting must be a positive int"):
+        manager.start()
+    assert not manager.is_running()
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    running = model.continuous_batching_context_manager(GenerationConfig(**GREEDY))
+    one = pytest.raises(RuntimeError, match="must be used by one call or manager at a time")
+    with running, one:
+        model.generate_batch([[1]])
+    assert model.generate_batch([[1]], GenerationConfig(**GREEDY))
+
+
+def test_autocast_of_the_caller_stays(model):
+    enable(model)
+    linear = torch.nn.Linear(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with model.continuous_batching_context_manager(GenerationConfig(**GREEDY)) as manager:
+            manager.add_request([5, 9, 3])
+            assert linear(torch.ones(1, 2)).dtype == torch.bfloat16
+        assert linear(torch.ones(1, 2)).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_every_config_has_its_attention_back():
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+            image_size=28, patch_size=14,
+        ),
+        text_config=build_model("llama").config, image_token_id=60,
+    )  # fmt: skip
+    model = LlavaForConditionalGeneration(config)
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa", "": "sdpa"})
+    configs = [model.config, model.config.text_config, model.config.vision_config]
+    before = [c._attn_implementation for c in configs]
+    enable(model)
+    assert model.generate_batch([[1, 2]], GenerationConfig(**GREEDY))["req_0"].error is None
+    assert [c._attn_implementation for c in configs] == before
+
+
+def test_a_seed_repeats(model):
+    enable(model)
+    config = GenerationConfig(**(GREEDY | {"do_sample": True, "num_return_sequences": 2}))
+    asked = {"generation_config": config, "continuous_batching_config": small(seed=7)}
+    first = tokens(model.generate_batch(PROMPTS, **asked))
+    assert tokens(model.generate_batch(PROMPTS, **asked)) == first
+    assert first["req_0"] != first["req_0__child#0"]
+
+
+def test_options_are_checked_at_once(model):
+    with pytest.raises(TypeError, match="got 'max_toknes', which may mean 'max_tokens'"):
+        enable(model, max_toknes=3)
+    with pytest.raises(ValueError, match="compile must be True or False, got 'yes'"):
+        enable(model, compile="yes")
+    enable(model, max_tokens=32)
+    long = [[1]], GenerationConfig(**(GREEDY | {"max_new_tokens": 100, "eos_token_id": -1}))
+    model.generate_batch(*long)
+    session = model.generate_batch.methods.trained._session
+    assert len(tokens(model.generate_batch(*long))["req_0"]) < 40
+    assert model.generate_batch.methods.trained._session is session
 
 
 def test_result_handlers(model):

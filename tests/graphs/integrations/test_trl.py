@@ -132,7 +132,10 @@ def test_what_it_refuses(model, tokenizer, tmp_path):
     trainer.use_vllm = True
     with pytest.raises(ValueError, match="use_vllm must be False"):
         door.rollout_func()(TEXTS[:2], trainer)
-    trainer.use_vllm, trainer.is_fsdp_enabled = False, True
+    trainer.use_vllm, trainer.tools = False, [len]
+    with pytest.raises(ValueError, match="trainer must have no tools and environments"):
+        door.rollout_func()(TEXTS[:2], trainer)
+    trainer.tools, trainer.is_fsdp_enabled = [], True
     with pytest.raises(ValueError, match="trainer must hold whole weights"):
         door.rollout_func()(TEXTS[:2], trainer)
 

@@ -44,6 +44,7 @@ from graphs.runner import LogitsObserver, StepRunner
 from graphs.sampling.edits import Editing, num_biases
 from graphs.sampling.logprobs import width_of
 from graphs.sampling.params import Sampling
+from graphs.step.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -270,12 +271,12 @@ class StepLoop:
         plan: what is captured.
         state: of the model, as it must stay.
         compilation: compiles the model before the first step.
+        ranks: of a model that is split over several; None: it is whole.
         always_fills: every step is filled by the host, none goes on from the one before.
 
     Attributes:
         num_steps: steps that were replayed ("captured") and called.
-        num_launches: of steps, or of `decode_steps` of them: launched before the tokens of the last
-            ones were read ("ahead"), or after ("waited").
+        num_launches: of steps: before the last tokens were read ("ahead"), or after ("waited").
     """
 
     def __init__(
@@ -287,13 +288,16 @@ class StepLoop:
         state: ModelState,
         compilation: Compilation,
         *,
+        ranks: Ranks | None,
         always_fills: bool,
     ) -> None:
-        self.runner, self.scheduler, self.token_stream = runner, scheduler, token_stream
+        self.ranks, self.runner, self.scheduler = ranks, runner, scheduler
+        self.token_stream = token_stream
         self.plan, self.state, self.compilation = plan, state, compilation
         self.launcher = DecodeLauncher(runner, always_fills)
-        times = runner.device.type == "cuda" and plan.chooses_mixed and not always_fills
-        mixed_sizes, timer = plan.dispatcher.mixed_sizes, gpu_ms if times else None
+        times = plan.chooses_mixed and not (always_fills or ranks)  # ranks' times would differ
+        timer = gpu_ms if times and runner.device.type == "cuda" else None
+        mixed_sizes = plan.dispatcher.mixed_sizes
         self.gains = MixedGains(mixed_sizes, runner.builder, timer)
         self.num_steps = {"captured": 0, "called": 0}
         self.num_launches = {"ahead": 0, "waited": 0}
@@ -398,6 +402,8 @@ class StepLoop:
 
     def _captured(self, step: Rows) -> CapturedStep | None:
         """The graph that holds the step, captured if need be; None: it is called."""
+        if self.ranks is not None:
+            self.ranks.check(step)
         shared = self.runner.shared_prefixes(step) if self.scheduler.prefixes.is_on else None
         step.shared = shared
         is_called = step.num_logits is not None or step.editing is Editing.CALLED or step.embeds

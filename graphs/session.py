@@ -42,6 +42,7 @@ from graphs.requests.scheduler import Scheduler
 from graphs.requests.scores import Score, queue_scored
 from graphs.requests.tokens import Tokens, media_tokens
 from graphs.runner import LogitsObserver, ModelInputs, StepRunner
+from graphs.step.ranks import ranks_of
 
 Prompt = Sequence[int] | Mapping[str, Any] | str
 """Token ids, a tokenizer's mapping of one prompt, or text where the session has a tokenizer."""
@@ -89,6 +90,7 @@ class DecodeSession:
         compiled = isinstance(model, torch.nn.Module) and is_compiled(model)
         self.products = prepare_model(self.original, options, compiled=compiled)
         self.device = next(self.original.parameters()).device
+        self.ranks = ranks_of(self.original, options)
         with surroundings(self.device):
             self._set_up(options, compiled)
 
@@ -160,6 +162,7 @@ class DecodeSession:
             self.plan,
             self.state,
             self.compilation,
+            ranks=self.ranks,
             always_fills=self.verifier is not None,
         )
         self.num_steps = self.loop.num_steps
@@ -422,8 +425,7 @@ class DecodeSession:
         Runs by itself before the first step. Inside `graphs.dump` a model that was compiled before
         is compiled once more, so that the dump sees it.
         """
-        self._check_awake()
-        self.loop.prepare()
+        self._prepare()
 
     @contextlib.contextmanager
     def observe_logits(self, observer: LogitsObserver) -> Iterator[None]:
@@ -496,9 +498,7 @@ class DecodeSession:
 
     @exclusive
     def sleep(self) -> None:
-        """Give the cache's memory back to the device; captured graphs stay.
-
-        Kept prefixes are forgotten. Until `wake`, steps are refused.
+        """Give the cache's memory back; graphs stay, prefixes do not. Steps are refused meanwhile.
 
         Raises:
             ValueError: the session was made without `can_sleep`, or has unfinished requests.
@@ -529,14 +529,16 @@ class DecodeSession:
             "this process; keep the SessionOptions, and make a new one of model and options"
         )
 
-    def _check_awake(self) -> None:
+    def _prepare(self) -> None:
         if self.is_asleep:
             raise RuntimeError("the session sleeps; wake() comes before steps")
+        if self.ranks is not None:
+            self.ranks.meet()
+        self.loop.prepare()
 
     def _run(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step whole; Ctrl-C waits for its end, but not for the model to be compiled."""
-        self._check_awake()
-        self.loop.prepare()
+        self._prepare()
         with uninterrupted():
             while self._left:
                 if (request := self._requests.get(self._left.pop())) is not None:

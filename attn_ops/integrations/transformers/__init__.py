@@ -28,6 +28,7 @@ from attn_ops.integrations.transformers.layers import NAME, cache_index, check_l
 from attn_ops.integrations.transformers.models import check_model, prepare_model
 from attn_ops.integrations.transformers.probe import AttentionProbe
 from attn_ops.integrations.transformers.registration import register
+from attn_ops.integrations.transformers.sharded import num_ranks, ranks_of_model
 from attn_ops.integrations.transformers.specs import attention_specs, cross_attention_specs
 from attn_ops.integrations.transformers.weights import write_weights
 from attn_ops.tracing import PATCHING, dynamic_batch
@@ -52,7 +53,9 @@ __all__ = [
     "dynamic_batch",
     "has_latent",
     "no_mask",
+    "num_ranks",
     "prepare_model",
+    "ranks_of_model",
     "register",
     "write_weights",
 ]

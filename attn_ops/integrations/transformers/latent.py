@@ -163,7 +163,8 @@ def _check_weight(name: str, layer: Any) -> None:
     shape, linear = latent_shape(layer), layer.kv_b_proj
     if getattr(linear, "bias", None) is not None:
         raise ValueError(f"kv_b_proj of {name} must have no bias, got one")
-    columns = layer.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
+    num_heads = layer.num_heads // getattr(layer, "num_shards", 1)
+    columns = num_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
     wanted = [columns, shape.kv_lora_rank]
     if not hasattr(linear, "weight"):
         return  # packed under another name: `check_expansion` compares what it computes

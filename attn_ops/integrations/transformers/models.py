@@ -8,6 +8,7 @@ from attn_ops.integrations.merged import check_merged, mend_merged, merged_in_wo
 from attn_ops.integrations.transformers.batch import check_lengths
 from attn_ops.integrations.transformers.layers import NAME
 from attn_ops.integrations.transformers.rotary import follow_requests
+from attn_ops.integrations.transformers.sharded import keep_parts, num_ranks
 
 
 class Prepared(Protocol):
@@ -28,6 +29,8 @@ def prepare_model(model: Any, wanted: Prepared, *, compiled: bool) -> str:
         wanted: `max_tokens` of a request, and `merge_projections` as `merged_in_words` takes it.
         compiled: whether torch.compile has the model.
     """
+    if isinstance(model, nn.Module) and num_ranks(model) > 1:
+        keep_parts(model)
     if wanted.merge_projections is not False and isinstance(model, nn.Module):
         mend_merged(model)
     check_model(model, wanted.max_tokens)

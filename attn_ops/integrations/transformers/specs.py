@@ -125,13 +125,18 @@ def _attends(module: Any) -> bool:
     return hasattr(module, "scaling") or hasattr(module, "is_causal")
 
 
+def _num_shards(layer: Any) -> int:
+    """Over how many ranks the layer's heads are split."""
+    return getattr(layer, "num_shards", 1)
+
+
 def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
     if kv_cache_dtype != "auto":
         device = next((p.device for p in layer.parameters()), None)
         used = ("kv_scale",) if has_latent(layer) else ("k_scale", "v_scale")
         check_scale_values(layer, device, f" of layer {layer.layer_idx}", used)
     if has_latent(layer):
-        sizes = (layer.num_heads, latent_shape(layer), model.dtype)
+        sizes = (layer.num_heads // _num_shards(layer), latent_shape(layer), model.dtype)
         return AttentionSpec.of_latent(*sizes, kv_cache_dtype=kv_cache_dtype)
     config = model.config.get_text_config()
     head_size = _first(layer, "head_dim", "attention_head_size", "head_size")
@@ -141,6 +146,7 @@ def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
             "supported: families built like Llama, BERT, BART or DeepSeek-V2"
         )
     num_heads = _first(layer, "num_heads", "num_attention_heads") or config.num_attention_heads
+    num_heads //= _num_shards(layer)
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_heads // getattr(layer, "num_key_value_groups", 1),

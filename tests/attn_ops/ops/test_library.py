@@ -24,8 +24,8 @@ from attn_ops.ops.library import schema_of
 from tests.kit.batches import build_batch
 from tests.kit.latent import build_latent_batch
 
-WITHOUT = {"advance_step", "no_backward", "slot_mapping"}
-"""Operators of integers, and the one that raises."""
+WITHOUT = {"advance_step", "no_backward", "slot_mapping", "all_gather", "all_reduce"}
+"""Operators of integers, the one that raises, and those of ranks (test_collectives.py)."""
 
 refused = pytest.raises(NotImplementedError, match=r'attn_ops::.*attn_implementation="sdpa"')
 

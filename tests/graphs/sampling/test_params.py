@@ -72,3 +72,10 @@ def test_stacked():
     assert fields["seed"].tolist() == [-7, 2**62 + 1]
     assert fields["top_k"].tolist() == [3, 0]
     assert torch.equal(fields["frequency_penalty"], torch.tensor([-0.4, 0.0]))
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS.keys() - {"temperature", "seed"}))
+def test_every_field_asks_for_a_step_that_computes_it(name):
+    """A field that `kind` does not know would be accepted and do nothing."""
+    asked = SamplingParams(temperature=1.0, **{name: 3 if name == "top_k" else 0.5})
+    assert asked.kind.value > Sampling.RANDOM.value

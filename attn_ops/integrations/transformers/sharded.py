@@ -1,0 +1,143 @@
+"""Models that Transformers has split over ranks (`tp_plan="auto"`): each rank's part, plainly.
+
+Transformers keeps a part as a DTensor, whose address cannot be read, and wraps the layer's
+`forward`. Here the part becomes the layer's parameter, and its class says what ranks exchange: then
+addresses, versions of weights, merged projections and sizes of memory are those of any model.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attn_ops.ops.collectives import all_gather, all_reduce
+
+
+class ReducedLinear(nn.Linear):
+    """Has some columns of a weight: products are summed over the ranks, and then the bias added."""
+
+    group: str
+    first_column: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = self.weight.shape[1]
+        if x.shape[-1] != columns:  # a plan may give every rank whole rows
+            x = x[..., self.first_column : self.first_column + columns]
+        out = all_reduce(F.linear(x, self.weight), self.group)
+        return out if self.bias is None else out + self.bias
+
+
+class GatheredLinear(nn.Linear):
+    """Has some rows of a weight: all ranks' outputs stand side by side."""
+
+    group: str
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_gather(F.linear(x, self.weight, self.bias), self.group)
+
+
+class ReducedEmbedding(nn.Embedding):
+    """Has some tokens of a vocabulary: rows of others are zero, and all are summed."""
+
+    group: str
+    first_token: int
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        own = ids - self.first_token
+        is_own = (own >= 0) & (own < self.weight.shape[0])
+        rows = F.embedding(torch.where(is_own, own, 0), self.weight)
+        return all_reduce(torch.where(is_own[..., None], rows, 0), self.group)
+
+
+def num_ranks(model: Any) -> int:
+    """Over how many ranks the model is split; 1: it is whole."""
+    return getattr(model, "_tp_size", None) or 1
+
+
+def ranks_of_model(model: Any) -> list[int]:
+    """The ranks, in the process's default group, that a model is split over."""
+    mesh = model._device_mesh
+    return [int(rank) for rank in (mesh["tp"] if mesh.ndim > 1 else mesh).mesh.flatten()]
+
+
+def keep_parts(model: Any) -> list[str]:
+    """Make every part a plain parameter; harmless if repeated.
+
+    Returns:
+        Layers that stay as Transformers made them, which is right too: with experts, or parts of
+        different sizes.
+
+    Raises:
+        ValueError: key and value heads are fewer than ranks.
+    """
+    left = []
+    for name, module in list(model.named_modules()):
+        wrapped = vars(module).get("forward")
+        if not inspect.isfunction(wrapped):
+            continue
+        cells = inspect.getclosurevars(wrapped).nonlocals
+        style, mesh = cells.get("self"), cells.get("mesh")
+        if mesh is None:
+            continue
+        if not _settle(module, style, mesh):
+            left.append(f"{name} ({type(style).__name__})")
+        elif type(style).__name__ == "ColwiseParallel" and not _gathers(style):
+            _split_heads(model.get_submodule(name.rpartition(".")[0]), mesh.size())
+    return left
+
+
+def _split_heads(parent: Any, ranks: int) -> None:
+    """Note that an attention layer has some of its heads."""
+    if getattr(parent, "layer_idx", None) is None:
+        return
+    config = getattr(parent, "config", None)
+    heads = getattr(config, "num_key_value_heads", None)
+    if heads is not None and heads % ranks:
+        raise ValueError(
+            f"num_key_value_heads must be a multiple of the ranks, got {heads} for {ranks} ranks"
+        )
+    parent.num_shards = ranks
+
+
+def _settle(module: Any, style: Any, mesh: Any) -> bool:
+    """Whether the layer's style is known; then the layer computes with its own part."""
+    kind, group, rank = type(style).__name__, mesh.get_group().group_name, mesh.get_local_rank()
+    if kind == "ColwiseParallel" and type(module) is nn.Linear:
+        whole = module.out_features
+        if _gathers(style) and whole % mesh.size():
+            return False  # the last rank has fewer rows
+        _take_part(module)
+        module.out_features = module.weight.shape[0]
+        if _gathers(style):
+            module.__class__, module.group = GatheredLinear, group
+    elif kind == "RowwiseParallel" and type(module) is nn.Linear:
+        first = rank * -(-module.in_features // mesh.size())
+        _take_part(module)
+        module.in_features = module.weight.shape[1]
+        module.__class__, module.group, module.first_column = ReducedLinear, group, first
+    elif kind == "EmbeddingParallel" and type(module) is nn.Embedding and style.shard_dim == 0:
+        first = rank * -(-module.num_embeddings // mesh.size())
+        _take_part(module)
+        module.__class__, module.group, module.first_token = ReducedEmbedding, group, first
+    elif kind not in ("MlaKvAProjParallel", "ReplicatedWithGradAllReduce"):  # those: of gradients
+        return False
+    del module.forward
+    return True
+
+
+def _gathers(style: Any) -> bool:
+    """Whether every rank gets the whole output."""
+    return type(style.output_layouts).__name__ != "Shard"
+
+
+def _take_part(module: nn.Module) -> None:
+    """On a CPU a part may be a view of the whole weight; the copy lets the rest go."""
+    for name, held in module._parameters.items():
+        if held is not None and hasattr(held, "to_local"):
+            part = held.to_local().detach()  # pyright: ignore[reportCallIssue]
+            is_view = part.untyped_storage().nbytes() > part.nbytes
+            module._parameters[name] = nn.Parameter(
+                part.clone() if is_view else part, held.requires_grad
+            )

@@ -1,0 +1,55 @@
+"""What every rank of tests/scenarios/test_ranks.py runs: torchrun starts it.
+
+torchrun --nproc-per-node 2 tests/scenarios/ranks_program.py FOLDER SETTINGS
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from attn_ops.integrations.transformers import register
+from graphs import DecodeSession
+
+
+def main() -> None:
+    folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    register()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", attn_implementation="attn_ops", tp_plan="auto", dtype=torch.float32
+    ).eval()
+    if wanted.get("compile"):
+        model = torch.compile(model, backend="attn_ops", fullgraph=True)
+    options = wanted["options"] | wanted.get("options_of", {}).get(str(rank), {})
+    found = {}
+    try:
+        session = DecodeSession(model, max_batch_size=4, max_tokens=64, **options)
+        prompts = wanted["prompts"]
+        if rank == wanted.get("without_last"):
+            prompts = prompts[:-1]
+        if rank == wanted.get("ends"):
+            os._exit(3)
+        results = session.generate(prompts, 8, **wanted.get("asked", {}))
+        spec = session.specs[0]
+        found = {
+            "tokens": [result.token_ids for result in results],
+            "heads": [spec.num_heads, spec.num_kv_heads],
+            "breaks": session.counters.num_breaks,
+            "recompiles": session.counters.num_recompiles,
+            "parts": all(type(p) is torch.nn.Parameter for p in session.original.parameters()),
+        }
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # a rank that has failed waits for nobody
+
+
+if __name__ == "__main__":
+    main()

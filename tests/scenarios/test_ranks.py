@@ -1,0 +1,97 @@
+"""A model split over ranks by Transformers decodes the tokens of a whole one: gloo, on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kit.models import build_model
+from tests.kit.sessions import make_session
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [[5, 9, 3], [7] * 20, [1], [11, 12]]
+
+
+def run(folder, ranks, **wanted) -> list[dict]:
+    """What each rank wrote; {} of one that ended before."""
+    settings = {"prompts": PROMPTS, "options": {"max_tokens_per_step": 16}} | wanted
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    program = str(ROOT / "tests" / "scenarios" / "ranks_program.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--master-port", str(29500 + os.getpid() % 400), program, str(folder)]
+    done = subprocess.run(
+        [*command, json.dumps(settings)], env=environment, capture_output=True, text=True,
+        check=False, timeout=240,
+    )  # fmt: skip
+    paths = [folder / f"{rank}.json" for rank in range(ranks)]
+    found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+    assert any(found), done.stderr[-2000:]
+    return found
+
+
+def saved(name, folder):
+    model = build_model(name)
+    model.save_pretrained(folder / "model")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "deepseek_v2", "gpt_oss"])
+def test_tokens_are_those_of_one_rank(name, tmp_path):
+    model = saved(name, tmp_path)
+    session = make_session(model)
+    wanted = [result.token_ids for result in session.generate(PROMPTS, 8)]
+    found = run(tmp_path, 2)
+    assert [rank.get("error") for rank in found] == [None, None]
+    assert [rank["tokens"] for rank in found] == [wanted, wanted]
+    heads = session.specs[0].num_heads
+    assert found[0]["heads"][0] == (heads if name == "gpt_oss" else heads // 2)
+
+
+def test_compiled_merged_and_shared(tmp_path):
+    model = saved("llama", tmp_path)
+    wanted = [r.token_ids for r in make_session(model).generate(PROMPTS, 8)]
+    options = {
+        "merge_projections": True, "share_prefixes": True, "decode_steps": 4,
+        "debug": "eager_replay", "verify": "first",
+    }  # fmt: skip
+    for rank in run(tmp_path, 2, compile=True, options=options):
+        assert rank["tokens"] == wanted, rank
+        assert (rank["breaks"], rank["recompiles"]) == (0, 0)
+        assert rank["parts"]
+
+
+@pytest.mark.slow
+def test_drawn_tokens_are_equal(tmp_path):
+    model = saved("llama", tmp_path)
+    asked = {"temperature": 0.9, "top_k": 20, "seed": 3}
+    wanted = [r.token_ids for r in make_session(model).generate(PROMPTS, 8, **asked)]
+    assert [rank["tokens"] for rank in run(tmp_path, 2, asked=asked)] == [wanted, wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"without_last": 1}, "ranks must run the same calls on the same requests"),
+        ({"options_of": {"1": {"seed": 5}}}, "got other settings of the session on rank"),
+        ({"ends": 1}, "one has ended, hangs, or makes other calls"),
+        ({"options": {"compile_cache": "x"}}, "compile_cache must be the same decision on every"),
+    ],
+    ids=["another request", "another option", "a rank that ended", "a cache of one's own"],
+)
+def test_ranks_that_disagree_are_told(fault, message, tmp_path):
+    saved("llama", tmp_path)
+    found = [rank for rank in run(tmp_path, 2, **fault) if rank]
+    assert found
+    assert all(message in rank["error"] for rank in found), found
+
+
+@pytest.mark.slow
+def test_too_few_heads_are_refused(tmp_path):
+    saved("llama", tmp_path)
+    for rank in run(tmp_path, 4):
+        assert "num_key_value_heads must be a multiple of the ranks, got 2 for 4" in rank["error"]

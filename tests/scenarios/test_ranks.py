@@ -21,7 +21,7 @@ def run(folder, ranks, **wanted) -> list[dict]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     program = str(ROOT / "tests" / "scenarios" / "ranks_program.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(29500 + os.getpid() % 400), program, str(folder)]
+    command += ["--standalone", program, str(folder)]
     done = subprocess.run(
         [*command, json.dumps(settings)], env=environment, capture_output=True, text=True,
         check=False, timeout=240,

@@ -22,7 +22,7 @@ def test_the_program_runs(tmp_path):
     (tmp_path / "program.py").write_text(program)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(29900 + os.getpid() % 90), "program.py"]
+    command += ["--standalone", "program.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
         timeout=250,

@@ -146,6 +146,10 @@ class PagedKVCache:
             raise ValueError("can_sleep must be True for a cache that sleeps, got False")
         self._memory.unmap()
 
+    @property
+    def is_asleep(self) -> bool:
+        return self._memory is not None and not self._memory.is_mapped
+
     def wake(self) -> None:
         """Take memory again; the tensors are zero, at their old addresses.
 

@@ -128,6 +128,7 @@ class _OfGPU:
             _value(driver.cuMemRelease(handle))  # the mapping keeps the memory
         self._mapped[0] = True
         _value(driver.cuMemsetD8(self._address, 0, self._size))
+        torch.cuda.synchronize(self.device)  # no stream of torch's waits for the driver's own
 
     def unmap(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -44,6 +44,7 @@ from benchmarks.harness import (
     verdicts,
     write,
 )
+from graphs.app import bench
 
 CASES = {
     "cuda": ["64x8192", "256x2048", "8x4096", "1x32768", "1x1024", "2048", "8192", "16384"],
@@ -59,10 +60,7 @@ def copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written."""
     if device.type == "cuda":
         return copy_bandwidth()
-    source = torch.empty(2**24, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    best = min(interval_us(lambda: target.copy_(source), device) for _ in range(5))
-    return 2 * source.numel() / best * 1e6
+    return bench.copy_rate(device)
 
 
 def matmul_rate(device: torch.device) -> float:

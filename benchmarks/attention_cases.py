@@ -28,6 +28,7 @@ from attn_ops.backends.measure import (
 )
 from benchmarks.direct import DIRECT, Attend
 from benchmarks.harness import brief, free
+from graphs.app.bench import shape_of
 
 L2_BYTES = 50 << 20  # of an H200
 UNLIMITED = ("AUTO", "FLASH_ATTN", "TRITON", "FLASHINFER")
@@ -46,14 +47,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        try:
-            numbers = [int(part) for part in text.split("x")]
-            requests, context = numbers if len(numbers) == 2 else (1, *numbers)
-            if min(requests, context) < 1:
-                raise ValueError
-        except ValueError:
-            raise ValueError(f"shape must be REQUESTSxCONTEXT or TOKENS, got {text!r}") from None
-        return cls(text, MeasuredShape(requests, 1 if len(numbers) == 2 else context, context))
+        return cls(text, shape_of(text))
 
     @property
     def kind(self) -> str:

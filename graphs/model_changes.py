@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_ops.integrations.merged import MergedViews
-from attn_ops.integrations.transformers import Contract
+from attn_ops.integrations.transformers import Contract, attention_configs
 
 _TRAINING = operator.attrgetter("training")
 _IMPLEMENTATION = operator.attrgetter("_attn_implementation")
 
 
-def adapter_of(module: nn.Module) -> tuple[object, ...]:
+def _adapter_of(module: nn.Module) -> tuple[object, ...]:
     """What a layer of peft's does with its adapters; not all of its layers can be merged."""
     names = ("_active_adapter", "_disable_adapters", "merged")
     return tuple(getattr(module, name, None) for name in names)
@@ -41,13 +41,12 @@ class ModelState:
         contract.check()
         modules = list(model.modules())
         self._in_eval = [module for module in modules if not module.training]
-        configs = {id(c): c for module in modules if (c := vars(module).get("config")) is not None}
-        self._configs = [c for c in configs.values() if hasattr(c, "_attn_implementation")]
+        self._configs = attention_configs(model)
         self._implementations = list(map(_IMPLEMENTATION, self._configs))
         self._hooks = [d for m in modules for d in (m._forward_pre_hooks, m._forward_hooks)]
         self._num_hooks = list(map(len, self._hooks))
         self._adapted = [m for m in modules if hasattr(m, "_active_adapter")]
-        self._adapters = list(map(adapter_of, self._adapted))
+        self._adapters = list(map(_adapter_of, self._adapted))
         self._merged = MergedViews(model)
 
     def check(self, *, captured: bool) -> None:
@@ -73,7 +72,7 @@ class ModelState:
                 f"attn_implementation must stay {self._implementations}, got {now}; supported: "
                 "setting it back, or a new DecodeSession"
             )
-        if list(map(adapter_of, self._adapted)) != self._adapters:
+        if list(map(_adapter_of, self._adapted)) != self._adapters:
             raise ValueError(
                 "adapters of the model must stay as they were, got others active, disabled or "
                 "merged; supported: undoing it, or a new DecodeSession"

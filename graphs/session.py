@@ -167,7 +167,6 @@ class DecodeSession:
         )
         self.num_steps = self.loop.num_steps
         self.lock = threading.Lock()  # of `exclusive`
-        self.is_asleep = False
         self._left: list[int] = []  # requests of streams that were closed while another call ran
 
     @property
@@ -508,7 +507,6 @@ class DecodeSession:
         with uninterrupted():
             self.cache.sleep()
             self.scheduler.prefixes.forget()
-            self.is_asleep = True
 
     @exclusive
     def wake(self) -> None:
@@ -519,7 +517,6 @@ class DecodeSession:
         """
         with uninterrupted():
             self.cache.wake()
-            self.is_asleep = False
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -530,7 +527,7 @@ class DecodeSession:
         )
 
     def _prepare(self) -> None:
-        if self.is_asleep:
+        if self.cache.is_asleep:
             raise RuntimeError("the session sleeps; wake() comes before steps")
         if self.ranks is not None:
             self.ranks.meet()

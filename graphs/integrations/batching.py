@@ -71,6 +71,11 @@ class Asked:
         config = wanted["generation_config"]
         return Defaults.of(config).max_new_tokens(num_prompt) if given is None else given
 
+    def longest(self, prompts: Sequence[Sequence[int]], wanted: dict[str, Any]) -> int:
+        """Tokens of the longest prompt and its output together."""
+        most = max(map(len, prompts))
+        return most + self.max_new_tokens(wanted, most)
+
     def seeded(self, wanted: dict[str, Any], number: int) -> dict[str, Any]:
         """`wanted`, with the seed of result `number` of a call where there is one."""
         return wanted if self.seed is None else {"seed": self.seed + number, **wanted}

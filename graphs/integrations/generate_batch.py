@@ -106,7 +106,7 @@ class Methods:
             return {}
         asked = Asked.of(self.trained.original, generation_config, continuous_batching_config)
         wanted = asked.wanted | kwargs
-        longest = max(map(len, inputs)) + asked.max_new_tokens(wanted, max(map(len, inputs)))
+        longest = asked.longest(inputs, wanted)
         total = len(inputs) * asked.num_samples
         with self.trained.session(total, longest, **asked.options) as session:
             requests = [

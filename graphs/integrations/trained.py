@@ -14,8 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from attn_ops.integrations.transformers import NAME, register
-from graphs.model_changes import adapter_of
+from attn_ops.integrations.transformers import NAME, keeping_attention, register
 from graphs.options import SessionOptions
 from graphs.sampling.params import check_bools
 from graphs.session import DecodeSession
@@ -51,7 +50,7 @@ class TrainedModel:
         SessionOptions.of(None, sizes | {k: v for k, v in options.items() if k not in own})
         self._compiled = model if hasattr(model, "_orig_mod") else None
         self._session: DecodeSession | None = None
-        self._state: tuple[Any, ...] = ()  # of the model, when the session was made
+        self._state: list[Any] = []  # options and places of weights, when the session was made
         self._is_held = False
 
     @contextlib.contextmanager
@@ -109,9 +108,10 @@ class TrainedModel:
         options = {k: v for k, v in self._options.items() if k not in ("compile", "sleep")}
         sizes = self._sizes(num_requests, num_tokens)
         wanted = {**sizes, **defaults, **options}
-        state = (*_state_of(self.original), *sorted(defaults.items()))
+        tensors = [*self.original.parameters(), *self.original.buffers()]
+        state = [*sorted(defaults.items()), *((x.data_ptr(), x.dtype) for x in tensors)]
         session = self._session
-        if session is not None and state == self._state:
+        if session is not None and state == self._state and not _is_stale(session):
             fits = session.max_tokens >= num_tokens or "max_tokens" in options
             most = wanted["max_batch_size"]
             if fits and (session.max_batch_size >= most or "max_batch_size" in options):
@@ -175,12 +175,13 @@ def _memory_of(wanted: dict[str, Any], device: torch.device) -> dict[str, float]
     return {"memory_fraction": (total - (1 - fraction) * free) / total}
 
 
-def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Changes with the places of weights, with hooks and adapters; not with the weights."""
-    weights = [(w.data_ptr(), w.dtype) for w in [*model.parameters(), *model.buffers()]]
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    adapters = [str(adapter_of(m)) for m in model.modules() if hasattr(m, "_active_adapter")]
-    return tuple(weights), tuple(hooks), tuple(adapters)
+def _is_stale(session: DecodeSession) -> bool:
+    """Whether hooks or adapters of its model are others than when it was made."""
+    try:
+        session.state.check(captured=True)
+    except ValueError:
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -191,22 +192,14 @@ def as_sessions_run(model: Any) -> Iterator[None]:
     """
     register()
     training = [module for module in model.modules() if module.training]
-    modules = [model, *(m for m in model.modules() if m is not model)]
-    configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
-    having = [c for c in configs.values() if hasattr(c, "_attn_implementation")]
-    before = [c._attn_implementation for c in having]
     wrapped = vars(model).pop("forward", None) if "_original_forward" in vars(model) else None
     try:
         for module in training:
             module.training = False
-        if before[0] != NAME:
+        with keeping_attention(model):
             model.set_attn_implementation(NAME)
-        yield
+            yield
     finally:
-        if before[0] != NAME:
-            model.set_attn_implementation(before[0])
-        for config, implementation in zip(having, before, strict=True):
-            config._attn_implementation = implementation
         for module in training:
             module.training = True
         if wrapped is not None:

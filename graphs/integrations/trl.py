@@ -39,8 +39,7 @@ def rollout_func(**options: Any) -> RolloutFunc:
 def _roll_out(trained: TrainedModel, ids: list[list[int]], config: Any) -> dict[str, list[Any]]:
     asked = Asked.of(trained.original, config, None)
     wanted = asked.wanted | {"logprobs": 0}
-    longest = max(map(len, ids))
-    longest += asked.max_new_tokens(wanted, longest)
+    longest = asked.longest(ids, wanted)
     with trained.session(len(ids), longest, **asked.options) as session:
         results = session.generate(ids, **wanted)
     return {

@@ -7,10 +7,12 @@ L tokens of a prompt, D the width of the model's embeddings.
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from attn_ops.integrations.transformers import keeping_attention
 
 MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 """Keys of what a processor makes of images, videos and sound."""
@@ -182,7 +184,9 @@ def _encoded(inputs: Mapping[str, Any], model: Any) -> list[Embeds]:
     }
     handle = decoder.register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        with _eager(model), contextlib.suppress(_Reached):
+        with keeping_attention(model) as configs, contextlib.suppress(_Reached):
+            for config in configs:  # encoders see both ways, and masks are made, so that they show
+                config._attn_implementation = "eager"
             model(**moved, use_cache=False)
     finally:
         handle.remove()
@@ -217,18 +221,3 @@ def _are_plain(positions: torch.Tensor | None, mask: Any) -> bool:
         bool((row[k] == torch.arange(int(k.sum()), device=row.device)).all())
         for row, k in zip(rows, kept, strict=True)
     )
-
-
-@contextlib.contextmanager
-def _eager(model: Any) -> Iterator[None]:
-    """Attention of Transformers: encoders see both ways, and masks are made, so that they show."""
-    configs = {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}
-    having = [c for c in configs.values() if hasattr(c, "_attn_implementation")]
-    before = [c._attn_implementation for c in having]
-    try:
-        for config in having:
-            config._attn_implementation = "eager"
-        yield
-    finally:
-        for config, name in zip(having, before, strict=True):
-            config._attn_implementation = name

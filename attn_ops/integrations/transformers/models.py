@@ -1,5 +1,7 @@
 """What a model must be, before anything of it is called."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch import nn
@@ -19,6 +21,24 @@ class Prepared(Protocol):
 
     @property
     def merge_projections(self) -> bool | str: ...
+
+
+def attention_configs(model: nn.Module) -> list[Any]:
+    """Configs of a model and its parts that name an attention implementation; its own is first."""
+    configs = {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}
+    return [c for c in configs.values() if hasattr(c, "_attn_implementation")]
+
+
+@contextlib.contextmanager
+def keeping_attention(model: nn.Module) -> Iterator[list[Any]]:
+    """Give `attention_configs` their attention implementations back after the block."""
+    configs = attention_configs(model)
+    before = [config._attn_implementation for config in configs]
+    try:
+        yield configs
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
 
 
 def prepare_model(model: Any, wanted: Prepared, *, compiled: bool) -> str:

@@ -123,7 +123,6 @@ def test_longer_prompts_and_more_of_them(model):
     model.generate_batch([[1]], generation_config=config)
     long = [[7] * 100, *PROMPTS * 3]
     found = tokens(model.generate_batch(long, generation_config=config))
-    assert list(map(len, found.values())) == [len(t) for t in found.values()]
     disable(model)
     asked = {"continuous_batching_config": small()}
     assert tokens(model.generate_batch(long, generation_config=config, **asked)) == found

@@ -14,7 +14,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.decode_step import build
-from benchmarks.harness import Bar, free, origin, parser_of, write
+from benchmarks.harness import Bar, finish, free, model_of, origin, parser_of
 from benchmarks.shapes import MODELS, tiny_llama
 from graphs.integrations.generate_batch import disable, enable
 
@@ -91,18 +91,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     found = parser_of(__doc__)
-    found.add_argument("--model", default="llama-3-8b", choices=sorted(MODELS))
-    found.add_argument("--layers", type=int, default=None)
     found.add_argument("--requests", type=int, default=256)
     found.add_argument("--longest", type=int, default=512)
     found.add_argument("--new", type=int, default=128)
-    args = found.parse_args()
-    result = measure(args)
-    write(args.json, result)
-    for name, row in result["rows"].items():
-        print(name, row)
-    for bar in result["bars"]:
-        print(bar)
+    args = model_of(found)
+    finish(args, measure(args))
 
 
 if __name__ == "__main__":

@@ -82,6 +82,24 @@ def write(path: str | None, result: Mapping[str, Any]) -> None:
         Path(path).write_text(json.dumps(result, indent=1))
 
 
+def model_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, with the two that choose a model's shape."""
+    from benchmarks.shapes import MODELS
+
+    parser.add_argument("--model", default="llama-3-8b", choices=sorted(MODELS))
+    parser.add_argument("--layers", type=int, default=None)
+    return parser.parse_args()
+
+
+def finish(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
+    """Write the figures, and print rows and bars."""
+    write(args.json, result)
+    for name, row in result["rows"].items():
+        print(name, row)
+    for bar in result["bars"]:
+        print(bar)
+
+
 def free() -> None:
     """Give unused memory back."""
     gc.collect()

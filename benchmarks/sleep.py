@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.decode_step import build
-from benchmarks.harness import Bar, free, origin, parser_of, write
+from benchmarks.harness import Bar, finish, free, model_of, origin, parser_of
 from benchmarks.shapes import MODELS, tiny_llama
 from graphs import DecodeSession
 
@@ -84,18 +84,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     found = parser_of(__doc__)
-    found.add_argument("--model", default="llama-3-8b", choices=sorted(MODELS))
-    found.add_argument("--layers", type=int, default=None)
     found.add_argument("--gib", type=float, default=40.0)
     found.add_argument("--batch", type=int, default=32)
     found.add_argument("--rounds", type=int, default=50)
-    args = found.parse_args()
-    result = measure(args)
-    write(args.json, result)
-    for name, row in result["rows"].items():
-        print(name, row)
-    for bar in result["bars"]:
-        print(bar)
+    args = model_of(found)
+    finish(args, measure(args))
 
 
 if __name__ == "__main__":

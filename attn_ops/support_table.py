@@ -59,10 +59,6 @@ def row_of(name: str) -> SupportRow:
     Raises:
         ValueError: there is none of that name.
     """
-    if name not in backend_names():
-        raise ValueError(
-            f"backend must be known, got {name!r}; supported: {', '.join(backend_names())}"
-        )
     backend, failed = load_backend(name)
     if backend is None:
         return SupportRow((name, *("?" for _ in COLUMNS[1:])), failed)

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from attn_ops import AttentionSpec, backend_names, get_backend
+from attn_ops import AttentionSpec, get_backend
 from attn_ops.backends.measure import MeasuredShape, interval_us, measure
 from graphs.app.presets import DTYPES
 from graphs.app.run import device_of
@@ -59,9 +59,7 @@ def bench(
     Raises:
         ValueError: an argument is out of range.
     """
-    if backend not in backend_names():
-        names = ", ".join(backend_names())
-        raise ValueError(f"backend must be known, got {backend!r}; supported: {names}")
+    get_backend(backend)  # raises where there is none
     check_positive(block_size=block_size)
     where = device_of(device)
     wanted = [(text, shape_of(text)) for text in shapes or SHAPES[where.type]]

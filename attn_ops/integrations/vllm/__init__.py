@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from attn_ops.backends import backend_names
+from attn_ops.backends import get_backend
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,8 @@ def register(backend: str | None = None) -> None:
         ImportError: this version of vLLM knows no `CUSTOM`.
     """
     name = backend or PREFERRED
-    known = backend_names()
-    if name != PREFERRED and name not in known:
-        raise ValueError(
-            f"backend must be a known name, got {backend!r}; supported: {', '.join(known)}"
-        )
+    if name != PREFERRED:
+        get_backend(name)  # raises where there is none
     custom, register_backend = _registry()
     # vLLM wants a path and looks the class up by it, in each of its processes.
     register_backend(custom, f"{__name__}.backend.{CLASS_PREFIX}{name}")

@@ -360,7 +360,7 @@ def test_bench():
     shown = invoke("bench", "TORCH", *arguments, "--dtype", "bfloat16").stdout
     assert "% of copy bandwidth" in shown
     for wrong, message in (
-        (("NOPE",), "backend must be known, got 'NOPE'"),
+        (("NOPE",), "backend must be a known name, got 'NOPE'"),
         (("TORCH", "--shape", "3x"), "shape must be REQUESTSxCONTEXT or TOKENS, got '3x'"),
         (("TORCH", "--block-size", "0"), "block_size must be a positive int, got 0"),
         (("TORCH", "--heads", "4"), "heads must be as '32,8,128', got '4'"),

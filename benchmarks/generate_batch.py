@@ -19,8 +19,12 @@ from benchmarks.shapes import MODELS, tiny_llama
 from graphs.integrations.generate_batch import disable, enable
 
 THEIRS: dict[str, dict[str, Any]] = {
-    "as it chooses": {},
-    "graphs, asynchronous": {"use_cuda_graph": True, "use_async_batching": True},
+    "as it chooses": {"max_memory_percent": 0.7},
+    "graphs, asynchronous": {
+        "use_cuda_graph": True,
+        "use_async_batching": True,
+        "max_memory_percent": 0.7,
+    },
 }
 
 

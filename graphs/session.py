@@ -172,7 +172,8 @@ class DecodeSession:
     @property
     def _max_scored(self) -> int:
         """Rows of prompts that a step scores, so that their logits take at most 512 MiB."""
-        return max(SCORED_BYTES // (self.vocab_size * self.original.dtype.itemsize), 64)
+        rows = SCORED_BYTES // (self.vocab_size * self.original.dtype.itemsize)
+        return max(rows // 256 * 256, 64)  # whole tiles of a product
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], **options: Any) -> "DecodeSession":

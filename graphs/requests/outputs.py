@@ -103,9 +103,9 @@ class TokenStream:
                 continue
             first = row.num_computed + row.num_tokens - count
             skipped, last = request.first_unscored() - first, len(scoring.given) - first
-            for found in scores[end - count :][max(skipped, 0) : min(count, last)]:
-                top, others = found[: 1 + scoring.num_top], found[1 + most :]
-                request.scores.append(np.append(top, others[: len(scoring.token_ids)]))
+            found_NK = scores[end - count :][max(skipped, 0) : min(count, last)]
+            top, others = found_NK[:, : 1 + scoring.num_top], found_NK[:, 1 + most :]
+            request.scores.append(np.hstack([top, others[:, : len(scoring.token_ids)]]))
 
     def hand_out(self, only: Request | None = None) -> list[StepOutput]:
         """What the caller has not seen, the first token of every request before the second.

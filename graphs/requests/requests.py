@@ -78,7 +78,7 @@ class Request:
     text: TextOfTokens | None = None  # where strings end it, or it is streamed
     streams: bool = False  # outputs of steps have its text
     scoring: Scoring | None = None  # None: nothing of its prompt is scored
-    scores: list[np.ndarray] = dataclasses.field(default_factory=list)  # rows of `packed`
+    scores: list[np.ndarray] = dataclasses.field(default_factory=list)  # of each step, of `packed`
     num_computed: int = 0  # tokens whose keys and values are in the cache
     share_prefix: bool = True  # where the session shares prefixes
     block_keys: Sequence[bytes] = ()  # of the prompt; empty: not made yet
@@ -203,9 +203,10 @@ class Request:
 
     def first_unscored(self) -> int:
         """The first row of its prompt whose logits are wanted yet; FAR: none."""
-        if self.scoring is None or self.scoring.begin + len(self.scores) >= len(self.scoring.given):
+        if self.scoring is None:
             return FAR
-        return self.scoring.begin + len(self.scores)
+        row = self.scoring.begin + sum(map(len, self.scores))
+        return row if row < len(self.scoring.given) else FAR
 
     def append(self, token: int, logprobs: np.ndarray | None = None) -> None:
         """Take a generated token; its own keys and values are not in the cache, all others are."""

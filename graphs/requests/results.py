@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,7 +108,8 @@ class Generation:
         """The same of the prompt's tokens, None for the first; None: not asked for."""
         if self.request is None or self.request.scoring is None:
             return None
-        pairs = zip(self.request.scoring.given, self.request.scores, strict=True)
+        rows = itertools.chain.from_iterable(self.request.scores)
+        pairs = zip(self.request.scoring.given, rows, strict=True)
         return [None, *(logprobs_of(token, row) for token, row in pairs)]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """Scores: log-probabilities of given tokens, without drawing any."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from attn_ops.integrations.transformers.rotary import SHIFT
 from graphs.requests.requests import Request, RequestBook, Scoring, check_length, checked_prompt
@@ -20,13 +23,19 @@ class Score:
     token_ids: list[int]
     logprobs: list[float]  # of each
     is_argmax: list[bool]  # whether no other token is likelier
-    top_logprobs: list[dict[int, Logprob]]  # with the most likely ones
     of_token_ids: list[list[float]]  # by token: those of the `token_ids` that the caller named
+    rows: np.ndarray = dataclasses.field(repr=False, compare=False)  # of `packed`
 
     @property
     def total(self) -> float:
         """The sum of `logprobs`: the log-probability of the whole."""
         return sum(self.logprobs)
+
+    # Cached: made once, where anybody asks.
+    @functools.cached_property
+    def top_logprobs(self) -> list[dict[int, Logprob]]:
+        """Of each token: its own, then those of the `logprobs=k` most likely ones."""
+        return [logprobs_of(*pair) for pair in zip(self.token_ids, self.rows, strict=True)]
 
     @classmethod
     def of(cls, request: Request) -> "Score":
@@ -34,12 +43,11 @@ class Score:
         scoring = request.scoring
         assert scoring is not None, "it is scored"
         tokens = list(scoring.given[scoring.begin :])
+        rows_RK = np.concatenate(request.scores)
         width = 1 + scoring.num_top
-        last = len(scoring.token_ids)
-        rows = [logprobs_of(t, row[:width]) for t, row in zip(tokens, request.scores, strict=True)]
-        others = [unpacked(row[row.size - last :])[1] for row in request.scores]
-        found = [row[token] for token, row in zip(tokens, rows, strict=True)]
-        return cls(tokens, [f.logprob for f in found], [f.rank == 1 for f in found], rows, others)
+        ranks, values = unpacked(rows_RK[:, 0])
+        others = unpacked(rows_RK[:, width:])[1]
+        return cls(tokens, values, [rank == 1 for rank in ranks], others, rows_RK[:, :width])
 
 
 def queue_scored(

@@ -1,6 +1,6 @@
 """Log-probabilities of drawn tokens and of the k most likely ones. R rows, V vocabulary."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,8 +81,8 @@ def scored(logits: torch.Tensor, given: np.ndarray, k: int, token_ids: np.ndarra
     return torch.cat(found)
 
 
-def unpacked(row: np.ndarray) -> tuple[list[int], list[float]]:
-    """The upper integers and the values of a row [1 + k] of `packed`."""
+def unpacked(row: np.ndarray) -> tuple[list[Any], list[Any]]:
+    """The upper integers and the values of a row [1 + k] of `packed`, or of rows."""
     return (row >> 32).tolist(), row.astype(np.uint32).view(np.float32).tolist()
 
 

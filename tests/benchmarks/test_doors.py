@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import generate_batch, sleep
+from benchmarks import generate_batch, lm_eval, sleep
 
 
 @pytest.mark.slow
@@ -13,8 +13,9 @@ from benchmarks import generate_batch, sleep
     [
         (sleep, ["--gib", "0.001", "--batch", "4", "--rounds", "2"], 3),
         (generate_batch, ["--requests", "4", "--longest", "32", "--new", "8"], 2),
+        (lm_eval, ["--questions", "8", "--context", "40", "--batch-sizes", "4"], 2),
     ],
-    ids=["sleep", "generate_batch"],
+    ids=["sleep", "generate_batch", "lm_eval"],
 )
 def test_it_runs(module, sizes, number, tmp_path, monkeypatch):
     path = tmp_path / "figures.json"

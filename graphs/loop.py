@@ -15,9 +15,13 @@ and draw the same tokens. `DecodeLauncher.invalidate` says that nothing is the l
 device may have overwritten tokens that a next step would take. Every other use of a graph's tensors
 calls it first, and so does every launch until it is complete.
 
-These wait for the tokens first: drafts, `verify`, an observer of logits, grammars, penalties in a
-batch that changes, plans that are part of a graph (`CapturedStep.plans_in_place`) or share memory
-(`plans_in_turn` of a builder), and everything on a CPU, where a step is over when it is launched.
+Of grammars and bad words, the model alone is launched ahead: what may follow the tokens is uploaded
+while it runs, and a second graph draws (`BatchDescriptor.late_edits`).
+
+These wait for the tokens first: drafts, `verify`, an observer of logits, penalties in a batch that
+changes, grammars in steps that hold prompts or are not captured, plans that are part of a graph
+(`CapturedStep.plans_in_place`) or share memory (`plans_in_turn` of a builder), and everything on a
+CPU, where a step is over when it is launched.
 """
 
 import dataclasses
@@ -65,6 +69,7 @@ class LaunchedSteps:
     scores: torch.Tensor | None = None  # [R, 1 + k + M] int64, of prompts; see `scored`
     is_ahead: bool = False  # launched before the tokens of the step before were read
     observer: LogitsObserver | None = None  # that has seen the logits
+    needs_edits: bool = False  # nothing is drawn before `DecodeLauncher.finish`
 
     @property
     def after(self) -> After:
@@ -193,11 +198,20 @@ class DecodeLauncher:
         """
         assert last is None or self.is_last(last), "its tokens are still on the device"
         self.invalidate()
-        self.runner.fill(captured.tensors, rows, captured.key.sampling)
+        late = captured.key.late_edits and rows.takes_tokens
+        self.runner.fill(captured.tensors, rows, captured.key.sampling, edits=not late)
         if last is not None:
             self.runner.take_tokens(captured.tensors, rows, last.last_R)
         self._num_launched = 0
-        return self._replay(captured, rows, 0, num_steps, last is not None)
+        return self._replay(captured, rows, 0, num_steps, last is not None, late=late)
+
+    def finish(self, launched: LaunchedSteps) -> LaunchedSteps:
+        """Draw from launched logits whose rows the host has read the tokens of."""
+        assert self.is_last(launched), "its logits are still on the device"
+        assert launched.captured is not None, "called steps have all edits"
+        self.invalidate()
+        self.runner.finish(launched.captured, launched.rows)
+        return self._drawn(launched)
 
     def call(
         self, rows: Rows, *, last: LaunchedSteps | None = None, **wanted: Any
@@ -245,6 +259,8 @@ class DecodeLauncher:
         begun: int,
         num_steps: int,
         is_ahead: bool,
+        *,
+        late: bool = False,
     ) -> LaunchedSteps:
         """If a replay is refused, those before it are dropped: the next launch fills anew."""
         self.invalidate()
@@ -252,13 +268,28 @@ class DecodeLauncher:
         first_row = self._num_launched % drawn.shape[0]
         for i in range(num_steps):
             self.runner.launch(captured, weights=i == 0)
+            if captured.key.late_edits and not late:
+                self.runner.finish(captured)
         self._num_launched += num_steps
-        copied = self.buffers.copy(captured, captured.tensors.device)
+        none = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         launched = LaunchedSteps(
-            captured, rows, begun, num_steps, first_row, drawn, *copied, is_ahead=is_ahead
-        )
+            captured, rows, begun, num_steps, first_row, drawn, none, None, None,
+            is_ahead=is_ahead, needs_edits=late,
+        )  # fmt: skip
+        if not late:
+            return self._drawn(launched)
         self._last = launched
         return launched
+
+    def _drawn(self, launched: LaunchedSteps) -> LaunchedSteps:
+        """With what it draws on its way to the host."""
+        captured = launched.captured
+        assert captured is not None, "called steps are copied by themselves"
+        tokens, logprobs, arrived = self.buffers.copy(captured, captured.tensors.device)
+        self._last = dataclasses.replace(
+            launched, tokens=tokens, logprobs=logprobs, arrived=arrived, needs_edits=False
+        )
+        return self._last
 
 
 class StepLoop:
@@ -335,6 +366,9 @@ class StepLoop:
             return
         followed = self._launch_ahead(self._launched) if ahead else None
         self._collect(self._launched)
+        self._launched = None  # its tokens are taken
+        if followed is not None and followed.needs_edits:
+            followed = self.launcher.finish(followed)
         self._launched = followed
 
     def step_drafted(self, drafts: Mapping[int, list[int]]) -> None:
@@ -415,6 +449,7 @@ class StepLoop:
             step.query_len,
             **self._wanted(step),
             groups=0 if shared is None else shared.num_groups,
+            late_edits=self._goes_ahead and step.editing is Editing.BY_TOKENS,
         )
         if key is None or (step.num_draft and not key.uniform):  # mixed: logits of last rows only
             return None
@@ -489,12 +524,15 @@ class StepLoop:
         step = self.scheduler.next_step(launched.after)
         if not step:
             return None
-        by_host = step.kind is Sampling.PENALIZED or step.editing >= Editing.BY_TOKENS
-        if by_host and step.any_logits and step.takes_tokens:
-            return None  # counts and masks come from tokens that the host knows
+        knows_all = not (step.any_logits and step.takes_tokens)
+        if step.kind is Sampling.PENALIZED and not knows_all:
+            return None  # counts come from tokens that the host knows
         captured = self._captured(step)
         if captured is not None and captured.plans_in_place:
             return None
+        late = captured is not None and captured.key.late_edits
+        if step.editing >= Editing.BY_TOKENS and not (knows_all or late):
+            return None  # so do edits
         return self._launch(step, captured, launched)
 
     def _batch_stays(self, launched: LaunchedSteps) -> bool:

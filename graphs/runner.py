@@ -248,12 +248,14 @@ class StepRunner:
             tensors.device["tokens"][0].copy_(tokens_R)
         return tensors.device
 
-    def fill(self, tensors: StepTensors, step: Rows, kind: Sampling) -> None:
-        """Bring a step into tensors, on the host and the device."""
+    def fill(self, tensors: StepTensors, step: Rows, kind: Sampling, *, edits: bool = True) -> None:
+        """Bring a step into tensors, on the host and the device; `edits` False: they come later."""
         ids = [request.id for request in step.requests]
         tables = [(blocks, blocks.find(ids)) for blocks in self.blocks]
         tensors.fill(step, tables, self.cache.block_size)
-        tensors.upload()
+        if edits:
+            tensors.fill_edits(step)
+        tensors.upload(edits=edits)
         if kind is Sampling.PENALIZED:
             rows = [(s.request, s.draft[:n]) for s in step for n in range(len(s.draft) + 1)]
             state = self._penalties_of(tensors)
@@ -279,9 +281,20 @@ class StepRunner:
         return self.graphs.get(key, mode)
 
     def launch(self, captured: CapturedStep, *, weights: bool = True) -> None:
-        """Replay on what the tensors hold; arguments and errors: see `StepGraphs.replay`."""
+        """Replay on what the tensors hold; arguments and errors: see `StepGraphs.replay`.
+
+        Where edits come late, `finish` follows.
+        """
         assert self.graphs is not None, "a step is replayed only while there are graphs"
         self.graphs.replay(captured, weights=weights)
+
+    def finish(self, captured: CapturedStep, step: Rows | None = None) -> None:
+        """What follows the logits of a step whose edits come late; `step`: they come now."""
+        assert self.graphs is not None, "a step is replayed only while there are graphs"
+        if step is not None:
+            captured.tensors.fill_edits(step)
+            captured.tensors.upload_edits()
+        self.graphs.finish(captured)
 
     def step(self, key: BatchDescriptor) -> Step:
         """A step of padding, on new tensors."""
@@ -300,7 +313,17 @@ class StepRunner:
         )
         longest = key.query_len or key.num_tokens
         common = tensors.common(longest, self.max_tokens, on_host=False)
-        kind = key.sampling
+        kind, run = key.sampling, functools.partial(self._replayed, tensors, key, common)
+        kept: list[torch.Tensor] = []  # logits between two graphs
+
+        def keep(metadata: AttentionMetadata | None) -> torch.Tensor:
+            kept[:] = [run(metadata)]
+            return kept[0]
+
+        def rest(_: AttentionMetadata | None) -> torch.Tensor:
+            self._finish(kept[0], tensors, key)
+            return kept[0]
+
         return Step(
             key,
             tensors,
@@ -308,9 +331,10 @@ class StepRunner:
             self.cache.tensors,
             [("block_table", "window_block_table")[own] for own in self.cache.own_blocks],
             self._penalties_of(tensors) if kind is Sampling.PENALIZED else None,
-            run=functools.partial(self._replayed, tensors, key, common),
+            run=keep if key.late_edits else run,
             call=functools.partial(self._run, tensors, key, common),
             draw=lambda logits: self._sampled(self._edited(logits, tensors), tensors, kind),
+            rest=rest if key.late_edits else None,
         )
 
     # -- a step ------------------------------------------------------------------------------------
@@ -333,16 +357,19 @@ class StepRunner:
         elif metadata is None:
             metadata = self.builder.build_for_cudagraph_capture(common)
         logits_RV = self._logits(tensors, metadata)
-        if not key.logits:
-            return logits_RV
+        if key.logits and not key.late_edits:
+            self._finish(logits_RV, tensors, key)
+        return logits_RV
+
+    def _finish(self, logits_RV: torch.Tensor, tensors: StepTensors, key: BatchDescriptor) -> None:
+        """Logits to tokens, and of a decode step the next one's inputs."""
         tokens_R = self._drawn(logits_RV, tensors, key.sampling)
         if key.query_len != 1:
             tensors.device["tokens"][0].copy_(tokens_R)
-            return logits_RV
+            return
         if key.sampling is Sampling.PENALIZED:
             self._penalties_of(tensors).update(tokens_R, tensors.device["active"])
         finish_step(tokens_R, tensors.device, self.cache.block_size)
-        return logits_RV
 
     def _logits(self, tensors: StepTensors, metadata: AttentionMetadata) -> torch.Tensor:
         inputs = self.inputs(tensors.device, metadata, self.cache.tensors)

@@ -98,6 +98,7 @@ class CudagraphDispatcher:
         logits: bool = True,
         logprobs: int = -1,
         edits: int = -1,
+        late_edits: bool = False,
         groups: int = 0,
     ) -> tuple[CUDAGraphMode, BatchDescriptor | None]:
         """Runtime mode and key of a batch; NONE without a key if no key holds it.
@@ -112,6 +113,7 @@ class CudagraphDispatcher:
             sampling: the strongest kind that a request wants; the key has the same.
             logits: whether any row's are wanted; if not, the key of a mixed batch says so.
             logprobs, edits: of the key; see `BatchDescriptor`.
+            late_edits: the same; only of single tokens under FULL.
             groups: of requests that share prefixes; the key of single tokens under FULL has room
                 for as many, and one of padding: a power of two.
 
@@ -134,6 +136,7 @@ class CudagraphDispatcher:
                     apart = key.query_len == 1 and mode is CUDAGraphMode.FULL
                     room = 1 << groups.bit_length() if groups and apart else 0
                     wanted = {"logprobs": logprobs, "edits": edits, "groups": room}
+                    wanted["late_edits"] = late_edits and apart
                     return mode, self._for(key, mode, sampling=sampling, logits=logits, **wanted)
         return CUDAGraphMode.NONE, None
 

@@ -47,6 +47,8 @@ class Step:
     """The same as steps are called that are not recorded; see `fx_passes.forms`."""
     draw: Callable[[torch.Tensor], torch.Tensor]
     """Tokens [R] int64 for logits [R, V]."""
+    rest: Callable[[AttentionMetadata | None], torch.Tensor] | None = None
+    """What follows the logits that `run` leaves, where edits come late."""
 
     def common_on_host(self) -> CommonAttentionMetadata:
         """The batch that the tensors hold, with host mirrors; `max_seq_len` is the bound."""

@@ -23,6 +23,7 @@ class CapturedStep:
     step: Step
     mode: CUDAGraphMode  # FULL or PIECEWISE
     graph: Graph
+    rest: Graph | None  # what follows the logits, where edits come late
     book: AddressBook  # of inputs
     weights: AddressBook
     seconds: float
@@ -81,7 +82,8 @@ class StepGraphs:
     @property
     def num_bytes(self) -> int:
         """Of all graphs."""
-        return sum(captured.graph.num_bytes for captured in self)
+        graphs = [graph for captured in self for graph in (captured.graph, captured.rest)]
+        return sum(graph.num_bytes for graph in graphs if graph is not None)
 
     @property
     def seconds(self) -> float:
@@ -130,6 +132,11 @@ class StepGraphs:
         captured.num_replays += 1
         graph.replay(metadata)
 
+    def finish(self, captured: CapturedStep) -> None:
+        """Run what follows a replay whose edits come late; its tensors hold them now."""
+        assert captured.rest is not None, "its edits come late"
+        captured.rest.replay()
+
     def check_addresses(self, captured: CapturedStep, *, weights: bool = True) -> None:
         """Raise a ValueError that names what has moved since the capture.
 
@@ -165,19 +172,25 @@ class StepGraphs:
         step.tensors.upload()
         metadata = recorder.metadata(step)
 
-        def record() -> Graph:
-            recorder.warm_up(step, metadata)
+        parts = [(step, metadata)]
+        if step.rest is not None:
+            parts.append((dataclasses.replace(step, run=step.rest), None))
+
+        def record() -> list[Graph]:
+            for part in parts:
+                recorder.warm_up(*part)
             step.tensors.upload()  # the step has changed its state
-            return recorder.record(step, metadata)
+            return [recorder.record(*part) for part in parts]
 
         with diagnosing(key, record):
-            graph = record()
+            graph, *more = record()
+        rest = more[0] if more else None
         step.tensors.upload()
         book, weights = _inputs_of(step, graph), AddressBook.of(weights=self.model)
         seconds = time.perf_counter() - begin
         text = "captured %s as %s in %.3f s, %d bytes"
         logger.debug(text, key, mode.name, seconds, graph.num_bytes)
-        return CapturedStep(step, mode, graph, book, weights, seconds)
+        return CapturedStep(step, mode, graph, rest, book, weights, seconds)
 
 
 def _inputs_of(step: Step, graph: Graph) -> AddressBook:

@@ -25,7 +25,7 @@ class Editing(IntEnum):
     STATIC = 1
     """In all steps alike."""
     BY_TOKENS = 2
-    """By the tokens so far: the host must have read them before it launches the next step."""
+    """By the tokens so far: the host must have read them before what follows the model."""
     CALLED = 3
     """By Python code of the caller: such steps are not captured."""
 

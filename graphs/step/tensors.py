@@ -47,8 +47,10 @@ class StepTensors:
     host_bytes: torch.Tensor
     device_bytes: torch.Tensor
     num_uploaded: int  # bytes in front of `tokens`, which stay until the next step draws its own
+    num_early: int  # those of them in front of the edits
     arrays: dict[str, np.ndarray]  # of `host`
     uploaded: torch.cuda.Event | None  # after the last upload; None where there is no GPU
+    edits_uploaded: torch.cuda.Event | None  # the same of the edits
     # [S] int64, of the rows of `BlockRows` that a block table holds; by the table's name.
     versions: dict[str, np.ndarray]
 
@@ -90,6 +92,7 @@ class StepTensors:
         num_drawn = num_drawn if logits else 0
         num_rows = num_drawn if num_rows is None else num_rows
         layout = _layout(num_tokens, num_reqs, num_rows, max_blocks)
+        early = list(layout)
         if edits >= 0:
             layout["allowed"] = ((num_drawn, num_words(vocab_size)), torch.int32)
             layout["bias_ids"] = ((num_reqs, edits), torch.int64)
@@ -102,6 +105,7 @@ class StepTensors:
         if not windows:
             layout = {name: x for name, x in layout.items() if not name.startswith("window_")}
         sizes = [_align(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values()]
+        num_early = sum(name in early for name in layout)
         on_gpu, uint8 = device.type == "cuda", torch.uint8
         host_bytes = torch.zeros(sum(sizes), dtype=uint8, device="cpu", pin_memory=on_gpu)
         device_bytes = torch.zeros(sum(sizes), dtype=uint8, device=device)
@@ -115,7 +119,9 @@ class StepTensors:
             host_bytes,
             device_bytes,
             sum(sizes[:-num_left]),
+            sum(sizes[:num_early]),
             {name: tensor.numpy() for name, tensor in host.items()},
+            torch.cuda.Event() if on_gpu else None,
             torch.cuda.Event() if on_gpu else None,
             {name: np.zeros(num_reqs, dtype=np.int64) for name in TABLES if name in layout},
         )
@@ -126,6 +132,7 @@ class StepTensors:
         """Make every row padding on the host, whose bytes are 0."""
         host = self.arrays
         self._pad(0, 0)
+        self._pad_edits(0)
         self._fill_groups(None, 0)
         if self.query_len is not None:
             host["query_start_loc"][:] = np.arange(self.num_reqs + 1) * self.query_len
@@ -144,10 +151,6 @@ class StepTensors:
             host[name][num_reqs:] = -1
         for name, (_, neutral) in FIELDS.items():
             host[name][num_reqs:] = neutral
-        if "allowed" in host:
-            host["allowed"][num_reqs * (self.query_len or 1) :] = -1
-            for name in ("bias_ids", "bias_values", "min_lengths"):
-                host[name][num_reqs:] = 0
         for table, versions in self.versions.items():
             host[TABLES[table]][num_tokens:] = PAD_SLOT_ID
             if versions[num_reqs:].any():
@@ -158,7 +161,7 @@ class StepTensors:
             host["logits_indices"][num_reqs:] = 0
 
     def fill(self, step: Rows, tables: Sequence[FoundRows], block_size: int) -> None:
-        """Write a step's requests into the host side; the rest is padding.
+        """Write a step's requests into the host side, but for edits; the rest is padding.
 
         Rows of the block table that it holds already stay.
 
@@ -189,25 +192,38 @@ class StepTensors:
             rows = step.logits_rows(start)
             host["logits_indices"][: rows.size] = rows
             host["num_logits"][0] = rows.size
-        if "allowed" in host:
-            self._fill_edits(step)
         np.add(computed, query, out=host["seq_lens"][:num_reqs])
         host["remaining"][:num_reqs] = step.remaining
         host["sources"][:num_reqs] = columns.sources
         host["active"][:num_reqs] = True
         self._fill_groups(step.shared, num_reqs)
 
-    def _fill_edits(self, step: Rows) -> None:
-        """What requests forbid and prefer; padding does neither."""
+    def fill_edits(self, step: Rows) -> None:
+        """Write what requests forbid and prefer, from their tokens; padding does neither."""
+        if "allowed" not in self.arrays:
+            return
+        if self.edits_uploaded is not None:
+            self.edits_uploaded.synchronize()
+        self._pad_edits(len(step))
         host, repeats = self.arrays, self.query_len or 1
         for number, s in enumerate(step):
-            begin = number * repeats
-            s.request.fill_allowed(host["allowed"][begin : begin + repeats], s.draft)
+            rows = host["allowed"][number * repeats : (number + 1) * repeats]
+            if s.request.finish_reason is None:
+                s.request.fill_allowed(rows, s.draft)
+            else:  # it has ended since the model was launched: nobody takes its token
+                rows[:] = -1
             bias = {} if s.request.edits is None else s.request.edits.bias
             ids, values = host["bias_ids"][number], host["bias_values"][number]
             ids[:], values[:] = 0, 0.0
             ids[: len(bias)], values[: len(bias)] = list(bias), list(bias.values())
             host["min_lengths"][number] = len(s.request.prompt) + s.request.min_tokens
+
+    def _pad_edits(self, num_reqs: int) -> None:
+        """Of rows behind these: they forbid and prefer nothing."""
+        if "allowed" in self.arrays:
+            self.arrays["allowed"][num_reqs * (self.query_len or 1) :] = -1
+            for name in ("bias_ids", "bias_values", "min_lengths"):
+                self.arrays[name][num_reqs:] = 0
 
     def _fill_groups(self, shared: SharedPrefixes | None, num_reqs: int) -> None:
         """Groups of requests that share a prefix; padding is one more, without."""
@@ -291,13 +307,25 @@ class StepTensors:
         """On the device: shared tokens of each request [S], and starts of groups [number + 1]."""
         return self.device["shared_lens"], self.device["group_starts"][: number + 1]
 
-    def upload(self) -> None:
-        """Copy the host side but for `tokens` to the device, without waiting for it."""
+    def upload(self, *, edits: bool = True) -> None:
+        """Copy the host side but for `tokens` to the device, without waiting for it.
+
+        `edits` False leaves those for `upload_edits`.
+        """
         device, host = self.device_bytes, self.host_bytes
-        number = self.num_uploaded
+        number = self.num_uploaded if edits else self.num_early
         device[:number].copy_(host[:number], non_blocking=True)
-        if self.uploaded is not None:
-            self.uploaded.record()
+        for event in (self.uploaded, self.edits_uploaded if edits else None):
+            if event is not None:
+                event.record()
+
+    def upload_edits(self) -> None:
+        """Copy the edits alone."""
+        device, host = self.device_bytes, self.host_bytes
+        edits = slice(self.num_early, self.num_uploaded)
+        device[edits].copy_(host[edits], non_blocking=True)
+        if self.edits_uploaded is not None:
+            self.edits_uploaded.record()
 
     @property
     def num_rows(self) -> int:

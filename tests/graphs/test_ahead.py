@@ -65,6 +65,24 @@ def test_penalties_count_tokens_that_the_host_knows(model):
     assert run(session, **sampling) == want
 
 
+def test_edits_by_tokens_come_while_the_model_runs(model):
+    """Only steps that hold prompts, or follow one, wait for the tokens."""
+    plain = run(uncaptured(model), [20] * 7)
+    pairs = {pair for r in plain for pair in list(itertools.pairwise(r.token_ids))[3:9:2]}
+    asked = {"bad_words": sorted(map(list, pairs))}
+    free = run(uncaptured(model), [20] * 7, **asked)
+    assert free != plain
+    drawn = [token for r in free for token in r.token_ids[6:]]
+    asked["eos"] = min(drawn, key=drawn.count)
+    want = run(uncaptured(model), [20] * 7, **asked)
+    assert {r.finish_reason for r in want} == {"eos", "length"}
+    session = captured_lazily(model)
+    log = asynchronous(session)
+    assert run(session, [20] * 7, **asked) == want
+    assert session.loop.num_launches["ahead"] > 2 * session.loop.num_launches["waited"]
+    assert log.count("launch") == sum(session.num_steps.values())
+
+
 def test_a_discarded_request_is_in_flight(model):
     """Its tokens count for nothing; whoever gets its blocks is not disturbed."""
     session = captured_lazily(model, cache_tokens=48, max_tokens_per_step=8)

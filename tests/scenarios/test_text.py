@@ -208,6 +208,33 @@ def test_structured_outputs_with_drafts(model):
     assert alone.text in ("seven eight", "Yes")
 
 
+@pytest.mark.parametrize("decode_steps", [1, 8])
+def test_grammars_go_on_while_the_model_runs(model, decode_steps):
+    """Beside requests without one; some end by eos, and others take their rows."""
+    pytest.importorskip("xgrammar")
+    asked = [
+        {"structured_outputs": {"regex": "(one|two) [0-9]{2,9}"}, "eos": 0},
+        {"structured_outputs": {"choice": ["seven eight", "Yes"]}, "eos": 0},
+        {},
+        {"structured_outputs": {"regex": "[a-z ]*"}, "eos": 0},
+        {"bad_words": ["e"]},
+    ]
+    results = []
+    for make, options in ((make_session, {}), (captured, {"decode_steps": decode_steps})):
+        session = make(
+            model, tokenizer=small_tokenizer(), max_tokens=128, max_batch_size=3, **options
+        )
+        ids = [session.add("hello", 20, **one) for one in asked]
+        while session.num_unfinished:
+            session.step()
+        results.append([session.result(number) for number in ids])
+        ahead = session.loop.num_launches["ahead"]
+        assert ahead > session.loop.num_launches["waited"] if options else ahead == 0
+    assert results[0] == results[1]
+    assert re.fullmatch("(one|two) [0-9]{2,9}", results[0][0].text[:13])
+    assert results[0][1].text in ("seven eight", "Yes")
+
+
 def test_logits_processors(model):
     """Transformers' own, beside a captured request."""
     from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor

@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from attn_ops.metadata.checks import check_apart, check_int, check_tensor
 from attn_ops.metadata.chunked_local import make_local_attention_virtual_batches
 from attn_ops.metadata.common import CommonAttentionMetadata
 from attn_ops.metadata.fast_prefill import (
@@ -22,6 +21,7 @@ from attn_ops.metadata.fast_prefill import (
     make_kv_sharing_fast_prefill_common_attn_metadata,
 )
 from attn_ops.metadata.positions import PAD_SLOT_ID
+from attn_ops.metadata.validation import check_apart, check_int, check_tensor
 
 __all__ = [
     "KV_SHARING_FAST_PREFILL_METADATA_FIELDS",

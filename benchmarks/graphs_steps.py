@@ -12,7 +12,7 @@ import torch
 
 from graphs import BatchDescriptor, DecodeSession
 from graphs.capture.store import CapturedStep
-from graphs.loop import LaunchedSteps
+from graphs.launcher import LaunchedSteps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,7 @@ def ours(model: Any, tokenizer: Any, context: int, **options: Any) -> AttnOpsLM:
     compiled: Any = model
     if next(model.parameters()).device.type == "cuda":
         compiled = torch.compile(model, backend="attn_ops", fullgraph=True)
-    sizes = {"max_batch_size": 64, "max_tokens": context + LONGEST + 8, "lazy_capture": True}
+    sizes = {"max_batch_size": 256, "max_tokens": context + LONGEST + 8, "lazy_capture": True}
     session = DecodeSession(compiled, tokenizer=tokenizer, share_prefixes=True, **(sizes | options))
     return AttnOpsLM(session)
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from graphs.async_session import AsyncSession
     from graphs.capture.dispatch import CudagraphDispatcher
     from graphs.capture.failures import CaptureError
+    from graphs.capture.verifier import VerificationError, Verifier
     from graphs.dumps.dump import dump
     from graphs.modes import BatchDescriptor, CUDAGraphMode
     from graphs.options import SessionOptions
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from graphs.requests.scores import Score
     from graphs.sampling import SamplingParams
     from graphs.session import DecodeSession, Generation, StepOutput
-    from graphs.verifier import VerificationError, Verifier
 
 __all__ = [
     "AsyncSession",
@@ -50,8 +50,8 @@ _MODULES = {
     "Score": "requests.scores",
     "SessionOptions": "options",
     "StepOutput": "session",
-    "VerificationError": "verifier",
-    "Verifier": "verifier",
+    "VerificationError": "capture.verifier",
+    "Verifier": "capture.verifier",
     "dump": "dumps.dump",
 }
 """Where a public name is."""

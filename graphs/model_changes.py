@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from attn_ops.integrations.merged import MergedViews
+from attn_ops.integrations.merged_views import MergedViews
 from attn_ops.integrations.transformers import Contract, attention_configs
 
 _TRAINING = operator.attrgetter("training")

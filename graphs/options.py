@@ -9,6 +9,7 @@ from typing import Any
 
 from attn_ops import Backend
 from attn_ops.metadata import KVCacheLayoutType, kv_dtype_of
+from graphs.capture.verifier import Verifier
 from graphs.modes import (
     CUDAGraphMode,
     checked_capture_sizes,
@@ -16,7 +17,6 @@ from graphs.modes import (
     default_mixed_sizes,
 )
 from graphs.sampling.params import check_bools, check_ints, check_known, check_positive
-from graphs.verifier import Verifier
 
 DEBUGS = (None, "eager_replay")
 ON_FAILURE = ("raise", "continue")

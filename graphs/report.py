@@ -20,13 +20,14 @@ from graphs.capture.failures import CaptureError
 from graphs.capture.memory import GraphMemory, human
 from graphs.capture.plan import CapturePlan
 from graphs.capture.store import CapturedStep
+from graphs.capture.verifier import Verifier
 from graphs.compilation import Compilation
-from graphs.loop import DecodeLauncher, StepLoop
+from graphs.launcher import DecodeLauncher
+from graphs.loop import StepLoop
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.blocks import PreemptionCounts
 from graphs.requests.prefixes import PrefixCounts
 from graphs.runner import StepRunner
-from graphs.verifier import Verifier
 
 
 class Reported(Protocol):

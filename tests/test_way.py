@@ -13,7 +13,7 @@ from tests.kit.models import build_model
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = tuple(f"{ROOT / name}/" for name in ("attn_ops", "fx_passes", "graphs"))
-BESIDE = ("graphs/saved", "graphs/dumps", "graphs/verifier", "graphs/app")
+BESIDE = ("graphs/saved", "graphs/dumps", "graphs/capture/verifier", "graphs/app")
 TOUR = (
     "attn_ops/metadata/common.py",
     "attn_ops/layers.py",
@@ -59,11 +59,11 @@ def test_a_token_passes_few_files():
     assert not [name for name in ran if name.startswith(BESIDE)]
     # The bars of issue R are 30 files and 6,500 lines; these only fall until it is there.
     assert len(ran) <= 44
-    assert sum(map(num_lines, ran)) <= 10_785
+    assert sum(map(num_lines, ran)) <= 10_642
 
 
 def test_the_tour_is_short():
-    assert sum(map(num_lines, TOUR)) <= 2_970  # 2,800 in issue R
+    assert sum(map(num_lines, TOUR)) <= 2_800
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from attn_ops.metadata.checks import overlap
+from attn_ops.metadata.validation import overlap
 
 
 def unshared(x: torch.Tensor, written: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ S requests, M blocks a request may own, B block size.
 
 import torch
 
-from attn_ops.metadata.checks import check_apart, check_int, check_tensor
 from attn_ops.metadata.positions import PAD_SLOT_ID
+from attn_ops.metadata.validation import check_apart, check_int, check_tensor
 
 _TOKENS = (torch.int64, torch.int32)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from attn_ops.metadata.checks import check_tensor, is_device, overlap
+from attn_ops.metadata.validation import check_tensor, is_device, overlap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from attn_ops.metadata.buffers import MetadataBuffers
-from attn_ops.metadata.checks import check_int
 from attn_ops.metadata.common import CommonAttentionMetadata
+from attn_ops.metadata.validation import check_int
 
 MAX_CHUNK = 2**30
 """Positions are int32, and one past the last chunk must fit."""

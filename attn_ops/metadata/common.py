@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from attn_ops.metadata.buffers import MetadataBuffers, padded_row
-from attn_ops.metadata.checks import check_int, overlap
 from attn_ops.metadata.positions import compute_positions_and_slots
-from attn_ops.metadata.validation import check_form, check_values
+from attn_ops.metadata.validation import check_form, check_int, check_values, overlap
 
 _INT32 = np.iinfo(np.int32)
 

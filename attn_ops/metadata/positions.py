@@ -6,7 +6,7 @@ S requests, T rows, M blocks a request may own, B block size.
 import numpy as np
 import torch
 
-from attn_ops.metadata.checks import check_apart, check_int, check_tensor
+from attn_ops.metadata.validation import check_apart, check_int, check_tensor
 
 PAD_SLOT_ID = -1
 """Slot of a padding row. The KV write sends it to the null block (block 0)."""

@@ -6,8 +6,8 @@ S requests, T rows, B block size, M blocks a request may own.
 import numpy as np
 import torch
 
-from attn_ops.metadata.checks import check_int
 from attn_ops.metadata.common import CommonAttentionMetadata
+from attn_ops.metadata.validation import check_int
 
 MIN_PREFIX = 256
 """Shared tokens from which on vLLM considers cascade attention."""

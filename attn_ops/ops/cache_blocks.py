@@ -11,7 +11,7 @@ import torch
 
 from attn_ops.backends.checks import check_cache_shape
 from attn_ops.metadata import kv_dtype_of
-from attn_ops.metadata.checks import check_tensor, overlap
+from attn_ops.metadata.validation import check_tensor, overlap
 from attn_ops.ops.checks import check_scales
 from attn_ops.ops.library import operator
 

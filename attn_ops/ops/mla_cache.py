@@ -15,7 +15,7 @@ from attn_ops.backends.checks import check_latent_cache, check_latent_cache_shap
 from attn_ops.backends.mla.gather import by_triton, gather_latents
 from attn_ops.compat.clones_until_2_15 import unshared
 from attn_ops.metadata import AttentionMetadata, LatentShape, kv_dtype_of
-from attn_ops.metadata.checks import check_tensor
+from attn_ops.metadata.validation import check_tensor
 from attn_ops.ops.cache_blocks import copy_blocks
 from attn_ops.ops.checks import check_slots, check_vector
 from attn_ops.ops.library import operator

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from graphs.loop import DecodeLauncher, LaunchedSteps
+from graphs.launcher import DecodeLauncher, LaunchedSteps
 from graphs.modes import CUDAGraphMode
 from graphs.step.tensors import StepTensors
 

@@ -10,10 +10,10 @@ import torch
 
 from attn_ops import AttentionMetadata
 from graphs.capture.recorder import Builder, Graph, Recorder, Step, metadata_now
+from graphs.capture.verifier import Verifier
 from graphs.modes import CUDAGraphMode
 from graphs.sampling.params import Sampling
 from graphs.step.tensors import TABLES
-from graphs.verifier import Verifier
 
 
 def verified(

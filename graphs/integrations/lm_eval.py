@@ -291,7 +291,7 @@ def _loaded(
     pretrained: str,
     tokenizer: str | None = None,
     batch_size: int | str = "auto",
-    max_batch_size: int = 64,
+    max_batch_size: int = 256,
     max_length: int | None = None,
     add_bos_token: bool | None = None,
     **options: Any,

@@ -13,7 +13,7 @@ from benchmarks import decode_step, graphs, graphs_steps
 from benchmarks.graphs_bars import all_bars, predicted
 from benchmarks.graphs_steps import Captures, Lengths, Row, measure_case, place, watched_waits
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
-from graphs.loop import LaunchedSteps
+from graphs.launcher import LaunchedSteps
 
 LENGTHS = Lengths(context=30, warm=8, timed=16, repeats=4, rounds=1)
 

@@ -10,7 +10,7 @@ import torch
 from attn_ops import get_backend
 from attn_ops.backends import registry
 from graphs.capture.failures import CaptureError, Failure
-from graphs.verifier import VerificationError
+from graphs.capture.verifier import VerificationError
 from tests.gpu import graph_cases as cases
 from tests.gpu.graph_cases import PROMPTS, small, tokens, uncaptured
 

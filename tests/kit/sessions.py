@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphs import DecodeSession
-from graphs.loop import TokenBuffers
+from graphs.launcher import TokenBuffers
 
 PROMPTS = [[1, 2, 3], [4, 5], [7] * 6]
 SIZES = {"max_batch_size": 4, "max_tokens": 64, "block_size": 4}

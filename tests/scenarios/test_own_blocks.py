@@ -13,7 +13,7 @@ from attn_ops.integrations.transformers import attention_specs
 from attn_ops.metadata import AttentionMetadata
 from attn_ops.prefixes import NO_MATCH
 from graphs import cache_size
-from graphs.verifier import VerificationError
+from graphs.capture.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
 from tests.kit.marks import long, slow
 from tests.kit.models import build_model

@@ -6,8 +6,8 @@ Everything else is as on a GPU: static tensors, padding, keys, launched steps, c
 import pytest
 import torch
 
+from graphs.capture.verifier import VerificationError
 from graphs.modes import CUDAGraphMode
-from graphs.verifier import VerificationError
 from tests.kit.sessions import captured, uncaptured
 
 PROMPTS = [[3], [5, 9], list(range(1, 18)), [1, 2, 3, 4], [7] * 9, [60, 61]]

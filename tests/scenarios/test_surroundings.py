@@ -6,7 +6,7 @@ import torch
 import graphs
 from attn_ops.backends.grouped import grouped_backend
 from graphs import CUDAGraphMode
-from graphs.verifier import Verifier
+from graphs.capture.verifier import Verifier
 from tests.kit.sessions import PROMPTS, captured_lazily, uncaptured
 
 PENALIZED = {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from attn_ops.integrations.merged import check_merged, mend_merged, merged_in_words
+from attn_ops.integrations.merged import mend_merged, merged_in_words
+from attn_ops.integrations.merged_views import check_merged
 from attn_ops.integrations.transformers.batch import check_lengths
 from attn_ops.integrations.transformers.layers import NAME
 from attn_ops.integrations.transformers.rotary import follow_requests

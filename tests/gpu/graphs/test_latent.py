@@ -12,8 +12,8 @@ import torch
 from attn_ops import get_backend
 from attn_ops.backends import registry
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
+from graphs.capture.verifier import VerificationError
 from graphs.sampling.params import Sampling
-from graphs.verifier import VerificationError
 from tests.gpu import graph_cases as cases
 from tests.gpu.graph_cases import PROMPTS, tokens
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from graphs import BatchDescriptor
+from graphs.capture.verifier import VerificationError
 from graphs.step import shared
-from graphs.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
 from tests.kit.models import build_model
 from tests.kit.sessions import is_empty, make_session, poisoned, tokens_of

@@ -8,8 +8,8 @@ import math
 import torch
 
 from attn_ops.ops.write_kv import stored
+from graphs.capture.verifier import Verifier
 from graphs.modes import BatchDescriptor
-from graphs.verifier import Verifier
 
 S, V, P, B, K, H = 4, 32, 9, 4, 2, 8
 LAYERS = 3

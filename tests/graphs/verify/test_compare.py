@@ -2,7 +2,7 @@
 
 import torch
 
-from graphs.verifier import compare, excused_rows, row_sums
+from graphs.capture.verifier import compare, excused_rows, row_sums
 
 
 def test_bytes_that_are_not_fp8_are_integers():

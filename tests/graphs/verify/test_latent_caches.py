@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphs.verifier import VerificationError, Verifier
+from graphs.capture.verifier import VerificationError, Verifier
 from tests.graphs.verify.fake_step import FakeStep, equal
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from graphs.capture.verified import VerifiedReplay
+from graphs.capture.verifier import VerificationError
 from graphs.modes import BatchDescriptor
-from graphs.verifier import VerificationError
 from tests.kit.sessions import captured_lazily, uncaptured
 
 DECODE = BatchDescriptor(1, 1, uniform=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.verifier import VerificationError, Verifier, compare
+from graphs.capture.verifier import VerificationError, Verifier, compare
 from tests.graphs.verify.fake_step import (
     KEY,
     SLOTS,

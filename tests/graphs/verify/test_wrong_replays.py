@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from graphs.verifier import VerificationError, Verifier
+from graphs.capture.verifier import VerificationError, Verifier
 from tests.graphs.verify.fake_step import (
     KEY,
     LAYERS,

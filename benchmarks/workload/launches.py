@@ -102,11 +102,11 @@ def timed_launches(device: torch.device) -> Iterator[list[Launch]]:
 
     upload = StepTensors.upload
 
-    def uploading(self: StepTensors) -> None:
+    def uploading(self: StepTensors, *, edits: bool = True) -> None:
         """What the host did before is none of the device's time, though the device may be idle."""
         if begins:
             begins[-1] = stamp()
-        upload(self)
+        upload(self, edits=edits)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(StepTensors, "upload", uploading))

@@ -88,8 +88,9 @@ def test_every_field_tells_keys_apart():
         BatchDescriptor(8, 4, edits=0),
         BatchDescriptor(8, 8, uniform=True),
         BatchDescriptor(8, 8, uniform=True, groups=2),
+        BatchDescriptor(8, 8, uniform=True, edits=0, late_edits=True),
     ]
-    assert len(dataclasses.fields(key)) == 8  # one more needs a line above
+    assert len(dataclasses.fields(key)) == 9  # one more needs a line above
     assert len({key, *others}) == len(others) + 1
     assert key == BatchDescriptor(8, 4, True, Sampling.GREEDY)
     assert hash(key) == hash(BatchDescriptor(8, 4, True, Sampling.GREEDY))

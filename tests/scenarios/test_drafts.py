@@ -53,9 +53,9 @@ def test_drafts_keep_to_the_token_budget(model, budget, monkeypatch):
     session = captured_lazily(model, num_draft_tokens=3, max_tokens_per_step=budget)
     ids, fill, sizes = [session.add(p, 9) for p in PROMPTS], session.runner.fill, []
 
-    def watched(tensors, step, kind):
+    def watched(tensors, step, kind, **late):
         sizes.append(sum(s.num_tokens for s in step))
-        fill(tensors, step, kind)
+        fill(tensors, step, kind, **late)
 
     monkeypatch.setattr(session.runner, "fill", watched)
     while session.num_unfinished:

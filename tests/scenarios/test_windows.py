@@ -73,7 +73,7 @@ def test_blocks_go_back_when_they_are_needed(model, monkeypatch):
     """Replays go on by themselves beside requests that wait; a change of tables ends that."""
     session = captured_lazily(model, **OPTIONS | {"max_batch_size": 2})
     fills, fill = [], session.runner.fill
-    monkeypatch.setattr(session.runner, "fill", lambda *a: (fills.append(a), fill(*a)))
+    monkeypatch.setattr(session.runner, "fill", lambda *a, **k: (fills.append(a), fill(*a, **k)))
     for first in range(4):
         session.add([first + 1] * 4, 56, eos=())
     num_steps = 0

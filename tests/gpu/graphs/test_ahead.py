@@ -71,13 +71,37 @@ def test_a_device_that_is_late_reads_what_was_meant_for_it(model, alone, mode, m
     run(session)
     fill = session.runner.fill
 
-    def late(*arguments):
+    def late(*arguments, **edits):
         torch.cuda._sleep(5_000_000)
-        fill(*arguments)
+        fill(*arguments, **edits)
         torch.cuda._sleep(5_000_000)
 
     monkeypatch.setattr(session.runner, "fill", late)
     assert run(session) == alone
+
+
+def test_edits_reach_a_device_that_is_late(model, monkeypatch):
+    """Of the step they were made for: they are uploaded while the model of that step runs."""
+    asked = {"bad_words": [[a, b] for a in range(40) for b in range(0, 400, 7)]}
+    want = [
+        r.token_ids
+        for r in DecodeSession(model, cudagraph_mode="NONE", **SIZES).generate(PROMPTS, 24, **asked)
+    ]
+    session = DecodeSession(model, **SIZES)
+    fill, finish = session.runner.fill, session.runner.finish
+
+    def late(run):
+        def called(*arguments, **edits):
+            torch.cuda._sleep(5_000_000)
+            run(*arguments, **edits)
+            torch.cuda._sleep(5_000_000)
+
+        return called
+
+    monkeypatch.setattr(session.runner, "fill", late(fill))
+    monkeypatch.setattr(session.runner, "finish", late(finish))
+    assert [r.token_ids for r in session.generate(PROMPTS, 24, **asked)] == want
+    assert session.loop.num_launches["ahead"] > session.loop.num_launches["waited"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -87,9 +111,9 @@ def test_each_step_in_another_stream(model, alone, mode, monkeypatch):
     run(session)
     fill, streams = session.runner.fill, [torch.cuda.Stream() for _ in range(2)]
 
-    def late(*arguments):
+    def late(*arguments, **edits):
         torch.cuda._sleep(5_000_000)
-        fill(*arguments)
+        fill(*arguments, **edits)
 
     monkeypatch.setattr(session.runner, "fill", late)
     ids, number = [session.add(p, n) for p, n in zip(PROMPTS, NEW, strict=True)], 0

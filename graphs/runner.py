@@ -36,7 +36,7 @@ from graphs.requests.batch import Rows, Scheduled
 from graphs.requests.embeds import fill_embeds
 from graphs.sampling import PenaltyState, argmax, at_temperature, processed, sample
 from graphs.sampling.edits import Editing, edited
-from graphs.sampling.logprobs import log_probs, packed, scored
+from graphs.sampling.logprobs import log_probs, packed, scored, to_device
 from graphs.sampling.params import Sampling
 from graphs.step.blocks import BlockRows
 from graphs.step.finish import finish_step, take_tokens
@@ -236,7 +236,7 @@ class StepRunner:
         logits_RV = self._logits(tensors, metadata_now(self.builder, tensors))
         if counts is not None:
             tensors.device["scores"] = scored(logits_RV, *step.given())
-            ends_S = torch.from_numpy(counts.cumsum() - 1).to(self.device, non_blocking=True)
+            ends_S = to_device(counts.cumsum() - 1, self.device)
             logits_RV = logits_RV[ends_S]
         if logits:
             if self.on_logits is not None:

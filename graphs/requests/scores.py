@@ -23,8 +23,8 @@ class Score:
     token_ids: list[int]
     logprobs: list[float]  # of each
     is_argmax: list[bool]  # whether no other token is likelier
-    of_token_ids: list[list[float]]  # by token: those of the `token_ids` that the caller named
     rows: np.ndarray = dataclasses.field(repr=False, compare=False)  # of `packed`
+    others: np.ndarray = dataclasses.field(repr=False, compare=False)  # the same of `token_ids`
 
     @property
     def total(self) -> float:
@@ -37,6 +37,12 @@ class Score:
         """Of each token: its own, then those of the `logprobs=k` most likely ones."""
         return [logprobs_of(*pair) for pair in zip(self.token_ids, self.rows, strict=True)]
 
+    # Cached: as `top_logprobs`.
+    @functools.cached_property
+    def of_token_ids(self) -> list[list[float]]:
+        """Of each token: those of the `token_ids` that the caller named."""
+        return unpacked(self.others)[1]
+
     @classmethod
     def of(cls, request: Request) -> "Score":
         """That of a request whose prompt is computed."""
@@ -46,8 +52,8 @@ class Score:
         rows_RK = np.concatenate(request.scores)
         width = 1 + scoring.num_top
         ranks, values = unpacked(rows_RK[:, 0])
-        others = unpacked(rows_RK[:, width:])[1]
-        return cls(tokens, values, [rank == 1 for rank in ranks], others, rows_RK[:, :width])
+        is_argmax = [rank == 1 for rank in ranks]
+        return cls(tokens, values, is_argmax, rows_RK[:, :width], rows_RK[:, width:])
 
 
 def queue_scored(

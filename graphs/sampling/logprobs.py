@@ -54,6 +54,12 @@ def packed(found: LogProbs) -> torch.Tensor:
     return (above_RK.long() << 32) | bits_RK
 
 
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, for which the host does not wait: what is not pinned is waited for."""
+    x = torch.from_numpy(array)
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
 SCORED_ROWS = 512
 """Rows that are scored at a time where that copies them: in plain PyTorch."""
 
@@ -70,7 +76,7 @@ def scored(logits: torch.Tensor, given: np.ndarray, k: int, token_ids: np.ndarra
     Returns:
         [R, 1 + k + M] int64.
     """
-    tokens_RM = torch.from_numpy(np.column_stack([given, token_ids])).to(logits.device)
+    tokens_RM = to_device(np.column_stack([given, token_ids]), logits.device)
     size = logits.shape[0] if logits.device.type == "cuda" else SCORED_ROWS
     found = []
     for rows_nV, tokens_nM in zip(logits.split(size), tokens_RM.split(size), strict=True):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from attn_ops.integrations import merged
-from attn_ops.integrations.merged import MergedSlice, check_merged, merge_projections
+from attn_ops.integrations.merged import MergedSlice, merge_projections
+from attn_ops.integrations.merged_views import check_merged
 from graphs import DecodeSession
 from tests.kit.models import build_model
 

@@ -230,6 +230,7 @@ def failing(monkeypatch):
     monkeypatch.setattr("fx_passes.backend.compile_fx", fails)
 
 
+@pytest.mark.slow
 def test_a_second_form_that_fails(make_model, monkeypatch, failing):
     """Unless somebody has asked for it, there is one form, and the report says why."""
     monkeypatch.setattr("fx_passes.forms.takes_fused", lambda w, device: True)
@@ -246,6 +247,7 @@ def test_a_second_form_that_fails(make_model, monkeypatch, failing):
         asked.warm_up()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", ["another dumps", "all is forgotten"])
 def test_compiled_again_outside_of_a_warm_up(make_model, monkeypatch, taken, tmp_path, again):
     """A session's calls say by themselves that it captures."""

@@ -51,6 +51,7 @@ def test_tokens_are_those_of_one_rank(name, tmp_path):
     assert found[0]["heads"][0] == (heads if name == "gpt_oss" else heads // 2)
 
 
+@pytest.mark.slow
 def test_compiled_merged_and_shared(tmp_path):
     model = saved("llama", tmp_path)
     wanted = [r.token_ids for r in make_session(model).generate(PROMPTS, 8)]

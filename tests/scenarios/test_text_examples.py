@@ -86,6 +86,7 @@ print(session.generate(["Hello"], 4)[0].text)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_has_imported_nothing_else(folder):
     """`from_pretrained` registers what Transformers must know."""
     command = [sys.executable, "-c", PROGRAM, str(folder)]

@@ -344,6 +344,7 @@ def test_backends_are_one_screen_and_why_says_the_rest():
     assert invoke("backends", "--why", "NOPE").exit_code == 2
 
 
+@pytest.mark.slow
 def test_bench():
     """A third party's backend, too: any that is registered."""
     arguments = ("--shape", "3x40", "--shape", "20", "--heads", "4,2,64", "--device", "cpu")

@@ -358,6 +358,7 @@ def test_the_command_line(folder, tasks, theirs, tmp_path):
     assert numbers(json.loads(file.read_text())) == pytest.approx(numbers(expected), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page(folder, tasks, tmp_path, monkeypatch, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/lm_eval.md").read_text(), re.DOTALL)
     (tmp_path / "my_model").symlink_to(folder)

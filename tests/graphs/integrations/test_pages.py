@@ -13,6 +13,7 @@ from tests.kit.text import small_tokenizer
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["generate_batch", "trl"])
 def test_programs_run(page, tmp_path):
     if page == "trl":

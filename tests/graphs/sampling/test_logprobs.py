@@ -25,7 +25,16 @@ def kernel_log_probs(logits, tokens, k):
 
 
 @pytest.mark.parametrize("compute", [reference_log_probs, kernel_log_probs])
-@pytest.mark.parametrize(("vocab_size", "k"), [(1, 1), (40, 0), (40, 5), (2100, 20), (2100, 64)])
+@pytest.mark.parametrize(
+    ("vocab_size", "k"),
+    [
+        (1, 1),
+        (40, 0),
+        (40, 5),
+        pytest.param(2100, 20, marks=pytest.mark.slow),
+        pytest.param(2100, 64, marks=pytest.mark.slow),
+    ],
+)
 def test_equal_to_float64(compute, vocab_size, k):
     logits_RV = torch.randn(5, vocab_size) * 4
     logits_RV[1] = logits_RV[1].round()  # many are equal

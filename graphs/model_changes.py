@@ -1,4 +1,4 @@
-"""Detects model changes that make captured graphs, compiled code or kept prefixes stale.
+"""Detects model changes that make captured graphs or compiled code stale.
 
 Every step looks for training mode, another attention implementation, other adapters, hooks and
 autocast. Replaced parameters show by their addresses (`graphs.capture.addresses`, `MergedViews`).
@@ -6,11 +6,9 @@ After any other change the caller makes a new session; docs/contract.md says so.
 """
 
 import operator
-import weakref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_ops.integrations.merged_views import MergedViews
 from attn_ops.integrations.transformers import Contract, attention_configs
@@ -96,60 +94,3 @@ class ModelState:
                 "which torch.compile misses or calls twice; supported: "
                 "module.register_forward_hook, or a model that is not compiled"
             )
-
-
-class WeightVersions:
-    """Tells whether weights have changed, so that kept prefixes are forgotten.
-
-    Weights are parameters, buffers, and tensors that are attributes of modules, such as scales of a
-    cache. Torch counts changes in place, but not those through `tensor.data`, by fused optimizers,
-    and by kernels that write to an address. So every step of an optimizer of `torch.optim` counts.
-
-    Raises:
-        ValueError: torch does not count changes of the weights.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        stepped = self._stepped = [False]
-        handle = register_optimizer_step_post_hook(lambda *_: stepped.__setitem__(0, True))
-        weakref.finalize(self, handle.remove)
-        self.remember()
-
-    def changed(self) -> bool:
-        """Whether a weight was changed, replaced, added or removed since `remember`."""
-        try:
-            values = list(map(operator.getitem, self._holders, self._keys))
-        except KeyError:
-            return True
-        return (
-            self._stepped[0]
-            or not all(map(operator.is_, values, self._values))
-            or list(map(len, self._dicts)) != self._sizes
-            or self._versions != self._versions_now()
-        )
-
-    def remember(self) -> None:
-        """Take the weights as they are now."""
-        self._stepped[0] = False
-        modules = list(self._model.modules())
-        self._dicts = [d for m in modules for d in (m._parameters, m._buffers)]
-        self._sizes = list(map(len, self._dicts))
-        places = [(d, key) for d in self._dicts for key in d]  # None is one, too
-        for attributes in map(vars, modules):
-            tensors = (k for k, value in attributes.items() if isinstance(value, torch.Tensor))
-            places += [(attributes, key) for key in tensors]
-        self._holders, self._keys = [h for h, _ in places], [key for _, key in places]
-        self._values = [holder[key] for holder, key in places]
-        self._tensors = [value for value in self._values if value is not None]
-        self._versions = self._versions_now()
-
-    def _versions_now(self) -> list[tuple[int, int]]:
-        """Counters of changes, and addresses, which `tensor.data = new` changes alone."""
-        try:
-            return [(tensor._version, tensor.data_ptr()) for tensor in self._tensors]
-        except RuntimeError:  # tensors of inference mode have no counter
-            raise ValueError(
-                "share_prefixes must be False for a model made in torch.inference_mode(), whose "
-                "changes of weights torch does not count, got True; supported: False"
-            ) from None

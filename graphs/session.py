@@ -30,7 +30,7 @@ from graphs.capture.verified import verified
 from graphs.compilation import Compilation, is_compiled
 from graphs.context import exclusive, surroundings, uninterrupted
 from graphs.loop import StepLoop
-from graphs.model_changes import ModelState, WeightVersions
+from graphs.model_changes import ModelState
 from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
 from graphs.report import SessionReport
@@ -41,6 +41,7 @@ from graphs.requests.results import Generation, RequestError, StepOutput
 from graphs.requests.scheduler import Scheduler
 from graphs.requests.scores import Score, queue_scored
 from graphs.requests.tokens import Tokens, media_tokens
+from graphs.requests.weight_versions import WeightVersions
 from graphs.runner import LogitsObserver, ModelInputs, StepRunner
 from graphs.step.ranks import ranks_of
 

@@ -20,7 +20,7 @@ from graphs.requests.requests import Request
 class Watched(Protocol):
     """Says whether a model's weights have changed."""
 
-    def changed(self) -> bool: ...
+    def changed(self, *, values_too: bool = False) -> bool: ...
 
     def remember(self) -> None: ...
 
@@ -80,9 +80,12 @@ class PrefixSharing:
             self.num_forgotten,
         )
 
-    def refresh(self) -> None:
-        """Forget everything if weights have changed."""
-        if self._weights is not None and self._weights.changed():
+    def refresh(self, *, idle: bool) -> None:
+        """Forget everything if weights have changed.
+
+        `idle`: nothing runs; then those writes are found, too, that torch does not count.
+        """
+        if self._weights is not None and self._weights.changed(values_too=idle):
             self.forget()
             self._weights.remember()
 

@@ -60,7 +60,7 @@ class Scheduler:
                 part no more; one that draws a stop token in them does, and is told later.
         """
         if self.prefixes.is_on:
-            self.prefixes.refresh()
+            self.prefixes.refresh(idle=not self.running)
             self.prefixes.keep_prompts(self.running, after)
             self.reservations.release(self.running)
         known = Known.of(self.running)

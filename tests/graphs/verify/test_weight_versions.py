@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.model_changes import WeightVersions
+from graphs.requests.weight_versions import WeightVersions
 
 
 def make_module() -> torch.nn.Module:
@@ -57,11 +57,33 @@ def test_steps_of_optimizers(fused):
     assert not versions.changed()
 
 
-def test_data_is_not_counted():
+UNCOUNTED = {
+    "all of it": lambda m: m[0].weight.data.add_(1),
+    "a bias": lambda m: m[0].bias.data.copy_(torch.ones(2)),
+    "NaN": lambda m: m[0].weight.data.fill_(torch.nan),
+    "a scale": lambda m: m[0].k_scale.data.fill_(3.0),
+    "a buffer": lambda m: m[1].running_mean.data.add_(1),
+    "a count": lambda m: m[1].num_batches_tracked.data.add_(1),
+    "a weight of 8 bits": lambda m: m[2].data.view(torch.uint8).add_(1),
+    "a part of a tensor": lambda m: m[3].data.zero_(),
+}
+
+
+@pytest.mark.parametrize("change", UNCOUNTED)
+def test_values_tell_what_torch_does_not_count(change):
     module = make_module()
+    eight = torch.ones(3, 40).to(torch.float8_e4m3fn)
+    part = torch.arange(60.0).view(3, 4, 5).permute(2, 0, 1)[1:, 1:]
+    for name, value in (("2", eight), ("3", part)):
+        module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    parts = [module[0], module[1], *module._parameters.values()]
     versions = WeightVersions(module)
-    module[0].weight.data.add_(1)
+    assert not versions.changed(values_too=True)
+    UNCOUNTED[change](parts)
     assert not versions.changed()
+    assert versions.changed(values_too=True)
+    versions.remember()
+    assert not versions.changed(values_too=True)
 
 
 def test_tensors_without_a_count_are_refused():

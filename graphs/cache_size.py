@@ -15,6 +15,7 @@ import torch
 from attn_ops import AttentionSpec, PagedKVCache
 from attn_ops.block_pool import NULL_BLOCK, BlockTable
 from attn_ops.kv_cache import bytes_per_block, has_window, window_of
+from attn_ops.states import StatePool, StateSpec
 from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
 from graphs.options import SessionOptions
@@ -317,6 +318,7 @@ class Owner(Protocol):
     original: Any
     device: torch.device
     specs: list[AttentionSpec]
+    state_specs: list[StateSpec]
     plan: CapturePlan
     builder: Any
 
@@ -338,7 +340,10 @@ def made_cache(
         "block_size": options.block_size,
         "device": owner.device,
         "cache_layout": options.cache_layout,
+        "states": None,
     }
+    if owner.state_specs:  # first: what they take is not left for blocks
+        more["states"] = StatePool(owner.state_specs, options.max_batch_size, owner.device)
 
     def measure() -> StepMemory:
         cache = PagedKVCache(owner.specs, num_tokens=options.block_size, **more)

@@ -9,6 +9,7 @@ from typing import Any
 
 from attn_ops import Backend
 from attn_ops.metadata import KVCacheLayoutType, kv_dtype_of
+from attn_ops.states import StateSpec
 from graphs.modes import (
     CUDAGraphMode,
     checked_capture_sizes,
@@ -187,6 +188,23 @@ class SessionOptions:
                 f"cudagraph_mode must capture something with debug={self.debug!r}, got NONE; "
                 f"supported: {names}"
             )
+
+    def with_states(self, specs: Sequence[StateSpec]) -> "SessionOptions":
+        """The same for a model whose layers keep such states.
+
+        Prefixes are not shared: a state is that of the whole sequence, not of a block.
+
+        Raises:
+            ValueError: drafts are asked for, whose rejected tokens a state would have seen.
+        """
+        if not specs:
+            return self
+        if self.num_draft_tokens:
+            raise ValueError(
+                "num_draft_tokens must be 0 for a model whose layers keep states, "
+                f"got {self.num_draft_tokens}; supported: 0"
+            )
+        return dataclasses.replace(self, share_prefixes=False)
 
     @property
     def mode(self) -> CUDAGraphMode:

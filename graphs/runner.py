@@ -23,11 +23,16 @@ from attn_ops import (
 from attn_ops.integrations.transformers import (
     AttentionProbe,
     PackedPositions,
+    StateCache,
+    StateProbe,
+    cache_name,
     check_logits,
     counts_positions,
+    state_layers,
 )
 from attn_ops.integrations.transformers.rotary import SHIFT
 from attn_ops.ops.write_kv import SlotMapping
+from attn_ops.states import StatePool
 from fx_passes.forms import calls, replayed
 from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.capture.store import CapturedStep, StepGraphs
@@ -66,6 +71,7 @@ class ModelInputs:
     def __init__(self, model: Any, kv_cache_dtype: str) -> None:
         self.model = model
         self.counts_positions = counts_positions(model)
+        self.cache_name = cache_name(model) if state_layers(model) else None
         self.constants: dict[str, Any] = {"use_cache": False}
         if kv_cache_dtype != "auto":
             self.constants["kv_cache_dtype"] = kv_cache_dtype
@@ -75,9 +81,13 @@ class ModelInputs:
         tensors: Mapping[str, torch.Tensor],
         metadata: AttentionMetadata | None,
         kv_caches: list[torch.Tensor],
+        states: StatePool | None = None,
     ) -> dict[str, Any]:
         """Keywords for the device side of a step's tensors."""
         more = self.constants.copy()
+        if self.cache_name is not None and states is not None:
+            names = ("state_slots", "query_start_loc", "seq_lens", "prompt_lens")
+            more[self.cache_name] = StateCache(states, *(tensors[name] for name in names))
         if self.counts_positions:
             more["past_key_values"] = PackedPositions(tensors["position_ids"])
         name = "inputs_embeds" if "inputs_embeds" in tensors else "input_ids"
@@ -111,6 +121,8 @@ class ModelInputs:
         more: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
         if position_ids is None:  # the model counts from 0
             more["past_key_values"] = None
+        if self.cache_name is not None:
+            more[self.cache_name] = StateProbe(probe, input_ids.shape[1], input_ids.device)
         with torch.compiler.set_stance("force_eager"):
             return self.model(**(self(tensors, None, []) | more | {"attn_metadata": probe})).logits
 
@@ -178,6 +190,11 @@ class StepRunner:
         """Whether layers with a window have blocks of their own."""
         return self.cache.window_pool is not None
 
+    @property
+    def _states(self) -> bool:
+        """Whether layers keep states."""
+        return self.cache.states is not None
+
     def release(self) -> None:
         """Drop all graphs; `captured` captures anew."""
         if self.graphs is not None:
@@ -226,6 +243,7 @@ class StepRunner:
             vocab_size=self.vocab_size,
             num_rows=None if counts is None else int(counts.sum()),
             windows=self._windows,
+            states=self._states,
         )
         self.fill(tensors, step, sampling)
         if last_R is not None:
@@ -297,6 +315,7 @@ class StepRunner:
             edits=key.edits,
             vocab_size=self.vocab_size,
             windows=self._windows,
+            states=self._states,
         )
         longest = key.query_len or key.num_tokens
         common = tensors.common(longest, self.max_tokens, on_host=False)
@@ -345,7 +364,7 @@ class StepRunner:
         return logits_RV
 
     def _logits(self, tensors: StepTensors, metadata: AttentionMetadata) -> torch.Tensor:
-        inputs = self.inputs(tensors.device, metadata, self.cache.tensors)
+        inputs = self.inputs(tensors.device, metadata, self.cache.tensors, self.cache.states)
         compiled = "input_ids" in inputs  # with embeddings Dynamo would compile once more
         model = self.model if compiled else self.inputs.model
         try:
@@ -437,7 +456,8 @@ class StepRunner:
         context manager that tells Dynamo so. Returns seconds.
         """
         begin = time.perf_counter()
-        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, windows=self._windows)
+        kinds = {"windows": self._windows, "states": self._states}
+        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, **kinds)
         tensors.upload()
         # Clones, because Dynamo guards on the base of a view.
         tensors.device.update({name: t.clone() for name, t in tensors.device.items()})
@@ -455,8 +475,9 @@ class StepRunner:
 
     def _runs_without_logits(self) -> bool:
         """Whether the model takes a step that wants no row's logits; not all take empty tensors."""
+        kinds = {"windows": self._windows, "states": self._states}
         tensors = StepTensors.allocate(
-            17, 5, self.max_blocks, self.device, logits=False, windows=self._windows
+            17, 5, self.max_blocks, self.device, logits=False, **kinds
         )
         tensors.upload()
         try:

@@ -18,6 +18,7 @@ from attn_ops.integrations.transformers import (
     Contract,
     attention_specs,
     prepare_model,
+    state_specs,
     write_weights,
 )
 from attn_ops.integrations.transformers.rotary import rope_boundary
@@ -104,6 +105,8 @@ class DecodeSession:
         longest = self.max_tokens + options.num_draft_tokens
         contract = Contract(self.original, self.specs, inputs.probe, self.vocab_size, longest)
         self.state = ModelState(self.original, contract, compiled=compiled)
+        self.state_specs = state_specs(self.original)
+        options = options.with_states(self.state_specs)
         sizes = sizes_of(self.original, compiled=compiled)
         self.backend_selection = selected(self.specs, block_size, self.device, options.backend)
         chosen = self.backend_selection.backend

@@ -139,7 +139,7 @@ class Reservations:
 
     def give_back(self, request: Request) -> None:
         """Give all blocks back, if it owns any."""
-        request.room = 0
+        request.room = request.state_slot = 0
         if self.cache.blocks(request.id):
             self.cache.free(request.id)
 
@@ -197,3 +197,5 @@ class Reservations:
         self.cache.reserve(request.id, wanted.whole, match, wanted.window)
         room, window_room = self.cache.rooms(request.id)
         request.whole_room, request.room = room, min(room, window_room)
+        if self.cache.states is not None:
+            request.state_slot = self.cache.states.slot(request.id)

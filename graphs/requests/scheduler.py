@@ -63,6 +63,8 @@ class Scheduler:
             self.prefixes.refresh()
             self.prefixes.keep_prompts(self.running, after)
             self.reservations.release(self.running)
+        if self.cache.states is not None:
+            self._repeat_lost(after)
         known = Known.of(self.running)
         short = self.reservations.short(known, after)
         if not self._extend(short, after):
@@ -74,6 +76,15 @@ class Scheduler:
         if short or len(self.running) != len(known.requests):
             known = Known.of(self.running)
         return self._filled(known, after)
+
+    def _repeat_lost(self, after: After) -> None:
+        """Preempt requests whose states have seen a step that counts for nothing: one that raised,
+        or was dropped. A step cannot be repeated on what it has left in a state.
+        """
+        for request in list(self.running):
+            num_computed = after.place(request)[0]
+            if num_computed and request.num_seen != num_computed:
+                self._preempt(request)
 
     def _extend(self, short: list[Request], after: After) -> bool:
         """Give requests the blocks of their next steps; False: wait for those that have ended."""

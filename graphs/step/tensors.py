@@ -17,6 +17,7 @@ import torch
 from attn_ops import PAD_SLOT_ID, CommonAttentionMetadata
 from attn_ops.integrations.transformers.rotary import SHIFT
 from attn_ops.metadata import positions_of_step
+from attn_ops.states import NULL_SLOT
 from graphs.requests.batch import Rows
 from graphs.requests.requests import MAX_STOP_TOKENS
 from graphs.sampling import FIELDS
@@ -68,6 +69,7 @@ class StepTensors:
         vocab_size: int = 0,
         num_rows: int | None = None,
         windows: bool = False,
+        states: bool = False,
     ) -> "StepTensors":
         """Room for T = `num_tokens` rows and S = `num_reqs` requests, filled as padding.
 
@@ -84,7 +86,8 @@ class StepTensors:
 
         With `logprobs` = k of at least 0, logprobs [N, R, 1 + k] int64, rows of `packed`. With
         `edits` = B of at least 0, what `graphs.sampling.edits.edited` takes, biases by request.
-        With `windows`, window_block_table and window_slot_mapping, of layers with a window.
+        With `windows`, window_block_table and window_slot_mapping, of layers with a window. With
+        `states`, state_slots and prompt_lens [S] int32, see `StateCache`.
         """
         num_drawn = num_tokens if query_len is not None else num_reqs
         num_drawn = num_drawn if logits else 0
@@ -101,6 +104,8 @@ class StepTensors:
         num_left = sum(name in ("tokens", "logprobs") for name in layout)
         if not windows:
             layout = {name: x for name, x in layout.items() if not name.startswith("window_")}
+        if not states:
+            layout = {n: x for n, x in layout.items() if n not in ("state_slots", "prompt_lens")}
         sizes = [_align(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values()]
         on_gpu, uint8 = device.type == "cuda", torch.uint8
         host_bytes = torch.zeros(sum(sizes), dtype=uint8, device="cpu", pin_memory=on_gpu)
@@ -148,6 +153,8 @@ class StepTensors:
             host["allowed"][num_reqs * (self.query_len or 1) :] = -1
             for name in ("bias_ids", "bias_values", "min_lengths"):
                 host[name][num_reqs:] = 0
+        if "state_slots" in host:
+            host["state_slots"][num_reqs:] = NULL_SLOT
         for table, versions in self.versions.items():
             host[TABLES[table]][num_tokens:] = PAD_SLOT_ID
             if versions[num_reqs:].any():
@@ -191,6 +198,9 @@ class StepTensors:
             host["num_logits"][0] = rows.size
         if "allowed" in host:
             self._fill_edits(step)
+        if "state_slots" in host:
+            host["state_slots"][:num_reqs] = [request.state_slot for request in step.requests]
+            host["prompt_lens"][:num_reqs] = packed["prompt"]
         np.add(computed, query, out=host["seq_lens"][:num_reqs])
         host["remaining"][:num_reqs] = step.remaining
         host["sources"][:num_reqs] = columns.sources
@@ -389,6 +399,8 @@ def _layout(
         **{name: ((num_reqs,), dtype) for name, (dtype, _) in FIELDS.items()},
         "stop_tokens": ((num_reqs, MAX_STOP_TOKENS), torch.int64),
         "remaining": ((num_reqs,), torch.int32),
+        "state_slots": ((num_reqs,), torch.int32),
+        "prompt_lens": ((num_reqs,), torch.int32),
         "active": ((num_reqs,), torch.bool),
         "sources": ((num_reqs,), torch.int32),
         "step": ((1,), torch.int64),

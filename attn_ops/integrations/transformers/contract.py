@@ -31,6 +31,7 @@ from attn_ops.integrations.transformers.rows import (
 )
 from attn_ops.integrations.transformers.specs import attention_layers
 from attn_ops.metadata import AttentionSpec
+from attn_ops.states import StateSpec
 from attn_ops.tracing import PATCHING
 
 _HARMLESS = frozenset(
@@ -107,6 +108,7 @@ class Contract:
         first = self._probes.in_order()
         names = module_names(self.model)
         _check_calls(first.calls, layers, self.specs, names)
+        _check_states(first.states)
         check_masks(first.calls, self.longest)
         for call in first.calls:
             check_expansion(call)
@@ -117,6 +119,11 @@ class Contract:
                 raise ValueError(
                     "layers must attend in the same way in every forward, got calls of attention "
                     f"that differ between {first.rows.numel()} and {run.rows.numel()} tokens"
+                )
+            if run.states != first.states:
+                raise ValueError(
+                    "layers must use the same states in every forward, got others for "
+                    f"{first.rows.numel()} and {run.rows.numel()} tokens"
                 )
             check_rows(first, run, self._probes)
         _check_columns(first.logits, self.vocab_size)
@@ -240,6 +247,18 @@ def _check_extras(call: ProbedCall) -> None:
             f"got the keywords {', '.join(sorted(passed))}; supported: scaling, sliding_window, "
             "softcap, s_aux, is_causal"
         )
+
+
+def _check_states(states: Sequence[StateSpec]) -> None:
+    """Every state is used once in a forward."""
+    places = [spec.place for spec in states]
+    for place in places:
+        if places.count(place) > 1:
+            kind, layer, number = place
+            raise ValueError(
+                f"layers must use a state once in a forward, got {places.count(place)} times "
+                f"{kind} state {number} of layer {layer}"
+            )
 
 
 def _check_embeddings(model: Any, vocab_size: int) -> None:

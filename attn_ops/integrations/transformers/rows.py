@@ -15,6 +15,8 @@ from attn_ops.integrations.transformers.forward import MaskGiven
 from attn_ops.integrations.transformers.layers import NAME, check_logits
 from attn_ops.integrations.transformers.masks import tagged_masks
 from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
+from attn_ops.integrations.transformers.states import OURS
+from attn_ops.states import StateSpec
 
 NUM_ROWS = 12
 
@@ -51,6 +53,7 @@ class Run:
     logits: torch.Tensor  # [R, V]
     rows: torch.Tensor  # [T]: number of each row in the first run
     logits_rows: torch.Tensor  # [R]
+    states: list[StateSpec]  # that were used, in order
 
     def traces(self) -> list[tuple[str, torch.Tensor]]:
         """Name and value [T, ...] of every q, k and v, in order."""
@@ -155,7 +158,7 @@ class Probes:
                     f"{rows.numel()} tokens; supported: no virtual tokens (prompt tuning)"
                 )
         check_logits(logits, wanted.numel())
-        return Run(probe.calls, logits[0], rows, wanted)
+        return Run(probe.calls, logits[0], rows, wanted, probe.states)
 
 
 def module_names(model: Any) -> dict[int, str]:
@@ -235,8 +238,9 @@ def check_rows(first: Run, run: Run, probes: Probes) -> None:
         raise ValueError(
             "rows of a batch must meet in attention only, and depend on their own token and "
             f"position, got another {found[0]} for rows that stood elsewhere and beside others; "
-            "supported: models that take input_ids and position_ids, without convolutions, "
-            "recurrences or statistics over tokens outside their attention"
+            "supported: models that take input_ids and position_ids, without statistics over tokens "
+            "outside their attention, and whose convolutions and recurrences call "
+            f"{', '.join(OURS)}"
         )
 
 

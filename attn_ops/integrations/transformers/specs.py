@@ -18,11 +18,14 @@ from attn_ops.integrations.transformers.layers import (
     shares_cache,
 )
 from attn_ops.integrations.transformers.rotary import trace_real_rotary
+from attn_ops.integrations.transformers.states import OURS, keep_states, state_layers
 from attn_ops.metadata import AttentionSpec
 from attn_ops.metadata.features import spec_fields
 from attn_ops.ops.checks import check_scale_values
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_WITH_STATES = {"linear_attention", "conv", "mamba", "hybrid", "attention", "mlp", "moe"}
+"""Types of models with layers that keep states: those layers, and what stands between them."""
 
 
 def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionSpec]:
@@ -52,6 +55,10 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
     for sharer in filter(shares_cache, layers):
         _check_sharing(sharer, layers, model, kv_cache_dtype)
     owners = [layer for layer in layers if not shares_cache(layer)]
+    if state_layers(model):
+        keep_states(model)
+        for number, layer in enumerate(owners):  # others between them have no cache
+            layer.cache_number = number
     return [_spec(layer, model, kv_cache_dtype) for layer in owners]
 
 
@@ -105,12 +112,13 @@ def _layers(model: Any) -> list[Any]:
             f"layer_idx, got {type(model).__name__}, whose layers have code of their own (as ALiBi "
             "has in BLOOM and MPT, which never call such a function) or do not attend at all"
         )
-    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    known = _LAYER_TYPES | _WITH_STATES if state_layers(model) else _LAYER_TYPES
+    unknown = set(getattr(config, "layer_types", None) or ()) - known
     if unknown:
         raise ValueError(
             f"layer_types must be supported, got {', '.join(sorted(unknown))}; "
-            f"supported: {', '.join(sorted(_LAYER_TYPES))}; recurrent, convolving and "
-            "index-selecting layers have no paged KV cache of keys and values"
+            f"supported: {', '.join(sorted(known))}; index-selecting layers have no paged KV cache "
+            f"of keys and values, and layers with a state must call {', '.join(OURS)}"
         )
     return sorted(layers, key=lambda m: m.layer_idx)
 

@@ -312,6 +312,11 @@ WORKSPACE_BYTES = 32 * 2**20
 """That cuBLAS keeps for the stream of captures (H200, torch 2.11)."""
 
 
+def no_attention(model: Any) -> AttentionSpec:
+    """Of a small cache that nobody writes, for a model without attention: it counts tokens."""
+    return AttentionSpec(num_heads=1, num_kv_heads=1, head_size=16, dtype=model.dtype)
+
+
 class Owner(Protocol):
     """What is read of a `DecodeSession`."""
 

@@ -187,7 +187,7 @@ def _check_calls(
         _check_cache(call, owners, len(specs))
         _check_spec(call, specs[call.cache], call.name)
         _check_extras(call)
-    if not calls:
+    if layers and not calls:
         raise ValueError(
             f"{names[id(layers[0])]} must call the attention function of its config, got no call "
             "of any layer; supported: layers that attend by Transformers' interface"

@@ -15,6 +15,7 @@ from attn_ops.integrations.transformers.forward import MaskGiven
 from attn_ops.integrations.transformers.layers import NAME, check_logits
 from attn_ops.integrations.transformers.masks import tagged_masks
 from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
+from attn_ops.integrations.transformers.specs import attention_layers
 from attn_ops.integrations.transformers.states import OURS
 from attn_ops.states import StateSpec
 
@@ -78,6 +79,8 @@ class Probes:
 
     def in_order(self) -> Run:
         """All rows in order, with logits of each and masks that can be compared."""
+        if not attention_layers(self.model):  # such models multiply by the mask
+            return self._run(self.rows, self.rows)
         mask = torch.ones_like(self.rows)[None]
         with tagged_masks(NAME):
             try:

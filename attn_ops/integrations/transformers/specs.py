@@ -40,6 +40,9 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
         model: a decoder or an encoder; one of the two if a model has both.
         kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2: what the layers' caches hold.
 
+    Returns:
+        None of them where all layers keep states, as Mamba's do.
+
     Raises:
         ValueError: the model was not built with `attn_implementation="attn_ops"`, has no attention
             layers, or layers that share a cache differ in geometry or FP8 scales; or an adapter
@@ -99,20 +102,22 @@ def cross_attention_specs(decoder: Any, kv_cache_dtype: str = "auto") -> list[At
 
 def _layers(model: Any) -> list[Any]:
     config = model.config.get_text_config()
+    layers, keeping = [m for m in model.modules() if _attends(m)], state_layers(model)
+    if keeping and not layers:
+        return []
     if config._attn_implementation != NAME:
         raise ValueError(
             f"attn_implementation must be {NAME!r}, got {config._attn_implementation!r}; call "
             "attn_ops.integrations.transformers.register() and pass it to from_pretrained "
             "or from_config"
         )
-    layers = [m for m in model.modules() if _attends(m)]
     if not layers:
         raise ValueError(
             "model must have layers that attend by Transformers' attention functions and have a "
             f"layer_idx, got {type(model).__name__}, whose layers have code of their own (as ALiBi "
             "has in BLOOM and MPT, which never call such a function) or do not attend at all"
         )
-    known = _LAYER_TYPES | _WITH_STATES if state_layers(model) else _LAYER_TYPES
+    known = _LAYER_TYPES | _WITH_STATES if keeping else _LAYER_TYPES
     unknown = set(getattr(config, "layer_types", None) or ()) - known
     if unknown:
         raise ValueError(

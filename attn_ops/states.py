@@ -13,7 +13,7 @@ NULL_SLOT = 0
 """Nobody's: operators neither read nor write it."""
 
 Place = tuple[str, int, int]
-"""Which state of which layer: "conv" or "recurrent", the layer's `layer_idx`, and its number there."""
+"""Which state of which layer: "conv" or "recurrent", the layer's `layer_idx`, its number there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,13 @@ class StatePool:
             torch._dynamo.mark_static_address(tensor)
         self._free = list(range(num_requests, NULL_SLOT, -1))
         self._slots: dict[Hashable, int] = {}
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """The tensors, by names that say where they are."""
+        return {
+            f"{kind} state {number} of layer {layer}": tensor
+            for (kind, layer, number), tensor in self.tensors.items()
+        }
 
     @property
     def num_free(self) -> int:

@@ -326,6 +326,7 @@ class StepRunner:
             common,
             self.cache.tensors,
             [("block_table", "window_block_table")[own] for own in self.cache.own_blocks],
+            self.cache.states,
             self._penalties_of(tensors) if kind is Sampling.PENALIZED else None,
             run=functools.partial(self._replayed, tensors, key, common),
             call=functools.partial(self._run, tensors, key, common),
@@ -476,9 +477,7 @@ class StepRunner:
     def _runs_without_logits(self) -> bool:
         """Whether the model takes a step that wants no row's logits; not all take empty tensors."""
         kinds = {"windows": self._windows, "states": self._states}
-        tensors = StepTensors.allocate(
-            17, 5, self.max_blocks, self.device, logits=False, **kinds
-        )
+        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, logits=False, **kinds)
         tensors.upload()
         try:
             self._logits(tensors, self.builder.build(0, tensors.common(17, 1)))

@@ -6,17 +6,18 @@
     attn_ops::ssd_state_update         Mamba-2: https://arxiv.org/abs/2405.21060
     attn_ops::selective_state_update   Mamba: https://arxiv.org/abs/2312.00752
 
-T rows of a batch, S requests, P slots of a pool, C channels, L inputs of a kernel, H heads, G heads of
-keys or groups of heads, K key size, V value size, N state size.
+T rows of a batch, S requests, P slots of a pool, C channels, L inputs of a kernel, H heads, G heads
+of keys or groups of heads, K key size, V value size, N state size.
 
-A request's state is `states[slot]`. Its rows are those from `starts[s]` to `starts[s + 1]`; each reads
-the state that the row before has left, and the last one's stays in the slot. A request whose rows
-are all that it has begins: whatever its slot holds counts as 0. Requests in slot 0, the null slot,
-are padding: their rows give 0 and nothing is read or written. No slot may be named twice, but 0.
+A request's state is `states[slot]`. Its rows are those from `starts[s]` to `starts[s + 1]`; each
+reads the state that the row before has left, and the last one's stays in the slot. A request whose
+rows are all that it has begins: whatever its slot holds counts as 0. Requests in slot 0, the null
+slot, are padding: their rows give 0, and nothing is read or written. No slot but 0 may be named
+twice.
 
-All operators take three tensors of the batch: slots [S], starts [S + 1] and seq_lens [S], the tokens
-of each request with these rows; int32 or int64. Results have the dtype of x or v; sums are computed
-in float32 at least. These are implementations in plain PyTorch, which wait for the device.
+All operators take three tensors of the batch, int32 or int64: slots [S], starts [S + 1], and
+seq_lens [S], the tokens of each request with these rows. Results have the dtype of x or v; sums are
+computed in float32 at least. These are implementations in plain PyTorch, which wait for the device.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from attn_ops.ops.library import operator
 
 
 class _Requests:
-    """The requests of a batch that are no padding, A of them, and their rows one after the other."""
+    """The A requests of a batch that are no padding, and their rows, one after the other."""
 
     def __init__(self, slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor) -> None:
         lens = starts.diff()
@@ -56,9 +57,7 @@ def _like_first(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _like_value(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object
-) -> torch.Tensor:
+def _like_value(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
     return _like_first(v)
 
 

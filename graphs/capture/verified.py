@@ -13,7 +13,7 @@ from graphs.capture.recorder import Builder, Graph, Recorder, Step, metadata_now
 from graphs.modes import CUDAGraphMode
 from graphs.sampling.params import Sampling
 from graphs.step.tensors import TABLES
-from graphs.verifier import Verifier
+from graphs.verifier import States, Verifier
 
 
 def verified(
@@ -133,12 +133,19 @@ class VerifiedReplay:
             lambda: self._outputs(rows_S, rows_R),
             more={} if penalties is None else {"output_counts": penalties.output_counts},
             draw=None if key.sampling is Sampling.GREEDY else draw,
+            states=self._states(),
         )
 
     def _slots(self) -> list[torch.Tensor]:
         """Of every cache, those that the step writes."""
         slots = {n: self.step.tensors.device[TABLES[n]].clone() for n in self.step.tensors.versions}
         return [slots[name] for name in self.step.tables]
+
+    def _states(self) -> States | None:
+        """Pools of the model, and the slots of the step's requests."""
+        if self.step.states is None:
+            return None
+        return self.step.states.by_name(), self.step.tensors.device["state_slots"].clone()
 
     def _outputs(self, rows_S: torch.Tensor, rows_R: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the step leaves of rows that are no padding; the first since its filling."""

@@ -241,8 +241,8 @@ def check_rows(first: Run, run: Run, probes: Probes) -> None:
         raise ValueError(
             "rows of a batch must meet in attention only, and depend on their own token and "
             f"position, got another {found[0]} for rows that stood elsewhere and beside others; "
-            "supported: models that take input_ids and position_ids, without statistics over tokens "
-            "outside their attention, and whose convolutions and recurrences call "
+            "supported: models that take input_ids and position_ids, without statistics over "
+            "tokens outside their attention, whose convolutions and recurrences call "
             f"{', '.join(OURS)}"
         )
 

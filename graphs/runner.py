@@ -54,6 +54,10 @@ LogitsObserver = Callable[[Sequence[Scheduled], torch.Tensor], object]
 """Gets the requests of a step and its logits [R, V]; see `DecodeSession.observe_logits`."""
 
 
+OF_STATES = ("state_slots", "query_start_loc", "seq_lens", "prompt_lens")
+"""Tensors of a step that a `StateCache` takes."""
+
+
 def slots_of(tensors: Mapping[str, torch.Tensor]) -> SlotMapping:
     """The slots of a step, as the model is given them."""
     slots = tensors["slot_mapping"]
@@ -86,8 +90,7 @@ class ModelInputs:
         """Keywords for the device side of a step's tensors."""
         more = self.constants.copy()
         if self.cache_name is not None and states is not None:
-            names = ("state_slots", "query_start_loc", "seq_lens", "prompt_lens")
-            more[self.cache_name] = StateCache(states, *(tensors[name] for name in names))
+            more[self.cache_name] = StateCache(states, *(tensors[name] for name in OF_STATES))
         if self.counts_positions:
             more["past_key_values"] = PackedPositions(tensors["position_ids"])
         name = "inputs_embeds" if "inputs_embeds" in tensors else "input_ids"
@@ -467,6 +470,9 @@ class StepRunner:
         batch["slot_mapping"] = slots_of(device)
         metadata = self.builder.build(0, tensors.common(17, 1))
         batch["kv_caches"] = self.cache.tensors
+        if self.cache.states is not None:
+            batch["states"] = list(self.cache.states.tensors.values())
+            batch["of_requests"] = [device[name] for name in OF_STATES]
         with first_call(**batch, logits_to_keep=device["logits_indices"]):
             self._logits(tensors, metadata)
         self.drops_rows = metadata.has_logits_rows and self._runs_without_logits()

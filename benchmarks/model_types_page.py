@@ -32,7 +32,8 @@ LISTS = (("causal", ""), ("images and text", "Images and text: "))
 """What the lists are of, and what their headings begin with."""
 
 REASONS = (
-    ("layer_types must be supported", "layers of recurrence, convolution or selected keys"),
+    ("layer_types must be supported", "layers that select keys"),
+    ("layers with a state must", "layers with a state whose code is their own"),
     ("model must have layers that attend", "attention code of their own, or none"),
     ("attention layers must have head_dim", "layers without a head_dim"),
     ("attention_mask must be left to the batch's", "they make a padding mask themselves"),

@@ -16,7 +16,7 @@ from attn_ops.integrations.transformers.layers import NAME, check_logits
 from attn_ops.integrations.transformers.masks import tagged_masks
 from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
 from attn_ops.integrations.transformers.specs import attention_layers
-from attn_ops.integrations.transformers.states import OURS
+from attn_ops.integrations.transformers.states import OURS, ProbedState
 from attn_ops.states import StateSpec
 
 NUM_ROWS = 12
@@ -153,6 +153,13 @@ class Probes:
             raise ValueError(
                 "attention_mask must be left to the batch's metadata, got "
                 f"{type(self.model).__name__}, which makes a padding mask where it is given none"
+            ) from error
+        except (AttributeError, TypeError) as error:
+            if ProbedState.__name__ not in str(error):
+                raise
+            raise ValueError(
+                f"layers with a state must only hand it to {', '.join(OURS)}, got one that does "
+                f"more with it: {error}"
             ) from error
         for call in probe.calls:
             if call.q.shape[0] != rows.numel():

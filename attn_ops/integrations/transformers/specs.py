@@ -24,7 +24,16 @@ from attn_ops.metadata.features import spec_fields
 from attn_ops.ops.checks import check_scale_values
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-_WITH_STATES = {"linear_attention", "conv", "mamba", "hybrid", "attention", "mlp", "moe"}
+_WITH_STATES = {
+    "linear_attention",
+    "conv",
+    "mamba",
+    "hybrid",
+    "hybrid_sliding",
+    "attention",
+    "mlp",
+    "moe",
+}
 """Types of models with layers that keep states: those layers, and what stands between them."""
 
 
@@ -117,15 +126,28 @@ def _layers(model: Any) -> list[Any]:
             f"layer_idx, got {type(model).__name__}, whose layers have code of their own (as ALiBi "
             "has in BLOOM and MPT, which never call such a function) or do not attend at all"
         )
-    known = _LAYER_TYPES | _WITH_STATES if keeping else _LAYER_TYPES
-    unknown = set(getattr(config, "layer_types", None) or ()) - known
-    if unknown:
-        raise ValueError(
-            f"layer_types must be supported, got {', '.join(sorted(unknown))}; "
-            f"supported: {', '.join(sorted(known))}; index-selecting layers have no paged KV cache "
-            f"of keys and values, and layers with a state must call {', '.join(OURS)}"
-        )
+    _check_types(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES, bool(keeping))
     return sorted(layers, key=lambda m: m.layer_idx)
+
+
+def _check_types(others: set[str], keeps_states: bool) -> None:
+    """Raise a ValueError for layer types that are no attention over a paged cache, nor beside it.
+
+    Args:
+        others: that are not in `_LAYER_TYPES`.
+        keeps_states: some layers call functions that take states.
+    """
+    known = sorted(_LAYER_TYPES | _WITH_STATES)
+    if unknown := others - _WITH_STATES:
+        raise ValueError(
+            f"layer_types must be supported, got {', '.join(sorted(unknown))}; supported: "
+            f"{', '.join(known)}; layers that select keys have no paged KV cache of all of them"
+        )
+    if others and not keeps_states:
+        raise ValueError(
+            f"layers with a state must call one of {', '.join(OURS)}, got none that does among "
+            f"layers of the types {', '.join(sorted(others))}, which have code of their own"
+        )
 
 
 def _attends(module: Any) -> bool:

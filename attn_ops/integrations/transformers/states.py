@@ -100,8 +100,8 @@ class StateCache(PackedPositions):
         return State(pool, self.batch, self.prompt_lens, self.prompt_dt[place])
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> None:
-        """Raise: a layer that calls this has more than a token a row."""
-        raise TypeError("a layer with a state must decode its rows, got a layer that computes all")
+        """Raise a ValueError: a layer that calls this has more than a token a row."""
+        raise ValueError("layers with a state must decode their rows, got one that computes all")
 
     def update_recurrent_state(
         self, state: object, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -109,10 +109,13 @@ class StateCache(PackedPositions):
         """The handle; the operator has written the state.
 
         Raises:
-            TypeError: the layer has computed a state by functions that dispatch by no handle.
+            ValueError: the layer has computed a state by functions that dispatch by no handle.
         """
         if not isinstance(state, State):
-            raise TypeError(f"layer {layer_idx} must call {', '.join(OURS)} for its state")
+            raise ValueError(
+                f"layers with a state must call one of {', '.join(OURS)}, got layer {layer_idx}, "
+                "which computes its state by other functions"
+            )
         return state
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -145,10 +148,10 @@ class StateProbe(StateCache):
         self.batch = (ones, torch.arange(num_rows + 1, device=device), ones)
 
     def _state(self, place: Place) -> State | None:
-        return _ProbedState(place, self.probe, self.batch)
+        return ProbedState(place, self.probe, self.batch)
 
 
-class _ProbedState(State):
+class ProbedState(State):
     def __init__(self, place: Place, probe: AttentionProbe, batch: Batch) -> None:
         self.place, self.probe, self.batch = place, probe, batch
         self.prompt_lens, self.prompt_dt = None, (None, None)

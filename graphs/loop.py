@@ -207,7 +207,6 @@ class DecodeLauncher:
         self.invalidate()
         observer = self.runner.on_logits
         last_R = None if last is None else last.last_R
-        rows.advance_states(1)
         tensors = self.runner.call(rows, **wanted, last_R=last_R)
         scores = on_its_way(tensors["scores"]) if "scores" in tensors else None
         copied, ahead = self.buffers.copy(None, tensors), last is not None
@@ -252,8 +251,7 @@ class DecodeLauncher:
         rows.advance_states(begun + num_steps)
         drawn = captured.tensors.device["tokens"]
         first_row = self._num_launched % drawn.shape[0]
-        for i in range(num_steps):
-            self.runner.launch(captured, weights=i == 0)
+        self.runner.launch(captured, num_steps=num_steps)
         self._num_launched += num_steps
         copied = self.buffers.copy(captured, captured.tensors.device)
         launched = LaunchedSteps(

@@ -6,7 +6,6 @@ S requests, R rows of logits, V vocabulary.
 import functools
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from attn_ops.integrations.transformers.rotary import SHIFT
 from attn_ops.ops.write_kv import SlotMapping
 from attn_ops.states import StatePool
 from fx_passes.forms import calls, replayed
+from graphs.capture.failures import untraced
 from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.modes import BatchDescriptor, CUDAGraphMode
@@ -183,20 +183,16 @@ class StepRunner:
         self.drops_rows = False
         self.keeps_rows_why: str | None = None
         whole = [spec for spec in builder.specs if spec.cascades]
-        self.cascades = bool(whole) and builder.cascades_on_device and not self._windows
+        self.cascades = bool(whole) and builder.cascades_on_device and not cache.window_pool
         sizes = [math.prod(s.cache_shape(1, 1)) * s.cache_dtype.itemsize for s in whole]
         self._cascaded_bytes = max(sizes, default=0)  # of a token in a layer that sees all keys
         self._penalties: PenaltyState | None = None
 
     @property
-    def _windows(self) -> bool:
-        """Whether layers with a window have blocks of their own."""
-        return self.cache.window_pool is not None
-
-    @property
-    def _states(self) -> bool:
-        """Whether layers keep states."""
-        return self.cache.states is not None
+    def _fields(self) -> dict[str, bool]:
+        """Fields of `StepTensors` that the layers need."""
+        cache = self.cache
+        return {"windows": cache.window_pool is not None, "states": cache.states is not None}
 
     def release(self) -> None:
         """Drop all graphs; `captured` captures anew."""
@@ -245,8 +241,7 @@ class StepRunner:
             edits=edits,
             vocab_size=self.vocab_size,
             num_rows=None if counts is None else int(counts.sum()),
-            windows=self._windows,
-            states=self._states,
+            **self._fields,
         )
         self.fill(tensors, step, sampling)
         if last_R is not None:
@@ -275,6 +270,7 @@ class StepRunner:
         tables = [(blocks, blocks.find(ids)) for blocks in self.blocks]
         tensors.fill(step, tables, self.cache.block_size)
         tensors.upload()
+        step.advance_states(1)
         if kind is Sampling.PENALIZED:
             rows = [(s.request, s.draft[:n]) for s in step for n in range(len(s.draft) + 1)]
             state = self._penalties_of(tensors)
@@ -299,10 +295,11 @@ class StepRunner:
         assert self.graphs is not None, "a step is captured only while there are graphs"
         return self.graphs.get(key, mode)
 
-    def launch(self, captured: CapturedStep, *, weights: bool = True) -> None:
-        """Replay on what the tensors hold; arguments and errors: see `StepGraphs.replay`."""
+    def launch(self, captured: CapturedStep, num_steps: int = 1) -> None:
+        """Replay on what the tensors hold, so many times; errors: see `StepGraphs.replay`."""
         assert self.graphs is not None, "a step is replayed only while there are graphs"
-        self.graphs.replay(captured, weights=weights)
+        for i in range(num_steps):
+            self.graphs.replay(captured, weights=i == 0)
 
     def step(self, key: BatchDescriptor) -> Step:
         """A step of padding, on new tensors."""
@@ -317,8 +314,7 @@ class StepRunner:
             logprobs=key.logprobs,
             edits=key.edits,
             vocab_size=self.vocab_size,
-            windows=self._windows,
-            states=self._states,
+            **self._fields,
         )
         longest = key.query_len or key.num_tokens
         common = tensors.common(longest, self.max_tokens, on_host=False)
@@ -327,9 +323,7 @@ class StepRunner:
             key,
             tensors,
             common,
-            self.cache.tensors,
-            [("block_table", "window_block_table")[own] for own in self.cache.own_blocks],
-            self.cache.states,
+            self.cache,
             self._penalties_of(tensors) if kind is Sampling.PENALIZED else None,
             run=functools.partial(self._replayed, tensors, key, common),
             call=functools.partial(self._run, tensors, key, common),
@@ -375,7 +369,7 @@ class StepRunner:
             with calls(captures=self.graphs is not None):
                 logits_1RV = model(**inputs).logits
         except (Unsupported, FailOnRecompileLimitHit) as error:
-            raise _untraced(self.model, error) from error
+            raise untraced(self.model, error) from error
         check_logits(logits_1RV, tensors.num_rows)
         return logits_1RV[0]
 
@@ -460,8 +454,7 @@ class StepRunner:
         context manager that tells Dynamo so. Returns seconds.
         """
         begin = time.perf_counter()
-        kinds = {"windows": self._windows, "states": self._states}
-        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, **kinds)
+        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, **self._fields)
         tensors.upload()
         # Clones, because Dynamo guards on the base of a view.
         tensors.device.update({name: t.clone() for name, t in tensors.device.items()})
@@ -482,8 +475,8 @@ class StepRunner:
 
     def _runs_without_logits(self) -> bool:
         """Whether the model takes a step that wants no row's logits; not all take empty tensors."""
-        kinds = {"windows": self._windows, "states": self._states}
-        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, logits=False, **kinds)
+        more = {"logits": False, **self._fields}
+        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, **more)
         tensors.upload()
         try:
             self._logits(tensors, self.builder.build(0, tensors.common(17, 1)))
@@ -516,24 +509,3 @@ def _called(logits_RV: torch.Tensor, step: Rows) -> torch.Tensor:
             except Exception as error:  # the others go on
                 request.error = error
     return logits_RV
-
-
-def break_reason(text: str) -> str:
-    """Why Dynamo breaks a graph, and at which line of the user's code where it says so."""
-    title = text.strip().partition("\n")[0]
-    explanation = re.search(r"^ *Explanation: (.+)$", text, re.MULTILINE)
-    lines = re.findall(r'File "(.+?)", line (\d+)', text.partition("from user code:")[2])
-    where = ", at {}:{}".format(*lines[-1]) if lines else ""
-    return title + (f": {explanation[1]}" if explanation else "") + where
-
-
-def _untraced(model: Any, error: Exception) -> ValueError:
-    """What to do where Dynamo cannot trace the model, or has compiled it too often."""
-    name = type(getattr(model, "_orig_mod", model)).__name__
-    reason = break_reason(str(error))
-    if isinstance(error, FailOnRecompileLimitHit):
-        reason = "a model that has changed more often than recompile_limit of torch._dynamo.config"
-    return ValueError(
-        f"model must be traceable by Dynamo with fullgraph=True, got {name}: {reason}; change "
-        "that, use the model uncompiled, or compile it without fullgraph=True"
-    )

@@ -126,7 +126,7 @@ class VerifiedReplay:
         self._verifier.check(
             key,
             tensors.device_bytes,
-            step.caches,
+            step.cache.tensors,
             self._slots(),
             replay,
             call,
@@ -139,13 +139,15 @@ class VerifiedReplay:
     def _slots(self) -> list[torch.Tensor]:
         """Of every cache, those that the step writes."""
         slots = {n: self.step.tensors.device[TABLES[n]].clone() for n in self.step.tensors.versions}
-        return [slots[name] for name in self.step.tables]
+        tables = ("block_table", "window_block_table")
+        return [slots[tables[own]] for own in self.step.cache.own_blocks]
 
     def _states(self) -> States | None:
         """Pools of the model, and the slots of the step's requests."""
-        if self.step.states is None:
+        states = self.step.cache.states
+        if states is None:
             return None
-        return self.step.states.by_name(), self.step.tensors.device["state_slots"].clone()
+        return states.by_name(), self.step.tensors.device["state_slots"].clone()
 
     def _outputs(self, rows_S: torch.Tensor, rows_R: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the step leaves of rows that are no padding; the first since its filling."""

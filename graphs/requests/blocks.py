@@ -149,6 +149,16 @@ class Reservations:
         self._num_preemptions += 1
         request.num_lost, request.num_computed = request.num_computed, 0
 
+    def lost(self, running: Sequence[Request], after: After) -> list[Request]:
+        """Those whose states have seen a step that counts for nothing: it raised, or was dropped.
+
+        They must be computed again: no step can be repeated on the states that it has left.
+        """
+        if self.cache.states is None:
+            return []
+        computed = ((request, after.place(request)[0]) for request in running)
+        return [request for request, number in computed if number not in (0, request.num_seen)]
+
     def release(self, running: Iterable[Request]) -> bool:
         """Give blocks of all that run back which lie behind the window; whether there were any."""
         before = self.num_released

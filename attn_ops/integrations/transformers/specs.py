@@ -126,7 +126,8 @@ def _layers(model: Any) -> list[Any]:
             f"layer_idx, got {type(model).__name__}, whose layers have code of their own (as ALiBi "
             "has in BLOOM and MPT, which never call such a function) or do not attend at all"
         )
-    _check_types(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES, bool(keeping))
+    types: set[str] = set(getattr(config, "layer_types", None) or ())
+    _check_types(types - _LAYER_TYPES, bool(keeping))
     return sorted(layers, key=lambda m: m.layer_idx)
 
 

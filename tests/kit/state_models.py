@@ -126,7 +126,9 @@ def build_state_model(name: str, **overrides):
     register()
     if name not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers has no {name}")
-    config = transformers.CONFIG_MAPPING[name](**{**_SIZES, **STATE_CONFIGS[name], **overrides})
+    config = transformers.CONFIG_MAPPING[name](
+        **{**_SIZES, **STATE_CONFIGS.get(name, {}), **overrides}
+    )
     torch.manual_seed(0)
     more = {} if name in PURE else {"attn_implementation": "attn_ops"}
     model = transformers.AutoModelForCausalLM.from_config(config, **more).eval()

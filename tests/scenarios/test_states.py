@@ -8,6 +8,7 @@ import fx_passes
 from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
+from tests.fuzz.states import FAMILIES, OFF
 from tests.kit.marks import slow
 from tests.kit.sessions import (
     captured_lazily,
@@ -191,11 +192,11 @@ def test_models_go_on_as_before(make):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [*((name, 50) for name in RULES[:4]), *slow(*((n, 500) for n in RULES[:4]))]
+    ("name", "number"), [*((name, 50) for name in FAMILIES), *slow(*((n, 500) for n in FAMILIES))]
 )
 def test_random_sessions(make, name, number):
-    """Chunks of every size, preemption, interrupts, discards, replays, observers."""
+    """Chunks of every size, preemption, stops, discards, replays, observers, checked replays."""
     model = make(name)
-    alone, first = results_alone(model), 10_000 * RULES.index(name)
+    alone, first = results_alone(model), 10_000 * FAMILIES.index(name)
     for seed in range(first, first + number):
-        run_session(model, alone, seed, num_draft_tokens=0, share_prefixes=False)
+        run_session(model, alone, seed, **OFF)

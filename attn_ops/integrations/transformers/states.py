@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from attn_ops.integrations.transformers.batch import PackedPositions
+from attn_ops.integrations.transformers.layers import NAME
 from attn_ops.integrations.transformers.probe import AttentionProbe
 from attn_ops.ops import states as ops
 from attn_ops.states import NULL_SLOT, Place, StatePool, StateSpec
@@ -260,7 +261,7 @@ def state_layers(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if _calls(module)]
 
 
-def keep_states(model: torch.nn.Module) -> None:
+def keep_states(model: Any) -> None:
     """Let layers with a state take a `StateCache`; harmless if repeated.
 
     Raises:
@@ -279,6 +280,7 @@ def keep_states(model: torch.nn.Module) -> None:
                 if not hasattr(scope[name], "dispatches_states"):
                     scope[name] = _dispatching(scope[name], *OURS[name])
             layer.forward = types.MethodType(_rows_as_batch, layer)
+            layer.model_config = model.config.get_text_config()
 
 
 def state_specs(model: Any) -> list[StateSpec]:
@@ -289,6 +291,7 @@ def state_specs(model: Any) -> list[StateSpec]:
     Args:
         model: after `attention_specs`, uncompiled.
     """
+    keep_states(model)
     layers = {layer.layer_idx: layer for layer in state_layers(model)}
     if not layers:
         return []
@@ -345,6 +348,12 @@ def _rows_as_batch(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs:
     given = (kwargs.get("cache_params"), kwargs.get("past_key_values"))
     forward = functools.partial(type(self).forward, self)
     if not any(isinstance(cache, StateCache) for cache in given):
+        if self.model_config._attn_implementation == NAME:  # its rows are not one sequence
+            raise ValueError(
+                f"past_key_values must be a StateCache with attn_implementation={NAME!r}, got "
+                f"{[type(cache).__name__ for cache in given if cache is not None] or None}; use "
+                "graphs.DecodeSession, or, for model.generate, set_attn_implementation('sdpa')"
+            )
         return forward(hidden_states, *args, **kwargs)
     out = forward(hidden_states.squeeze(0).unsqueeze(1), *args, **kwargs)
     return out.squeeze(1).unsqueeze(0)

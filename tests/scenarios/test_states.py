@@ -1,16 +1,20 @@
 """Models whose layers keep states: sessions give what Transformers' `generate` gives."""
 
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
+import dataclasses
+
 import pytest
 import torch
 
 import fx_passes
+from graphs import CUDAGraphMode, SessionOptions
 from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
 from tests.fuzz.states import FAMILIES, OFF
 from tests.kit.marks import slow
 from tests.kit.sessions import (
+    SIZES,
     captured_lazily,
     drain,
     is_empty,
@@ -149,10 +153,13 @@ def test_a_replay_that_leaves_another_state_is_found(make):
         session.step()
 
 
-@pytest.mark.parametrize(
-    "name", ["lfm2", "kimi_linear", *slow("qwen3_next", "bamba", "jamba", "mamba")]
-)
-def test_compiled_once(make, name):
+PIECES = {"lfm2": 3, "kimi_linear": 3}
+SLOW_PIECES = {"qwen3_next": 2, "bamba": 3, "jamba": 0, "mamba": 4}
+"""Layers of four that are equal, and compiled as one; experts may differ in what they guard on."""
+
+
+@pytest.mark.parametrize(("name", "number"), [*PIECES.items(), *slow(*SLOW_PIECES.items())])
+def test_compiled_once(make, name, number):
     """One graph for all batches and for sessions of other sizes; equal layers are one piece."""
     model = make(name)
     want = tokens_of(make_session(model).generate(PROMPTS, 8))
@@ -161,11 +168,23 @@ def test_compiled_once(make, name):
     assert tokens_of(session.generate(PROMPTS, 8)) == want
     counters = session.counters
     assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (1, 0, 0)
-    assert session.report().matches["outline_layers"] >= 2
+    assert session.report().matches["outline_layers"] == number
     other = poisoned(make_session(compiled, max_batch_size=7, max_tokens=50))
     assert tokens_of(other.generate(PROMPTS, 8)) == want
     counters = other.counters
     assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_compilations_are_saved(make, tmp_path):
+    want = tokens_of(make_session(make("lfm2")).generate(PROMPTS, 8))
+    for outcome in ("saved in", "loaded from"):
+        torch._dynamo.reset()
+        model = torch.compile(build_state_model("lfm2"), backend="attn_ops", fullgraph=True)
+        session = make_session(model, compile_cache=tmp_path)
+        assert tokens_of(session.generate(PROMPTS, 8)) == want
+        assert outcome in str(session.report().compile_cache)
+        assert session.counters.num_recompiles == 0
 
 
 def test_what_is_off(make):
@@ -175,6 +194,19 @@ def test_what_is_off(make):
     assert report.prefixes is None
     assert "prefixes are not shared" in str(report)
     refuses(model, "num_draft_tokens must be 0", num_draft_tokens=2)
+
+
+def test_nothing_is_captured_on_a_gpu_so_far(make):
+    specs, device = make_session(make("lfm2")).state_specs, torch.device("cuda")
+    options = SessionOptions(**SIZES)
+    assert options.with_states([], device) is options
+    assert options.with_states(specs, device).mode is CUDAGraphMode.NONE
+    for mode in ("FULL", "PIECEWISE"):
+        asked = dataclasses.replace(options, cudagraph_mode=mode)
+        with pytest.raises(ValueError, match=f"must be auto or NONE on a GPU .* got '{mode}'"):
+            asked.with_states(specs, device)
+        debugged = dataclasses.replace(asked, debug="eager_replay")
+        assert debugged.with_states(specs, device).cudagraph_mode == mode
 
 
 def test_models_go_on_as_before(make):

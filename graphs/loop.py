@@ -248,7 +248,7 @@ class DecodeLauncher:
     ) -> LaunchedSteps:
         """If a replay is refused, those before it are dropped: the next launch fills anew."""
         self.invalidate()
-        rows.advance_states(begun + num_steps)
+        self.runner.advance_states(rows, begun + num_steps)
         drawn = captured.tensors.device["tokens"]
         first_row = self._num_launched % drawn.shape[0]
         self.runner.launch(captured, num_steps=num_steps)

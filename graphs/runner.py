@@ -270,11 +270,16 @@ class StepRunner:
         tables = [(blocks, blocks.find(ids)) for blocks in self.blocks]
         tensors.fill(step, tables, self.cache.block_size)
         tensors.upload()
-        step.advance_states(1)
+        self.advance_states(step, 1)
         if kind is Sampling.PENALIZED:
             rows = [(s.request, s.draft[:n]) for s in step for n in range(len(s.draft) + 1)]
             state = self._penalties_of(tensors)
             state.rebuild([r.prompt for r, _ in rows], [[*r.token_ids, *d] for r, d in rows])
+
+    def advance_states(self, step: Rows, num_steps: int) -> None:
+        """Note, before a launch, which tokens states have seen after `num_steps` of the step."""
+        if self.cache.states is not None:
+            step.advance_states(num_steps)
 
     def shared_prefixes(self, step: Rows) -> SharedPrefixes | None:
         """Those of decodes that are worth to be attended to apart."""

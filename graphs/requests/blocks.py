@@ -12,7 +12,7 @@ import numpy as np
 
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import NO_MATCH, Match
-from graphs.requests.batch import FAR, After, Known
+from graphs.requests.batch import FAR, After, Known, numbers_of
 from graphs.requests.requests import Request
 
 STRIDE = 64
@@ -156,8 +156,10 @@ class Reservations:
         """
         if self.cache.states is None:
             return []
-        computed = ((request, after.place(request)[0]) for request in running)
-        return [request for request, number in computed if number not in (0, request.num_seen)]
+        computed = after.places(running, np.zeros(len(running), dtype=np.int64))[0]
+        seen = numbers_of((request.num_seen for request in running), running)
+        (rows,) = np.nonzero((computed > 0) & (computed != seen))
+        return [running[row] for row in rows.tolist()]
 
     def release(self, running: Iterable[Request]) -> bool:
         """Give blocks of all that run back which lie behind the window; whether there were any."""

@@ -24,12 +24,15 @@ from attn_ops.integrations.transformers.rows import (
     NUM_ROWS,
     Forward,
     Probes,
+    Run,
     check_positions,
     check_rows,
+    differ,
     embedding_of,
     module_names,
 )
 from attn_ops.integrations.transformers.specs import attention_layers
+from attn_ops.integrations.transformers.states import OURS, in_both_ways
 from attn_ops.metadata import AttentionSpec
 from attn_ops.states import StateSpec
 from attn_ops.tracing import PATCHING
@@ -112,6 +115,8 @@ class Contract:
         check_masks(first.calls, self.longest)
         for call in first.calls:
             check_expansion(call)
+        if first.states:
+            _check_state_layers(self._probes.another(), names)
         check_positions(first, self._probes.placed())
         for run in (self._probes.some(), *self._probes.parts()):
             _check_calls(run.calls, layers, self.specs, names)
@@ -258,6 +263,19 @@ def _check_states(states: Sequence[StateSpec]) -> None:
             raise ValueError(
                 f"layers must use a state once in a forward, got {places.count(place)} times "
                 f"{kind} state {number} of layer {layer}"
+            )
+
+
+def _check_state_layers(run: Run, names: dict[int, str]) -> None:
+    """Layers that keep states compute of a prompt what their own code computes of it."""
+    for layer, args, kwargs in run.state_layers:
+        specs = [spec for spec in run.states if spec.place[1] == layer.layer_idx]
+        own, ours = in_both_ways(layer, args, kwargs, specs)
+        if own.shape != ours.shape or differ(own[0], ours[0]):
+            raise ValueError(
+                f"{names[id(layer)]} must compute what {', '.join(OURS)} say, as "
+                "attn_ops.ops.states documents them, got a layer whose own code computes another "
+                f"prompt of {run.rows.numel()} tokens"
             )
 
 

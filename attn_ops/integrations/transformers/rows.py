@@ -55,6 +55,7 @@ class Run:
     rows: torch.Tensor  # [T]: number of each row in the first run
     logits_rows: torch.Tensor  # [R]
     states: list[StateSpec]  # that were used, in order
+    state_layers: list[tuple[Any, tuple, dict[str, Any]]]  # and what each was called with
 
     def traces(self) -> list[tuple[str, torch.Tensor]]:
         """Name and value [T, ...] of every q, k and v, in order."""
@@ -168,7 +169,7 @@ class Probes:
                     f"{rows.numel()} tokens; supported: no virtual tokens (prompt tuning)"
                 )
         check_logits(logits, wanted.numel())
-        return Run(probe.calls, logits[0], rows, wanted, probe.states)
+        return Run(probe.calls, logits[0], rows, wanted, probe.states, probe.state_layers)
 
 
 def module_names(model: Any) -> dict[int, str]:
@@ -278,7 +279,7 @@ def _first_difference(first: Run, second: Run, spoilt: int | None) -> tuple[str,
     before = first.logits[second.rows[second.logits_rows[kept]]]
     pairs.append(("row of logits", before, second.logits[kept]))
     for name, before, now in pairs:
-        kind = _differ(before, now)
+        kind = differ(before, now)
         if kind:
             return name, kind
     return None
@@ -302,7 +303,7 @@ def _of_row_alone(one: Run, other: Run, row: int) -> str | None:
     return None
 
 
-def _differ(before: torch.Tensor, now: torch.Tensor) -> str:
+def differ(before: torch.Tensor, now: torch.Tensor) -> str:
     """Compare [T, ...] row by row: "" for equal, "all" where each row is NaN, else "some"."""
     if not before.numel():
         return ""

@@ -11,10 +11,11 @@ it is looked up by a model's name. Where a function gets no handle, it is the mo
 T rows, C channels, H heads, G key heads or groups, K key size, V value size, N state size.
 """
 
+import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -243,6 +244,9 @@ def _mamba_selective_state_update(
     return ops.selective_state_update(*inputs, pool, *state.batch)
 
 
+CACHES = ("cache_params", "past_key_values")
+"""Keywords by which layers take their cache."""
+
 OURS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "causal_conv1d_update": (_causal_conv1d_update, 1, "conv_state"),
     "torch_recurrent_gated_delta_rule": (_delta_rule, 5, "initial_state"),
@@ -324,7 +328,7 @@ def _code_of(module: torch.nn.Module) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
-def _calls(module: torch.nn.Module) -> Iterator[str] | list[str]:
+def _calls(module: torch.nn.Module) -> list[str]:
     code = getattr(_code_of(module), "__code__", None)
     return [name for name in OURS if name in getattr(code, "co_names", ())]
 
@@ -345,9 +349,10 @@ def _dispatching(
 
 def _rows_as_batch(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The class's forward, [1, T, D] as [T, 1, D] where the cache is ours."""
-    given = (kwargs.get("cache_params"), kwargs.get("past_key_values"))
+    given = [kwargs.get(name) for name in CACHES]
     forward = functools.partial(type(self).forward, self)
-    if not any(isinstance(cache, StateCache) for cache in given):
+    cache = next((cache for cache in given if isinstance(cache, StateCache)), None)
+    if cache is None:
         if self.model_config._attn_implementation == NAME:  # its rows are not one sequence
             raise ValueError(
                 f"past_key_values must be a StateCache with attn_implementation={NAME!r}, got "
@@ -355,5 +360,28 @@ def _rows_as_batch(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs:
                 "graphs.DecodeSession, or, for model.generate, set_attn_implementation('sdpa')"
             )
         return forward(hidden_states, *args, **kwargs)
+    if isinstance(cache, StateProbe):
+        cache.probe.state_layers.append((self, (hidden_states, *args), kwargs))
     out = forward(hidden_states.squeeze(0).unsqueeze(1), *args, **kwargs)
     return out.squeeze(1).unsqueeze(0)
+
+
+@torch.no_grad()
+def in_both_ways(
+    layer: Any, args: tuple, kwargs: dict[str, Any], specs: Sequence[StateSpec]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer computes of rows [1, T, D] that are one prompt: by its own code, and by ours.
+
+    Args:
+        layer: prepared by `keep_states`.
+        args, kwargs: that a `StateProbe` has seen.
+        specs: of its states.
+    """
+    (name,) = [name for name in CACHES if kwargs.get(name) is not None]
+    own = type(layer).forward(layer, *args, **{**kwargs, name: None})
+    device, number = args[0].device, args[0].shape[1]
+    limited = [dataclasses.replace(spec, prompt_dt=_prompt_dt(layer)) for spec in specs]
+    one, lens = (torch.tensor([n], device=device) for n in (1, number))
+    starts = torch.tensor([0, number], device=device)
+    cache = StateCache(StatePool(limited, 1, device), one, starts, lens, lens)
+    return own, layer.forward(*args, **{**kwargs, name: cache})

@@ -131,3 +131,18 @@ def test_a_batch_without_handles_is_refused():
     step.cache_name = None
     with pytest.raises(ValueError, match="past_key_values must be a StateCache"):
         session.generate([[1, 2, 3]], 2)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "jamba"])
+def test_a_layer_that_computes_something_else_is_refused(name, monkeypatch):
+    """Its prompts show what its own functions do, which ours might not."""
+    model = build_state_model(name)
+    layer = state_layers(model)[1]
+    scope = type(layer).forward.__wrapped__.__globals__
+    own = scope["causal_conv1d_fn"]
+
+    def without_activation(*args, activation=None, **kwargs):
+        return own(*args, activation=None, **kwargs)
+
+    monkeypatch.setitem(scope, "causal_conv1d_fn", without_activation)
+    refused(model, "must compute what causal_conv1d_update, .* say, .* got a layer whose own code")

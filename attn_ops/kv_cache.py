@@ -16,6 +16,7 @@ from attn_ops.mapped_memory import MappedMemory
 from attn_ops.metadata import AttentionSpec, KVCacheLayoutType, get_kv_cache_layout
 from attn_ops.ops.cache_blocks import copy_blocks
 from attn_ops.prefixes import NO_MATCH, ROOT, Content, Key, Match
+from attn_ops.states import StatePool
 
 __all__ = ["NULL_BLOCK", "OutOfBlocksError", "PagedKVCache"]
 
@@ -36,6 +37,8 @@ class PagedKVCache:
             what `set_kv_cache_layout` set, else NHD. Shapes are the same; strides differ. Latent
             layers have one head, so both are the same.
         can_sleep: whether `sleep` can give the memory back. On a GPU it needs cuda-bindings.
+        states: of layers that keep some; every request that owns blocks has a slot there. They
+            stay while the cache sleeps.
 
     Attributes:
         tensors: per layer [P, 2, B, K, H], index 0 keys and 1 values; of layers with latent
@@ -57,6 +60,7 @@ class PagedKVCache:
         cache_layout: KVCacheLayoutType | None = None,
         window_blocks: int | None = None,
         can_sleep: bool = False,
+        states: StatePool | None = None,
     ) -> None:
         self.cache_layout = get_kv_cache_layout(cache_layout)
         if (num_tokens is None) == (memory_bytes is None):
@@ -96,6 +100,7 @@ class PagedKVCache:
         self.tensors = self._allocate_all(torch.device(device), num_tokens)
         self.pool = BlockPool(num_blocks, block_size)
         self.window_pool = BlockPool(window_blocks, block_size) if window_blocks else None
+        self.states = states
 
     def _allocate_all(self, device: torch.device, num_tokens: int | None) -> list[torch.Tensor]:
         """Tensors of all layers, or a ValueError that says how many bytes they would take."""
@@ -192,6 +197,8 @@ class PagedKVCache:
     ) -> bool:
         """Whether `reserve` finds enough free blocks, and `spare` are left of each kind."""
         pool, window = self.pool, self.window_pool
+        if self.states is not None and request not in pool.tables and not self.states.num_free:
+            return False
         if pool.needed(request, num_tokens, match) + spare > pool.num_available:
             return False
         if window is None:
@@ -222,6 +229,14 @@ class PagedKVCache:
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
+        blocks = self._reserve(request, num_tokens, match, window_tokens)
+        if self.states is not None and not self.states.slot(request):
+            self.states.take(request)
+        return blocks
+
+    def _reserve(
+        self, request: Hashable, num_tokens: int, match: Match, window_tokens: int | None
+    ) -> list[int]:
         if self.window_pool is None:
             return self.pool.reserve(request, num_tokens, match)
         wanted = num_tokens if window_tokens is None else window_tokens
@@ -247,7 +262,7 @@ class PagedKVCache:
         return number * self.block_size, window * self.block_size
 
     def free(self, request: Hashable) -> None:
-        """Give all blocks of `request` back, but for those that others share.
+        """Give all blocks of `request` back, but for those that others share, and its slot.
 
         Raises:
             ValueError: the request owns none (never reserved, or freed); the cache is as it was.
@@ -256,6 +271,8 @@ class PagedKVCache:
         if self.window_pool is not None and request in self.window_pool.tables:
             self.window_pool.free(request)
         self.pool.free(request)
+        if self.states is not None:
+            self.states.give(request)
 
     def release(self, request: Hashable, num_blocks: int) -> None:
         """Give the first blocks of `request` back, of which no layer sees a token any more: those

@@ -27,19 +27,22 @@ def dynamic_batch(
     slot_mapping: SlotMapping | None = None,
     logits_to_keep: torch.Tensor | None = None,
     kv_caches: Sequence[torch.Tensor] = (),
+    states: Sequence[torch.Tensor] = (),
+    of_requests: Sequence[torch.Tensor] = (),
 ) -> Iterator[None]:
     """Call a compiled model for the first time inside, and no later batch recompiles it.
 
-    Marks the last dimension of each tensor as dynamic, and the first one of caches, whose number of
-    blocks another session may choose otherwise. Keeps Dynamo from specializing a batch of
+    Marks the last dimension of each tensor as dynamic, and the first one of caches and pools of
+    states, whose size another session may choose otherwise. `of_requests`: the tensors [S] and
+    [S + 1] of a `StateCache`. Keeps Dynamo from specializing a batch of
     one token. The tensors must not be views, as Dynamo guards on their bases. Threads enter one at
     a time.
     """
     slots = slot_mapping if isinstance(slot_mapping, tuple) else (slot_mapping,)
-    for tensor in (input_ids, position_ids, *slots, logits_to_keep):
+    for tensor in (input_ids, position_ids, *slots, logits_to_keep, *of_requests):
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
-    for cache in kv_caches:
+    for cache in (*kv_caches, *states):
         torch._dynamo.maybe_mark_dynamic(cache, 0)
     oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
     with PATCHING, oblivious, traced_for_any_size():

@@ -32,7 +32,8 @@ LISTS = (("causal", ""), ("images and text", "Images and text: "))
 """What the lists are of, and what their headings begin with."""
 
 REASONS = (
-    ("layer_types must be supported", "layers of recurrence, convolution or selected keys"),
+    ("layer_types must be supported", "layers that select keys, or of a type of their own"),
+    ("layers with a state must", "layers with a state whose code is their own"),
     ("model must have layers that attend", "attention code of their own, or none"),
     ("attention layers must have head_dim", "layers without a head_dim"),
     ("attention_mask must be left to the batch's", "they make a padding mask themselves"),
@@ -42,6 +43,8 @@ REASONS = (
     ("must be given the mask that its options", "the mask is not what the layer's options say"),
     ("position_ids must count from 0", "their own `generate` counts positions otherwise"),
     ("model must be a decoder alone", "an encoder with a decoder"),
+    ("position_bias must be None", "attention with a position bias"),
+    ("layer_idx must be from 0", "layers that share one attention"),
     ("No module named 'scipy'", "Transformers asks for scipy"),
     ("max_tokens must be at most the model's", "their config has no number of positions"),
     ("must attend over a key a row", "they attend over other rows than a sequence's own"),

@@ -15,6 +15,7 @@ import torch
 from attn_ops import AttentionSpec, PagedKVCache
 from attn_ops.block_pool import NULL_BLOCK, BlockTable
 from attn_ops.kv_cache import bytes_per_block, has_window, window_of
+from attn_ops.states import StatePool, StateSpec
 from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
 from graphs.options import SessionOptions
@@ -311,12 +312,18 @@ WORKSPACE_BYTES = 32 * 2**20
 """That cuBLAS keeps for the stream of captures (H200, torch 2.11)."""
 
 
+def no_attention(model: Any) -> AttentionSpec:
+    """Of a small cache that nobody writes, for a model without attention: it counts tokens."""
+    return AttentionSpec(num_heads=1, num_kv_heads=1, head_size=16, dtype=model.dtype)
+
+
 class Owner(Protocol):
     """What is read of a `DecodeSession`."""
 
     original: Any
     device: torch.device
     specs: list[AttentionSpec]
+    state_specs: list[StateSpec]
     plan: CapturePlan
     builder: Any
 
@@ -338,7 +345,10 @@ def made_cache(
         "block_size": options.block_size,
         "device": owner.device,
         "cache_layout": options.cache_layout,
+        "states": None,
     }
+    if owner.state_specs:  # first: what they take is not left for blocks
+        more["states"] = StatePool(owner.state_specs, options.max_batch_size, owner.device)
 
     def measure() -> StepMemory:
         cache = PagedKVCache(owner.specs, num_tokens=options.block_size, **more)

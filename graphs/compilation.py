@@ -17,9 +17,10 @@ from attn_ops import dynamic_batch
 from fx_passes.backend import attn_ops
 from fx_passes.inductor_slot import SLOT, AtenPipeline
 from fx_passes.observe import Recorder, recorders, recording
+from graphs.capture.failures import break_reason
 from graphs.capture.pool import paused_collector
 from graphs.options import SessionOptions
-from graphs.runner import StepRunner, break_reason
+from graphs.runner import StepRunner
 from graphs.saved.cache import CompileCache, batch_text
 from graphs.saved.loaded import LoadedModel
 

@@ -223,12 +223,12 @@ class DecodeLauncher:
     ) -> LaunchedSteps:
         """If a replay is refused, those before it are dropped: the next launch fills anew."""
         self.invalidate()
+        self.runner.advance_states(rows, begun + num_steps)
         drawn = captured.tensors.device["tokens"]
         first_row = self._num_launched % drawn.shape[0]
-        for i in range(num_steps):
-            self.runner.launch(captured, weights=i == 0)
-            if captured.key.late_edits and not late:
-                self.runner.finish(captured)
+        self.runner.launch(captured, num_steps)
+        if captured.key.late_edits and not late:
+            self.runner.finish(captured)
         self._num_launched += num_steps
         none = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         launched = LaunchedSteps(

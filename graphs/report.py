@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_ops.backends.registry import Selection
+from attn_ops.states import StatePool
 from graphs.cache_size import CacheSize
 from graphs.capture.failures import CaptureError
 from graphs.capture.memory import GraphMemory, human
@@ -172,6 +173,7 @@ class SessionReport:
     num_launches: dict[str, int]  # ahead: before the last tokens were read; waited: after
     preemptions: PreemptionCounts | None  # None: whole lengths are reserved
     prefixes: PrefixCounts | None  # None: requests share no prefixes
+    states: str | None  # what layers keep beside keys and values; None: nothing
     verify: str | None  # "first", "always" or the interval; None: no replay is compared
     num_verified: int  # replays that were compared with a call; a difference was raised
     num_forgiven: int  # tokens of them that differed and were as good as the call's
@@ -218,6 +220,7 @@ class SessionReport:
             num_launches=dict(session.loop.num_launches),
             preemptions=session.loop.scheduler.reservations.counts(),
             prefixes=session.loop.scheduler.prefixes.counts(),
+            states=_states(session.runner.cache.states),
             verify=None if verifier is None else str(verifier.mode),
             num_verified=0 if verifier is None else verifier.num_checked,
             num_forgiven=0 if verifier is None else verifier.num_forgiven,
@@ -276,6 +279,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
         ("launches", _launches(r.num_launches)),
         *((("preemptions", str(r.preemptions)),) if r.preemptions else ()),
         *((("prefixes", str(r.prefixes)),) if r.prefixes else ()),
+        *((("states", r.states),) if r.states else ()),
         ("verified", _verified(r)),
         ("compiled", _compiled(r)),
         *((("compile cache", r.compile_cache),) if r.compile_cache else ()),
@@ -290,6 +294,17 @@ def _captured(r: SessionReport) -> str:
     for i, line in enumerate(r.graphs):
         memory.add(i, max(0, line.num_bytes))  # less where the allocator gave something back
     return f"{memory}, {r.capture_seconds:.2f} s, of {r.num_keys} keys"
+
+
+def _states(pool: StatePool | None) -> str | None:
+    if pool is None:
+        return None
+    layers = len({layer for _, layer, _ in pool.tensors})
+    return (
+        f"of {layers} layers, {human(pool.bytes_per_request)} a request, {pool.num_slots - 1} "
+        f"slots and the null slot, {human(pool.num_bytes)}; prefixes are not shared, drafts are "
+        "refused, and on a GPU no step is captured"
+    )
 
 
 def _launches(number: dict[str, int]) -> str:

@@ -6,7 +6,6 @@ S requests, R rows of logits, V vocabulary.
 import functools
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,12 +22,18 @@ from attn_ops import (
 from attn_ops.integrations.transformers import (
     AttentionProbe,
     PackedPositions,
+    StateCache,
+    StateProbe,
+    cache_name,
     check_logits,
     counts_positions,
+    state_layers,
 )
 from attn_ops.integrations.transformers.rotary import SHIFT
 from attn_ops.ops.write_kv import SlotMapping
+from attn_ops.states import StatePool
 from fx_passes.forms import calls, replayed
+from graphs.capture.failures import untraced
 from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.modes import BatchDescriptor, CUDAGraphMode
@@ -49,6 +54,10 @@ LogitsObserver = Callable[[Sequence[Scheduled], torch.Tensor], object]
 """Gets the requests of a step and its logits [R, V]; see `DecodeSession.observe_logits`."""
 
 
+OF_STATES = ("state_slots", "query_start_loc", "seq_lens", "prompt_lens")
+"""Tensors of a step that a `StateCache` takes."""
+
+
 def slots_of(tensors: Mapping[str, torch.Tensor]) -> SlotMapping:
     """The slots of a step, as the model is given them."""
     slots = tensors["slot_mapping"]
@@ -66,6 +75,7 @@ class ModelInputs:
     def __init__(self, model: Any, kv_cache_dtype: str) -> None:
         self.model = model
         self.counts_positions = counts_positions(model)
+        self.cache_name = cache_name(model) if state_layers(model) else None
         self.constants: dict[str, Any] = {"use_cache": False}
         if kv_cache_dtype != "auto":
             self.constants["kv_cache_dtype"] = kv_cache_dtype
@@ -75,9 +85,12 @@ class ModelInputs:
         tensors: Mapping[str, torch.Tensor],
         metadata: AttentionMetadata | None,
         kv_caches: list[torch.Tensor],
+        states: StatePool | None = None,
     ) -> dict[str, Any]:
         """Keywords for the device side of a step's tensors."""
         more = self.constants.copy()
+        if self.cache_name is not None and states is not None:
+            more[self.cache_name] = StateCache(states, *(tensors[name] for name in OF_STATES))
         if self.counts_positions:
             more["past_key_values"] = PackedPositions(tensors["position_ids"])
         name = "inputs_embeds" if "inputs_embeds" in tensors else "input_ids"
@@ -111,6 +124,8 @@ class ModelInputs:
         more: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
         if position_ids is None:  # the model counts from 0
             more["past_key_values"] = None
+        if self.cache_name is not None:
+            more[self.cache_name] = StateProbe(probe, input_ids.shape[1], input_ids.device)
         with torch.compiler.set_stance("force_eager"):
             return self.model(**(self(tensors, None, []) | more | {"attn_metadata": probe})).logits
 
@@ -168,15 +183,16 @@ class StepRunner:
         self.drops_rows = False
         self.keeps_rows_why: str | None = None
         whole = [spec for spec in builder.specs if spec.cascades]
-        self.cascades = bool(whole) and builder.cascades_on_device and not self._windows
+        self.cascades = bool(whole) and builder.cascades_on_device and not cache.window_pool
         sizes = [math.prod(s.cache_shape(1, 1)) * s.cache_dtype.itemsize for s in whole]
         self._cascaded_bytes = max(sizes, default=0)  # of a token in a layer that sees all keys
         self._penalties: PenaltyState | None = None
 
     @property
-    def _windows(self) -> bool:
-        """Whether layers with a window have blocks of their own."""
-        return self.cache.window_pool is not None
+    def _fields(self) -> dict[str, bool]:
+        """Fields of `StepTensors` that the layers need."""
+        cache = self.cache
+        return {"windows": cache.window_pool is not None, "states": cache.states is not None}
 
     def release(self) -> None:
         """Drop all graphs; `captured` captures anew."""
@@ -225,7 +241,7 @@ class StepRunner:
             edits=edits,
             vocab_size=self.vocab_size,
             num_rows=None if counts is None else int(counts.sum()),
-            windows=self._windows,
+            **self._fields,
         )
         self.fill(tensors, step, sampling)
         if last_R is not None:
@@ -256,10 +272,16 @@ class StepRunner:
         if edits:
             tensors.fill_edits(step)
         tensors.upload(edits=edits)
+        self.advance_states(step, 1)
         if kind is Sampling.PENALIZED:
             rows = [(s.request, s.draft[:n]) for s in step for n in range(len(s.draft) + 1)]
             state = self._penalties_of(tensors)
             state.rebuild([r.prompt for r, _ in rows], [[*r.token_ids, *d] for r, d in rows])
+
+    def advance_states(self, step: Rows, num_steps: int) -> None:
+        """Note, before a launch, which tokens states have seen after `num_steps` of the step."""
+        if self.cache.states is not None:
+            step.advance_states(num_steps)
 
     def shared_prefixes(self, step: Rows) -> SharedPrefixes | None:
         """Those of decodes that are worth to be attended to apart."""
@@ -280,13 +302,14 @@ class StepRunner:
         assert self.graphs is not None, "a step is captured only while there are graphs"
         return self.graphs.get(key, mode)
 
-    def launch(self, captured: CapturedStep, *, weights: bool = True) -> None:
-        """Replay on what the tensors hold; arguments and errors: see `StepGraphs.replay`.
+    def launch(self, captured: CapturedStep, num_steps: int = 1) -> None:
+        """Replay on what the tensors hold, so many times; errors: see `StepGraphs.replay`.
 
         Where edits come late, `finish` follows.
         """
         assert self.graphs is not None, "a step is replayed only while there are graphs"
-        self.graphs.replay(captured, weights=weights)
+        for i in range(num_steps):
+            self.graphs.replay(captured, weights=i == 0)
 
     def finish(self, captured: CapturedStep, step: Rows | None = None) -> None:
         """What follows the logits of a step whose edits come late; `step`: they come now."""
@@ -309,7 +332,7 @@ class StepRunner:
             logprobs=key.logprobs,
             edits=key.edits,
             vocab_size=self.vocab_size,
-            windows=self._windows,
+            **self._fields,
         )
         longest = key.query_len or key.num_tokens
         common = tensors.common(longest, self.max_tokens, on_host=False)
@@ -328,8 +351,7 @@ class StepRunner:
             key,
             tensors,
             common,
-            self.cache.tensors,
-            [("block_table", "window_block_table")[own] for own in self.cache.own_blocks],
+            self.cache,
             self._penalties_of(tensors) if kind is Sampling.PENALIZED else None,
             run=keep if key.late_edits else run,
             call=functools.partial(self._run, tensors, key, common),
@@ -372,14 +394,14 @@ class StepRunner:
         finish_step(tokens_R, tensors.device, self.cache.block_size)
 
     def _logits(self, tensors: StepTensors, metadata: AttentionMetadata) -> torch.Tensor:
-        inputs = self.inputs(tensors.device, metadata, self.cache.tensors)
+        inputs = self.inputs(tensors.device, metadata, self.cache.tensors, self.cache.states)
         compiled = "input_ids" in inputs  # with embeddings Dynamo would compile once more
         model = self.model if compiled else self.inputs.model
         try:
             with calls(captures=self.graphs is not None):
                 logits_1RV = model(**inputs).logits
         except (Unsupported, FailOnRecompileLimitHit) as error:
-            raise _untraced(self.model, error) from error
+            raise untraced(self.model, error) from error
         check_logits(logits_1RV, tensors.num_rows)
         return logits_1RV[0]
 
@@ -464,7 +486,7 @@ class StepRunner:
         context manager that tells Dynamo so. Returns seconds.
         """
         begin = time.perf_counter()
-        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, windows=self._windows)
+        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, **self._fields)
         tensors.upload()
         # Clones, because Dynamo guards on the base of a view.
         tensors.device.update({name: t.clone() for name, t in tensors.device.items()})
@@ -473,6 +495,9 @@ class StepRunner:
         batch["slot_mapping"] = slots_of(device)
         metadata = self.builder.build(0, tensors.common(17, 1))
         batch["kv_caches"] = self.cache.tensors
+        if self.cache.states is not None:
+            batch["states"] = list(self.cache.states.tensors.values())
+            batch["of_requests"] = [device[name] for name in OF_STATES]
         with first_call(**batch, logits_to_keep=device["logits_indices"]):
             self._logits(tensors, metadata)
         self.drops_rows = metadata.has_logits_rows and self._runs_without_logits()
@@ -482,9 +507,8 @@ class StepRunner:
 
     def _runs_without_logits(self) -> bool:
         """Whether the model takes a step that wants no row's logits; not all take empty tensors."""
-        tensors = StepTensors.allocate(
-            17, 5, self.max_blocks, self.device, logits=False, windows=self._windows
-        )
+        more = {"logits": False, **self._fields}
+        tensors = StepTensors.allocate(17, 5, self.max_blocks, self.device, **more)
         tensors.upload()
         try:
             self._logits(tensors, self.builder.build(0, tensors.common(17, 1)))
@@ -517,24 +541,3 @@ def _called(logits_RV: torch.Tensor, step: Rows) -> torch.Tensor:
             except Exception as error:  # the others go on
                 request.error = error
     return logits_RV
-
-
-def break_reason(text: str) -> str:
-    """Why Dynamo breaks a graph, and at which line of the user's code where it says so."""
-    title = text.strip().partition("\n")[0]
-    explanation = re.search(r"^ *Explanation: (.+)$", text, re.MULTILINE)
-    lines = re.findall(r'File "(.+?)", line (\d+)', text.partition("from user code:")[2])
-    where = ", at {}:{}".format(*lines[-1]) if lines else ""
-    return title + (f": {explanation[1]}" if explanation else "") + where
-
-
-def _untraced(model: Any, error: Exception) -> ValueError:
-    """What to do where Dynamo cannot trace the model, or has compiled it too often."""
-    name = type(getattr(model, "_orig_mod", model)).__name__
-    reason = break_reason(str(error))
-    if isinstance(error, FailOnRecompileLimitHit):
-        reason = "a model that has changed more often than recompile_limit of torch._dynamo.config"
-    return ValueError(
-        f"model must be traceable by Dynamo with fullgraph=True, got {name}: {reason}; change "
-        "that, use the model uncompiled, or compile it without fullgraph=True"
-    )

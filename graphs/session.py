@@ -18,11 +18,12 @@ from attn_ops.integrations.transformers import (
     Contract,
     attention_specs,
     prepare_model,
+    state_specs,
     write_weights,
 )
 from attn_ops.integrations.transformers.rotary import rope_boundary
 from fx_passes.backend import start_compile_workers
-from graphs.cache_size import made_cache
+from graphs.cache_size import made_cache, no_attention
 from graphs.capture.memory import sizes_of
 from graphs.capture.plan import CapturePlan, builder_of, selected
 from graphs.capture.store import StepGraphs
@@ -100,11 +101,13 @@ class DecodeSession:
         self.vocab_size = self.original.config.get_text_config().vocab_size
         self.max_batch_size, self.max_tokens = options.max_batch_size, options.max_tokens
         self.decode_steps, block_size = options.decode_steps, options.block_size
-        self.specs = attention_specs(self.original, kv_cache_dtype)
+        self.specs = attention_specs(self.original, kv_cache_dtype) or [no_attention(self.original)]
         inputs = ModelInputs(self.original, kv_cache_dtype)
         longest = self.max_tokens + options.num_draft_tokens
         contract = Contract(self.original, self.specs, inputs.probe, self.vocab_size, longest)
         self.state = ModelState(self.original, contract, compiled=compiled)
+        self.state_specs = state_specs(self.original)
+        options = options.with_states(self.state_specs, self.device)
         sizes = sizes_of(self.original, compiled=compiled)
         self.backend_selection = selected(self.specs, block_size, self.device, options.backend)
         chosen = self.backend_selection.backend

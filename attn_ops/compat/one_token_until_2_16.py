@@ -6,6 +6,7 @@ test_sharing_families.py count no recompilation without it.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -24,11 +25,13 @@ def traced_for_any_size() -> Iterator[None]:
       overlaps itself. 2 is torch's answer if it cannot say.
     - Strides of a view are looked for by a comparison of sizes (`_strides_of_any_size`).
     - The meta of _scaled_mm asks whether there is one scale of the rows (`_checked_for_any_size`).
+    - A reshape asks whether it is a view, of a slice of each row too (`_reshaped_for_any_size`).
     """
     overlap = mock.patch.object(torch, "_debug_has_internal_overlap", return_value=2)
     strides = mock.patch.object(fake_impls, "_compute_stride", _strides_of_any_size)
     scaled = mock.patch.object(metas, "_check_scaled_mm_sizes", _checked_for_any_size)
-    with overlap, strides, scaled:
+    reshape = mock.patch.object(torch.Tensor, "reshape", _reshaped_for_any_size)
+    with overlap, strides, scaled, reshape:
         yield
 
 
@@ -66,3 +69,22 @@ def _strides_of_any_size(
     if strides is not None or size_oblivious:
         return strides
     return _compute_stride(old_shape, old_stride, new_shape)
+
+
+_reshape: Any = torch.Tensor.reshape
+
+
+def _reshaped_for_any_size(x: torch.Tensor, *sizes: Any, **named: Any) -> torch.Tensor:
+    """A view where there is one for any number of rows, else a copy.
+
+    Qwen3-Next reshapes q and v, which are slices of each row.
+    """
+    shape = list(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes)
+    if named or all(type(n) is int for n in x.shape):
+        return _reshape(x, *sizes, **named)
+    if -1 in [n for n in shape if type(n) is int]:
+        place = shape.index(-1)
+        shape[place] = x.numel() // math.prod(shape[:place] + shape[place + 1 :])
+    if _compute_stride(x.shape, x.stride(), shape, size_oblivious=True) is None:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(shape)

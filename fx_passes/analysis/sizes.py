@@ -33,6 +33,16 @@ def equal(a: tuple, b: tuple) -> bool:
     return [expression(size) for size in a] == [expression(size) for size in b]
 
 
+def is_contiguous(x: torch.Tensor) -> bool:
+    """Whether the formulas of its strides say so, for any number of rows."""
+    wanted = sympy.Integer(1)
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if expression(size) != 1 and expression(stride) != wanted:
+            return False
+        wanted *= expression(size)
+    return True
+
+
 def mentions(x: torch.Tensor, symbol: sympy.Symbol) -> bool:
     """Whether a size of x depends on T."""
     return any(symbol in expression(size).free_symbols for size in x.shape)

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, QUANTIZED, VIEWS, WITH_LSE, aten
 from fx_passes.analysis.row_count import RowCount
-from fx_passes.analysis.sizes import equal, expression
+from fx_passes.analysis.sizes import equal, expression, is_contiguous
 from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 
@@ -86,7 +86,7 @@ class CollapseViews(Pass):
         if (
             root.op != "call_function"
             or not _is_written_whole(root)
-            or not value_of(root).is_contiguous()
+            or not is_contiguous(value_of(root))
         ):
             return False
         value, base = value_of(node), value_of(root)
@@ -114,7 +114,7 @@ class CollapseViews(Pass):
                     node.name,
                 )
                 return False
-            if value.is_contiguous() and expression(value.numel()) == expression(base.numel()):
+            if is_contiguous(value) and expression(value.numel()) == expression(base.numel()):
                 new = graph.call_function(aten.view.default, (root, size))
             else:
                 new = graph.call_function(

@@ -1,7 +1,7 @@
 """Why a capture failed: the operator, the Python line, the kind of the failure and what helps.
 
 CUDA does not say what was not permitted. The traceback has the line; a second run, in which every
-operator is watched, finds the operator.
+operator is watched, finds the operator. And why Dynamo cannot trace a model.
 """
 
 import contextlib
@@ -17,12 +17,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_ops.compat
 from graphs.capture.pool import capturing, is_invalidated
 
-__all__ = ["CaptureError", "Failure", "capturing", "diagnosing"]
+__all__ = ["CaptureError", "Failure", "break_reason", "capturing", "diagnosing", "untraced"]
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _GRAPHS = str(Path(__file__).parents[1]) + os.sep
@@ -245,3 +246,24 @@ def _described(site: traceback.FrameSummary | None) -> str:
     if site is None:
         return ""
     return f"{site.filename}:{site.lineno} in {site.name}: `{(site.line or '').strip()}`"
+
+
+def break_reason(text: str) -> str:
+    """Why Dynamo breaks a graph, and at which line of the user's code where it says so."""
+    title = text.strip().partition("\n")[0]
+    explanation = re.search(r"^ *Explanation: (.+)$", text, re.MULTILINE)
+    lines = re.findall(r'File "(.+?)", line (\d+)', text.partition("from user code:")[2])
+    where = ", at {}:{}".format(*lines[-1]) if lines else ""
+    return title + (f": {explanation[1]}" if explanation else "") + where
+
+
+def untraced(model: Any, error: Exception) -> ValueError:
+    """What to do where Dynamo cannot trace the model, or has compiled it too often."""
+    name = type(getattr(model, "_orig_mod", model)).__name__
+    reason = break_reason(str(error))
+    if isinstance(error, FailOnRecompileLimitHit):
+        reason = "a model that has changed more often than recompile_limit of torch._dynamo.config"
+    return ValueError(
+        f"model must be traceable by Dynamo with fullgraph=True, got {name}: {reason}; change "
+        "that, use the model uncompiled, or compile it without fullgraph=True"
+    )

@@ -10,12 +10,13 @@ of logits, V vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from attn_ops import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attn_ops.kv_cache import PagedKVCache
 from attn_ops.ops.breaks import AttentionCall, around_attention
 from graphs.capture.pool import GraphPool, paused_collector
 from graphs.modes import BatchDescriptor
@@ -38,8 +39,7 @@ class Step:
     key: BatchDescriptor
     tensors: StepTensors  # what it reads, and where it leaves its results
     common: CommonAttentionMetadata  # without host mirrors; its maxima bound those of every replay
-    caches: Sequence[torch.Tensor]  # the KV cache of every layer
-    tables: Sequence[str]  # the block table of each, by its name in `tensors`
+    cache: PagedKVCache
     penalties: PenaltyState | None  # None: it has no request with penalties
     run: Callable[[AttentionMetadata | None], torch.Tensor]
     """Runs the step, returns its logits [R, V]. None: it builds its metadata itself."""

@@ -198,6 +198,6 @@ def _inputs_of(step: Step, graph: Graph) -> AddressBook:
     return AddressBook.of(
         step=step.tensors.device,
         metadata=graph.metadata,
-        kv_caches=step.caches,
+        kv_caches=step.cache.tensors,
         penalties=step.penalties,
     )

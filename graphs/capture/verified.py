@@ -10,7 +10,7 @@ import torch
 
 from attn_ops import AttentionMetadata
 from graphs.capture.recorder import Builder, Graph, Recorder, Step, metadata_now
-from graphs.capture.verifier import Verifier
+from graphs.capture.verifier import States, Verifier
 from graphs.modes import CUDAGraphMode
 from graphs.sampling.params import Sampling
 from graphs.step.tensors import TABLES
@@ -126,19 +126,28 @@ class VerifiedReplay:
         self._verifier.check(
             key,
             tensors.device_bytes,
-            step.caches,
+            step.cache.tensors,
             self._slots(),
             replay,
             call,
             lambda: self._outputs(rows_S, rows_R),
             more={} if penalties is None else {"output_counts": penalties.output_counts},
             draw=None if key.sampling is Sampling.GREEDY else draw,
+            states=self._states(),
         )
 
     def _slots(self) -> list[torch.Tensor]:
         """Of every cache, those that the step writes."""
         slots = {n: self.step.tensors.device[TABLES[n]].clone() for n in self.step.tensors.versions}
-        return [slots[name] for name in self.step.tables]
+        tables = ("block_table", "window_block_table")
+        return [slots[tables[own]] for own in self.step.cache.own_blocks]
+
+    def _states(self) -> States | None:
+        """Pools of the model, and the slots of the step's requests."""
+        states = self.step.cache.states
+        if states is None:
+            return None
+        return states.by_name(), self.step.tensors.device["state_slots"].clone()
 
     def _outputs(self, rows_S: torch.Tensor, rows_R: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the step leaves of rows that are no padding; the first since its filling."""

@@ -12,13 +12,14 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attn_ops.metadata import kv_dtype_of
+from attn_ops.states import NULL_SLOT
 
 TOLERANCES: dict[torch.dtype, float] = {
     torch.float64: 1e-9,
@@ -31,6 +32,10 @@ TOLERANCES: dict[torch.dtype, float] = {
 A replay is planned for other bounds than a call, so its kernels add in another order. FP8 caches
 have that of bfloat16, and one step of the format on top.
 """
+
+
+States = tuple[Mapping[str, torch.Tensor], torch.Tensor]
+"""Pools by name [P, ...], and slots [S] of requests."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +217,7 @@ class _Saved:
     rows: list[torch.Tensor]  # [W, 2, K, H] of every cache
     more: list[torch.Tensor]
     outputs: dict[str, torch.Tensor]
+    states: list[torch.Tensor]  # of the step's requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +228,8 @@ class _Touched:
     caches: Sequence[torch.Tensor]  # as `in_halves` gives them
     slots: list[torch.Tensor]  # of every cache [W] int64, none padding or in the null block
     more: Mapping[str, torch.Tensor]
+    states: Mapping[str, torch.Tensor]  # [P, ...] each
+    own_states: torch.Tensor  # int64, which of the P the step changes
 
     @classmethod
     def of(
@@ -230,6 +238,7 @@ class _Touched:
         caches: Sequence[torch.Tensor],
         slots: torch.Tensor | Sequence[torch.Tensor],
         more: Mapping[str, torch.Tensor],
+        states: States | None,
     ) -> "_Touched":
         assert state.dtype == torch.uint8, f"state must be bytes, got {state.dtype}"
         caches = [in_halves(cache) for cache in caches]
@@ -241,7 +250,8 @@ class _Touched:
             if kind not in checked:
                 checked[kind] = cls._checked(one, cache)
             found.append(checked[kind])
-        return cls(state, caches, found, more)
+        pools, slots_S = states or ({}, state.new_zeros(0))
+        return cls(state, caches, found, more, pools, slots_S[slots_S != NULL_SLOT].long())
 
     @staticmethod
     def _checked(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -261,7 +271,8 @@ class _Touched:
         rows = [cache[*self._rows_of(i)] for i, cache in enumerate(self.caches)]
         more = [t.clone() for t in self.more.values()]
         results = {} if outputs is None else {n: t.clone() for n, t in outputs().items()}
-        return _Saved(self.state.clone(), rows, more, results)
+        states = [pool[self.own_states] for pool in self.states.values()]
+        return _Saved(self.state.clone(), rows, more, results, states)
 
     def restore(self, saved: _Saved) -> None:
         self.state.copy_(saved.state)
@@ -269,6 +280,8 @@ class _Touched:
             self.caches[i].index_put_(self._rows_of(i), rows)
         for tensor, old in zip(self.more.values(), saved.more, strict=True):
             tensor.copy_(old)
+        for pool, old in zip(self.states.values(), saved.states, strict=True):
+            pool.index_copy_(0, self.own_states, old)
 
     def slots_on_cpu(self) -> torch.Tensor | list[torch.Tensor]:
         """Those of all caches; of each cache, where they differ."""
@@ -351,6 +364,7 @@ class Verifier:
         *,
         more: Mapping[str, torch.Tensor] | None = None,
         draw: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        states: States | None = None,
     ) -> None:
         """Replay the step, call it from the same state, compare; leaves what the replay computed.
 
@@ -372,11 +386,13 @@ class Verifier:
             draw: tokens [R] for logits [R, V]; run from the state before the step. A token that
                 differs passes if it is drawn from the replay's logits. None: if the call's logits
                 of the two tokens are within the tolerance of one another, as for an argmax.
+            states: of layers that keep some, by name [P, ...], and the slots of the step's requests
+                [S], 0 for padding. They are compared, too.
 
         Raises:
             VerificationError: they differ.
         """
-        touched = _Touched.of(state, caches, slots, more or {})
+        touched = _Touched.of(state, caches, slots, more or {}, states)
         before = touched.save()
         try:
             replayed, findings = self._replayed(touched, replay, outputs)
@@ -384,6 +400,7 @@ class Verifier:
             eager()
             called = touched.save(outputs)
             findings += self._compare_rows(replayed, called)
+            findings += self._compare_states(touched.states, replayed, called)
             touched.restore(before)
             findings += self._compare_outputs(replayed.outputs, called.outputs, draw)
         except BaseException:
@@ -427,6 +444,14 @@ class Verifier:
                 bound = self._tolerances.get(dtype, 0.0)
                 findings.append(compare(name, mine[:, i], theirs[:, i], bound, step))
         return findings
+
+    def _compare_states(
+        self, names: Iterable[str], replayed: _Saved, called: _Saved
+    ) -> list[Finding]:
+        return [
+            compare(name, mine, theirs, self._tolerances.get(mine.dtype, 0.0))
+            for name, mine, theirs in zip(names, replayed.states, called.states, strict=True)
+        ]
 
     def _compare_outputs(
         self,
@@ -514,4 +539,5 @@ def _on_cpu(saved: _Saved, touched: _Touched) -> dict[str, Any]:
         "kv_caches": [rows.cpu() for rows in saved.rows],
         "more": {n: t.cpu() for n, t in zip(touched.more, saved.more, strict=True)},
         "outputs": {name: t.cpu() for name, t in saved.outputs.items()},
+        "states": {n: t.cpu() for n, t in zip(touched.states, saved.states, strict=True)},
     }

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from attn_ops import PAD_SLOT_ID
+from attn_ops.states import NULL_SLOT
 from graphs.capture.recorder import metadata_now
 from graphs.capture.store import CapturedStep
 from graphs.capture.verified import VerifiedReplay
@@ -104,7 +105,7 @@ def _fill(tensors: StepTensors, session: Any) -> int:
     """Fill a step with padding that reads blocks of the cache; returns the tokens each row reads.
 
     As many as a request may have, or fewer if the cache does not hold that for all of them. Slots
-    stay those of padding, and no row is active: only the null block is written.
+    stay those of padding, and no row is active: only the null block is written, and no state.
     """
     cache, number = session.cache, tensors.num_reqs
     blocks = min(tensors.arrays["block_table"].shape[1], max(1, (cache.num_blocks - 1) // number))
@@ -114,6 +115,8 @@ def _fill(tensors: StepTensors, session: Any) -> int:
         arrays[name].fill(0)
     for name in ("stop_tokens", "sources", *map(TABLES.__getitem__, tensors.versions)):
         arrays[name].fill(PAD_SLOT_ID)
+    if "state_slots" in arrays:
+        arrays["state_slots"].fill(NULL_SLOT)
     for name, (_, neutral) in FIELDS.items():
         arrays[name].fill(neutral)
     places = np.arange(number * blocks).reshape(number, blocks)

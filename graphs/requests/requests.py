@@ -86,6 +86,8 @@ class Request:
     room: int = 0  # tokens that its blocks hold at least, of all layers
     whole_room: int = 0  # the same of layers that see all keys
     num_released: int = 0  # of its first blocks, that were given back behind the layers' window
+    state_slot: int = 0  # of a `StatePool`, where layers keep states
+    num_seen: int = 0  # tokens that its states have seen when what is launched is over
     num_lost: int = 0  # tokens that were computed before it was preempted
     tokenizer: Any = None  # None: its text is not asked for
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # from that token on

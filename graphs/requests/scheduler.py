@@ -63,6 +63,8 @@ class Scheduler:
             self.prefixes.refresh(idle=not self.running)
             self.prefixes.keep_prompts(self.running, after)
             self.reservations.release(self.running)
+        for request in self.reservations.lost(self.running, after):
+            self._preempt(request)
         known = Known.of(self.running)
         short = self.reservations.short(known, after)
         if not self._extend(short, after):
@@ -77,17 +79,15 @@ class Scheduler:
 
     def _extend(self, short: list[Request], after: After) -> bool:
         """Give requests the blocks of their next steps; False: wait for those that have ended."""
+        extend = self.reservations.extend
         for request in sorted(short, key=lambda r: r.id):
-            while request in self.running and not self._extends(request, after):
+            while request in self.running and not extend(request, self.running, after):
                 if any(map(after.has_ended, self.running)):
                     return False  # one launch later is better than computing a prompt again
                 self._preempt(max(self.running, key=lambda r: r.id))
         if short:
             self.reservations.extend_all(self.running, after)
         return True
-
-    def _extends(self, request: Request, after: After) -> bool:
-        return self.reservations.extend(request, self.running, after)
 
     def _filled(self, known: Known, after: After) -> Rows:
         """Rows of running requests up to the budget: one of every decode, then of prompts."""

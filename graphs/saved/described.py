@@ -71,7 +71,8 @@ class _Describer:
         if isinstance(value, types.FunctionType):
             return _function(value)
         if isinstance(value, types.MethodType):
-            return [value.__func__, value.__self__]
+            owner = value.__self__  # it may hold its method itself, which JSON would call a circle
+            return [value.__func__, self(owner) if id(owner) in self._seen else owner]
         if isinstance(value, staticmethod | classmethod):
             return value.__func__
         if isinstance(value, property):

@@ -17,6 +17,7 @@ import torch
 from attn_ops import PAD_SLOT_ID, CommonAttentionMetadata
 from attn_ops.integrations.transformers.rotary import SHIFT
 from attn_ops.metadata import positions_of_step
+from attn_ops.states import NULL_SLOT
 from graphs.requests.batch import Rows
 from graphs.requests.requests import MAX_STOP_TOKENS
 from graphs.sampling import FIELDS
@@ -70,6 +71,7 @@ class StepTensors:
         vocab_size: int = 0,
         num_rows: int | None = None,
         windows: bool = False,
+        states: bool = False,
     ) -> "StepTensors":
         """Room for T = `num_tokens` rows and S = `num_reqs` requests, filled as padding.
 
@@ -86,7 +88,8 @@ class StepTensors:
 
         With `logprobs` = k of at least 0, logprobs [N, R, 1 + k] int64, rows of `packed`. With
         `edits` = B of at least 0, what `graphs.sampling.edits.edited` takes, biases by request.
-        With `windows`, window_block_table and window_slot_mapping, of layers with a window.
+        With `windows`, window_block_table and window_slot_mapping, of layers with a window. With
+        `states`, state_slots and prompt_lens [S] int32, see `StateCache`.
         """
         num_drawn = num_tokens if query_len is not None else num_reqs
         num_drawn = num_drawn if logits else 0
@@ -104,6 +107,8 @@ class StepTensors:
         num_left = sum(name in ("tokens", "logprobs") for name in layout)
         if not windows:
             layout = {name: x for name, x in layout.items() if not name.startswith("window_")}
+        if not states:
+            layout = {n: x for n, x in layout.items() if n not in ("state_slots", "prompt_lens")}
         sizes = [_align(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values()]
         num_early = sum(name in early for name in layout)
         on_gpu, uint8 = device.type == "cuda", torch.uint8
@@ -151,6 +156,8 @@ class StepTensors:
             host[name][num_reqs:] = -1
         for name, (_, neutral) in FIELDS.items():
             host[name][num_reqs:] = neutral
+        if "state_slots" in host:
+            host["state_slots"][num_reqs:] = NULL_SLOT
         for table, versions in self.versions.items():
             host[TABLES[table]][num_tokens:] = PAD_SLOT_ID
             if versions[num_reqs:].any():
@@ -192,6 +199,9 @@ class StepTensors:
             rows = step.logits_rows(start)
             host["logits_indices"][: rows.size] = rows
             host["num_logits"][0] = rows.size
+        if "state_slots" in host:
+            host["state_slots"][:num_reqs] = [request.state_slot for request in step.requests]
+            host["prompt_lens"][:num_reqs] = packed["prompt"]
         np.add(computed, query, out=host["seq_lens"][:num_reqs])
         host["remaining"][:num_reqs] = step.remaining
         host["sources"][:num_reqs] = columns.sources
@@ -417,6 +427,8 @@ def _layout(
         **{name: ((num_reqs,), dtype) for name, (dtype, _) in FIELDS.items()},
         "stop_tokens": ((num_reqs, MAX_STOP_TOKENS), torch.int64),
         "remaining": ((num_reqs,), torch.int32),
+        "state_slots": ((num_reqs,), torch.int32),
+        "prompt_lens": ((num_reqs,), torch.int32),
         "active": ((num_reqs,), torch.bool),
         "sources": ((num_reqs,), torch.int32),
         "step": ((1,), torch.int64),

@@ -24,10 +24,12 @@ EQUAL = [
     *("stablelm", "nemotron"),  # drop keywords
     *("gptj", "gpt_neo", "falcon"),  # classes of their own
     "gpt_neox",
+    *("qwen3_next", "kimi_linear", "lfm2", "nemotron_h", "jamba", "mamba"),  # layers with a state
     *("image-text/llava", "image-text/qwen2_vl"),  # given text alone
     "image-text/deepseek_vl_hybrid",  # a class of its own for images
 ]
 REFUSED = ["diffllama", "hrm_text", "mvp", "xglm", "moshi", "trocr", "bart", "git", "bloom"]
+REFUSED += ["minimax", "zamba", "deepseek_v32"]
 REFUSED += ["image-text/kosmos-2.5", "image-text/t5gemma2"]
 QUICK = [
     "llama",

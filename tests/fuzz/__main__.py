@@ -6,6 +6,7 @@
     configs      generation configs and padding against `generate`
     programs     models changed before their session is made against what they compute alone
     sessions     calls of a session, interrupted too, against requests alone
+    states       the same of models whose layers keep states
     serve        waves of clients of examples/serve.py, many of which hang up
 
 A seed is a case: a failure prints the command that runs it alone. The search goes on, and exits
@@ -22,7 +23,8 @@ from collections.abc import Sequence
 
 import torch
 
-SEARCHES = ("attention", "blocksparse", "configs", "options", "programs", "sessions", "serve")
+SEARCHES = ("attention", "blocksparse", "configs", "options", "programs", "sessions", "states")
+SEARCHES += ("serve",)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -36,6 +36,9 @@ def poisoned(session: DecodeSession) -> DecodeSession:
     """Its caches are NaN wherever nothing has been written."""
     for cache in session.cache.tensors:
         cache[1:] = 0x7F if cache.dtype == torch.uint8 else float("nan")  # NaN of E4M3 and E5M2
+    states = session.cache.states
+    for tensor in () if states is None else states.tensors.values():
+        tensor.fill_(float("nan"))  # the null slot too
     return session
 
 
@@ -63,7 +66,10 @@ def drain(session, outputs=None) -> dict[int, list[int]]:
 
 
 def is_empty(session) -> bool:
-    """Whether nobody owns a block of any kind."""
+    """Whether nobody owns a block of any kind, nor a slot for states."""
+    states = session.cache.states
+    if states is not None and states.num_free != states.num_slots - 1:
+        return False
     pools = [pool for pool in (session.cache.pool, session.cache.window_pool) if pool is not None]
     return all(pool.num_available == pool.num_blocks - 1 for pool in pools)
 

@@ -35,6 +35,13 @@ from attn_ops.integrations.transformers.probe import AttentionProbe
 from attn_ops.integrations.transformers.registration import register
 from attn_ops.integrations.transformers.sharded import num_ranks, ranks_of_model
 from attn_ops.integrations.transformers.specs import attention_specs, cross_attention_specs
+from attn_ops.integrations.transformers.states import (
+    StateCache,
+    StateProbe,
+    cache_name,
+    state_layers,
+    state_specs,
+)
 from attn_ops.integrations.transformers.weights import write_weights
 from attn_ops.tracing import PATCHING, dynamic_batch
 
@@ -44,10 +51,13 @@ __all__ = [
     "AttentionProbe",
     "Contract",
     "PackedPositions",
+    "StateCache",
+    "StateProbe",
     "attention_configs",
     "attention_forward",
     "attention_specs",
     "cache_index",
+    "cache_name",
     "carry_keywords",
     "check_contract",
     "check_lengths",
@@ -64,5 +74,7 @@ __all__ = [
     "prepare_model",
     "ranks_of_model",
     "register",
+    "state_layers",
+    "state_specs",
     "write_weights",
 ]

@@ -24,13 +24,17 @@ from attn_ops.integrations.transformers.rows import (
     NUM_ROWS,
     Forward,
     Probes,
+    Run,
     check_positions,
     check_rows,
+    differ,
     embedding_of,
     module_names,
 )
 from attn_ops.integrations.transformers.specs import attention_layers
+from attn_ops.integrations.transformers.states import OURS, in_both_ways
 from attn_ops.metadata import AttentionSpec
+from attn_ops.states import StateSpec
 from attn_ops.tracing import PATCHING
 
 _HARMLESS = frozenset(
@@ -107,9 +111,12 @@ class Contract:
         first = self._probes.in_order()
         names = module_names(self.model)
         _check_calls(first.calls, layers, self.specs, names)
+        _check_states(first.states)
         check_masks(first.calls, self.longest)
         for call in first.calls:
             check_expansion(call)
+        if first.states:
+            _check_state_layers(self._probes.another(), names)
         check_positions(first, self._probes.placed())
         for run in (self._probes.some(), *self._probes.parts()):
             _check_calls(run.calls, layers, self.specs, names)
@@ -117,6 +124,11 @@ class Contract:
                 raise ValueError(
                     "layers must attend in the same way in every forward, got calls of attention "
                     f"that differ between {first.rows.numel()} and {run.rows.numel()} tokens"
+                )
+            if run.states != first.states:
+                raise ValueError(
+                    "layers must use the same states in every forward, got others for "
+                    f"{first.rows.numel()} and {run.rows.numel()} tokens"
                 )
             check_rows(first, run, self._probes)
         _check_columns(first.logits, self.vocab_size)
@@ -180,7 +192,7 @@ def _check_calls(
         _check_cache(call, owners, len(specs))
         _check_spec(call, specs[call.cache], call.name)
         _check_extras(call)
-    if not calls:
+    if layers and not calls:
         raise ValueError(
             f"{names[id(layers[0])]} must call the attention function of its config, got no call "
             "of any layer; supported: layers that attend by Transformers' interface"
@@ -240,6 +252,31 @@ def _check_extras(call: ProbedCall) -> None:
             f"got the keywords {', '.join(sorted(passed))}; supported: scaling, sliding_window, "
             "softcap, s_aux, is_causal"
         )
+
+
+def _check_states(states: Sequence[StateSpec]) -> None:
+    """Every state is used once in a forward."""
+    places = [spec.place for spec in states]
+    for place in places:
+        if places.count(place) > 1:
+            kind, layer, number = place
+            raise ValueError(
+                f"layers must use a state once in a forward, got {places.count(place)} times "
+                f"{kind} state {number} of layer {layer}"
+            )
+
+
+def _check_state_layers(run: Run, names: dict[int, str]) -> None:
+    """Layers that keep states compute of a prompt what their own code computes of it."""
+    for layer, args, kwargs in run.state_layers:
+        specs = [spec for spec in run.states if spec.place[1] == layer.layer_idx]
+        own, ours = in_both_ways(layer, args, kwargs, specs)
+        if own.shape != ours.shape or differ(own[0], ours[0]):
+            raise ValueError(
+                f"{names[id(layer)]} must compute what {', '.join(OURS)} say, as "
+                "attn_ops.ops.states documents them, got a layer whose own code computes another "
+                f"prompt of {run.rows.numel()} tokens"
+            )
 
 
 def _check_embeddings(model: Any, vocab_size: int) -> None:

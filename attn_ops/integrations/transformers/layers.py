@@ -113,6 +113,8 @@ def cache_owner(layer: Any) -> int:
 
 def cache_index(layer: Any) -> int:
     """Index in `kv_caches` of the cache that the layer reads."""
+    if hasattr(layer, "cache_number"):
+        return layer.cache_number
     owner = cache_owner(layer)
     if not hasattr(layer, "is_kv_shared_layer"):
         return owner

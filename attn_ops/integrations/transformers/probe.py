@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attn_ops.metadata import AttentionSpec
+from attn_ops.states import StateSpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,11 +44,15 @@ class AttentionProbe:
 
     Attributes:
         calls: in the order in which the model made them.
+        states: that layers have used, in that order; see `StateProbe`.
+        state_layers: each layer that keeps states, and what it was called with.
     """
 
     def __init__(self, names: dict[int, str] | None = None) -> None:
         self.names = names or {}
         self.calls: list[ProbedCall] = []
+        self.states: list[StateSpec] = []
+        self.state_layers: list[tuple[Any, tuple, dict[str, Any]]] = []
 
     def name(self, layer: Any) -> str:
         return self.names.get(id(layer), type(layer).__name__)

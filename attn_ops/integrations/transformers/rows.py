@@ -15,6 +15,9 @@ from attn_ops.integrations.transformers.forward import MaskGiven
 from attn_ops.integrations.transformers.layers import NAME, check_logits
 from attn_ops.integrations.transformers.masks import tagged_masks
 from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
+from attn_ops.integrations.transformers.specs import attention_layers
+from attn_ops.integrations.transformers.states import OURS, ProbedState
+from attn_ops.states import StateSpec
 
 NUM_ROWS = 12
 
@@ -51,6 +54,8 @@ class Run:
     logits: torch.Tensor  # [R, V]
     rows: torch.Tensor  # [T]: number of each row in the first run
     logits_rows: torch.Tensor  # [R]
+    states: list[StateSpec]  # that were used, in order
+    state_layers: list[tuple[Any, tuple, dict[str, Any]]]  # and what each was called with
 
     def traces(self) -> list[tuple[str, torch.Tensor]]:
         """Name and value [T, ...] of every q, k and v, in order."""
@@ -75,6 +80,8 @@ class Probes:
 
     def in_order(self) -> Run:
         """All rows in order, with logits of each and masks that can be compared."""
+        if not attention_layers(self.model):  # such models multiply by the mask
+            return self._run(self.rows, self.rows)
         mask = torch.ones_like(self.rows)[None]
         with tagged_masks(NAME):
             try:
@@ -148,6 +155,13 @@ class Probes:
                 "attention_mask must be left to the batch's metadata, got "
                 f"{type(self.model).__name__}, which makes a padding mask where it is given none"
             ) from error
+        except (AttributeError, TypeError) as error:
+            if ProbedState.__name__ not in str(error):
+                raise
+            raise ValueError(
+                f"layers with a state must only hand it to {', '.join(OURS)}, got one that does "
+                f"more with it: {error}"
+            ) from error
         for call in probe.calls:
             if call.q.shape[0] != rows.numel():
                 raise ValueError(
@@ -155,7 +169,7 @@ class Probes:
                     f"{rows.numel()} tokens; supported: no virtual tokens (prompt tuning)"
                 )
         check_logits(logits, wanted.numel())
-        return Run(probe.calls, logits[0], rows, wanted)
+        return Run(probe.calls, logits[0], rows, wanted, probe.states, probe.state_layers)
 
 
 def module_names(model: Any) -> dict[int, str]:
@@ -235,8 +249,9 @@ def check_rows(first: Run, run: Run, probes: Probes) -> None:
         raise ValueError(
             "rows of a batch must meet in attention only, and depend on their own token and "
             f"position, got another {found[0]} for rows that stood elsewhere and beside others; "
-            "supported: models that take input_ids and position_ids, without convolutions, "
-            "recurrences or statistics over tokens outside their attention"
+            "supported: models that take input_ids and position_ids, without statistics over "
+            "tokens outside their attention, whose convolutions and recurrences call "
+            f"{', '.join(OURS)}"
         )
 
 
@@ -264,7 +279,7 @@ def _first_difference(first: Run, second: Run, spoilt: int | None) -> tuple[str,
     before = first.logits[second.rows[second.logits_rows[kept]]]
     pairs.append(("row of logits", before, second.logits[kept]))
     for name, before, now in pairs:
-        kind = _differ(before, now)
+        kind = differ(before, now)
         if kind:
             return name, kind
     return None
@@ -288,7 +303,7 @@ def _of_row_alone(one: Run, other: Run, row: int) -> str | None:
     return None
 
 
-def _differ(before: torch.Tensor, now: torch.Tensor) -> str:
+def differ(before: torch.Tensor, now: torch.Tensor) -> str:
     """Compare [T, ...] row by row: "" for equal, "all" where each row is NaN, else "some"."""
     if not before.numel():
         return ""

@@ -18,11 +18,23 @@ from attn_ops.integrations.transformers.layers import (
     shares_cache,
 )
 from attn_ops.integrations.transformers.rotary import trace_real_rotary
+from attn_ops.integrations.transformers.states import OURS, keep_states, state_layers
 from attn_ops.metadata import AttentionSpec
 from attn_ops.metadata.features import spec_fields
 from attn_ops.ops.checks import check_scale_values
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_WITH_STATES = {
+    "linear_attention",
+    "conv",
+    "mamba",
+    "hybrid",
+    "hybrid_sliding",
+    "attention",
+    "mlp",
+    "moe",
+}
+"""Types of models with layers that keep states: those layers, and what stands between them."""
 
 
 def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionSpec]:
@@ -36,6 +48,9 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
     Args:
         model: a decoder or an encoder; one of the two if a model has both.
         kv_cache_dtype: auto, fp8_e4m3 (or fp8), fp8_e5m2: what the layers' caches hold.
+
+    Returns:
+        None of them where all layers keep states, as Mamba's do.
 
     Raises:
         ValueError: the model was not built with `attn_implementation="attn_ops"`, has no attention
@@ -52,6 +67,10 @@ def attention_specs(model: Any, kv_cache_dtype: str = "auto") -> list[AttentionS
     for sharer in filter(shares_cache, layers):
         _check_sharing(sharer, layers, model, kv_cache_dtype)
     owners = [layer for layer in layers if not shares_cache(layer)]
+    if state_layers(model):
+        keep_states(model)
+        for number, layer in enumerate(owners):  # others between them have no cache
+            layer.cache_number = number
     return [_spec(layer, model, kv_cache_dtype) for layer in owners]
 
 
@@ -92,27 +111,44 @@ def cross_attention_specs(decoder: Any, kv_cache_dtype: str = "auto") -> list[At
 
 def _layers(model: Any) -> list[Any]:
     config = model.config.get_text_config()
+    layers, keeping = [m for m in model.modules() if _attends(m)], state_layers(model)
+    if keeping and not layers:
+        return []
     if config._attn_implementation != NAME:
         raise ValueError(
             f"attn_implementation must be {NAME!r}, got {config._attn_implementation!r}; call "
             "attn_ops.integrations.transformers.register() and pass it to from_pretrained "
             "or from_config"
         )
-    layers = [m for m in model.modules() if _attends(m)]
     if not layers:
         raise ValueError(
             "model must have layers that attend by Transformers' attention functions and have a "
             f"layer_idx, got {type(model).__name__}, whose layers have code of their own (as ALiBi "
             "has in BLOOM and MPT, which never call such a function) or do not attend at all"
         )
-    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if unknown:
-        raise ValueError(
-            f"layer_types must be supported, got {', '.join(sorted(unknown))}; "
-            f"supported: {', '.join(sorted(_LAYER_TYPES))}; recurrent, convolving and "
-            "index-selecting layers have no paged KV cache of keys and values"
-        )
+    types: set[str] = set(getattr(config, "layer_types", None) or ())
+    _check_types(types - _LAYER_TYPES, bool(keeping))
     return sorted(layers, key=lambda m: m.layer_idx)
+
+
+def _check_types(others: set[str], keeps_states: bool) -> None:
+    """Raise a ValueError for layer types that are no attention over a paged cache, nor beside it.
+
+    Args:
+        others: that are not in `_LAYER_TYPES`.
+        keeps_states: some layers call functions that take states.
+    """
+    known = sorted(_LAYER_TYPES | _WITH_STATES)
+    if unknown := others - _WITH_STATES:
+        raise ValueError(
+            f"layer_types must be supported, got {', '.join(sorted(unknown))}; supported: "
+            f"{', '.join(known)}; layers that select keys have no paged KV cache of all of them"
+        )
+    if others and not keeps_states:
+        raise ValueError(
+            f"layers with a state must call one of {', '.join(OURS)}, got none that does among "
+            f"layers of the types {', '.join(sorted(others))}, which have code of their own"
+        )
 
 
 def _attends(module: Any) -> bool:

@@ -1,0 +1,148 @@
+"""Transformers models with layers that keep states, by hand, and what is refused of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from attn_ops import CommonAttentionMetadata, PagedKVCache, get_backend
+from attn_ops.integrations import transformers as integration
+from attn_ops.integrations.transformers.states import keep_states, state_layers
+from attn_ops.states import StatePool
+from tests.kit.sessions import make_session
+from tests.kit.state_models import build_state_model
+
+BLOCK = 4
+
+
+def refused(model, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make_session(model)
+
+
+def test_the_states_of_layers():
+    """A forward of two tokens finds them; attention layers between them have the caches."""
+    model = build_state_model("qwen3_next")
+    assert len(integration.attention_specs(model)) == 1
+    assert integration.cache_index(model.model.layers[2].self_attn) == 0
+    places = {spec.place: (spec.shape, spec.dtype) for spec in integration.state_specs(model)}
+    conv, recurrent = ((128, 3), torch.float32), ((4, 16, 16), torch.float32)
+    kinds = {"conv": conv, "recurrent": recurrent}
+    assert places == {(kind, i, 0): kinds[kind] for i in (0, 1, 3) for kind in kinds}
+    half = copy.deepcopy(model).bfloat16()
+    dtypes = {spec.place[0]: spec.dtype for spec in integration.state_specs(half)}
+    assert dtypes == {"conv": torch.bfloat16, "recurrent": torch.float32}
+    limits = {s.prompt_dt for s in integration.state_specs(build_state_model("nemotron_h"))}
+    assert limits == {(0.001, None)}
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_by_hand(name, compiled):
+    """Two prompts in chunks of any size give the logits of the model alone."""
+    model = build_state_model(name)
+    model.set_attn_implementation("sdpa")
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in (9, 6)]
+    want = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    model.set_attn_implementation("attn_ops")
+    specs, backend = integration.attention_specs(model), get_backend("TORCH")
+    cache = PagedKVCache(specs, num_tokens=64, block_size=BLOCK)
+    pool = StatePool(integration.state_specs(model), 2)
+    builder = backend.builder(backend, specs, BLOCK, "cpu")
+    slots = torch.tensor([pool.take(request) for request in range(2)])
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for request, prompt in enumerate(prompts):
+        cache.reserve(request, len(prompt))
+    done = [0, 0]
+    for sizes in ([4, 1], [1, 3], [4, 2]):
+        ends = [begin + size for begin, size in zip(done, sizes, strict=True)]
+        table = cache.block_table(range(2))
+        common = CommonAttentionMetadata.from_lengths(sizes, ends, table, BLOCK)
+        places = [range(*place) for place in zip(done, ends, strict=True)]
+        ids = [prompt[i] for prompt, p in zip(prompts, places, strict=True) for i in p]
+        lens = torch.tensor([9, 6])
+        states = integration.StateCache(pool, slots, common.query_start_loc, common.seq_lens, lens)
+        out = run(
+            input_ids=torch.tensor([ids]),
+            position_ids=torch.tensor([[i for p in places for i in p]]),
+            attn_metadata=builder.build(0, common),
+            kv_caches=cache.tensors,
+            past_key_values=states,
+            use_cache=False,
+        ).logits[0]
+        wanted = torch.cat([rows[p.start : p.stop] for rows, p in zip(want, places, strict=True)])
+        torch.testing.assert_close(out, wanted, atol=2e-4, rtol=1e-3)
+        done = ends
+
+
+def test_a_copy_has_layers_of_its_own():
+    model = build_state_model("lfm2")
+    keep_states(model)
+    for layer in state_layers(copied := copy.deepcopy(model)):
+        assert layer.forward.__self__ is layer
+    keep_states(copied)
+
+
+def test_a_replaced_forward_is_refused():
+    model = build_state_model("lfm2")
+    layer = state_layers(model)[0]
+    layer.forward = lambda *args, **kwargs: args[0]
+    refused(model, "forward of Lfm2ShortConv must be its class's, got <function")
+
+
+def test_a_layer_that_looks_at_its_state_is_refused():
+    """Zamba's takes the state of each of its heads."""
+    sizes = {"mamba_d_state": 8, "mamba_dt_rank": 8, "n_mamba_heads": 2, "attn_layer_period": 2}
+    sizes |= {"attention_hidden_size": 128, "attention_head_dim": 32, "use_mamba_kernels": False}
+    model = build_state_model("zamba", **sizes)
+    refused(model, "layers with a state must only hand it to .* object is not subscriptable")
+
+
+class Mixes(nn.Module):
+    """Adds the row before to every row."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, *args, **kwargs):
+        return self.inner(x + 0.5 * x.roll(1, dims=-2), *args, **kwargs)
+
+
+def test_rows_that_meet_outside_the_states_are_refused():
+    model = build_state_model("lfm2")
+    model.model.layers[1].feed_forward = Mixes(model.model.layers[1].feed_forward)
+    refused(model, "rows of a batch must meet in attention only")
+
+
+def test_a_state_that_two_layers_share_is_refused():
+    model = build_state_model("lfm2")
+    model.model.layers[1].conv.layer_idx = 0
+    refused(model, "layers must use a state once in a forward, got 2 times conv state 0 of layer 0")
+
+
+def test_a_batch_without_handles_is_refused():
+    """The model's own code would compute one sequence of all rows."""
+    model = build_state_model("lfm2")
+    session = make_session(model)
+    step = session.runner.inputs
+    step.cache_name = None
+    with pytest.raises(ValueError, match="past_key_values must be a StateCache"):
+        session.generate([[1, 2, 3]], 2)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "jamba"])
+def test_a_layer_that_computes_something_else_is_refused(name, monkeypatch):
+    """Its prompts show what its own functions do, which ours might not."""
+    model = build_state_model(name)
+    layer = state_layers(model)[1]
+    scope = type(layer).forward.__wrapped__.__globals__
+    own = scope["causal_conv1d_fn"]
+
+    def without_activation(*args, activation=None, **kwargs):
+        return own(*args, activation=None, **kwargs)
+
+    monkeypatch.setitem(scope, "causal_conv1d_fn", without_activation)
+    refused(model, "must compute what causal_conv1d_update, .* say, .* got a layer whose own code")

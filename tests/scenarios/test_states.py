@@ -1,0 +1,234 @@
+"""Models whose layers keep states: sessions give what Transformers' `generate` gives."""
+
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
+import dataclasses
+
+import pytest
+import torch
+
+import fx_passes
+from graphs import CUDAGraphMode, SessionOptions
+from graphs.app.parity import Reference, compare, keeping_logits
+from graphs.capture.verifier import VerificationError
+from tests.fuzz.sessions import results_alone, run_session
+from tests.fuzz.states import FAMILIES, OFF
+from tests.kit.marks import slow
+from tests.kit.sessions import (
+    SIZES,
+    captured_lazily,
+    drain,
+    is_empty,
+    make_session,
+    poisoned,
+    refuses,
+    tokens_of,
+    uncaptured,
+)
+from tests.kit.state_models import RULES, STATE_CONFIGS, build_state_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUMBERS = torch.randint(3, 64, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPTS = [NUMBERS[:13], NUMBERS[13:18], NUMBERS[20:29], [NUMBERS[30]], NUMBERS[30:60]]
+"""More than run at a time, so that slots are handed on."""
+
+
+@pytest.fixture(scope="module")
+def make(request):
+    models: dict[str, torch.nn.Module] = {}
+
+    def build(name: str):
+        if name not in models:
+            models[name] = build_state_model(name)
+        return models[name]
+
+    return build
+
+
+@pytest.mark.parametrize("name", STATE_CONFIGS)
+def test_tokens_and_logits_are_those_of_transformers(make, name):
+    """Chunks of prompts run beside decodes; states are NaN until their requests begin."""
+    model = make(name)
+    reference = Reference(model)
+    session = poisoned(uncaptured(model, max_batch_size=3, max_tokens_per_step=7))
+    with keeping_logits(session) as logits:
+        results = session.generate(PROMPTS, 8)
+    parity = compare(reference, PROMPTS, results, [rows for _, rows in sorted(logits.items())])
+    assert parity.num_identical == len(PROMPTS)
+    assert parity.max_logits_difference < 2e-4
+    assert parity.num_distinct_tokens > 8
+    assert is_empty(session)
+    states = session.cache.states
+    assert all(tensor[0].isnan().all() for tensor in states.tensors.values())  # the null slot
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_state_that_is_not_the_requests_own_shows(make, name):
+    """What the test above would miss if states did not matter."""
+    model = make(name)
+    want = tokens_of(make_session(model).generate(PROMPTS, 8))
+    session = make_session(model, max_batch_size=3, max_tokens_per_step=7)
+    session.cache.states.slot = lambda request: 1
+    assert tokens_of(session.generate(PROMPTS, 8)) != want
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_preempted_requests_get_their_tokens(make, name):
+    model = make(name)
+    want = make_session(model).generate(PROMPTS[:4], 20)
+    session = poisoned(make_session(model, cache_tokens=40, max_tokens=40, max_tokens_per_step=9))
+    assert session.generate(PROMPTS[:4], 20) == want
+    assert session.report().preemptions.num_preemptions > 0
+    assert is_empty(session)
+
+
+def test_discarded_requests_give_their_slots_back(make):
+    session = poisoned(make_session(make("lfm2"), max_batch_size=2))
+    ids = [session.add(prompt, 30) for prompt in PROMPTS]
+    session.step()
+    assert session.cache.states.num_free == 0
+    for request in ids[:2]:
+        session.discard(request)
+    assert session.cache.states.num_free == 2
+    want = tokens_of(make_session(make("lfm2")).generate(PROMPTS[2:], 30))
+    streamed = drain(session)
+    assert [streamed[request] for request in ids[2:]] == want
+    assert is_empty(session)
+
+
+@pytest.mark.parametrize("options", [{"debug": "eager_replay"}, {}], ids=["captured", "called"])
+def test_a_step_that_raised_is_computed_again(make, options, monkeypatch):
+    """Its layers may have written the states already."""
+    model = make("qwen3_next")
+    want = tokens_of(make_session(model).generate(PROMPTS[:3], 8))
+    session = poisoned(make_session(model, **options))
+    ids = [session.add(prompt, 8) for prompt in PROMPTS[:3]]
+    outputs = [*session.step(), *session.step()]
+
+    def fail(*args):
+        raise RuntimeError("no memory for samples")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.runner, "_drawn", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            session.step()
+    streamed = drain(session, outputs)
+    assert [streamed[request] for request in ids] == want
+    assert session.report().preemptions.num_preemptions == 3
+
+
+def test_warming_up_and_capturing_changes_no_state(make):
+    session = poisoned(captured_lazily(make("bamba"), decode_steps=2, lazy_capture=False))
+    session.warm_up()
+    assert session.graphs
+    assert all(t.isnan().all() for t in session.cache.states.tensors.values())
+    want = tokens_of(make_session(make("bamba")).generate(PROMPTS, 8))
+    assert tokens_of(session.generate(PROMPTS, 8)) == want
+    assert session.num_steps["captured"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_verified_replays_advance_states_once(make, name):
+    model = make(name)
+    want = make_session(model).generate(PROMPTS, 8)
+    session = poisoned(captured_lazily(model, verify="always"))
+    assert session.generate(PROMPTS, 8) == want
+    assert session.verifier.num_checked > 5
+
+
+def test_a_replay_that_leaves_another_state_is_found(make):
+    session = captured_lazily(make("qwen3_next"), verify="always")
+    session.add(PROMPTS[0], 8)
+    session.step()
+    session.step()
+    graph = next(iter(session.graphs)).graph
+    run = graph.graph.replay
+
+    def stale(metadata=None):
+        run(metadata)
+        session.cache.states.tensors["recurrent", 1, 0][1].mul_(1.01)
+
+    graph.graph.replay = stale
+    with pytest.raises(VerificationError, match="recurrent state 0 of layer 1"):
+        session.step()
+
+
+PIECES = {"lfm2": 3, "kimi_linear": 3}
+SLOW_PIECES = {"qwen3_next": 2, "bamba": 3, "jamba": 0, "mamba": 4}
+"""Layers of four that are equal, and compiled as one; experts may differ in what they guard on."""
+
+
+@pytest.mark.parametrize(("name", "number"), [*PIECES.items(), *slow(*SLOW_PIECES.items())])
+def test_compiled_once(make, name, number):
+    """One graph for all batches and for sessions of other sizes; equal layers are one piece."""
+    model = make(name)
+    want = tokens_of(make_session(model).generate(PROMPTS, 8))
+    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    session = poisoned(captured_lazily(compiled, max_tokens_per_step=7))
+    assert tokens_of(session.generate(PROMPTS, 8)) == want
+    counters = session.counters
+    assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (1, 0, 0)
+    assert session.report().matches["outline_layers"] == number
+    other = poisoned(make_session(compiled, max_batch_size=7, max_tokens=50))
+    assert tokens_of(other.generate(PROMPTS, 8)) == want
+    counters = other.counters
+    assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_compilations_are_saved(make, tmp_path):
+    want = tokens_of(make_session(make("lfm2")).generate(PROMPTS, 8))
+    for outcome in ("saved in", "loaded from"):
+        torch._dynamo.reset()
+        model = torch.compile(build_state_model("lfm2"), backend="attn_ops", fullgraph=True)
+        session = make_session(model, compile_cache=tmp_path)
+        assert tokens_of(session.generate(PROMPTS, 8)) == want
+        assert outcome in str(session.report().compile_cache)
+        assert session.counters.num_recompiles == 0
+
+
+def test_what_is_off(make):
+    model = make("lfm2")
+    session = make_session(model, share_prefixes=True)
+    report = session.report()
+    assert report.prefixes is None
+    assert "prefixes are not shared" in str(report)
+    refuses(model, "num_draft_tokens must be 0", num_draft_tokens=2)
+
+
+def test_nothing_is_captured_on_a_gpu_so_far(make):
+    specs, device = make_session(make("lfm2")).state_specs, torch.device("cuda")
+    options = SessionOptions(**SIZES)
+    assert options.with_states([], device) is options
+    assert options.with_states(specs, device).mode is CUDAGraphMode.NONE
+    for mode in ("FULL", "PIECEWISE"):
+        asked = dataclasses.replace(options, cudagraph_mode=mode)
+        with pytest.raises(ValueError, match=f"must be auto or NONE on a GPU .* got '{mode}'"):
+            asked.with_states(specs, device)
+        debugged = dataclasses.replace(asked, debug="eager_replay")
+        assert debugged.with_states(specs, device).cudagraph_mode == mode
+
+
+def test_models_go_on_as_before(make):
+    """A model with a session still generates by itself, and trains."""
+    model = build_state_model("lfm2")
+    session = make_session(model)
+    want = tokens_of(session.generate(PROMPTS[:1], 8))
+    model.set_attn_implementation("sdpa")
+    ids = torch.tensor(PROMPTS[:1])
+    out = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert out[0, len(PROMPTS[0]) :].tolist() == want[0]
+    model.requires_grad_(True).train()
+    model(ids, labels=ids).loss.backward()
+    assert model.model.layers[0].conv.in_proj.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [*((name, 50) for name in FAMILIES), *slow(*((n, 500) for n in FAMILIES))]
+)
+def test_random_sessions(make, name, number):
+    """Chunks of every size, preemption, stops, discards, replays, observers, checked replays."""
+    model = make(name)
+    alone, first = results_alone(model), 10_000 * FAMILIES.index(name)
+    for seed in range(first, first + number):
+        run_session(model, alone, seed, **OFF)

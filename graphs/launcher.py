@@ -157,6 +157,7 @@ class DecodeLauncher:
         """
         assert last is None or self.is_last(last), "its tokens are still on the device"
         self.invalidate()
+        # With two graphs, but all tokens known to the host, both are launched at once.
         late = captured.key.late_edits and rows.takes_tokens
         self.runner.fill(captured.tensors, rows, captured.key.sampling, edits=not late)
         if last is not None:

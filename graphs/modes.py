@@ -83,7 +83,8 @@ class BatchDescriptor:
     logprobs: int = -1  # most likely tokens that log-probabilities are computed of; -1: none at all
     edits: int = -1  # most biases of a request, where logits are edited; -1: they are not
     groups: int = 0  # most groups of requests whose shared prefixes are attended to apart
-    late_edits: bool = False  # they come while the model runs: what follows it is another graph
+    # What tokens are allowed is uploaded while the model's graph runs: a second graph draws.
+    late_edits: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_reqs"):

@@ -11,8 +11,8 @@ import torch
 
 from attn_ops import Backend
 from attn_ops.metadata import KVCacheLayoutType, kv_dtype_of
-from graphs.capture.verifier import Verifier
 from attn_ops.states import StateSpec
+from graphs.capture.verifier import Verifier
 from graphs.modes import (
     CUDAGraphMode,
     checked_capture_sizes,

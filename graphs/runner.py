@@ -373,7 +373,10 @@ class StepRunner:
         common: CommonAttentionMetadata,
         metadata: AttentionMetadata | None,
     ) -> torch.Tensor:
-        """Metadata to tokens, and of a decode step the next one's inputs; the logits [R, V]."""
+        """Metadata to tokens, and of a decode step the next one's inputs; the logits [R, V].
+
+        Where edits come late, no further than the logits: `_finish` is the other graph.
+        """
         if metadata is None and key.groups:
             metadata = self.builder.build_cascade(common, *tensors.groups(key.groups))
         elif metadata is None:

@@ -144,14 +144,8 @@ class DecodeSession:
 
     def _make_loop(self, options: SessionOptions) -> None:
         weights = WeightVersions(self.original) if options.share_prefixes else None
-        self.scheduler = Scheduler(
-            self.cache,
-            self.max_batch_size,
-            options.max_tokens_per_step,
-            weights,
-            options.lookahead,
-            self._max_scored,
-        )
+        limits = (options.max_tokens_per_step, weights, options.lookahead, self._max_scored)
+        self.scheduler = Scheduler(self.cache, self.max_batch_size, *limits)
         tokens_of = Tokens(self.tokenizer, self.vocab_size)
         self.book = RequestBook(self.original, self.limits, self.scheduler.waiting, tokens_of)
         self._requests = self.book.requests

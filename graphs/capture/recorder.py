@@ -42,7 +42,10 @@ class Step:
     cache: PagedKVCache
     penalties: PenaltyState | None  # None: it has no request with penalties
     run: Callable[[AttentionMetadata | None], torch.Tensor]
-    """Runs the step, returns its logits [R, V]. None: it builds its metadata itself."""
+    """Runs the step, returns its logits [R, V]. None: it builds its metadata itself.
+
+    Where edits come late it ends with the logits, and `rest` follows.
+    """
     call: Callable[[AttentionMetadata | None], torch.Tensor]
     """The same as steps are called that are not recorded; see `fx_passes.forms`."""
     draw: Callable[[torch.Tensor], torch.Tensor]

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class CapturedStep:
-    """One graph with the tensors it reads and writes, and the addresses it was captured with."""
+    """A step's graph, or its two, with the tensors they read and write, and their addresses."""
 
     step: Step
     mode: CUDAGraphMode  # FULL or PIECEWISE
@@ -133,7 +133,10 @@ class StepGraphs:
         graph.replay(metadata)
 
     def finish(self, captured: CapturedStep) -> None:
-        """Run what follows a replay whose edits come late; its tensors hold them now."""
+        """Run what follows a replay whose edits come late; its tensors hold them now.
+
+        It reads the step's own tensors alone, whose addresses the replay has just compared.
+        """
         assert captured.rest is not None, "its edits come late"
         captured.rest.replay()
 

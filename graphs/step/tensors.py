@@ -1,7 +1,7 @@
 """A step's tensors: one block of bytes on the host, one copy to the device, views on both sides.
 
 All state of a step stands in that block, what the device changes by itself too. So it is uploaded,
-saved and restored by one copy.
+saved and restored by one copy. Edits that come late follow by a copy of their own.
 
 S requests, T rows, R rows of logits, V vocabulary, N steps without the host, M blocks a request may
 own, K stop tokens.

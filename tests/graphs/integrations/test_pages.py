@@ -1,4 +1,4 @@
-"""The programs of the pages docs/generate_batch.md and docs/trl.md, as they are printed."""
+"""The programs of docs/generate_batch.md and docs/trl.md; TRL's on a CPU, as the page says."""
 
 import re
 import subprocess

@@ -19,9 +19,9 @@ Of grammars and bad words, the model alone is launched ahead: what may follow th
 while it runs, and a second graph draws (`BatchDescriptor.late_edits`).
 
 These wait for the tokens first: drafts, `verify`, an observer of logits, penalties in a batch that
-changes or beside grammars, grammars in steps that hold prompts or are not captured whole, plans that are part of a graph
-(`CapturedStep.plans_in_place`) or share memory (`plans_in_turn` of a builder), and everything on a
-CPU, where a step is over when it is launched.
+changes or beside grammars, grammars in steps that hold prompts or are not captured whole, plans
+that are part of a graph (`CapturedStep.plans_in_place`) or share memory (`plans_in_turn` of a
+builder), and everything on a CPU, where a step is over when it is launched.
 """
 
 import dataclasses

@@ -172,9 +172,13 @@ class GrammarState:
         self.fill(rows[0])
         num_accepted = 0
         for row_W, token in zip(rows[1:], draft, strict=True):
-            if self._matcher.is_terminated() or not self._matcher.accept_token(token):
+            if self._matcher.is_terminated():
+                if not self._stops_W[token // 32] >> token % 32 & 1:
+                    break
+            elif self._matcher.accept_token(token):
+                num_accepted += 1
+            else:
                 break
-            num_accepted += 1
             self.fill(row_W)
         self._matcher.rollback(num_accepted)
 

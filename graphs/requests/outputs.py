@@ -31,8 +31,10 @@ class TokenStream:
 
     @property
     def num_ended(self) -> int:
-        """Requests that have ended, with tokens that wait to be handed out."""
-        return sum(bool(r.finish_reason) and i in self for i, (r, _) in self._unseen.items())
+        """Requests that have ended, with tokens or an error that wait to be handed out."""
+        errors = sum(request.id not in self for request in self.failed)
+        ended = sum(bool(r.finish_reason) and i in self for i, (r, _) in self._unseen.items())
+        return errors + ended
 
     def take(
         self,
@@ -53,8 +55,9 @@ class TokenStream:
                 request.num_computed = scheduled.num_computed + scheduled.num_tokens
                 continue
             pairs = zip((*scheduled.draft, None), drawn, strict=True)
-            for row, (draft, token) in enumerate(pairs, number * len(drawn)):
-                self._take(request, token, None if logprobs is None else logprobs[row])
+            for place, (draft, token) in enumerate(pairs):
+                row = number * len(drawn) + place
+                self._take(request, token, None if logprobs is None else logprobs[row], place)
                 if token != draft or request.finish_reason:
                     break
 
@@ -130,9 +133,17 @@ class TokenStream:
         self._unseen.pop(request_id, None)
         self.failed = [request for request in self.failed if request.id != request_id]
 
-    def _take(self, request: Request, token: int, logprobs: np.ndarray | None) -> None:
+    def _take(
+        self, request: Request, token: int, logprobs: np.ndarray | None, place: int = 0
+    ) -> None:
+        """`place`: of the token among those that its step has drawn of the request."""
         self._unseen.setdefault(request.id, (request, len(request.token_ids)))
         try:  # an error of one request must not leave the others half taken
+            if place == request.nothing_from:
+                raise ValueError(
+                    "structured_outputs, allowed_token_ids, bad_words and min_tokens must leave a "
+                    f"token that can be drawn, got none after {len(request.token_ids)} tokens"
+                )
             if request.error is None:
                 request.append(token, logprobs)
         except Exception as error:

@@ -86,6 +86,7 @@ class Request:
     room: int = 0  # tokens that its blocks hold at least, of all layers
     whole_room: int = 0  # the same of layers that see all keys
     num_released: int = 0  # of its first blocks, that were given back behind the layers' window
+    nothing_from: int = FAR  # tokens of a step that is launched, after which none may be drawn
     state_slot: int = 0  # of a `StatePool`, where layers keep states
     num_seen: int = 0  # tokens that its states have seen when what is launched is over
     num_lost: int = 0  # tokens that were computed before it was preempted
@@ -180,7 +181,7 @@ class Request:
     def fill_allowed(self, rows: np.ndarray, draft: Sequence[int]) -> None:
         """Write into rows [1 + k, W] of bits what may follow its tokens, and those of a draft.
 
-        Where nothing may, the request ends with that error.
+        `nothing_from` is the first row where nothing may: the request ends there with an error.
         """
         rows[:], edits = -1, self.edits
         if edits is not None:
@@ -191,15 +192,14 @@ class Request:
             by_grammar = np.empty_like(rows)
             self.grammar.fill_drafted(by_grammar, draft)
             rows &= by_grammar
-        if self.editing is Editing.BY_TOKENS and not self._may_go_on(rows[0]):
-            self.error = ValueError(
-                "structured_outputs, allowed_token_ids, bad_words and min_tokens must leave a "
-                f"token that can be drawn, got none after {len(self.token_ids)} tokens"
-            )
+        self.nothing_from = FAR
+        if self.editing is Editing.BY_TOKENS:
+            blocked = (n for n, row in enumerate(rows) if not self._may_go_on(row, n))
+            self.nothing_from = next(blocked, FAR)
 
-    def _may_go_on(self, row: np.ndarray) -> bool:
-        """Whether any bit of the row [W] is set, of tokens that may be drawn now."""
-        if len(self.token_ids) >= self.min_tokens:
+    def _may_go_on(self, row: np.ndarray, number: int) -> bool:
+        """Whether any bit of the row [W] is set, of tokens that may be drawn after so many more."""
+        if len(self.token_ids) + number >= self.min_tokens:
             return bool(row.any())
         return bool((row & ~bits_of(self.stops, row.size)).any())
 

@@ -16,15 +16,20 @@ from graphs.sampling.logprobs import MOST, unpacked
 from graphs.sampling.params import check_integer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Score:
     """Log-probabilities of the tokens of a continuation, or of a prompt but for its first token."""
 
     token_ids: list[int]
     logprobs: list[float]  # of each
     is_argmax: list[bool]  # whether no other token is likelier
-    rows: np.ndarray = dataclasses.field(repr=False, compare=False)  # of `packed`
-    others: np.ndarray = dataclasses.field(repr=False, compare=False)  # the same of `token_ids`
+    rows: np.ndarray = dataclasses.field(repr=False)  # of `packed`
+    others: np.ndarray = dataclasses.field(repr=False)  # the same of `token_ids`
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Score) or self.token_ids != other.token_ids:
+            return False
+        return np.array_equal(self.rows, other.rows) and np.array_equal(self.others, other.others)
 
     @property
     def total(self) -> float:
@@ -86,8 +91,8 @@ def queue_scored(
         begin = 0 if continuations is None else len(tokens) - 1
         tokens += token_ids("continuations", tail, limits.vocab_size)
         if len(tokens) < begin + 2:
-            what = "prompts" if continuations is None else "continuations"
-            raise ValueError(f"{what} must hold a token to score, got {tail or head!r:.80}")
+            what, got = ("prompts", head) if continuations is None else ("continuations", tail)
+            raise ValueError(f"{what} must hold a token to score, got {got!r:.80}")
         prompt = checked_prompt(tokens[:-1], limits)
         check_length(prompt, 1, limits)
         sampling = SamplingParams(seed=0)

@@ -84,7 +84,8 @@ def unpadded(prompts: Any, pads: Set[int], ends: Set[int]) -> list[Any]:
     guessed = mask is None and getattr(rows, "ndim", 0) == 2
     rows = listed("prompts", rows, "prompts")
     if mask is None and isinstance(prompts, Mapping) and len(rows) > 1:
-        guessed = guessed or len({len(row) if isinstance(row, list) else -1 for row in rows}) == 1
+        lengths = {len(row) if isinstance(row, list) else -1 for row in rows}
+        guessed = guessed or (len(lengths) == 1 and -1 not in lengths)
     if guessed:
         mask = _guessed_mask(rows, pads, ends)
     if mask is None:

@@ -119,6 +119,20 @@ def test_whole_prompts(model):
         torch.testing.assert_close(torch.tensor(score.logprobs), wanted, rtol=0, atol=1e-5)
 
 
+def test_scores_are_equal_where_all_of_them_is(model):
+    session = make_session(model)
+    (plain,), (again,) = session.score([[3, 4]]), session.score([[3, 4]])
+    (other,) = session.score([[3, 4]], token_ids=[7])
+    assert plain == again
+    assert plain != other
+
+
+@pytest.mark.parametrize("nothing", [[], torch.tensor([], dtype=torch.long)], ids=str)
+def test_nothing_to_score_is_refused(model, nothing):
+    with pytest.raises(ValueError, match=r"^continuations must hold a token to score, got "):
+        make_session(model).score([[5]], [nothing])
+
+
 def test_answers_to_one_question_compute_it_once(model):
     session = make_session(model, share_prefixes=True, max_batch_size=4)
     question = list(range(48))

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from graphs import DecodeSession
+from graphs import AsyncSession, DecodeSession
 from tests.kit.models import build_model
 from tests.kit.sessions import asynchronous, captured, is_empty, make_session
 from tests.kit.text import small_tokenizer
@@ -293,6 +293,61 @@ def test_an_error_of_one_request_ends_that_one(model, name, late):
     session.discard(bad)
     session.discard(beside)
     assert is_empty(session)
+
+
+NOTHING = {"allowed_token_ids": [5], "bad_words": [[5, 5]]}
+"""One token, and none after it."""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_is_told_before_the_end(model, late):
+    """By every way that tokens come, for each of several requests."""
+    options = {"debug": "eager_replay"} if late else {}
+    session = session_of(model, **options)
+    if late:
+        asynchronous(session)
+    ids, reasons, errors = [session.add([3, 4], 9, **NOTHING) for _ in range(3)], [], []
+    while session.num_unfinished:
+        try:
+            reasons += [output.finish_reason for output in session.step()]
+        except RuntimeError as error:
+            errors.append(error.request_id)
+            assert len(errors) > 1 or "error" not in reasons
+    assert sorted(errors) == ids
+    opened = AsyncSession(session_of(model, **options))
+    with pytest.raises(RuntimeError, match="got none after 1 tokens"):
+        opened.submit([3, 4], 9, **NOTHING).result(timeout=60)
+    opened.close()
+
+
+def drafted(model, draft, prompt, new, **asked):
+    """Tokens of a request with a draft in each step, which goes on where it does."""
+    session = session_of(model, num_draft_tokens=3)
+    request = session.add(prompt, new, **asked)
+    session.step()
+    while session.num_unfinished:
+        known = session.result(request)
+        number = len(session.book.requests[request].token_ids) if known is None else 0
+        session.verify_draft({request: draft[number:][:3]})
+    return session.result(request).token_ids
+
+
+def test_drafts_behind_the_end_of_a_grammar(model):
+    pytest.importorskip("xgrammar")
+    asked = {"structured_outputs": {"choice": ["Yes"]}, "eos": 0, "ignore_eos": True}
+    (alone,) = session_of(model).generate([[3, 4]], 10, **asked)
+    tokens = drafted(model, [*alone.token_ids[:2], 0, 0, 0, 0], [3, 4], 10, **asked)
+    assert tokens == alone.token_ids
+
+
+def test_drafts_after_which_nothing_may_follow(model):
+    asked = {"allowed_token_ids": [5], "bad_words": [[5, 5, 5]]}
+    for run in (
+        lambda: session_of(model).generate([[3, 4]], 10, **asked),
+        lambda: drafted(model, [5, 5, 7], [3, 4], 10, **asked),
+    ):
+        with pytest.raises(RuntimeError, match="got none after 2 tokens"):
+            run()
 
 
 def test_streams_hand_out_what_others_have_drawn(model):

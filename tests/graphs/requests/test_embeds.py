@@ -5,6 +5,7 @@ import torch
 import transformers
 from transformers import CLIPVisionConfig, LlamaConfig, MistralConfig, PixtralVisionConfig
 
+from attn_ops.integrations import transformers as integration
 from graphs.requests.embeds import Embeds
 from tests.kit.models import build_model
 from tests.kit.sessions import captured, is_empty, make_session
@@ -206,6 +207,7 @@ def test_images_equal_generate(name):
     ],
 )
 def test_images_in_a_way_of_their_own_are_refused(name, reason):
+    integration.register()
     model = build(name)
     model.set_attn_implementation("attn_ops")
     session = make_session(model, max_tokens=64)

@@ -26,12 +26,16 @@ def traced_for_any_size() -> Iterator[None]:
     - Strides of a view are looked for by a comparison of sizes (`_strides_of_any_size`).
     - The meta of _scaled_mm asks whether there is one scale of the rows (`_checked_for_any_size`).
     - A reshape asks whether it is a view, of a slice of each row too (`_reshaped_for_any_size`).
+    - The meta of copy asks whether its target is dense (`_copied_for_any_size`).
+    - Inductor asks whether a view drops the rows, and goes another way if not (`_check_equals`).
     """
     overlap = mock.patch.object(torch, "_debug_has_internal_overlap", return_value=2)
     strides = mock.patch.object(fake_impls, "_compute_stride", _strides_of_any_size)
     scaled = mock.patch.object(metas, "_check_scaled_mm_sizes", _checked_for_any_size)
     reshape = mock.patch.object(torch.Tensor, "reshape", _reshaped_for_any_size)
-    with overlap, strides, scaled, reshape:
+    copy = {torch.ops.aten.copy.default: _copied_for_any_size}
+    copies = mock.patch.dict(fake_impls.op_implementations_dict, copy)
+    with overlap, strides, scaled, reshape, copies, _equal_by_hints():
         yield
 
 
@@ -88,3 +92,34 @@ def _reshaped_for_any_size(x: torch.Tensor, *sizes: Any, **named: Any) -> torch.
     if _compute_stride(x.shape, x.stride(), shape, size_oblivious=True) is None:
         x = x.clone(memory_format=torch.contiguous_format)
     return x.view(shape)
+
+
+def _copied_for_any_size(
+    mode: Any, copy: Any, x: torch.Tensor, source: torch.Tensor, *rest: Any, **named: Any
+) -> torch.Tensor:
+    """What a copy into x returns: it has its strides.
+
+    Qwen3.5 writes every third column of its RoPE.
+    """
+    with mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+@contextlib.contextmanager
+def _equal_by_hints() -> Iterator[None]:
+    """Sizes that differ in the traced batch are not equal, and no guard says so.
+
+    A view of [T * heads, size] as [T, heads * size] asks whether size is T * heads * size.
+    """
+    from torch._inductor.sizevars import SizeVarAllocator  # it is slow to import
+
+    check: Any = SizeVarAllocator.check_equals
+
+    def check_equals(sizes: Any, left: Any, right: Any) -> None:
+        hint = getattr(sizes, "optimization_hint", None) or sizes.size_hint
+        if hint(left, fallback=0) != hint(right, fallback=0):
+            raise AssertionError(f"sizes must be equal, got {left} and {right}")
+        check(sizes, left, right)
+
+    with mock.patch.object(SizeVarAllocator, "check_equals", check_equals):
+        yield

@@ -10,6 +10,13 @@ from attn_ops.ops.mla import mla_attention, mla_attention_with_lse
 from attn_ops.ops.mla_cache import copy_blocks_mla, gather_mla_kv, write_mla_kv
 from attn_ops.ops.mla_quant import mla_attention_quant
 from attn_ops.ops.skinny_mm import skinny_mm
+from attn_ops.ops.states import (
+    causal_conv1d_update,
+    gated_delta_rule,
+    kda,
+    selective_state_update,
+    ssd_state_update,
+)
 from attn_ops.ops.varlen import varlen_attention, varlen_metadata
 from attn_ops.ops.write_kv import write_kv
 
@@ -18,18 +25,23 @@ __all__ = [
     "attention",
     "attention_quant",
     "attention_with_lse",
+    "causal_conv1d_update",
     "copy_blocks",
     "copy_blocks_mla",
+    "gated_delta_rule",
     "gated_mlp",
     "gather_kv",
     "gather_mla_kv",
+    "kda",
     "merge_attn_states",
     "merge_attn_states_quant",
     "mla_attention",
     "mla_attention_quant",
     "mla_attention_with_lse",
     "norm_mm",
+    "selective_state_update",
     "skinny_mm",
+    "ssd_state_update",
     "swap_blocks",
     "varlen_attention",
     "varlen_metadata",

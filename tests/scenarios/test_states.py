@@ -12,7 +12,7 @@ from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.capture.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
 from tests.fuzz.states import FAMILIES, OFF
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 from tests.kit.sessions import (
     SIZES,
     captured_lazily,
@@ -154,11 +154,17 @@ def test_a_replay_that_leaves_another_state_is_found(make):
 
 
 PIECES = {"lfm2": 3, "kimi_linear": 3}
-SLOW_PIECES = {"qwen3_next": 2, "bamba": 3, "jamba": 0, "mamba": 4}
+SLOW_PIECES = {"qwen3_next": 2, "qwen3_5_text": 3, "bamba": 3, "jamba": 0, "mamba": 4}
+LONG_PIECES = {"qwen3_5_moe_text": 2, "olmo_hybrid": 3, "bailing_hybrid": 3, "lfm2_moe": 0}
+LONG_PIECES |= {"lfm3": 3, "granitemoehybrid": 2, "nemotron_h": 2, "falcon_h1": 4}
+LONG_PIECES |= {"mamba2": 4, "falcon_mamba": 4}
 """Layers of four that are equal, and compiled as one; experts may differ in what they guard on."""
 
 
-@pytest.mark.parametrize(("name", "number"), [*PIECES.items(), *slow(*SLOW_PIECES.items())])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [*PIECES.items(), *slow(*SLOW_PIECES.items()), *long(*LONG_PIECES.items())],
+)
 def test_compiled_once(make, name, number):
     """One graph for all batches and for sessions of other sizes; equal layers are one piece."""
     model = make(name)

@@ -87,13 +87,14 @@ class StateCache(PackedPositions):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> State | None:
         """The handle of a layer's inputs."""
-        return self._state(("conv", layer_idx, state_idx))
+        return self.state(("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> State | None:
         """The handle of a layer's sums; None: it has none."""
-        return self._state(("recurrent", layer_idx, state_idx))
+        return self.state(("recurrent", layer_idx, state_idx))
 
-    def _state(self, place: Place) -> State | None:
+    def state(self, place: Place) -> State | None:
+        """The handle of a state; None: there is none."""
         if place not in self.tensors:
             return None
         pool = self.tensors[place]
@@ -128,6 +129,43 @@ class StateCache(PackedPositions):
         """0: positions are given."""
         return 0
 
+    # Transformers 5.17 to 5.22 read states from layers of the cache.
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Whether layers go on from states: always."""
+        return True
+
+    @property
+    def layers(self) -> "_Layers":
+        """By `layer_idx`, handles as `conv_states[state_idx]` and `recurrent_states[state_idx]`."""
+        return _Layers(self)
+
+
+class _Layers:
+    def __init__(self, cache: StateCache) -> None:
+        self.cache = cache
+
+    def __getitem__(self, layer_idx: int) -> "_Layer":
+        return _Layer(self.cache, layer_idx)
+
+
+class _Layer:
+    record_past = False
+
+    def __init__(self, cache: StateCache, layer_idx: int) -> None:
+        self.conv_states = _States(cache, "conv", layer_idx)
+        self.recurrent_states = _States(cache, "recurrent", layer_idx)
+
+
+class _States:
+    def __init__(self, cache: StateCache, kind: str, layer_idx: int) -> None:
+        self.cache, self.kind, self.layer_idx = cache, kind, layer_idx
+
+    def __getitem__(self, state_idx: int) -> State | None:
+        return self.cache.state((self.kind, self.layer_idx, state_idx))
+
 
 def _share_size(pool: torch.Tensor, first: torch.Tensor) -> None:
     """Let all pools have one symbol for their number of slots; see `forward._share_size`."""
@@ -149,7 +187,8 @@ class StateProbe(StateCache):
         self.probe = probe
         self.batch = (ones, torch.arange(num_rows + 1, device=device), ones)
 
-    def _state(self, place: Place) -> State | None:
+    def state(self, place: Place) -> State | None:
+        """A handle that notes what is asked of it."""
         return ProbedState(place, self.probe, self.batch)
 
 

@@ -43,21 +43,35 @@ def calls() -> dict[str, tuple[tuple, dict]]:
     out = torch.zeros(9, latent.kv_cache.shape[2])
     own = varlen_metadata([3, 1], AttentionSpec(4, 2, 16, torch.float32))
     paged, starts = (b.q, b.kv_cache, b.meta, 0.3), torch.tensor([0, 5, 9], dtype=torch.int32)
+    rule, channels = torch.randn(3, 2, 8), -torch.rand(8, 2)
+    one = (torch.tensor([1]), torch.tensor([0, 3]), torch.tensor([3]))
+    pool, dt, steps = torch.zeros(2, 2, 8, 8), torch.rand(3, 2), torch.randn(3, 2)
     found = {
         "attention": (paged,),
         "attention_with_lse": (paged,),
         "attention_quant": (paged, quant),
+        "causal_conv1d_update": (
+            (x, torch.randn(8, 4), weight, "silu", torch.zeros(2, 8, 3), *one),
+        ),
         "copy_blocks": (([torch.ones(4, 2, 16, 2, 16)] * 2, pairs),),
+        "gated_delta_rule": ((rule, rule, rule, -dt, dt, True, pool, *one),),
         "gated_mlp": ((x, x, weight, 1e-6, torch.randn(8, 8), torch.randn(4, 8)),),
         "gather_kv": ((b.kv_cache, tables, lengths, 9),),
         "gather_mla_kv": ((latent.kv_cache, latent.common.block_table_tensor, starts, zero, out),),
+        "kda": ((rule, rule, rule, -rule.abs(), dt, True, pool, *one),),
         "merge_attn_states": (states,),
         "merge_attn_states_quant": (states, quant),
         "mla_attention": (latent.arguments, latent.keywords),
         "mla_attention_with_lse": (latent.arguments, latent.keywords),
         "mla_attention_quant": (latent.arguments, latent.keywords | quant),
         "norm_mm": ((x, weight, 1e-6, torch.randn(8, 4)),),
+        "selective_state_update": (
+            (x, x, channels, steps, steps, weight, x, weight, True, torch.zeros(2, 8, 2), *one),
+        ),
         "skinny_mm": ((x, torch.randn(8, 4)),),
+        "ssd_state_update": (
+            (rule, dt, -dt[0], rule, rule, dt[0], dt[0], True, None, None, None, pool, *one),
+        ),
         "swap_blocks": ((torch.ones(4, 2, 16, 2, 16), torch.ones(4, 2, 16, 2, 16), pairs),),
         "varlen_attention": ((b.q, b.k, b.v, own, 0.3),),
         "write_kv": ((b.k, b.v, b.kv_cache, b.meta),),

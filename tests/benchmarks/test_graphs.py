@@ -56,9 +56,10 @@ def test_timed_steps_are_replays_at_the_wanted_lengths(make_session, monkeypatch
     session = make_session(cudagraph_mode=mode)
     launch, lengths, marks = session.runner.launch, [], []
 
-    def watched(captured, **options):
-        lengths.append(captured.tensors.device["seq_lens"].tolist())
-        launch(captured, **options)
+    def watched(captured, num_steps=1):
+        for _ in range(num_steps):
+            lengths.append(captured.tensors.device["seq_lens"].tolist())
+            launch(captured)
 
     def interval(run, repeats, device):
         for _ in range(repeats):

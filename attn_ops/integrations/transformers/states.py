@@ -14,7 +14,6 @@ T rows, C channels, H heads, G key heads or groups, K key size, V value size, N 
 import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,7 +69,10 @@ class StateCache(PackedPositions):
         pool: of the model's states.
         slots, starts, seq_lens: as the operators take them; starts are a batch's query_start_loc.
         prompt_lens: [S] int32 or int64, tokens of each request's prompt. Mamba-2 of some models
-            clamps its step sizes there alone. None: no row is one of a prompt.
+            clamps its step sizes there alone, and must have them. None: no matter.
+
+    Raises:
+        ValueError: `prompt_lens` is None, and a layer clamps its step sizes in prompts.
     """
 
     def __init__(
@@ -83,6 +85,10 @@ class StateCache(PackedPositions):
     ) -> None:
         self.tensors = pool.tensors
         self.prompt_dt = {spec.place: spec.prompt_dt for spec in pool.specs}
+        if prompt_lens is None and {*self.prompt_dt.values()} - {(None, None)}:
+            raise ValueError(
+                "prompt_lens must be given for layers that clamp step sizes in prompts, got None"
+            )
         self.batch, self.prompt_lens = (slots, starts, seq_lens), prompt_lens
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> State | None:
@@ -312,8 +318,7 @@ def keep_states(model: Any) -> None:
     """
     with PATCHING:
         for layer in state_layers(model):
-            own = vars(layer).get("forward")
-            if own is not None and getattr(own, "__func__", None) is not _rows_as_batch:
+            if (own := vars(layer).get("forward")) is not None:
                 raise ValueError(
                     f"forward of {type(layer).__name__} must be its class's, got {own!r:.80}; "
                     "supported: layers with a state that nothing has replaced (kernelize)"
@@ -322,7 +327,8 @@ def keep_states(model: Any) -> None:
             for name in _calls(layer):
                 if not hasattr(scope[name], "dispatches_states"):
                     scope[name] = _dispatching(scope[name], *OURS[name])
-            layer.forward = types.MethodType(_rows_as_batch, layer)
+            if not hasattr(type(layer).forward, "takes_rows"):  # of the class: layers are copied
+                type(layer).forward = _rows_as_batch(type(layer).forward)
             layer.model_config = model.config.get_text_config()
 
 
@@ -353,7 +359,8 @@ def state_specs(model: Any) -> list[StateSpec]:
 
 def cache_name(model: Any) -> str:
     """The keyword by which a model takes its cache."""
-    names = inspect.signature(model.forward).parameters
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's
+    names = inspect.signature(whole.forward).parameters
     return "cache_params" if "cache_params" in names else "past_key_values"
 
 
@@ -386,23 +393,30 @@ def _dispatching(
     return call
 
 
-def _rows_as_batch(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The class's forward, [1, T, D] as [T, 1, D] where the cache is ours."""
-    given = [kwargs.get(name) for name in CACHES]
-    forward = functools.partial(type(self).forward, self)
-    cache = next((cache for cache in given if isinstance(cache, StateCache)), None)
-    if cache is None:
-        if self.model_config._attn_implementation == NAME:  # its rows are not one sequence
-            raise ValueError(
-                f"past_key_values must be a StateCache with attn_implementation={NAME!r}, got "
-                f"{[type(cache).__name__ for cache in given if cache is not None] or None}; use "
-                "graphs.DecodeSession, or, for model.generate, set_attn_implementation('sdpa')"
-            )
-        return forward(hidden_states, *args, **kwargs)
-    if isinstance(cache, StateProbe):
-        cache.probe.state_layers.append((self, (hidden_states, *args), kwargs))
-    out = forward(hidden_states.squeeze(0).unsqueeze(1), *args, **kwargs)
-    return out.squeeze(1).unsqueeze(0)
+def _rows_as_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward, which is called with [1, T, D] as [T, 1, D] where the cache is ours."""
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = [kwargs.get(name) for name in CACHES]
+        cache = next((cache for cache in given if isinstance(cache, StateCache)), None)
+        if cache is None:
+            config = getattr(self, "model_config", None)  # None: nobody has asked for states
+            if getattr(config, "_attn_implementation", None) == NAME:  # rows of several sequences
+                raise ValueError(
+                    f"past_key_values must be a StateCache with attn_implementation={NAME!r}, got "
+                    f"{[type(cache).__name__ for cache in given if cache is not None] or None}; "
+                    "use graphs.DecodeSession, or, for model.generate, "
+                    "set_attn_implementation('sdpa') or 'eager'"
+                )
+            return original(self, hidden_states, *args, **kwargs)
+        if isinstance(cache, StateProbe):
+            cache.probe.state_layers.append((self, (hidden_states, *args), kwargs))
+        out = original(self, hidden_states.squeeze(0).unsqueeze(1), *args, **kwargs)
+        return out.squeeze(1).unsqueeze(0)
+
+    forward.takes_rows = True  # pyright: ignore[reportFunctionMemberAccess]
+    return forward
 
 
 @torch.no_grad()
@@ -417,7 +431,7 @@ def in_both_ways(
         specs: of its states.
     """
     (name,) = [name for name in CACHES if kwargs.get(name) is not None]
-    own = type(layer).forward(layer, *args, **{**kwargs, name: None})
+    own = type(layer).forward.__wrapped__(layer, *args, **{**kwargs, name: None})
     device, number = args[0].device, args[0].shape[1]
     limited = [dataclasses.replace(spec, prompt_dt=_prompt_dt(layer)) for spec in specs]
     one, lens = (torch.tensor([n], device=device) for n in (1, number))

@@ -1,6 +1,8 @@
 """Transformers models with layers that keep states, by hand, and what is refused of them."""
 
 import copy
+import inspect
+import pickle
 
 import pytest
 import torch
@@ -8,9 +10,9 @@ from torch import nn
 
 from attn_ops import CommonAttentionMetadata, PagedKVCache, get_backend
 from attn_ops.integrations import transformers as integration
-from attn_ops.integrations.transformers.states import keep_states, state_layers
+from attn_ops.integrations.transformers.states import StateCache, keep_states, state_layers
 from attn_ops.states import StatePool
-from tests.kit.sessions import make_session
+from tests.kit.sessions import make_session, tokens_of
 from tests.kit.state_models import build_state_model
 
 BLOCK = 4
@@ -138,7 +140,7 @@ def test_a_layer_that_computes_something_else_is_refused(name, monkeypatch):
     """Its prompts show what its own functions do, which ours might not."""
     model = build_state_model(name)
     layer = state_layers(model)[1]
-    scope = type(layer).forward.__wrapped__.__globals__
+    scope = inspect.unwrap(type(layer).forward).__globals__
     own = scope["causal_conv1d_fn"]
 
     def without_activation(*args, activation=None, **kwargs):
@@ -146,3 +148,45 @@ def test_a_layer_that_computes_something_else_is_refused(name, monkeypatch):
 
     monkeypatch.setitem(scope, "causal_conv1d_fn", without_activation)
     refused(model, "must compute what causal_conv1d_update, .* say, .* got a layer whose own code")
+
+
+def test_layers_are_copied_and_pickled_as_before():
+    """With their own weights: nothing of a layer holds another one."""
+    model = build_state_model("lfm2")
+    make_session(model)
+    model.set_attn_implementation("sdpa")
+    tokens = torch.tensor([[5, 9, 3, 7]])
+    with torch.no_grad():
+        wanted = model(tokens, use_cache=False).logits
+        again = pickle.loads(pickle.dumps(model))
+        assert torch.equal(again(tokens, use_cache=False).logits, wanted)
+        layer = model.model.layers[0].conv
+        twin = copy.copy(layer)
+        twin._modules = dict(layer._modules)
+        twin.in_proj = copy.deepcopy(layer.in_proj)
+        twin.in_proj.weight.data.zero_()
+        x = torch.randn(1, 5, layer.in_proj.in_features)
+        assert not torch.equal(twin(x), layer(x))
+    for one in (model, again):
+        one.set_attn_implementation("attn_ops")
+    assert tokens_of(make_session(again).generate([[5, 9]], 5)) == tokens_of(
+        make_session(model).generate([[5, 9]], 5)
+    )
+
+
+def test_clamps_need_the_lengths_of_prompts():
+    model = build_state_model("nemotron_h", time_step_floor=0.3, time_step_min=0.3)
+    session = make_session(model)
+    pool = session.cache.states
+    one = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^prompt_lens must be given for layers that clamp step"):
+        StateCache(pool, one, torch.tensor([0, 1]), one)
+
+
+def test_a_model_of_peft_takes_states():
+    peft = pytest.importorskip("peft")
+    model = build_state_model("mamba")
+    wanted = tokens_of(make_session(model).generate([[5, 9, 3]], 6))
+    config = peft.LoraConfig(r=4, target_modules=["in_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config).eval()
+    assert tokens_of(make_session(adapted).generate([[5, 9, 3]], 6)) == wanted

@@ -1,13 +1,12 @@
 """Models whose layers keep states: sessions give what Transformers' `generate` gives."""
 
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
-import dataclasses
-
 import pytest
 import torch
 
 import fx_passes
-from graphs import CUDAGraphMode, SessionOptions
+from attn_ops.ops import states as ops
+from graphs import SessionOptions
 from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.capture.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
@@ -24,6 +23,7 @@ from tests.kit.sessions import (
     tokens_of,
     uncaptured,
 )
+from tests.kit.state_kernels import OPERATORS, launched
 from tests.kit.state_models import RULES, STATE_CONFIGS, build_state_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -202,17 +202,53 @@ def test_what_is_off(make):
     refuses(model, "num_draft_tokens must be 0", num_draft_tokens=2)
 
 
-def test_nothing_is_captured_on_a_gpu_so_far(make):
-    specs, device = make_session(make("lfm2")).state_specs, torch.device("cuda")
-    options = SessionOptions(**SIZES)
-    assert options.with_states([], device) is options
-    assert options.with_states(specs, device).mode is CUDAGraphMode.NONE
-    for mode in ("FULL", "PIECEWISE"):
-        asked = dataclasses.replace(options, cudagraph_mode=mode)
-        with pytest.raises(ValueError, match=f"must be auto or NONE on a GPU .* got '{mode}'"):
-            asked.with_states(specs, device)
-        debugged = dataclasses.replace(asked, debug="eager_replay")
-        assert debugged.with_states(specs, device).cudagraph_mode == mode
+@pytest.mark.parametrize("mode", ["auto", "FULL", "PIECEWISE", "NONE"])
+def test_modes_are_those_of_other_models(make, mode):
+    specs = make_session(make("lfm2")).state_specs
+    options = SessionOptions(**SIZES, cudagraph_mode=mode, share_prefixes=True)
+    assert options.with_states([]) is options
+    found = options.with_states(specs)
+    assert (found.mode, found.any_mode) == (options.mode, mode == "auto")
+    assert not found.share_prefixes
+
+
+def test_a_state_that_moved_is_not_replayed(make):
+    """A graph would write where it was."""
+    session = captured_lazily(make("lfm2"))
+    session.add(PROMPTS[0], 8)
+    session.step()
+    session.step()
+    tensors = session.cache.states.tensors
+    tensors["conv", 0, 0] = tensors["conv", 0, 0].clone()
+    with pytest.raises(ValueError, match="states"):
+        session.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_kernels_give_the_same_tokens(make, name, monkeypatch):
+    """Interpreted; captured with several steps in a row, states NaN until requests begin."""
+    model = make(name)
+    want = tokens_of(make_session(model).generate(PROMPTS[:4], 5))
+    called = set()
+
+    def replace(operator):
+        def run(*args):
+            called.add(operator)
+            return launched(operator, *args)
+
+        return run
+
+    for operator in OPERATORS:
+        monkeypatch.setattr(ops, operator, replace(getattr(ops, operator)))
+    sizes = {"max_batch_size": 2, "max_tokens_per_step": 9, "decode_steps": 2}
+    session = poisoned(captured_lazily(model, lazy_capture=False, **sizes))
+    session.warm_up()
+    assert all(t.isnan().all() for t in session.cache.states.tensors.values())
+    assert tokens_of(session.generate(PROMPTS[:4], 5)) == want
+    assert called
+    assert session.num_steps["captured"] > 0
+    assert is_empty(session)
 
 
 def test_models_go_on_as_before(make):

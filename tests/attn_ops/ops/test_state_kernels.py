@@ -8,6 +8,7 @@ import torch
 
 from attn_ops.ops import states as ops
 from tests.attn_ops.ops.test_states import LENGTHS, RULES, Conv, Ssd, arguments, batch, numbers
+from tests.kit.state_kernels import launched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -16,21 +17,11 @@ SLOTS, COMPUTED = [7, 2, 5, 1, 8], [0, 4, 3, 9, 0]
 """Of `LENGTHS`: the first and the last begin, the second has no rows."""
 
 
-def launched(operator, given, states, requests):
-    """The kernel of an operator, on `DEVICE`; what it leaves in `states` is copied there."""
-    pytest.importorskip("triton")
-    from attn_ops.ops.triton import states as kernels
-
+def on_device(operator, given, states, requests):
+    """The kernel's result on `DEVICE`; what it leaves in `states` is copied there."""
     moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given]
-    pool, places = states.to(DEVICE), tuple(x.to(DEVICE) for x in requests)
-    if operator is ops.causal_conv1d_update:
-        out = kernels.launch_causal_conv1d(*moved[:3], moved[3] is not None, pool, places)
-    elif operator is ops.ssd_state_update:
-        out = kernels.launch_ssd(*moved[:8], moved[8:10], moved[10], pool, places)
-    elif operator is ops.selective_state_update:
-        out = kernels.launch_selective(*moved, pool, places)
-    else:
-        out = kernels.launch_delta_rule(*moved, pool, places)
+    pool = states.to(DEVICE)
+    out = launched(operator, *moved, pool, *(x.to(DEVICE) for x in requests))
     states.copy_(pool)
     return out.cpu()
 
@@ -38,7 +29,7 @@ def launched(operator, given, states, requests):
 def compare(operator, given, states, requests, bound=1e-9):
     """Results and states of the kernel, and of the operator in plain PyTorch."""
     mine, theirs = states.clone(), states.clone()
-    out = launched(operator, given, mine, requests)
+    out = on_device(operator, given, mine, requests)
     want = operator(*given, theirs, *requests)
     assert out.dtype == want.dtype
     assert out.is_contiguous()
@@ -99,6 +90,16 @@ def test_dtypes_of_models(rule, dtype):
     compare(case.operator, cast(arguments(case), dtype), states, requests, BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule is not Conv])
+def test_parameters_in_float32(rule):
+    """Decays, biases and step sizes are often wider than rows."""
+    case = rule(sum(LENGTHS))
+    narrow = [x.to(BF16) for x in case.by_row]
+    given = [*narrow, *cast(arguments(case)[len(narrow) :], F32)]
+    states, requests = poisoned(case, F32), batch(LENGTHS, COMPUTED, SLOTS)
+    compare(case.operator, given, states, requests, BOUNDS[BF16])
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_padding_alone_changes_nothing(rule):
     """As in warm-up and captures; null slots are named often, and no state is read."""
@@ -136,7 +137,7 @@ def test_strides_of_any_kind(rule):
     states, requests = poisoned(case), batch(LENGTHS, COMPUTED, SLOTS)
     out, _ = compare(case.operator, given, states, requests)
     mine = spread(states)
-    torch.testing.assert_close(launched(case.operator, given, mine, requests), out)
+    torch.testing.assert_close(on_device(case.operator, given, mine, requests), out)
     want = states.clone()
     case.operator(*arguments(case), want, *requests)
     torch.testing.assert_close(mine, want, equal_nan=True)

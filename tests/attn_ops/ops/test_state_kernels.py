@@ -166,17 +166,26 @@ def test_step_sizes_are_clamped_in_prompts_alone(places):
 
 @pytest.mark.parametrize("softplus", [True, False])
 def test_step_sizes_of_every_size(softplus):
-    """Far from 0 on both sides, where softplus is tiny or its argument."""
+    """Far from 0 on both sides, where softplus is tiny or its argument; inputs make up for it."""
     case = Ssd(6)
     given = arguments(case)
-    given[1] = torch.tensor([-60.0, -30, -8, 1e-3, 15, 25]).double()[:, None] * torch.ones(1, 4)
+    steps = torch.tensor([-30.0, -60, -8, 1e-3, 15, 25]).double()
+    given[0] = given[0] * 1e3 ** torch.tensor([4.0, 8, 1, 0, 0, 0]).double()[:, None, None]
+    given[1], given[6] = steps[:, None].expand(6, 4), None
     given[2], given[7] = given[2] * 1e-3, softplus
-    requests = batch([6], [0], [1])
+    requests = (torch.arange(1, 7), torch.arange(7), torch.ones(6).int())  # one row each
     states = poisoned(case, slots=[], computed=[])
-    compare(case.operator, given, states, requests)
-    given[1] = given[1].clamp(max=-8)  # alone they are not lost beside larger ones
     out, _ = compare(case.operator, given, states, requests)
-    assert out.any()
+    assert (out.abs().amax((1, 2)) > 1e-4).all()
+
+
+def test_step_sizes_are_rounded_where_pytorch_rounds():
+    """Models compute them in their dtype, and multiply them in float32."""
+    case = Ssd(sum(LENGTHS))
+    given = cast(arguments(case), F32)
+    given[1] = given[1].to(F16)
+    states, requests = poisoned(case, F32), batch(LENGTHS, COMPUTED, SLOTS)
+    compare(case.operator, given, states, requests, 1e-5)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -133,9 +133,7 @@ def causal_conv1d_kernel(
         y_C = tl.sum(input_CL * weight_CL, axis=1) + bias_C
         if SILU:
             y_C = silu(y_C, ACC)
-        tl.store(
-            out_ptr + (first + n) * C + c_C, y_C.to(out_ptr.dtype.element_ty), mask=inside_C
-        )
+        tl.store(out_ptr + (first + n) * C + c_C, y_C.to(out_ptr.dtype.element_ty), mask=inside_C)
         if n == length - 1:
             tl.debug_barrier()  # an input moves to a place that another thread has read
             tl.store(

@@ -73,9 +73,7 @@ def test_decodes(rule, places):
     case = rule(4)
     states = poisoned(case, slots=[3, 1, 2], computed=[5, 0, 1])
     requests = (torch.tensor([3, 0, 1, 2]), torch.arange(5), torch.tensor([6, 3, 1, 2]))
-    out, after = compare(
-        case.operator, arguments(case), states, [x.to(places) for x in requests]
-    )
+    out, after = compare(case.operator, arguments(case), states, [x.to(places) for x in requests])
     assert not out[1].any()
     assert after[0].isnan().all()
 

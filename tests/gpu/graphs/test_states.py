@@ -97,12 +97,9 @@ def test_nearly_the_same_tokens_in_bfloat16(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_100_random_steps_verified(name, dtype, decode_steps):
     """Prompts in chunks, all kinds of sampling, a cache that makes requests wait."""
-    session = poisoned(
-        small(
-            name, cases.compiled(wide(name, dtype)), cache_tokens=400, verify="always",
-            capture_sizes=[1, 2, 4], decode_steps=decode_steps,
-        )  # fmt: skip
-    )
+    options = {"cache_tokens": 400, "capture_sizes": [1, 2, 4], "decode_steps": decode_steps}
+    model = cases.compiled(wide(name, dtype))
+    session = poisoned(small(name, model, verify="always", **options))
     session.warm_up()
     states = session.cache.states
     assert states is not None

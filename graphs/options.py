@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from attn_ops import Backend
 from attn_ops.metadata import KVCacheLayoutType, kv_dtype_of
 from attn_ops.states import StateSpec
@@ -191,32 +189,22 @@ class SessionOptions:
                 f"supported: {names}"
             )
 
-    def with_states(self, specs: Sequence[StateSpec], device: torch.device) -> "SessionOptions":
+    def with_states(self, specs: Sequence[StateSpec]) -> "SessionOptions":
         """The same for a model whose layers keep such states.
 
-        Prefixes are not shared: a state is that of the whole sequence, not of a block. Nothing is
-        captured on a GPU: the operators wait for the device.
+        Prefixes are not shared: a state is that of the whole sequence, not of a block.
 
         Raises:
-            ValueError: drafts are asked for, whose rejected tokens a state would have seen, or a
-                mode that captures on a GPU.
+            ValueError: drafts are asked for, whose rejected tokens a state would have seen.
         """
         if not specs:
             return self
-        layers = "for a model whose layers keep states"
         if self.num_draft_tokens:
             raise ValueError(
-                f"num_draft_tokens must be 0 {layers}, got {self.num_draft_tokens}; supported: 0"
+                "num_draft_tokens must be 0 for a model whose layers keep states, got "
+                f"{self.num_draft_tokens}; supported: 0"
             )
-        captures = device.type == "cuda" and self.debug is None
-        if captures and not self.any_mode and self.mode is not CUDAGraphMode.NONE:
-            raise ValueError(
-                f"cudagraph_mode must be auto or NONE on a GPU {layers}, got "
-                f"{self.cudagraph_mode!r}: their operators are plain PyTorch so far; supported: "
-                "auto, NONE"
-            )
-        mode = "NONE" if captures else self.cudagraph_mode
-        return dataclasses.replace(self, share_prefixes=False, cudagraph_mode=mode)
+        return dataclasses.replace(self, share_prefixes=False)
 
     @property
     def mode(self) -> CUDAGraphMode:

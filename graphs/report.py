@@ -302,8 +302,8 @@ def _states(pool: StatePool | None) -> str | None:
     layers = len({layer for _, layer, _ in pool.tensors})
     return (
         f"of {layers} layers, {human(pool.bytes_per_request)} a request, {pool.num_slots - 1} "
-        f"slots and the null slot, {human(pool.num_bytes)}; prefixes are not shared, drafts are "
-        "refused, and on a GPU no step is captured"
+        f"slots and the null slot, {human(pool.num_bytes)}; prefixes are not shared, and drafts "
+        "are refused"
     )
 
 

@@ -17,7 +17,8 @@ twice.
 
 All operators take three tensors of the batch, int32 or int64: slots [S], starts [S + 1], and
 seq_lens [S], the tokens of each request with these rows. Results have the dtype of x or v; sums are
-computed in float32 at least. These are implementations in plain PyTorch, which wait for the device.
+computed in float32 at least. On CUDA a Triton kernel computes each rule, without the host
+(`triton.states`). Elsewhere it is plain PyTorch, which the kernels are compared with.
 """
 
 from collections.abc import Iterator
@@ -93,6 +94,11 @@ def causal_conv1d_update(
     """
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation must be known, got {activation!r}; supported: silu, swish")
+    if x.device.type == "cuda":
+        from attn_ops.ops.triton.states import launch_causal_conv1d
+
+        batch = slots, starts, seq_lens
+        return launch_causal_conv1d(x, weight, bias, activation is not None, states, batch)
     requests, dtype = _Requests(slots, starts, seq_lens), _wide(x)
     taps = weight.to(dtype)
     window, out = requests.states(states, dtype), _like_first(x).zero_()
@@ -132,8 +138,7 @@ def gated_delta_rule(
     Returns:
         [T, H, V].
     """
-    requests = _Requests(slots, starts, seq_lens)
-    return _delta_rule(q, k, v, g.unsqueeze(-1), beta, normalized, states, requests)
+    return _delta_rule(q, k, v, g, beta, normalized, states, (slots, starts, seq_lens))
 
 
 @operator(mutates=("states",), fake=_like_value)
@@ -150,8 +155,7 @@ def kda(
     seq_lens: torch.Tensor,
 ) -> torch.Tensor:
     """`gated_delta_rule` with a decay for every key: g [T, H, K]."""
-    requests = _Requests(slots, starts, seq_lens)
-    return _delta_rule(q, k, v, g, beta, normalized, states, requests)
+    return _delta_rule(q, k, v, g, beta, normalized, states, (slots, starts, seq_lens))
 
 
 def _delta_rule(
@@ -162,10 +166,15 @@ def _delta_rule(
     beta: torch.Tensor,
     normalized: bool,
     states: torch.Tensor,
-    requests: _Requests,
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """g [T, H, 1 or K]; the rest as of the operators."""
-    dtype = _wide(v)
+    """g [T, H] or [T, H, K]; the rest as of the operators."""
+    if v.device.type == "cuda":
+        from attn_ops.ops.triton.states import launch_delta_rule
+
+        return launch_delta_rule(q, k, v, g, beta, normalized, states, batch)
+    requests, dtype = _Requests(*batch), _wide(v)
+    g = g if g.dim() == 3 else g.unsqueeze(-1)
     q, k = (x.to(dtype).repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
     if normalized:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
@@ -214,6 +223,11 @@ def ssd_state_update(
     Returns:
         [T, H, V].
     """
+    if x.device.type == "cuda":
+        from attn_ops.ops.triton.states import launch_ssd
+
+        inputs = (x, dt, A, B, C, D, dt_bias, softplus, (prompt_dt_min, prompt_dt_max))
+        return launch_ssd(*inputs, prompt_lens, states, (slots, starts, seq_lens))
     requests, dtype = _Requests(slots, starts, seq_lens), _wide(x)
     dt = _step_size(dt, dt_bias, softplus, dtype)
     if prompt_lens is not None and (prompt_dt_min is not None or prompt_dt_max is not None):
@@ -263,6 +277,11 @@ def selective_state_update(
     Returns:
         [T, C].
     """
+    if x.device.type == "cuda":
+        from attn_ops.ops.triton.states import launch_selective
+
+        inputs = (x, dt, A, B, C, D, z, dt_bias, softplus)
+        return launch_selective(*inputs, states, (slots, starts, seq_lens))
     requests, dtype = _Requests(slots, starts, seq_lens), _wide(x)
     dt = _step_size(dt, dt_bias, softplus, dtype)
     A, B, C = (y.to(dtype) for y in (A, B, C))

@@ -198,9 +198,11 @@ class StepGraphs:
 
 def _inputs_of(step: Step, graph: Graph) -> AddressBook:
     """All that the graph reads by address, but for the weights."""
+    states = step.cache.states
     return AddressBook.of(
         step=step.tensors.device,
         metadata=graph.metadata,
         kv_caches=step.cache.tensors,
+        states=None if states is None else states.tensors,
         penalties=step.penalties,
     )

@@ -1,13 +1,14 @@
 """Models whose layers keep states: sessions give what Transformers' `generate` gives."""
 
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
-import dataclasses
+import contextlib
 
 import pytest
 import torch
 
 import fx_passes
-from graphs import CUDAGraphMode, SessionOptions
+from attn_ops.ops import states as ops
+from graphs import SessionOptions
 from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.capture.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
@@ -24,6 +25,7 @@ from tests.kit.sessions import (
     tokens_of,
     uncaptured,
 )
+from tests.kit.state_kernels import OPERATORS, launched
 from tests.kit.state_models import RULES, STATE_CONFIGS, build_state_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,8 +138,13 @@ def test_verified_replays_advance_states_once(make, name):
     assert session.verifier.num_checked > 5
 
 
-def test_a_replay_that_leaves_another_state_is_found(make):
-    session = captured_lazily(make("qwen3_next"), verify="always")
+@pytest.mark.parametrize(
+    ("dtype", "factor", "found"),
+    [(torch.float32, 1.01, True), (torch.bfloat16, 1.001, False), (torch.bfloat16, 1.1, True)],
+)
+def test_a_replay_that_leaves_another_state_is_found(dtype, factor, found):
+    """A float32 state of a model in bfloat16 may differ as its inputs do."""
+    session = captured_lazily(build_state_model("qwen3_next").to(dtype), verify="always")
     session.add(PROMPTS[0], 8)
     session.step()
     session.step()
@@ -146,10 +153,11 @@ def test_a_replay_that_leaves_another_state_is_found(make):
 
     def stale(metadata=None):
         run(metadata)
-        session.cache.states.tensors["recurrent", 1, 0][1].mul_(1.01)
+        session.cache.states.tensors["recurrent", 1, 0][1:].mul_(factor)
 
     graph.graph.replay = stale
-    with pytest.raises(VerificationError, match="recurrent state 0 of layer 1"):
+    finds = pytest.raises(VerificationError, match="recurrent state 0 of layer 1")
+    with finds if found else contextlib.nullcontext():
         session.step()
 
 
@@ -202,17 +210,54 @@ def test_what_is_off(make):
     refuses(model, "num_draft_tokens must be 0", num_draft_tokens=2)
 
 
-def test_nothing_is_captured_on_a_gpu_so_far(make):
-    specs, device = make_session(make("lfm2")).state_specs, torch.device("cuda")
-    options = SessionOptions(**SIZES)
-    assert options.with_states([], device) is options
-    assert options.with_states(specs, device).mode is CUDAGraphMode.NONE
-    for mode in ("FULL", "PIECEWISE"):
-        asked = dataclasses.replace(options, cudagraph_mode=mode)
-        with pytest.raises(ValueError, match=f"must be auto or NONE on a GPU .* got '{mode}'"):
-            asked.with_states(specs, device)
-        debugged = dataclasses.replace(asked, debug="eager_replay")
-        assert debugged.with_states(specs, device).cudagraph_mode == mode
+@pytest.mark.parametrize("mode", ["auto", "FULL", "PIECEWISE", "NONE"])
+def test_modes_are_those_of_other_models(make, mode):
+    specs = make_session(make("lfm2")).state_specs
+    options = SessionOptions(**SIZES, cudagraph_mode=mode, share_prefixes=True)
+    assert options.with_states([]) is options
+    found = options.with_states(specs)
+    assert (found.mode, found.any_mode) == (options.mode, mode == "auto")
+    assert not found.share_prefixes
+
+
+def test_a_state_that_moved_is_not_replayed(make):
+    """A graph would write where it was."""
+    session = captured_lazily(make("lfm2"))
+    session.add(PROMPTS[0], 8)
+    session.step()
+    session.step()
+    tensors = session.cache.states.tensors
+    tensors["conv", 0, 0] = tensors["conv", 0, 0].clone()
+    with pytest.raises(ValueError, match="states"):
+        session.step()
+
+
+@pytest.mark.parametrize(
+    "name", [*slow("lfm2", "jamba"), *long("qwen3_next", "kimi_linear", "bamba")]
+)
+def test_kernels_give_the_same_tokens(make, name, monkeypatch):
+    """Interpreted; captured with several steps in a row, states NaN until requests begin."""
+    model = make(name)
+    prompts = [NUMBERS[:5], [NUMBERS[6]], NUMBERS[7:10]]
+    want = tokens_of(make_session(model).generate(prompts, 4))
+    called = set()
+
+    def replace(operator):
+        def run(*args):
+            called.add(operator)
+            return launched(operator, *args)
+
+        return run
+
+    for operator in OPERATORS:
+        monkeypatch.setattr(ops, operator, replace(getattr(ops, operator)))
+    sizes = {"max_batch_size": 2, "max_tokens_per_step": 4, "decode_steps": 2}
+    session = poisoned(captured_lazily(model, capture_sizes=[2], **sizes))
+    assert tokens_of(session.generate(prompts, 4)) == want
+    assert called
+    assert all(t[0].isnan().all() for t in session.cache.states.tensors.values())
+    assert session.num_steps["captured"] > 0
+    assert is_empty(session)
 
 
 def test_models_go_on_as_before(make):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 ROOT = Path(__file__).parents[3]
 QUICK = ("planted", "products")
-OTHERS = ("triton", "blocksparse", "mla", "query", "step")
+OTHERS = ("triton", "blocksparse", "mla", "query", "states", "step")
 
 
 def compiled(*groups: str) -> list[dict]:
@@ -58,7 +58,7 @@ def test_products_wait_and_faults_are_found():
 
 @pytest.mark.slow
 def test_every_kernel_waits():
-    """Those of a step: attention, latent attention, products, sampling, the step's end."""
+    """Those of a step: attention, latent attention, products, states, sampling, its end."""
     found = compiled("products", *OTHERS)
     wrong = [one for one in found if not one["early"] or one["faults"]]
     assert wrong == []

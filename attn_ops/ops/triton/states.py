@@ -1,0 +1,518 @@
+"""Layers with a state: one kernel a rule, which changes the states of a pool where they are.
+
+A program owns a part of one request's state. It reads that part once, follows the request's rows
+from `starts[s]` to `starts[s + 1]`, which only the device knows, and writes it once. A decode is
+one turn of that loop; a prompt is as many as it has rows, one after the other, which is right but
+slow. Padding neither reads nor writes a state, so a captured launch may run on padding alone.
+
+T rows of a batch, S requests, P slots of a pool, C channels, L inputs of a convolution, H heads,
+G heads of keys or groups of heads, K key size, V value size, N state size. Arguments are those of
+`attn_ops.ops.states`. Strides may be any; they come as one tuple a tensor.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+
+TILE = 4096
+"""Numbers of a state that a program of four warps holds: 32 registers a thread."""
+
+
+# -- what all rules share --------------------------------------------------------------------------
+
+
+@triton.jit
+def request_rows(slots_ptr, starts_ptr, seq_lens_ptr, num_rows):
+    """The program's request: slot, first row, number of rows, tokens that its state has seen.
+
+    And the rows that it fills with 0: its own if it is padding, and behind the last request all
+    that are left.
+    """
+    request = tl.program_id(0)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    first = tl.load(starts_ptr + request).to(tl.int64)
+    end = tl.load(starts_ptr + request + 1).to(tl.int64)
+    num_seen = tl.load(seq_lens_ptr + request).to(tl.int64) - (end - first)
+    padding = slot <= 0
+    length = tl.where(padding, 0, end - first)
+    zero_first = tl.where(padding, first, end)
+    zero_end = tl.where(request == tl.num_programs(0) - 1, num_rows, end)
+    return slot, first, length, num_seen, zero_first, zero_end
+
+
+@triton.jit
+def zero_rows(out_ptr_X, stride, first, end, inside_X):
+    for n in range(0, end - first):
+        tl.store(out_ptr_X + (first + n) * stride, 0.0, mask=inside_X)
+
+
+@triton.jit
+def silu(x, ACC: tl.constexpr):
+    one = tl.full((), 1.0, ACC)
+    return x / (one + tl.exp(-x))
+
+
+@triton.jit
+def step_size(dt, bias_ptr, bias_at, inside, SOFTPLUS: tl.constexpr, ACC: tl.constexpr):
+    """Rounded to the dtype of dt where PyTorch rounds."""
+    DTYPE: tl.constexpr = dt.dtype
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + bias_at, mask=inside, other=0.0).to(DTYPE)
+        dt = (dt.to(ACC) + bias.to(ACC)).to(DTYPE)
+    if SOFTPLUS:
+        x = dt.to(ACC)
+        e = tl.exp(tl.minimum(x, 20.0))
+        u = e + 1.0
+        # log(1 + e) that keeps its digits where e is small (Kahan): Triton has no log1p.
+        soft = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+        dt = tl.where(x > 20.0, x, soft).to(DTYPE)
+    return dt.to(ACC)
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def causal_conv1d_kernel(
+    out_ptr,  # [T, C] contiguous
+    x_ptr,  # [T, C]
+    weight_ptr,  # [C, L]
+    bias_ptr,  # [C] or None
+    states_ptr,  # [P, C, L - 1]
+    slots_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    num_rows,  # T
+    x_strides,
+    weight_strides,
+    bias_strides,
+    states_strides,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    SILU: tl.constexpr,
+    ACC: tl.constexpr,  # what sums are computed in
+    PDL: tl.constexpr,  # launched early
+):
+    """Grid (S, ceil(C / BLOCK_C)). Inputs before the request's rows are its state."""
+    wait_for_inputs(PDL)
+    slot, first, length, num_seen, zero_first, zero_end = request_rows(
+        slots_ptr, starts_ptr, seq_lens_ptr, num_rows
+    )
+    c_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    l_L = tl.arange(0, BLOCK_L)
+    inside_C = c_C < C
+    inside_CL = inside_C[:, None] & (l_L < L)[None, :]
+    weight_ptr_CL = weight_ptr + c_C[:, None] * weight_strides[0] + l_L[None, :] * weight_strides[1]
+    weight_CL = tl.load(weight_ptr_CL, mask=inside_CL, other=0.0).to(ACC)
+    bias_C = tl.zeros([BLOCK_C], ACC)
+    if bias_ptr is not None:
+        bias_C += tl.load(bias_ptr + c_C * bias_strides[0], mask=inside_C, other=0.0).to(ACC)
+    state_ptr_C = states_ptr + slot * states_strides[0] + c_C * states_strides[1]
+    x_ptr_C = x_ptr + first * x_strides[0] + c_C * x_strides[1]
+    for n in range(0, length):
+        row_L = n + l_L - (L - 1)  # of the request's
+        before_L = row_L < 0
+        old_CL = tl.load(
+            state_ptr_C[:, None] + ((n + l_L) * states_strides[2])[None, :],
+            mask=inside_CL & before_L[None, :] & (num_seen != 0),
+            other=0.0,
+        )
+        new_CL = tl.load(
+            x_ptr_C[:, None] + (row_L.to(tl.int64) * x_strides[0])[None, :],
+            mask=inside_CL & (row_L >= 0)[None, :],
+            other=0.0,
+        )
+        input_CL = tl.where(before_L[None, :], old_CL.to(ACC), new_CL.to(ACC))
+        y_C = tl.sum(input_CL * weight_CL, axis=1) + bias_C
+        if SILU:
+            y_C = silu(y_C, ACC)
+        tl.store(out_ptr + (first + n) * C + c_C, y_C.to(out_ptr.dtype.element_ty), mask=inside_C)
+        if n == length - 1:
+            tl.debug_barrier()  # an input moves to a place that another thread has read
+            tl.store(
+                state_ptr_C[:, None] + ((l_L - 1) * states_strides[2])[None, :],
+                input_CL.to(states_ptr.dtype.element_ty),
+                mask=inside_CL & (l_L > 0)[None, :],
+            )
+    zero_rows(out_ptr + c_C, C, zero_first, zero_end, inside_C)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def delta_rule_kernel(
+    out_ptr,  # [T, H, V] contiguous
+    q_ptr,  # [T, G, K]
+    k_ptr,  # [T, G, K]
+    v_ptr,  # [T, H, V]
+    g_ptr,  # [T, H], or [T, H, K] with KEY_DECAY
+    beta_ptr,  # [T, H]
+    states_ptr,  # [P, H, K, V]
+    slots_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    num_rows,  # T
+    q_strides,
+    k_strides,
+    v_strides,
+    g_strides,
+    beta_strides,
+    states_strides,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,  # H / G
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr,  # of q
+    KEY_DECAY: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    ACC: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (S, H, ceil(V / BLOCK_V)). Columns of a state do not meet."""
+    wait_for_inputs(PDL)
+    slot, first, length, num_seen, zero_first, zero_end = request_rows(
+        slots_ptr, starts_ptr, seq_lens_ptr, num_rows
+    )
+    head = tl.program_id(1)
+    key_head = head // GROUP
+    k_K = tl.arange(0, BLOCK_K)
+    v_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside_K, inside_V = k_K < K, v_V < V
+    inside_KV = inside_K[:, None] & inside_V[None, :]
+    state_ptr_KV = states_ptr + slot * states_strides[0] + head * states_strides[1]
+    state_ptr_KV += k_K[:, None] * states_strides[2] + v_V[None, :] * states_strides[3]
+    q_ptr_K = q_ptr + first * q_strides[0] + key_head * q_strides[1] + k_K * q_strides[2]
+    k_ptr_K = k_ptr + first * k_strides[0] + key_head * k_strides[1] + k_K * k_strides[2]
+    v_ptr_V = v_ptr + first * v_strides[0] + head * v_strides[1] + v_V * v_strides[2]
+    g_ptr += first * g_strides[0] + head * g_strides[1]
+    beta_ptr += first * beta_strides[0] + head * beta_strides[1]
+    out_ptr_V = out_ptr + head * V + v_V
+    if length > 0:
+        mask_KV = inside_KV & (num_seen != 0)
+        state_KV = tl.load(state_ptr_KV, mask=mask_KV, other=0.0).to(ACC)
+        for n in range(0, length):
+            q_K = tl.load(q_ptr_K + n * q_strides[0], mask=inside_K, other=0.0).to(ACC)
+            key_K = tl.load(k_ptr_K + n * k_strides[0], mask=inside_K, other=0.0).to(ACC)
+            value_V = tl.load(v_ptr_V + n * v_strides[0], mask=inside_V, other=0.0).to(ACC)
+            beta = tl.load(beta_ptr + n * beta_strides[0]).to(ACC)
+            if NORMALIZED:
+                q_K *= tl.rsqrt(tl.sum(q_K * q_K) + 1e-6)
+                key_K *= tl.rsqrt(tl.sum(key_K * key_K) + 1e-6)
+            if KEY_DECAY:
+                g_ptr_K = g_ptr + n * g_strides[0] + k_K * g_strides[2]
+                decay_K = tl.exp(tl.load(g_ptr_K, mask=inside_K, other=0.0).to(ACC))
+                state_KV *= decay_K[:, None]
+            else:
+                state_KV *= tl.exp(tl.load(g_ptr + n * g_strides[0]).to(ACC))
+            change_V = (value_V - tl.sum(state_KV * key_K[:, None], axis=0)) * beta
+            state_KV += key_K[:, None] * change_V[None, :]
+            y_V = tl.sum(state_KV * (q_K * SCALE)[:, None], axis=0)
+            tl.store(
+                out_ptr_V + (first + n) * (H * V),
+                y_V.to(out_ptr.dtype.element_ty),
+                mask=inside_V,
+            )
+        tl.store(state_ptr_KV, state_KV.to(states_ptr.dtype.element_ty), mask=inside_KV)
+    zero_rows(out_ptr_V, H * V, zero_first, zero_end, inside_V)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def ssd_kernel(
+    out_ptr,  # [T, H, V] contiguous
+    x_ptr,  # [T, H, V]
+    dt_ptr,  # [T, H]
+    A_ptr,  # [H]
+    B_ptr,  # [T, G, N]
+    C_ptr,  # [T, G, N]
+    D_ptr,  # [H] or None
+    dt_bias_ptr,  # [H] or None
+    prompt_lens_ptr,  # [S], if step sizes are clamped
+    states_ptr,  # [P, H, V, N]
+    slots_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    num_rows,  # T
+    x_strides,
+    dt_strides,
+    A_strides,
+    B_strides,
+    C_strides,
+    D_strides,
+    dt_bias_strides,
+    prompt_lens_strides,
+    states_strides,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,  # H / G
+    V: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    DT_MIN: tl.constexpr,  # in rows of prompts; None: no bound
+    DT_MAX: tl.constexpr,
+    ACC: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (S, H, ceil(V / BLOCK_V)). Rows of a state do not meet."""
+    wait_for_inputs(PDL)
+    slot, first, length, num_seen, zero_first, zero_end = request_rows(
+        slots_ptr, starts_ptr, seq_lens_ptr, num_rows
+    )
+    head = tl.program_id(1)
+    group = head // GROUP
+    v_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    n_N = tl.arange(0, BLOCK_N)
+    inside_V, inside_N = v_V < V, n_N < N
+    inside_VN = inside_V[:, None] & inside_N[None, :]
+    state_ptr_VN = states_ptr + slot * states_strides[0] + head * states_strides[1]
+    state_ptr_VN += v_V[:, None] * states_strides[2] + n_N[None, :] * states_strides[3]
+    x_ptr_V = x_ptr + first * x_strides[0] + head * x_strides[1] + v_V * x_strides[2]
+    B_ptr_N = B_ptr + first * B_strides[0] + group * B_strides[1] + n_N * B_strides[2]
+    C_ptr_N = C_ptr + first * C_strides[0] + group * C_strides[1] + n_N * C_strides[2]
+    dt_ptr += first * dt_strides[0] + head * dt_strides[1]
+    out_ptr_V = out_ptr + head * V + v_V
+    if length > 0:
+        A = tl.load(A_ptr + head * A_strides[0]).to(ACC)
+        if DT_MIN is not None or DT_MAX is not None:
+            prompt_len_ptr = prompt_lens_ptr + tl.program_id(0) * prompt_lens_strides[0]
+            num_prompt = tl.load(prompt_len_ptr).to(tl.int64) - num_seen  # rows of the prompt
+        mask_VN = inside_VN & (num_seen != 0)
+        state_VN = tl.load(state_ptr_VN, mask=mask_VN, other=0.0).to(ACC)
+        for n in range(0, length):
+            x_V = tl.load(x_ptr_V + n * x_strides[0], mask=inside_V, other=0.0).to(ACC)
+            B_N = tl.load(B_ptr_N + n * B_strides[0], mask=inside_N, other=0.0).to(ACC)
+            C_N = tl.load(C_ptr_N + n * C_strides[0], mask=inside_N, other=0.0).to(ACC)
+            dt = tl.load(dt_ptr + n * dt_strides[0])
+            bias_at = head * dt_bias_strides[0]
+            dt = step_size(dt, dt_bias_ptr, bias_at, length > 0, SOFTPLUS, ACC)
+            if DT_MIN is not None:
+                dt = tl.where((n < num_prompt) & (dt < DT_MIN), tl.full((), DT_MIN, ACC), dt)
+            if DT_MAX is not None:
+                dt = tl.where((n < num_prompt) & (dt > DT_MAX), tl.full((), DT_MAX, ACC), dt)
+            state_VN = state_VN * tl.exp(dt * A) + (dt * x_V)[:, None] * B_N[None, :]
+            y_V = tl.sum(state_VN * C_N[None, :], axis=1)
+            if D_ptr is not None:
+                y_V += x_V * tl.load(D_ptr + head * D_strides[0]).to(ACC)
+            tl.store(
+                out_ptr_V + (first + n) * (H * V),
+                y_V.to(out_ptr.dtype.element_ty),
+                mask=inside_V,
+            )
+        tl.store(state_ptr_VN, state_VN.to(states_ptr.dtype.element_ty), mask=inside_VN)
+    zero_rows(out_ptr_V, H * V, zero_first, zero_end, inside_V)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def selective_kernel(
+    out_ptr,  # [T, C] contiguous
+    x_ptr,  # [T, C]
+    dt_ptr,  # [T, C]
+    A_ptr,  # [C, N]
+    B_ptr,  # [T, N]
+    C_ptr,  # [T, N]
+    D_ptr,  # [C] or None
+    z_ptr,  # [T, C] or None
+    dt_bias_ptr,  # [C] or None
+    states_ptr,  # [P, C, N]
+    slots_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    num_rows,  # T
+    x_strides,
+    dt_strides,
+    A_strides,
+    B_strides,
+    C_strides,
+    D_strides,
+    z_strides,
+    dt_bias_strides,
+    states_strides,
+    NUM_CHANNELS: tl.constexpr,  # C
+    N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    ACC: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (S, ceil(C / BLOCK_C)). Channels do not meet."""
+    wait_for_inputs(PDL)
+    slot, first, length, num_seen, zero_first, zero_end = request_rows(
+        slots_ptr, starts_ptr, seq_lens_ptr, num_rows
+    )
+    c_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    n_N = tl.arange(0, BLOCK_N)
+    inside_C, inside_N = c_C < NUM_CHANNELS, n_N < N
+    inside_CN = inside_C[:, None] & inside_N[None, :]
+    state_ptr_CN = states_ptr + slot * states_strides[0]
+    state_ptr_CN += c_C[:, None] * states_strides[1] + n_N[None, :] * states_strides[2]
+    x_ptr_C = x_ptr + first * x_strides[0] + c_C * x_strides[1]
+    dt_ptr_C = dt_ptr + first * dt_strides[0] + c_C * dt_strides[1]
+    B_ptr_N = B_ptr + first * B_strides[0] + n_N * B_strides[1]
+    C_ptr_N = C_ptr + first * C_strides[0] + n_N * C_strides[1]
+    if length > 0:
+        A_ptr_CN = A_ptr + c_C[:, None] * A_strides[0] + n_N[None, :] * A_strides[1]
+        A_CN = tl.load(A_ptr_CN, mask=inside_CN, other=0.0).to(ACC)
+        mask_CN = inside_CN & (num_seen != 0)
+        state_CN = tl.load(state_ptr_CN, mask=mask_CN, other=0.0).to(ACC)
+        for n in range(0, length):
+            x_C = tl.load(x_ptr_C + n * x_strides[0], mask=inside_C, other=0.0).to(ACC)
+            B_N = tl.load(B_ptr_N + n * B_strides[0], mask=inside_N, other=0.0).to(ACC)
+            C_N = tl.load(C_ptr_N + n * C_strides[0], mask=inside_N, other=0.0).to(ACC)
+            dt_C = tl.load(dt_ptr_C + n * dt_strides[0], mask=inside_C, other=0.0)
+            bias_at_C = c_C * dt_bias_strides[0]
+            dt_C = step_size(dt_C, dt_bias_ptr, bias_at_C, inside_C, SOFTPLUS, ACC)
+            state_CN *= tl.exp(dt_C[:, None] * A_CN)
+            state_CN += (dt_C * x_C)[:, None] * B_N[None, :]
+            y_C = tl.sum(state_CN * C_N[None, :], axis=1)
+            if D_ptr is not None:
+                D_C = tl.load(D_ptr + c_C * D_strides[0], mask=inside_C, other=0.0)
+                y_C += x_C * D_C.to(ACC)
+            if z_ptr is not None:
+                z_ptr_C = z_ptr + (first + n) * z_strides[0] + c_C * z_strides[1]
+                y_C *= silu(tl.load(z_ptr_C, mask=inside_C, other=0.0).to(ACC), ACC)
+            tl.store(
+                out_ptr + (first + n) * NUM_CHANNELS + c_C,
+                y_C.to(out_ptr.dtype.element_ty),
+                mask=inside_C,
+            )
+        tl.store(state_ptr_CN, state_CN.to(states_ptr.dtype.element_ty), mask=inside_CN)
+    zero_rows(out_ptr + c_C, NUM_CHANNELS, zero_first, zero_end, inside_C)
+
+
+# -- launches --------------------------------------------------------------------------------------
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""slots, starts and seq_lens."""
+
+
+def launch_causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    states: torch.Tensor,
+    batch: Batch,
+) -> torch.Tensor:
+    """`causal_conv1d_update`."""
+    channels, length = weight.shape
+    block = min(256, triton.next_power_of_2(channels))
+    return _launch(
+        causal_conv1d_kernel, x, (triton.cdiv(channels, block),), (x, weight, bias), states, batch,
+        C=channels, L=length, BLOCK_C=block, BLOCK_L=triton.next_power_of_2(length), SILU=silu,
+    )  # fmt: skip
+
+
+def launch_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    normalized: bool,
+    states: torch.Tensor,
+    batch: Batch,
+) -> torch.Tensor:
+    """`gated_delta_rule`; `kda` where g has three dimensions."""
+    heads, size = v.shape[1:]
+    keys = q.shape[2]
+    padded, block = _tile(keys, size)
+    programs = (heads, triton.cdiv(size, block))
+    return _launch(
+        delta_rule_kernel, v, programs, (q, k, v, g, beta), states, batch,
+        H=heads, GROUP=heads // q.shape[1], K=keys, V=size, BLOCK_K=padded, BLOCK_V=block,
+        SCALE=keys**-0.5, KEY_DECAY=g.dim() == 3, NORMALIZED=normalized,
+    )  # fmt: skip
+
+
+def launch_ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    softplus: bool,
+    prompt_dt: tuple[float | None, float | None],
+    prompt_lens: torch.Tensor | None,
+    states: torch.Tensor,
+    batch: Batch,
+) -> torch.Tensor:
+    """`ssd_state_update`."""
+    (heads, size), (groups, width) = x.shape[1:], B.shape[1:]
+    padded, block = _tile(width, size)
+    low, high = (None, None) if prompt_lens is None else prompt_dt
+    programs = (heads, triton.cdiv(size, block))
+    tensors = (x, dt, A, B, C, D, dt_bias, prompt_lens)
+    return _launch(
+        ssd_kernel, x, programs, tensors, states, batch,
+        H=heads, GROUP=heads // groups, V=size, N=width, BLOCK_V=block, BLOCK_N=padded,
+        SOFTPLUS=softplus, DT_MIN=low, DT_MAX=high,
+    )  # fmt: skip
+
+
+def launch_selective(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    softplus: bool,
+    states: torch.Tensor,
+    batch: Batch,
+) -> torch.Tensor:
+    """`selective_state_update`."""
+    channels, width = A.shape
+    padded, block = _tile(width, min(channels, 128))
+    tensors = (x, dt, A, B, C, D, z, dt_bias)
+    return _launch(
+        selective_kernel, x, (triton.cdiv(channels, block),), tensors, states, batch,
+        NUM_CHANNELS=channels, N=width, BLOCK_C=block, BLOCK_N=padded, SOFTPLUS=softplus,
+    )  # fmt: skip
+
+
+def _tile(whole: int, part: int) -> tuple[int, int]:
+    """Sizes of a tile that has one side of a state whole and as much of the other as fits."""
+    padded = triton.next_power_of_2(whole)
+    return padded, min(triton.next_power_of_2(part), max(1, TILE // padded))
+
+
+def _launch(
+    kernel: Any,
+    like: torch.Tensor,
+    programs: tuple[int, ...],
+    tensors: Sequence[torch.Tensor | None],
+    states: torch.Tensor,
+    batch: Batch,
+    **constants: Any,
+) -> torch.Tensor:
+    """What a kernel computes, of the shape and dtype of `like`.
+
+    Args:
+        programs: of each request.
+        tensors: which the kernel takes with their strides.
+        constants: of the kernel, beside those that all have.
+    """
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    slots, starts, seq_lens = (x.contiguous() for x in batch)
+    if out.numel() == 0 or slots.numel() == 0:
+        return out.zero_()
+    strides = [(0,) if x is None else x.stride() for x in (*tensors, states)]
+    accumulator = tl.float64 if like.dtype == torch.float64 else tl.float32
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        kernel[(slots.numel(), *programs)](
+            out, *tensors, states, slots, starts, seq_lens, out.shape[0], *strides,
+            ACC=accumulator, **constants, **early_launch(out.device),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,214 @@
+"""Decode kernels of layers with a state: `python -m benchmarks.state_layers`.
+
+Every request brings one row. A kernel reads and writes the state of each, and inputs that are small
+beside it, so a copy of as many bytes is the limit. Sizes are those of one layer of Qwen3-Next-80B,
+Kimi-Linear-48B, Nemotron-H-8B and Jamba-v0.1, and of Qwen3-Next's convolution. On a CPU, where the
+operators are plain PyTorch, sizes are tiny and figures mean nothing.
+"""
+
+import argparse
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attn_ops.ops import states as ops
+from benchmarks.harness import (
+    Bar,
+    capture,
+    copy_bandwidth,
+    finish,
+    free,
+    median_ms,
+    origin,
+    parser_of,
+)
+
+BATCHES = (1, 8, 64, 256)
+CACHE_BYTES = 2**28
+"""Launches that follow each other go over so many bytes, several times what an L2 holds."""
+
+MOST_COPIES = 32
+NUM_LAUNCHES = 64
+"""Of a graph."""
+
+_Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclasses.dataclass
+class Layer:
+    """An operator with the inputs of T rows, and states of some slots beside the null slot."""
+
+    operator: Callable[..., torch.Tensor]
+    given: tuple[Any, ...]
+    states: torch.Tensor
+
+    def run(self, slots: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        return self.operator(*self.given, self.states, slots, starts, lens)
+
+    def copied(self) -> "Layer":
+        given = [x.clone() if isinstance(x, torch.Tensor) else x for x in self.given]
+        return Layer(self.operator, tuple(given), self.states.clone())
+
+    def moved(self, device: str, dtype: torch.dtype) -> "Layer":
+        """A copy elsewhere, in another dtype."""
+        given = [x.to(device, dtype) if isinstance(x, torch.Tensor) else x for x in self.given]
+        return Layer(self.operator, tuple(given), self.states.to(device, dtype, copy=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """That a step of one row a request moves: its inputs, its result, states twice."""
+        given = [x for x in self.given if isinstance(x, torch.Tensor)]
+        rows = sum(x.numel() * x.element_size() for x in given)
+        values = given[2] if self.operator in (ops.gated_delta_rule, ops.kda) else given[0]
+        states = self.states[1:]
+        result = values.numel() * values.element_size()
+        return rows + result + 2 * states.numel() * states.element_size()
+
+
+class _Numbers:
+    """Random tensors on a device."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype or self.dtype)
+
+
+def conv(rows: int, slots: int, device: str, dtype: torch.dtype, channels: int = 8192) -> Layer:
+    """4 inputs of each channel."""
+    new = _Numbers(device, dtype)
+    given = (new(rows, channels), new(channels, 4), None, "silu")
+    return Layer(ops.causal_conv1d_update, given, new(slots + 1, channels, 3))
+
+
+def delta(
+    rows: int, slots: int, device: str, dtype: torch.dtype, heads: int = 32, size: int = 128
+) -> Layer:
+    """Two heads of values a head of keys."""
+    new = _Numbers(device, dtype)
+    keys = max(1, heads // 2)
+    inputs = (new(rows, keys, size), new(rows, keys, size), new(rows, heads, size))
+    gates = (-new(rows, heads, dtype=torch.float32).abs(), new(rows, heads).sigmoid())
+    states = new(slots + 1, heads, size, size, dtype=torch.float32)
+    return Layer(ops.gated_delta_rule, (*inputs, *gates, True), states)
+
+
+def kda(
+    rows: int, slots: int, device: str, dtype: torch.dtype, heads: int = 32, size: int = 128
+) -> Layer:
+    new = _Numbers(device, dtype)
+    inputs = [new(rows, heads, size) for _ in range(3)]
+    gates = (-new(rows, heads, size, dtype=torch.float32).abs(), new(rows, heads).sigmoid())
+    states = new(slots + 1, heads, size, size, dtype=torch.float32)
+    return Layer(ops.kda, (*inputs, *gates, True), states)
+
+
+def ssd(
+    rows: int, slots: int, device: str, dtype: torch.dtype, heads: int = 128, width: int = 128
+) -> Layer:
+    """Heads of 64 in up to 8 groups."""
+    new, groups = _Numbers(device, dtype), min(8, heads)
+    A, D, bias = (new(heads, dtype=torch.float32) for _ in range(3))
+    inputs = (new(rows, heads, 64), new(rows, heads), -A.abs())
+    shared = (new(rows, groups, width), new(rows, groups, width))
+    states = new(slots + 1, heads, 64, width, dtype=torch.float32)
+    given = (*inputs, *shared, D, bias, True, None, None, None)
+    return Layer(ops.ssd_state_update, given, states)
+
+
+def selective(
+    rows: int, slots: int, device: str, dtype: torch.dtype, channels: int = 8192
+) -> Layer:
+    """16 numbers a channel."""
+    new = _Numbers(device, dtype)
+    A = -new(channels, 16, dtype=torch.float32).abs()
+    D, bias = (new(channels, dtype=torch.float32) for _ in range(2))
+    inputs = (new(rows, channels), new(rows, channels), A, new(rows, 16), new(rows, 16), D)
+    states = new(slots + 1, channels, 16, dtype=torch.float32)
+    given = (*inputs, new(rows, channels), bias, True)
+    return Layer(ops.selective_state_update, given, states)
+
+
+LAYERS: dict[str, Callable[..., Layer]] = {
+    "causal_conv1d_update": conv,
+    "gated_delta_rule": delta,
+    "kda": kda,
+    "ssd_state_update": ssd,
+    "selective_state_update": selective,
+}
+"""By operator: `layer(rows, slots, device, dtype)`."""
+
+TINY: dict[str, dict[str, int]] = {
+    "causal_conv1d_update": {"channels": 32},
+    "gated_delta_rule": {"heads": 2, "size": 16},
+    "kda": {"heads": 2, "size": 16},
+    "ssd_state_update": {"heads": 2, "width": 16},
+    "selective_state_update": {"channels": 32},
+}
+
+
+def decodes(number: int, device: str) -> _Batch:
+    """A row of each request; slots are in no order, every request goes on."""
+    order = 1 + torch.randperm(number, device=device)
+    starts = torch.arange(number + 1, device=device)
+    return order.int(), starts.int(), torch.full_like(order, 100).int()
+
+
+def microseconds(name: str, number: int, device: str) -> tuple[float, int]:
+    """A launch's time in a step of so many requests, and the bytes that it moves."""
+    sizes = TINY[name] if device == "cpu" else {}
+    first = LAYERS[name](number, number, device, torch.bfloat16, **sizes)
+    num_bytes, batch = first.num_bytes, decodes(number, device)
+    if device == "cpu":
+        begin = time.perf_counter()
+        first.run(*batch)
+        return 1e6 * (time.perf_counter() - begin), num_bytes
+    copies = min(MOST_COPIES, max(2, math.ceil(CACHE_BYTES / num_bytes)))
+    layers = [first, *(first.copied() for _ in range(copies - 1))]
+
+    def run() -> None:
+        for i in range(NUM_LAUNCHES):
+            layers[i % copies].run(*batch)
+
+    graph = capture(run)
+    return 1e3 * median_ms(graph.replay) / NUM_LAUNCHES, num_bytes
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    bandwidth = copy_bandwidth() if args.device == "cuda" else None
+    rows, bars = {}, []
+    for name in LAYERS:
+        for number in args.batches:
+            us, num_bytes = microseconds(name, number, args.device)
+            part = None if bandwidth is None else num_bytes / bandwidth / (us / 1e6)
+            percent = None if part is None else round(100 * part, 1)
+            row = {"us": round(us, 2), "MB": round(num_bytes / 1e6, 2), "% of a copy": percent}
+            rows[f"{name}, {number}"] = row
+            if number >= 64:
+                bars.append(Bar(f"{name}, {number}: part of a copy's bandwidth", ">=", 0.85, part))
+            free()
+    copied = "not measured" if bandwidth is None else f"{bandwidth / 1e12:.2f} TB/s"
+    note = (
+        "Rule, requests with one row each: microseconds of a launch in a CUDA graph over inputs "
+        f"that are in no cache; bf16 rows, float32 states. A copy: {copied}."
+    )
+    command = f"python -m benchmarks.state_layers --device {args.device}"
+    found = origin(args) | {"command": command, "note": note, "rows": rows}
+    return found | {"bars": [bar.as_dict() for bar in bars]}
+
+
+def main() -> None:
+    found = parser_of(__doc__)
+    found.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    args = found.parse_args()
+    torch.manual_seed(0)
+    finish(args, measure(args))
+
+
+if __name__ == "__main__":
+    main()

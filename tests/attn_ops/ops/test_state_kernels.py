@@ -1,0 +1,227 @@
+"""Kernels of layers with a state against plain PyTorch, in float64 and in the dtypes of models.
+
+They run on a GPU, and interpreted on a machine without one.
+"""
+
+import pytest
+import torch
+
+from attn_ops.ops import states as ops
+from tests.attn_ops.ops.test_states import LENGTHS, RULES, Conv, Ssd, arguments, batch, numbers
+from tests.kit.state_kernels import launched
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BOUNDS = {F64: 1e-9, F32: 1e-4, F16: 1e-2, BF16: 4e-2}
+SLOTS, COMPUTED = [7, 2, 5, 1, 8], [0, 4, 3, 9, 0]
+"""Of `LENGTHS`: the first and the last begin, the second has no rows."""
+
+
+def on_device(operator, given, states, requests):
+    """The kernel's result on `DEVICE`; what it leaves in `states` is copied there."""
+    moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given]
+    pool = states.to(DEVICE)
+    out = launched(operator, *moved, pool, *(x.to(DEVICE) for x in requests))
+    states.copy_(pool)
+    return out.cpu()
+
+
+def compare(operator, given, states, requests, bound=1e-9):
+    """Results and states of the kernel, and of the operator in plain PyTorch."""
+    mine, theirs = states.clone(), states.clone()
+    out = on_device(operator, given, mine, requests)
+    want = operator(*given, theirs, *requests)
+    assert out.dtype == want.dtype
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, want, atol=bound, rtol=bound)
+    torch.testing.assert_close(mine, theirs, atol=bound, rtol=bound, equal_nan=True)
+    return out, mine
+
+
+def poisoned(case, dtype=F64, slots=SLOTS, computed=COMPUTED, number=9):
+    """States that are NaN but for those of requests that go on."""
+    states = torch.full((number, *case.shape), float("nan"), dtype=dtype)
+    for slot, seen in zip(slots, computed, strict=True):
+        if seen:
+            states[slot] = numbers(*case.shape).to(dtype)
+    return states
+
+
+def cast(given, dtype):
+    return [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in given]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_ragged_rows(rule):
+    """Chunks of prompts beside a decode, behind them padding, and rows of nobody."""
+    padding, behind = 2, 1
+    rows = sum(LENGTHS) + padding
+    case = rule(rows + behind)
+    states, requests = poisoned(case), batch(LENGTHS, COMPUTED, SLOTS, padding)
+    out, after = compare(case.operator, arguments(case), states, requests)
+    assert not out[sum(LENGTHS) :].any()
+    assert not out.isnan().any()
+    unowned = [slot for slot in range(9) if slot not in SLOTS]
+    assert after[unowned].isnan().all()
+    torch.testing.assert_close(after[2], states[2])  # it has no rows
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("places", [torch.int32, torch.int64])
+def test_decodes(rule, places):
+    """Every request has one row; one of padding stands between the others, as after its end."""
+    case = rule(4)
+    states = poisoned(case, slots=[3, 1, 2], computed=[5, 0, 1])
+    requests = (torch.tensor([3, 0, 1, 2]), torch.arange(5), torch.tensor([6, 3, 1, 2]))
+    out, after = compare(case.operator, arguments(case), states, [x.to(places) for x in requests])
+    assert not out[1].any()
+    assert after[0].isnan().all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_dtypes_of_models(rule, dtype):
+    """Rows in the model's dtype; sums of recurrences are kept in float32, inputs as they came."""
+    case = rule(sum(LENGTHS))
+    states = poisoned(case, dtype if rule is Conv else F32)
+    requests = batch(LENGTHS, COMPUTED, SLOTS)
+    compare(case.operator, cast(arguments(case), dtype), states, requests, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule is not Conv])
+def test_parameters_in_float32(rule):
+    """Decays, biases and step sizes are often wider than rows."""
+    case = rule(sum(LENGTHS))
+    narrow = [x.to(BF16) for x in case.by_row]
+    given = [*narrow, *cast(arguments(case)[len(narrow) :], F32)]
+    states, requests = poisoned(case, F32), batch(LENGTHS, COMPUTED, SLOTS)
+    compare(case.operator, given, states, requests, BOUNDS[BF16])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_padding_alone_changes_nothing(rule):
+    """As in warm-up and captures; null slots are named often, and no state is read."""
+    case = rule(3)
+    states = torch.full((2, *case.shape), float("nan"), dtype=F64)
+    requests = (torch.zeros(3).int(), torch.arange(4).int(), torch.ones(3).int())
+    out, after = compare(case.operator, arguments(case), states, requests)
+    assert not out.any()
+    assert after.isnan().all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_without_rows_or_requests(rule):
+    case = rule(2)
+    states = torch.full((2, *case.shape), float("nan"), dtype=F64)
+    nobody = (torch.zeros(0).int(), torch.zeros(1).int(), torch.zeros(0).int())
+    compare(case.operator, arguments(case), states, nobody)
+    case = rule(0)
+    compare(case.operator, arguments(case), states, batch([0], [3], [1]))
+
+
+def spread(x):
+    """The same numbers, in every other place of a larger tensor, the last dimension first."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    large = torch.full((*x.shape[1:], 2 * x.shape[0]), float("nan"), dtype=x.dtype)
+    view = large[..., ::2].movedim(-1, 0)
+    return view.copy_(x)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_strides_of_any_kind(rule):
+    case = rule(sum(LENGTHS))
+    given = [spread(x) for x in arguments(case)]
+    states, requests = poisoned(case), batch(LENGTHS, COMPUTED, SLOTS)
+    out, _ = compare(case.operator, given, states, requests)
+    mine = spread(states)
+    torch.testing.assert_close(on_device(case.operator, given, mine, requests), out)
+    want = states.clone()
+    case.operator(*arguments(case), want, *requests)
+    torch.testing.assert_close(mine, want, equal_nan=True)
+
+
+def test_expanded_arguments_of_mamba_2():
+    """Step sizes, decays and biases come as views of expanded tensors."""
+    case = Ssd(4)
+    x, dt, A, B, C, D, bias, *rest = arguments(case)
+    dt = dt[:, :, None].expand(x.shape)[:, :, 0]
+    A = A[:, None, None].expand(case.shape)[:, 0, 0]
+    D, bias = (y[:, None].expand(case.shape[:2])[:, 0] for y in (D, bias))
+    requests = batch([1, 3], [2, 0], [2, 1])
+    states = poisoned(case, slots=[2], computed=[2])
+    compare(case.operator, [x, dt, A, B, C, D, bias, *rest], states, requests)
+
+
+@pytest.mark.parametrize("places", [[0.5, 0.6], [0.5, None], [None, 0.6]])
+def test_step_sizes_are_clamped_in_prompts_alone(places):
+    case = Ssd(5)
+    given = arguments(case)
+    given[8:11] = [*places, torch.tensor([4, 9, 0])]
+    states = poisoned(case, slots=[1, 2], computed=[2, 9])
+    compare(case.operator, given, states, batch([4, 1], [2, 9], [1, 2]))
+
+
+@pytest.mark.parametrize("softplus", [True, False])
+def test_step_sizes_of_every_size(softplus):
+    """Far from 0 on both sides, where softplus is tiny or its argument; inputs make up for it."""
+    case = Ssd(6)
+    given = arguments(case)
+    steps = torch.tensor([-30.0, -60, -8, 1e-3, 15, 25]).double()
+    given[0] = given[0] * 1e3 ** torch.tensor([4.0, 8, 1, 0, 0, 0]).double()[:, None, None]
+    given[1], given[6] = steps[:, None].expand(6, 4), None
+    given[2], given[7] = given[2] * 1e-3, softplus
+    requests = (torch.arange(1, 7), torch.arange(7), torch.ones(6).int())  # one row each
+    states = poisoned(case, slots=[], computed=[])
+    out, _ = compare(case.operator, given, states, requests)
+    assert (out.abs().amax((1, 2)) > 1e-4).all()
+
+
+def test_step_sizes_are_rounded_where_pytorch_rounds():
+    """Models compute them in their dtype, and multiply them in float32."""
+    case = Ssd(sum(LENGTHS))
+    given = cast(arguments(case), F32)
+    given[1] = given[1].to(F16)
+    states, requests = poisoned(case, F32), batch(LENGTHS, COMPUTED, SLOTS)
+    compare(case.operator, given, states, requests, 1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_may_be_left_out(rule):
+    """Biases, gates, D, activations, normalization."""
+    case = rule(3)
+    optional = {"Conv": [2, 3], "Ssd": [5, 6], "Selective": [5, 6, 7]}.get(rule.__name__, [])
+    given = arguments(case)
+    for place in optional:
+        given[place] = None
+    if not optional:
+        given[-1] = False
+    states = poisoned(case, slots=[2], computed=[2])
+    compare(case.operator, given, states, batch([1, 2], [2, 0], [2, 1]))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_convolutions_of_every_length(length):
+    """A state of no input at all; one that is longer or shorter than the rows."""
+    x, weight = numbers(7, 300), numbers(300, length)
+    states = numbers(5, 300, length - 1)
+    requests = batch([1, 4, 2], [3, 1, 0], [4, 1, 2])
+    compare(ops.causal_conv1d_update, [x, weight, None, "swish"], states, requests)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 1, 40, 33), (2, 2, 128, 70)])
+def test_sizes_that_are_no_powers_of_two(sizes):
+    """Heads, key heads, and both sides of a state; a state of several programs."""
+    heads, groups, k, v = sizes
+    requests, rows = batch([1, 2], [4, 0], [1, 2]), 3
+    q, key, value = numbers(rows, groups, k), numbers(rows, groups, k), numbers(rows, heads, v)
+    for shape, operator in (((), ops.gated_delta_rule), ((k,), ops.kda)):
+        g, beta = -numbers(rows, heads, *shape).abs(), numbers(rows, heads).sigmoid()
+        states = numbers(3, heads, k, v)
+        compare(operator, [q, key, value, g, beta, True], states, requests)
+    dt, A = numbers(rows, heads), -numbers(heads).abs()
+    given = [value, dt, A, q, key, None, None, True, None, None, None]
+    compare(ops.ssd_state_update, given, numbers(3, heads, v, k), requests)
+    dt, A = numbers(rows, v), -numbers(v, k).abs()
+    given = [value[:, 0], dt, A, q[:, 0], key[:, 0], None, None, None, True]
+    compare(ops.selective_state_update, given, numbers(3, v, k), requests)

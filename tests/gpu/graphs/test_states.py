@@ -1,0 +1,147 @@
+"""Captured sessions of models whose layers keep states: replays advance each state once.
+
+Sizes of a head are those of real models. Layers have no experts: in float32 those of Transformers
+read numbers from the GPU. A test takes 20 to 60 s on one H100 (predicted).
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphs import CUDAGraphMode, DecodeSession
+from graphs.capture.verifier import VerificationError
+from tests.gpu import graph_cases as cases
+from tests.gpu.graph_cases import PROMPTS, tokens
+from tests.kit.sessions import is_empty, poisoned
+from tests.kit.state_models import build_state_model
+
+pytestmark = pytest.mark.gpu
+
+_WIDE: dict[str, Any] = {
+    "vocab_size": cases.VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+_DENSE = {"mlp_only_layers": [0, 1, 2, 3]}
+_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_LATENT = {
+    "linear_head_dim": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _WIDE | _HEADS | _DENSE,
+    "kimi_linear": _WIDE | _LATENT,
+    "nemotron_h": _WIDE | {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128},
+    "bamba": _WIDE | _MAMBA2,
+    "lfm2": _WIDE | {"block_ff_dim": 512},
+    "mamba": _WIDE | {"state_size": 16, "time_step_rank": 16},
+}
+"""A type of every rule: gated delta rule, KDA, Mamba-2 (twice), convolutions alone, Mamba."""
+
+
+def wide(name: str, dtype: torch.dtype, device: str = "cuda") -> Any:
+    model = build_state_model(name, **MODELS[name])
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.08)
+    return model.to(device, dtype)
+
+
+def small(name: str, model: Any, **options: Any) -> DecodeSession:
+    backend = "TRITON_MLA" if name == "kimi_linear" else "TRITON"
+    sizes = {"max_batch_size": 4, "max_tokens": 160, "max_tokens_per_step": 32}
+    return DecodeSession(model, **({"backend": backend} | sizes | options))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_called_steps(name, is_compiled):
+    """Whole decode steps are captured by default, also several in a row."""
+    model = wide(name, torch.float32)
+    model = cases.compiled(model) if is_compiled else model
+    called = poisoned(small(name, model, cudagraph_mode="NONE"))
+    want = tokens(called.generate(PROMPTS, 24))
+    assert len({token for found in want for token in found}) > 10
+    for decode_steps in (1, 8):
+        session = poisoned(small(name, model, decode_steps=decode_steps))
+        assert tokens(session.generate(PROMPTS, 24)) == want, decode_steps
+        assert session.graph_mode is CUDAGraphMode.FULL_DECODE_ONLY
+        assert session.num_steps["captured"] > 0
+        assert session.counters.num_recompiles == 0
+        assert is_empty(session)
+        session.release()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nearly_the_same_tokens_in_bfloat16(name):
+    """Sums are in another order, so that later tokens may part where two are nearly equal."""
+    model = wide(name, torch.bfloat16)
+    want = tokens(small(name, model, cudagraph_mode="NONE").generate(PROMPTS, 8))
+    found = tokens(poisoned(small(name, model)).generate(PROMPTS, 8))
+    same = [mine[:3] == theirs[:3] for mine, theirs in zip(found, want, strict=True)]
+    assert sum(same) >= len(PROMPTS) - 2
+
+
+@pytest.mark.parametrize("decode_steps", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", MODELS)
+def test_100_random_steps_verified(name, dtype, decode_steps):
+    """Prompts in chunks, all kinds of sampling, a cache that makes requests wait."""
+    options = {"cache_tokens": 400, "capture_sizes": [1, 2, 4], "decode_steps": decode_steps}
+    model = cases.compiled(wide(name, dtype))
+    session = poisoned(small(name, model, verify="always", **options))
+    session.warm_up()
+    states = session.cache.states
+    assert states is not None
+    assert all(t.isnan().all() for t in states.tensors.values()), "captures run on padding"
+    num_compiled, visitors = cases.num_compiled(), cases.Visitors(session)
+    while session.num_steps["captured"] < 100:
+        visitors.step()
+    visitors.drain()
+    assert session.verifier is not None
+    assert session.verifier.num_checked >= 100
+    assert cases.num_compiled() == num_compiled, "nothing is compiled behind the warm-up"
+    assert all(t[0].isnan().all() for t in states.tensors.values()), "nobody's slot"
+    assert is_empty(session)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_steps_with_prompts_are_captured_if_asked(name):
+    model = wide(name, torch.float32)
+    want = tokens(small(name, model, cudagraph_mode="NONE").generate(PROMPTS, 16))
+    for mode in ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE"):
+        session = poisoned(small(name, model, cudagraph_mode=mode))
+        assert tokens(session.generate(PROMPTS, 16)) == want, mode
+        assert session.num_steps["captured"] > 0
+        session.release()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "bamba", "mamba"])
+def test_a_replay_that_leaves_another_state_is_found(name):
+    session = small(name, wide(name, torch.float32), verify="always", lazy_capture=True)
+    session.add(PROMPTS[2], 8)
+    while session.num_steps["captured"] == 0:
+        session.step()
+    states = session.cache.states
+    assert states is not None
+    place = next(place for place in states.tensors if place[0] == "recurrent")
+    (graph,) = [captured.graph for captured in session.graphs or ()]
+    run = graph.graph.replay
+
+    def stale(metadata=None):
+        run(metadata)
+        states.tensors[place][1:].mul_(1.05)
+
+    graph.graph.replay = stale
+    with pytest.raises(VerificationError, match="recurrent state"):
+        session.step()

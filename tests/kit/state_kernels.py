@@ -1,0 +1,30 @@
+"""Kernels of layers with a state, called as their operators are."""
+
+from typing import Any
+
+import pytest
+import torch
+
+OPERATORS = (
+    "causal_conv1d_update",
+    "gated_delta_rule",
+    "kda",
+    "ssd_state_update",
+    "selective_state_update",
+)
+
+
+def launched(operator: Any, *args: Any) -> torch.Tensor:
+    """What the kernel of an operator computes of the operator's arguments, on their device."""
+    pytest.importorskip("triton")
+    from attn_ops.ops.triton import states as kernels
+
+    *given, pool, slots, starts, seq_lens = args
+    places = slots, starts, seq_lens
+    if operator.__name__ == "causal_conv1d_update":
+        return kernels.launch_causal_conv1d(*given[:3], given[3] is not None, pool, places)
+    if operator.__name__ == "ssd_state_update":
+        return kernels.launch_ssd(*given[:8], tuple(given[8:10]), given[10], pool, places)
+    if operator.__name__ == "selective_state_update":
+        return kernels.launch_selective(*given, pool, places)
+    return kernels.launch_delta_rule(*given, pool, places)

@@ -45,6 +45,7 @@ class LaunchedSteps:
 
         Of a step that wants no logits, zeros that nobody takes.
         """
+        assert not self.needs_edits, "nothing is drawn yet"
         if self.arrived is not None:
             self.arrived.synchronize()
         if not self.tokens.shape[1]:

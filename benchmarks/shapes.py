@@ -46,6 +46,24 @@ def gemma_3_12b(layers: int | None = None) -> Any:
     )  # fmt: skip
 
 
+def gemma_2_9b(layers: int | None = None) -> Any:
+    """Scores are capped; every second layer sees a window of 4,096 keys."""
+    from transformers import Gemma2Config
+
+    return Gemma2Config(
+        hidden_size=3584, intermediate_size=14336, num_hidden_layers=layers or 42,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=256, vocab_size=256000,
+        max_position_embeddings=16384, sliding_window=4096,
+    )  # fmt: skip
+
+
+def gpt_oss_20b(layers: int | None = None) -> Any:
+    """32 experts, 4 a token; heads have sinks."""
+    from transformers import GptOssConfig
+
+    return GptOssConfig(num_hidden_layers=layers or 24)
+
+
 def tiny_llama(layers: int) -> Any:
     """For a run on a CPU, whose figures mean nothing."""
     from transformers import LlamaConfig
@@ -60,6 +78,8 @@ MODELS: dict[str, Callable[[int | None], Any]] = {
     "llama-3-8b": llama_3_8b,
     "qwen3-8b": qwen3_8b,
     "gemma-3-12b": gemma_3_12b,
+    "gemma-2-9b": gemma_2_9b,
+    "gpt-oss-20b": gpt_oss_20b,
     "llama-3-70b": llama_3_70b,
 }
 """By name, a config with so many layers; None: as many as are measured."""

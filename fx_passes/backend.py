@@ -20,7 +20,14 @@ from attn_ops.compat.stride_order_until_2_16 import strides_ordered_without_guar
 from fx_passes.config import PassConfig
 from fx_passes.early_launch import early_launch_of
 from fx_passes.failures import RefusedError
-from fx_passes.forms import IN_REPLAYS, config_of_replays, copied, with_forms
+from fx_passes.forms import (
+    IN_REPLAYS,
+    config_of_calls,
+    config_of_replays,
+    copied,
+    counted,
+    with_forms,
+)
 from fx_passes.inductor_slot import SLOT, AtenPipeline, NeedlessFormError, with_user_pass
 from fx_passes.kept import autograd_cache
 from fx_passes.naming import GraphName
@@ -57,10 +64,14 @@ def attn_ops(
             "options must name passes themselves with backend='attn_ops', got those of "
             f"fx_passes.options({given.config}), which are for plain Inductor"
         )
+    config = config_of_calls(config)
     patches = {**_mode_options(mode), **inductor_options}
     pipeline = with_user_pass(config, patches.get(SLOT, getattr(inductor_config, SLOT)))
     early = early_launch_of(config, patches, example_inputs)
     patches |= early.patches
+    if config.batch_invariant:  # else Inductor chooses orders of sums by timing
+        known = ("deterministic", "batch_invariant")
+        patches |= {name: True for name in known if hasattr(inductor_config, name)}
     for recorder in recorders():
         recorder.num_graphs += 1
         recorder.early_launch = early.why
@@ -90,7 +101,8 @@ def attn_ops(
             compiled = compile_regions(gm, example_inputs, compile_piece)
             if keeper is not None:
                 keeper.keep(gm, pieces, whole=compiled in pieces)
-            return early.called(compiled)
+            called = early.called(compiled)
+            return counted(called) if config.batch_invariant else called
         except BaseException:
             undo()  # whose graph it is may compile it by other means
             raise

@@ -17,6 +17,8 @@ class PassConfig:
     which pieces are compiled a second time (`fx_passes.forms`), with Inductor's `combo_kernels`.
     "auto" is that for sessions that capture on a GPU with such kernels, and else off: called steps
     lose more than replays gain.
+    `batch_invariant`, of no pass, has every product computed so that a row does not depend on the
+    others; one that cannot be is an error. Sessions with `batch_invariant=True` set it.
     `early_launch`, of no pass, is "auto", where the GPU launches kernels before those in front have
     ended, "on", an error where it cannot, or "off", for our own kernels, too.
     `check_passes`, of no pass, checks after each one that outputs and writes of the graph stayed.
@@ -37,10 +39,16 @@ class PassConfig:
     norm_products: Literal["auto", "replays", "always", "never"] = "auto"
     early_launch: Literal["auto", "on", "off"] = "auto"
     check_passes: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_switch(field.name, getattr(self, field.name))
+
+    def ordered(self) -> "PassConfig":
+        """The same for a model whose rows must not depend on each other: one form for all steps."""
+        always = dict.fromkeys(("skinny_products", "fused_mlp", "norm_products"), "always")
+        return dataclasses.replace(self, batch_invariant=True, **always)  # type: ignore
 
     def is_on(self, switch: str) -> bool:
         """Whether the pass with that switch runs; one without a switch does."""

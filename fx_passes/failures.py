@@ -15,6 +15,13 @@ class RefusedError(ValueError):
     """A pass that must not be left out cannot be applied: the user asked for it by an option."""
 
 
+def refusal(error: BaseException | None) -> RefusedError | None:
+    """The refusal that a compiler has wrapped in its own error, if it is one."""
+    while error is not None and not isinstance(error, RefusedError):
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return error
+
+
 class named_errors:
     """Let errors inside a block name the pass, its graph, the node that it was at, and dumps.
 

@@ -31,6 +31,7 @@ class Calls(NamedTuple):
 
     replayed: bool = False  # they want the form of replays
     captures: bool = False  # such calls are captured, too: what is compiled may have that form
+    invariant: bool = False  # what is compiled must have rows that do not depend on each other
 
 
 _ORDINARY = Calls()
@@ -53,8 +54,15 @@ def replayed() -> contextlib.AbstractContextManager[None]:
     return calls(replayed=True)
 
 
+def config_of_calls(config: PassConfig) -> PassConfig:
+    """The passes of a graph that is compiled for the calls that are made now."""
+    return config.ordered() if config.batch_invariant or _calls.get().invariant else config
+
+
 def config_of_replays(config: PassConfig, example_inputs: Sequence[Any]) -> PassConfig | None:
     """The passes of the replayed form of a graph with such inputs; None: there is one form."""
+    if config.batch_invariant:
+        return None
     asked = {"replays"}
     if _calls.get().captures and _has_kernels(example_inputs):
         asked.add("auto")
@@ -84,6 +92,22 @@ def with_forms(called: Callable[..., Any], other: Callable[..., Any] | None) -> 
 
     run._boxed_call = getattr(called, "_boxed_call", False)  # pyright: ignore
     run.forms = (called, other)  # pyright: ignore
+    return run
+
+
+num_invariant_calls = [0]
+"""Calls of models compiled with `batch_invariant`: a session's may have been compiled before,
+without. Global, as `_calls` is."""
+
+
+def counted(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The same; each call counts as one of `num_invariant_calls`."""
+
+    def run(*args: Any) -> Any:
+        num_invariant_calls[0] += 1
+        return compiled(*args)
+
+    run._boxed_call = getattr(compiled, "_boxed_call", False)  # pyright: ignore
     return run
 
 

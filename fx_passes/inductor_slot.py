@@ -12,6 +12,7 @@ from fx_passes.failures import named_errors
 from fx_passes.forms import IN_REPLAYS
 from fx_passes.naming import GraphName, name_of
 from fx_passes.observe import recorders
+from fx_passes.ordered import check_ordered
 from fx_passes.pipeline import passes, run_pass
 
 SLOT = "joint_custom_post_pass"
@@ -84,6 +85,8 @@ class AtenPipeline(CustomGraphPass):
         for one in passes(self.config, "aten"):
             matches = run_pass(one, graph, name, self.config, second=self.second)
             self.num_matches += matches if one.name in IN_REPLAYS else 0
+        if self.config.batch_invariant:
+            check_ordered(graph, name.text)
         if self.second and not self.in_parts and not self.num_matches:
             raise NeedlessFormError(f"no pass for replays alone changes {name.text}")
         for recorder in recorders():
@@ -94,7 +97,7 @@ class AtenPipeline(CustomGraphPass):
 
         None (no caching) if the user's pass has no key.
         """
-        digest = hashlib.sha256(self.nonce.encode())
+        digest = hashlib.sha256(f"{self.nonce}{self.config.batch_invariant}".encode())
         for one in passes(self.config, "aten"):
             with named_errors(one.name):
                 settings = sorted(one.settings().items())

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from tqdm import tqdm
 
 from attn_ops import dynamic_batch
 from fx_passes.backend import attn_ops
+from fx_passes.failures import refusal
+from fx_passes.forms import num_invariant_calls
 from fx_passes.inductor_slot import SLOT, AtenPipeline
 from fx_passes.observe import Recorder, recorders, recording
 from graphs.capture.failures import break_reason
@@ -162,10 +165,21 @@ class Compilation:
         self.runner.model = cast(Any, self.cache.model)
 
     def _call_model(self) -> None:
-        before = dict(counters["graph_break"])
+        before, num_calls = dict(counters["graph_break"]), num_invariant_calls[0]
         try:
             with paused_collector():
                 self.seconds = self.runner.compile(dynamic_batch)
+            loaded = self.cache is not None and self.cache.outcome.startswith("loaded")
+            if self.runner.batch_invariant and num_calls == num_invariant_calls[0] and not loaded:
+                raise ValueError(
+                    f"batch_invariant must be False for {self._model_name}, which was compiled "
+                    "before without it; call torch._dynamo.reset() first"
+                )
+        except BackendCompilerFailed as error:
+            refused = refusal(error)
+            if refused is None:
+                raise
+            raise ValueError(str(refused)) from error
         except ConstraintViolationError as error:
             found = [text for text, n in counters["graph_break"].items() if n != before.get(text)]
             why = "; ".join(map(break_reason, found)) or "sizes of a batch are fixed in a piece"

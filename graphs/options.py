@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from attn_ops import Backend
 from attn_ops.metadata import KVCacheLayoutType, kv_dtype_of
 from attn_ops.states import StateSpec
@@ -23,6 +25,7 @@ DEBUGS = (None, "eager_replay")
 ON_FAILURE = ("raise", "continue")
 RESERVES = ("need", "length")
 MERGES = ("auto", True, False)
+FIXED = "TRITON_FIXED"
 LOGPROBS = ("raw_logprobs", "processed_logprobs")
 MOST_DRAFT_TOKENS = 32
 MOST_DECODE_STEPS = 1024
@@ -79,6 +82,9 @@ class SessionOptions:
             `tokens` [R] int64, the last one of each row; it returns logits [R, V].
         logprobs_mode: what log-probabilities are of: "raw_logprobs", the model's logits, or
             "processed_logprobs", the logits after penalties, filters and temperature.
+        batch_invariant: a row's logits depend on its own tokens alone, bit by bit: not on the
+            batch, chunks of prompts, graphs or the cache (docs/batch_invariance.md). Of compiled
+            models on Hopper GPUs; what cannot be had so is refused.
 
     Raises:
         ValueError: an argument is out of range, or two contradict each other.
@@ -111,6 +117,7 @@ class SessionOptions:
     can_sleep: bool = False
     logits_function: Callable[..., Any] | None = None
     logprobs_mode: str = "raw_logprobs"
+    batch_invariant: bool = False
 
     @classmethod
     def of(cls, options: "SessionOptions | None", changes: dict[str, Any]) -> "SessionOptions":
@@ -148,6 +155,7 @@ class SessionOptions:
         check_ints(seed=self.seed)
         check_bools(strict=self.strict, lazy_capture=self.lazy_capture)
         check_bools(share_prefixes=self.share_prefixes, can_sleep=self.can_sleep)
+        check_bools(batch_invariant=self.batch_invariant)
         check_known("debug", self.debug, DEBUGS)
         fraction = self.memory_fraction
         if type(fraction) not in (int, float) or not 0 < fraction <= 1:
@@ -189,6 +197,25 @@ class SessionOptions:
                 f"supported: {names}"
             )
 
+    def fixed(self, device: torch.device, *, compiled: bool) -> "SessionOptions":
+        """The same with the backend that `batch_invariant` asks for.
+
+        Raises:
+            ValueError: it is asked for and cannot be had.
+        """
+        if not self.batch_invariant:
+            return self
+        name = self.backend.name if isinstance(self.backend, Backend) else self.backend
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        for fits, need, got in (
+            (hopper, "a model on a Hopper GPU", f"one on {device}"),
+            (compiled, "a compiled model", "one that is not"),
+            (name in (None, FIXED), f"backend None or {FIXED!r}", repr(name)),
+        ):
+            if not fits:
+                raise ValueError(f"batch_invariant must be False without {need}, got {got}")
+        return dataclasses.replace(self, backend=FIXED)
+
     def with_states(self, specs: Sequence[StateSpec]) -> "SessionOptions":
         """The same for a model whose layers keep such states.
 
@@ -199,6 +226,10 @@ class SessionOptions:
         """
         if not specs:
             return self
+        if self.batch_invariant:
+            raise ValueError(
+                "batch_invariant must be False for a model whose layers keep states, got True"
+            )
         if self.num_draft_tokens:
             raise ValueError(
                 "num_draft_tokens must be 0 for a model whose layers keep states, got "

@@ -143,7 +143,7 @@ class StepRunner:
             positions end with the last that a request without a draft may have.
         vocab_size: V.
         num_steps: steps that a captured decode may run without the host.
-        logprobs_mode, logits_function: see `SessionOptions`.
+        logprobs_mode, logits_function, batch_invariant: see `SessionOptions`.
         max_query_len: tokens of a request in a uniform batch at most.
 
     Attributes:
@@ -168,7 +168,9 @@ class StepRunner:
         logprobs_mode: str = "raw_logprobs",
         logits_function: Callable[..., Any] | None = None,
         max_query_len: int = 1,
+        batch_invariant: bool = False,
     ) -> None:
+        self.batch_invariant = batch_invariant
         self.logprobs_mode, self.max_query_len = logprobs_mode, max_query_len
         self._logits_function = logits_function
         self.model, self.inputs, self.cache, self.builder = model, inputs, cache, builder
@@ -401,7 +403,7 @@ class StepRunner:
         compiled = "input_ids" in inputs  # with embeddings Dynamo would compile once more
         model = self.model if compiled else self.inputs.model
         try:
-            with calls(captures=self.graphs is not None):
+            with calls(captures=self.graphs is not None, invariant=self.batch_invariant):
                 logits_1RV = model(**inputs).logits
         except (Unsupported, FailOnRecompileLimitHit) as error:
             raise untraced(self.model, error) from error

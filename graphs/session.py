@@ -101,6 +101,7 @@ class DecodeSession:
         self.vocab_size = self.original.config.get_text_config().vocab_size
         self.max_batch_size, self.max_tokens = options.max_batch_size, options.max_tokens
         self.decode_steps, block_size = options.decode_steps, options.block_size
+        options = options.fixed(self.device, compiled=compiled)
         self.specs = attention_specs(self.original, kv_cache_dtype) or [no_attention(self.original)]
         inputs = ModelInputs(self.original, kv_cache_dtype)
         longest = self.max_tokens + options.num_draft_tokens
@@ -123,6 +124,7 @@ class DecodeSession:
             num_steps=self.decode_steps,
             logprobs_mode=options.logprobs_mode,
             logits_function=options.logits_function,
+            batch_invariant=options.batch_invariant,
             max_query_len=max(options.query_lens),
         )
         self.cache_size, self.cache = made_cache(self, options, runner_of)

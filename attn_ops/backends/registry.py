@@ -18,6 +18,7 @@ _BUILT_IN = {
     "AUTO": "attn_ops.backends.auto",
     "FLASH_ATTN": "attn_ops.backends.flash_attn",
     "TRITON": "attn_ops.backends.triton",
+    "TRITON_FIXED": "attn_ops.backends.triton_fixed",
     "BLOCKSPARSE": "attn_ops.backends.blocksparse",
     "FLASHINFER": "attn_ops.backends.flashinfer",
     "XFORMERS": "attn_ops.backends.xformers_backend",

@@ -11,10 +11,14 @@ import math
 import torch
 
 from attn_ops.ops.library import operator
+from attn_ops.ops.ordered_mm import ordered_product, takes_ordered
 from attn_ops.ops.skinny_mm import is_skinny, product, takes
 
 MOST_ROWS = 16
 """Of the kernels that compute it all."""
+
+MOST_ORDERED_ROWS = 64
+"""Of those that compute all but the norm."""
 
 
 def _check(
@@ -23,6 +27,8 @@ def _check(
     eps: float,
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    ordered: bool = False,
 ) -> None:
     """Raise a ValueError that names the first argument that does not fit."""
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0] or x.dtype != w.dtype:
@@ -44,7 +50,8 @@ def _check(
 
 
 @operator(
-    fake=lambda x, norm_weight, eps, w, *bias: x.new_empty((x.shape[0], w.shape[1])), check=_check
+    fake=lambda x, norm_weight, eps, w, *bias, **more: x.new_empty((x.shape[0], w.shape[1])),
+    check=_check,
 )
 def norm_mm(
     x: torch.Tensor,
@@ -52,6 +59,8 @@ def norm_mm(
     eps: float,
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    ordered: bool = False,
 ) -> torch.Tensor:
     """RMSNorm(x) @ w + bias.
 
@@ -64,13 +73,16 @@ def norm_mm(
         eps: added to the mean square of a row.
         w: [K, M] in x's dtype, a transposed weight: the kernel takes stride 1 along K.
         bias: [M].
+        ordered: a row's result never depends on the other rows, as `skinny_mm` has it.
 
     Returns:
         [T, M] contiguous, in x's dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit; `ordered` cannot be had.
     """
+    if ordered and x.shape[0] > 0:
+        return ordered_product(_normed(x, None, norm_weight, eps)[1], w, bias)
     if _is_fused(x, w):
         from attn_ops.ops.triton.fused_products import launch_fused
 
@@ -85,6 +97,8 @@ def _check_mlp(
     eps: float,
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
+    *,
+    ordered: bool = False,
 ) -> None:
     """Raise a ValueError that names the first argument that does not fit."""
     _check(x, norm_weight, eps, w_gate_up)
@@ -101,7 +115,7 @@ def _check_mlp(
         )
 
 
-@operator(fake=lambda x, *other: x.new_empty(x.shape), check=_check_mlp)
+@operator(fake=lambda x, *other, **more: x.new_empty(x.shape), check=_check_mlp)
 def gated_mlp(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -109,6 +123,8 @@ def gated_mlp(
     eps: float,
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
+    *,
+    ordered: bool = False,
 ) -> torch.Tensor:
     """h + (SiLU(y @ gate) * (y @ up)) @ w_down, with h = x + residual and y = RMSNorm(h).
 
@@ -120,13 +136,16 @@ def gated_mlp(
         eps: added to the mean square of a row.
         w_gate_up: [K, 2 * F], the gate's columns before those of up.
         w_down: [F, K].
+        ordered: a row's result never depends on the other rows, as `skinny_mm` has it.
 
     Returns:
         [T, K] contiguous, in x's dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit; `ordered` cannot be had.
     """
+    if ordered and x.shape[0] > 0:
+        return _ordered_mlp(x, residual, norm_weight, eps, w_gate_up, w_down)
     if _is_fused(x, w_gate_up, w_down) and residual.stride(1) == 1:
         from attn_ops.ops.triton.fused_products import launch_fused
 
@@ -140,6 +159,25 @@ def gated_mlp(
     if autocast or is_skinny(gated.shape[0], w_down, gated.device):
         return total + product(gated, w_down)
     return total.addmm_(gated, w_down)  # `total` is a new tensor
+
+
+def _ordered_mlp(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> torch.Tensor:
+    """`gated_mlp` with the norm as a kernel of its own, which has one order for any rows."""
+    total, normed = _normed(x, residual, norm_weight, eps)
+    fits = all(takes_ordered(w, x.device) for w in (w_gate_up, w_down))
+    if fits and x.shape[0] <= MOST_ORDERED_ROWS:
+        from attn_ops.ops.triton.fused_products import launch_fused
+
+        gated = launch_fused(normed, w_gate_up, gated=True)
+        return launch_fused(gated, w_down, residuals=(total,))
+    return total + ordered_product(_gated(ordered_product(normed, w_gate_up, None)), w_down, None)
 
 
 def takes_fused(w: torch.Tensor, device: torch.device) -> bool:

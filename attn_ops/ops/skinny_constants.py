@@ -21,17 +21,26 @@ class SkinnyConstants(NamedTuple):
     prefetch: int = 0  # tiles of the weight that are asked for before x is there
 
 
-def skinny_constants(m: int, fp8: bool) -> SkinnyConstants:
+def block_of_rows(num_rows: int) -> int:
+    """Rows of x that a program multiplies."""
+    return min(max(16, 1 << (num_rows - 1).bit_length()), 64)
+
+
+def skinny_constants(m: int, fp8: bool, num_rows: int = 1) -> SkinnyConstants:
     """The best of 27 and 31 forms for the products of Llama-3-8B, at 1 and 8 rows.
 
-    They depend on the weight alone, so that results do not depend on the number of rows. One row of
-    a weight of 28672 x 4096 takes 57 us in bfloat16, 30 in FP8 (one H200, Triton 3.6, 2026-11-22).
+    In bfloat16 all forms give the same bits; in FP8 they depend on the weight alone. One row of a
+    weight of 28672 x 4096 takes 57 us in bfloat16, 30 in FP8 (one H200, Triton 3.6, 2026-11-22).
     """
     if fp8:
         return SkinnyConstants(64, 256, 4, 4 if m >= MANY_OUTPUTS else 6, prefetch=1)
     if m >= MANY_OUTPUTS:
         return SkinnyConstants(128, 128, 8, 4, prefetch=1)
-    return SkinnyConstants(64, 256, 4, 3) if m > 4096 else SkinnyConstants(32, 256, 4, 6, 1)
+    if m > 4096:
+        return SkinnyConstants(64, 256, 4, 3)
+    if num_rows > 16:  # tiles of x fill the shared memory
+        return SkinnyConstants(32, 128, 4, 6, 1)
+    return SkinnyConstants(32, 256, 4, 6, 1)
 
 
 def most_rows(w: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attn_ops.ops.library import operator
+from attn_ops.ops.ordered_mm import ordered_product
 from attn_ops.ops.skinny_constants import most_rows
 
 _FP8 = torch.float8_e4m3fn
@@ -23,6 +24,7 @@ def _check(
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     fast_accum: bool = False,
+    ordered: bool = False,
 ) -> None:
     """Raise a ValueError that names the first argument that does not fit."""
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[0]:
@@ -39,6 +41,8 @@ def _check(
         )
     if not scaled and out_dtype not in (None, x.dtype):
         raise ValueError(f"out_dtype must be None or x's dtype {x.dtype}, got {out_dtype}")
+    if scaled and ordered:
+        raise ValueError(f"x must be bfloat16 or float16 for ordered=True, got {x.dtype}")
     if bias is not None and bias.shape != w.shape[1:]:
         raise ValueError(f"bias must have shape [{w.shape[1]}], got {list(bias.shape)}")
 
@@ -59,6 +63,7 @@ def skinny_mm(
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     fast_accum: bool = False,
+    ordered: bool = False,
 ) -> torch.Tensor:
     """x @ w + bias, by a kernel for few rows where that is faster, else by cuBLAS.
 
@@ -74,13 +79,18 @@ def skinny_mm(
         out_dtype: of FP8's result; None is x's dtype.
         fast_accum: sums of FP8 may keep the 14 bits that Hopper's tensor cores have; False: they
             are added in float32 after 128 terms.
+        ordered: a row's bits do not depend on the number of rows, whatever computes them; on Hopper
+            GPUs alone (`attn_ops.ops.ordered_mm`).
 
     Returns:
         [T, M] contiguous.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or scales are given for other dtypes than FP8.
+        ValueError: shapes or dtypes do not fit, or scales are given for other dtypes than FP8;
+            `ordered` cannot be had.
     """
+    if ordered and x.shape[0] > 0:
+        return ordered_product(x, w, bias)
     return product(x, w, bias, x_scale, w_scale, out_dtype, fast_accum)
 
 

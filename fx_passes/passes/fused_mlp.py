@@ -83,16 +83,16 @@ class FusedMlp(Pass):
     needs_inference = True
     looks_for = "gated products between two additions"
 
-    def __init__(self, mode: str = "auto") -> None:
+    def __init__(self, mode: str = "auto", ordered: bool = False) -> None:
         super().__init__()
-        self.mode = mode
+        self.mode, self.ordered = mode, ordered
 
     @classmethod
     def of(cls, config: PassConfig) -> "FusedMlp":
-        return cls(config.fused_mlp)
+        return cls(config.fused_mlp, config.batch_invariant)
 
     def settings(self) -> dict[str, object]:
-        return {"fused_mlp": self.mode}
+        return {"fused_mlp": self.mode, "batch_invariant": self.ordered}
 
     def apply(self, graph: Graph) -> int:
         added = graph.find_nodes(op="call_function", target=aten.add.Tensor)
@@ -108,13 +108,19 @@ class FusedMlp(Pass):
         if self.mode != "always":
             self.skip("called steps would lose by it", node.name)
             return False
-        if not fuses(mlp.up.w, mlp.down.w):
+        if not fuses(mlp.up.w, mlp.down.w, ordered=self.ordered):
             self.skip("no kernel for few rows takes a weight", node.name)
             return False
         with graph.inserting_before(node):
             first, second = (as_rows(graph, cast(Node, x), mlp.up.x) for x in mlp.total.args)
             args = (first, second, mlp.norm.weight, mlp.norm.eps, mlp.up.w, mlp.down.w)
-            new = graph.create_node("call_function", _MLP, args, name="gated_mlp")
+            new = graph.create_node(
+                "call_function",
+                _MLP,
+                args,
+                {"ordered": True} if self.ordered else {},
+                name="gated_mlp",
+            )
             new.meta["val"] = torch.empty_like(value_of(first))
             result = new
             if value_of(node).dim() != 2:

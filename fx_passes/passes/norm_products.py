@@ -54,16 +54,16 @@ class NormProducts(Pass):
     needs_inference = True
     looks_for = "product of an RMSNorm"
 
-    def __init__(self, mode: str = "auto") -> None:
+    def __init__(self, mode: str = "auto", ordered: bool = False) -> None:
         super().__init__()
-        self.mode = mode
+        self.mode, self.ordered = mode, ordered
 
     @classmethod
     def of(cls, config: PassConfig) -> "NormProducts":
-        return cls(config.norm_products)
+        return cls(config.norm_products, config.batch_invariant)
 
     def settings(self) -> dict[str, object]:
-        return {"norm_products": self.mode}
+        return {"norm_products": self.mode, "batch_invariant": self.ordered}
 
     def apply(self, graph: Graph) -> int:
         return sum(
@@ -88,14 +88,20 @@ class NormProducts(Pass):
         if self.mode != "always":
             self.skip("called steps would lose by it", node.name)
             return False
-        if not fuses(product.w):
+        if not fuses(product.w, ordered=self.ordered):
             self.skip("no kernel for few rows takes a weight", node.name)
             return False
         with graph.inserting_before(node):
             rows = as_rows(graph, norm.source, product.x)
             args = (rows, norm.weight, norm.eps, product.w)
             args += () if product.bias is None else (product.bias,)
-            new = graph.create_node("call_function", _NORM_MM, args, name="norm_mm")
+            new = graph.create_node(
+                "call_function",
+                _NORM_MM,
+                args,
+                {"ordered": True} if self.ordered else {},
+                name="norm_mm",
+            )
         new.meta = {key: what for key, what in node.meta.items() if key != "eager_input_vals"}
         node.replace_all_uses_with(new)
         graph.erase_node(node)

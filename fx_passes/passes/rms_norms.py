@@ -6,6 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from attn_ops.ops.fused_products import takes_fused
+from attn_ops.ops.ordered_mm import takes_ordered
 from fx_passes.analysis.graph_ops import aten
 from fx_passes.analysis.sizes import equal, expression
 from fx_passes.analysis.values import value_of
@@ -44,16 +45,17 @@ def product_of(node: Any) -> Product | None:
     if node.target is aten.mm.default:
         x, w = node.args
         return Product(cast(Node, x), cast(Node, w), None)
-    if node.target is not SKINNY or any(v is not None for v in node.kwargs.values()):
+    asked = [v for name, v in node.kwargs.items() if name != "ordered"]
+    if node.target is not SKINNY or any(v is not None for v in asked):
         return None
     x, w, bias = (*node.args, None)[:3]
     return Product(cast(Node, x), cast(Node, w), cast(Node | None, bias))
 
 
-def fuses(*weights: Node) -> bool:
+def fuses(*weights: Node, ordered: bool = False) -> bool:
     """Whether kernels take the weights [K, M]. Without a GPU nothing has to be fast."""
-    found = [value_of(w) for w in weights]
-    return all(not w.is_cuda or takes_fused(w, w.device) for w in found)
+    found, takes = [value_of(w) for w in weights], takes_ordered if ordered else takes_fused
+    return all(not w.is_cuda or takes(w, w.device) for w in found)
 
 
 def behind_views(node: Any, *, shared: bool = False) -> Any:

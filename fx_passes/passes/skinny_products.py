@@ -5,6 +5,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
+from attn_ops.ops.ordered_mm import takes_ordered
 from attn_ops.ops.skinny_constants import most_rows
 from attn_ops.ops.skinny_mm import takes
 from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten
@@ -48,16 +49,16 @@ class SkinnyProducts(Pass):
     needs_inference = True
     looks_for = "product with a weight"
 
-    def __init__(self, mode: str = "auto") -> None:
+    def __init__(self, mode: str = "auto", ordered: bool = False) -> None:
         super().__init__()
-        self.mode = mode
+        self.mode, self.ordered = mode, ordered
 
     @classmethod
     def of(cls, config: PassConfig) -> "SkinnyProducts":
-        return cls(config.skinny_products)
+        return cls(config.skinny_products, config.batch_invariant)
 
     def settings(self) -> dict[str, object]:
-        return {"skinny_products": self.mode}
+        return {"skinny_products": self.mode, "batch_invariant": self.ordered}
 
     def apply(self, graph: Graph) -> int:
         matches = 0
@@ -69,6 +70,8 @@ class SkinnyProducts(Pass):
                 self.skip("an argument asks for more than a product and a bias", node.name)
                 continue
             args, kwargs = asked
+            if self.ordered:
+                kwargs = {**kwargs, "ordered": True}
             if reason := self._why_not(args):
                 self.skip(reason, node.name)
                 continue
@@ -82,6 +85,8 @@ class SkinnyProducts(Pass):
 
     def _why_not(self, args: tuple[Any, ...]) -> str | None:
         x, w = (value_of(node) for node in args[:2])
+        if self.ordered:
+            return None if takes_ordered(w, w.device) else "it cannot be had in order"
         if not _is_weight(args[1]):
             return "the second factor is not an input of the graph"
         rows = x.shape[0]

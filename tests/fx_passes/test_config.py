@@ -29,7 +29,7 @@ def test_split_refuses_what_is_no_bool(value):
 def test_split_refuses_unknown_options():
     with pytest.raises(
         ValueError,
-        match="got 'share_product'; supported: attn_quant, check_passes, collapse_views",
+        match="got 'share_product'; supported: attn_quant, batch_invariant, check",
     ):
         PassConfig.split({"share_product": False})
 

@@ -7,7 +7,7 @@
 The factor of a row's norm is known when all of K has been read, and a product is linear: so the
 kernel sums squares beside the product, and multiplies at the end. No program reads x twice.
 
-T rows, at most 16; K inputs, M outputs, F = M // 2 of a gated product.
+T rows, at most 16 with a norm and else 64; K inputs, M outputs, F = M // 2 of a gated product.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from attn_ops.ops.skinny_constants import SkinnyConstants, skinny_constants
+from attn_ops.ops.skinny_constants import SkinnyConstants, block_of_rows, skinny_constants
 from attn_ops.ops.triton.skinny import prefetch_tile
 
 ROWS = 16
-"""Of a launch at most: with one size of block a row's sums have one order."""
+"""Of a launch with a norm at most: squares of a row are summed in one order."""
 
 
 @triton.jit
@@ -145,15 +145,15 @@ def launch_fused(
     """
     (num_rows, k), m = x.shape, w.shape[1]
     outputs = m // 2 if gated else m
-    assert num_rows <= ROWS, "a row's sums have one order"
-    chosen = constants or skinny_constants(m, fp8=False)
+    assert norm_weight is None or num_rows <= ROWS, "a row's squares have one order"
+    chosen = constants or skinny_constants(m, fp8=False, num_rows=num_rows)
     out = torch.empty(num_rows, outputs, dtype=x.dtype, device=x.device)
     early = early_launch(x.device)
     residual, more = (*residuals, out, out)[:2]
     stands_for = out if addend is None else addend
     arguments: dict[str, Any] = {
         "K": k,
-        "BLOCK_T": ROWS,
+        "BLOCK_T": block_of_rows(num_rows),
         "BLOCK_M": chosen.block_m,
         "BLOCK_K": chosen.block_k,
         "HAS_ADDEND": addend is not None,

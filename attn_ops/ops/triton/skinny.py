@@ -1,7 +1,8 @@
 """A product of few rows: each program reads its rows of the weight once.
 
-T rows of x, at most BLOCK_T; K inputs, M outputs. The weight's tile is the left factor, so that
-its many rows fill the tensor cores, and x, padded to BLOCK_T rows, the right one.
+T rows of x, in blocks of BLOCK_T; K inputs, M outputs. The weight's tile is the left factor, so
+that its many rows fill the tensor cores, and x, padded to BLOCK_T rows, the right one. Every form
+sums K in order, in one accumulator: a row's bits do not depend on the constants of a launch.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from attn_ops.ops.skinny_constants import SkinnyConstants, skinny_constants
+from attn_ops.ops.skinny_constants import SkinnyConstants, block_of_rows, skinny_constants
 
 PRECISE_TERMS = 128
 """Products of FP8 that Hopper sums in 14 bits before float32 does, as cuBLAS has it."""
@@ -53,9 +54,9 @@ def skinny_kernel(
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """Grid (ceil(M / BLOCK_M),)."""
-    m_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    t_T = tl.arange(0, BLOCK_T)
+    """Grid (ceil(T / BLOCK_T), ceil(M / BLOCK_M)): a tile of the weight is read at one time."""
+    m_M = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    t_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     k_K = tl.arange(0, BLOCK_K)
     inside_M, inside_T = m_M < M, t_T < num_rows
     row_M = tl.where(inside_M, m_M, 0)
@@ -108,13 +109,13 @@ def launch_skinny(
 ) -> torch.Tensor:
     """x [T, K] times w [K, M], whose columns are contiguous -> [T, M]."""
     (num_rows, k), m = x.shape, w.shape[1]
-    chosen = constants or skinny_constants(m, w.itemsize == 1)
+    chosen = constants or skinny_constants(m, w.itemsize == 1, num_rows)
     out = torch.empty(num_rows, m, dtype=out_dtype, device=x.device)
     early = early_launch(x.device)
     arguments: dict[str, Any] = {
         "K": k,
         "PRECISE": None if fast_accum else min(PRECISE_TERMS, chosen.block_k),
-        "BLOCK_T": max(16, triton.next_power_of_2(num_rows)),
+        "BLOCK_T": block_of_rows(num_rows),
         "BLOCK_M": chosen.block_m,
         "BLOCK_K": chosen.block_k,
         "HAS_BIAS": bias is not None,
@@ -126,8 +127,9 @@ def launch_skinny(
         "num_stages": chosen.num_stages,
         **early,
     }
+    grid = (triton.cdiv(num_rows, arguments["BLOCK_T"]), triton.cdiv(m, chosen.block_m))
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        skinny_kernel[(triton.cdiv(m, chosen.block_m),)](
+        skinny_kernel[grid](
             out, x, w,
             out if bias is None else bias.contiguous(),
             out if x_scale is None else x_scale,

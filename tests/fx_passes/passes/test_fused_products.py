@@ -180,13 +180,13 @@ def test_mlps_are_off(aten_graph, contract, mode):
 
 @pytest.mark.skipped_when(FusedMlp, "no kernel for few rows takes a weight on a GPU")
 def test_mlps_without_a_kernel(aten_graph, contract, monkeypatch):
-    monkeypatch.setattr("fx_passes.passes.fused_mlp.fuses", lambda *weights: len(weights) != 2)
+    monkeypatch.setattr("fx_passes.passes.fused_mlp.fuses", lambda *weights, **_: len(weights) != 2)
     run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0)
 
 
 @pytest.mark.skipped_when(NormProducts, "no kernel for few rows takes a weight on a GPU")
 def test_norm_products_without_a_kernel(aten_graph, contract, monkeypatch):
-    monkeypatch.setattr("fx_passes.passes.norm_products.fuses", lambda *weights: not weights)
+    monkeypatch.setattr("fx_passes.passes.norm_products.fuses", lambda *weights, **_: not weights)
     function = lambda x, g, w: norm(x, g) @ w.t()  # noqa: E731
     run(NormProducts, contract, aten_graph, function, X, G, W, matches=0)
 

@@ -32,7 +32,7 @@ def test_the_option():
     with pytest.raises(ValueError, match="must be 'auto', 'always' or 'never', got True"):
         PassConfig.split({"attn_quant": True})
     with pytest.raises(
-        ValueError, match="got 'quantize_output'; supported: attn_quant, check_passes, coll"
+        ValueError, match="got 'quantize_output'; supported: attn_quant, batch_invariant"
     ):
         PassConfig.split({"quantize_output": "always"})
     keys = {AtenPipeline(PassConfig(attn_quant=o)).uuid() for o in ("auto", "always", "never")}

@@ -1,0 +1,86 @@
+"""Products whose rows do not depend on how many rows there are: what `ordered=True` means.
+
+Our kernels sum K in order, in one accumulator, whatever their tiles. The library does the same
+wherever it does not split K, and is faster for many rows. So it is tried, once for each weight's
+shape and number of rows: on random numbers its bits must be ours. Rows are padded to few numbers,
+which are then all that is tried.
+
+T rows of x, K inputs, M outputs.
+"""
+
+import torch
+
+from attn_ops.ops.skinny_constants import most_rows
+
+
+def takes_ordered(w: torch.Tensor, device: torch.device) -> bool:
+    """Whether products with w [K, M] can be had in order."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] == 9
+        and w.dtype in (torch.bfloat16, torch.float16)
+        and w.stride(0) == 1
+        and w.shape[0] % 16 == 0
+        and w.stride(1) % 16 == 0
+    )
+
+
+def padded_rows(num_rows: int) -> int:
+    """The number of rows that a product of so many is computed with by the library."""
+    step = 16 if num_rows <= 64 else 64 if num_rows <= 1024 else 256
+    return -(-num_rows // step) * step
+
+
+def ordered_product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] @ w [K, M] + bias [M] -> [T, M].
+
+    Raises:
+        ValueError: there is no kernel for w in order.
+    """
+    if not takes_ordered(w, x.device) or x.stride(1) != 1:
+        raise ValueError(
+            "w must be bfloat16 or float16 with contiguous columns of a multiple of 16 inputs on a "
+            f"Hopper GPU for ordered=True, got {w.dtype} {list(w.shape)} on {x.device}"
+        )
+    from attn_ops.ops.triton.skinny import launch_skinny
+
+    num_rows = x.shape[0]
+    padded = padded_rows(num_rows)
+    ours = num_rows <= most_rows(w) or bias is not None
+    if ours or not _library_is_ordered(padded, w):
+        return launch_skinny(x, w, bias, None, None, x.dtype)
+    if padded == num_rows:
+        return x @ w
+    more = x.new_empty(padded, x.shape[1])
+    more[:num_rows] = x  # a row depends on no other: what the rest holds is of no concern
+    return (more @ w)[:num_rows]
+
+
+_TRIED: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
+"""(T, K, M, dtype, device) of products that were tried, and whether the library may compute them.
+Global: a property of the libraries and the device."""
+
+
+def tried_products() -> str:
+    """What computes products of which many rows, in a line for reports."""
+    ours = [f"{k} x {m} of {rows} rows" for (rows, k, m, *_), equal in _TRIED.items() if not equal]
+    said = f"the library in {len(_TRIED) - len(ours)} of {len(_TRIED)} shapes that were tried"
+    return f"{said}, ours in {', '.join(ours)}" if ours else said
+
+
+def _library_is_ordered(num_rows: int, w: torch.Tensor) -> bool:
+    """Whether the library's bits are ours; no, where a capture has begun before it was tried."""
+    (k, m), dtype, device = w.shape, w.dtype, w.device
+    key = (num_rows, k, m, dtype, device)
+    if key not in _TRIED and not torch.cuda.is_current_stream_capturing():
+        from attn_ops.ops.triton.skinny import launch_skinny
+
+        generator = torch.Generator(device).manual_seed(0)
+        like = {"dtype": dtype, "device": device, "generator": generator}
+        try:
+            x, other = torch.randn(num_rows, k, **like), torch.randn(m, k, **like).t()
+            ours = launch_skinny(x, other, None, None, None, dtype)
+            _TRIED[key] = torch.equal(x @ other, ours)
+        except torch.OutOfMemoryError:
+            _TRIED[key] = False
+    return _TRIED.get(key, False)

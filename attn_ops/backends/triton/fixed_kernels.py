@@ -44,14 +44,23 @@ def unit_of(key):
 
 
 @triton.jit
-def tile_offsets(block, start, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, TILE):
+def tile_offsets(
+    block,
+    start,
+    stride_block,
+    stride_token,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """[C] where the keys of a tile lie, whose blocks `tile_blocks` has found."""
     key_C = start + tl.arange(0, TILE)
     base = block * stride_block
     if BLOCK_SIZE % TILE != 0 and TILE % BLOCK_SIZE == 0:  # an id a block
         PAGES: tl.constexpr = TILE // BLOCK_SIZE
         base = tl.broadcast_to(base[:, None], [PAGES, BLOCK_SIZE]).reshape(TILE)
-    return base + key_C % BLOCK_SIZE * stride_token
+    offset_C = base + key_C % BLOCK_SIZE * stride_token
+    return tl.multiple_of(offset_C, VECTOR)  # said here: of a call's result it would be lost
 
 
 @triton.jit
@@ -111,8 +120,7 @@ def attend_unit(
         block = next_block  # keys wait for one load and not for two
         next_block = tile_blocks(table_ptr, start + TILE, seq_len, BLOCK_SIZE, TILE)
         key_C = start + tl.arange(0, TILE)
-        offset_C = tile_offsets(block, start, stride_block, stride_token, BLOCK_SIZE, TILE)
-        offset_C = tl.multiple_of(offset_C, VECTOR)
+        offset_C = tile_offsets(block, start, stride_block, stride_token, BLOCK_SIZE, TILE, VECTOR)
         if MASKED:  # slots past seq_len may hold NaN, which a weight of zero would not silence
             loaded_CH = (key_C < seq_len)[:, None] & stored_H[None, :]
         else:
@@ -356,7 +364,7 @@ def fixed_kernel(
         unit_end = tl.minimum(unit_begin + length, unit_end)
 
     k_ptr = kv_ptr + tl.multiple_of(kv_head.to(tl.int64) * stride_kv_head, VECTOR)
-    v_ptr = k_ptr + tl.multiple_of(stride_kv, VECTOR)
+    v_ptr = k_ptr + stride_kv
     table_ptr += request.to(tl.int64) * stride_table
     acc_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
     max_M, sum_M = before_units(sinks_ptr, head_M, owned_M & (seq_len > 0), BLOCK_M, HAS_SINKS)

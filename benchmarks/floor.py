@@ -21,7 +21,7 @@ class Shape:
     """Sizes of a Llama-like model."""
 
     hidden: int
-    intermediate: int
+    intermediate: int  # 0: experts, which are not counted
     layers: int
     heads: int
     kv_heads: int
@@ -33,8 +33,9 @@ class Shape:
     def of(cls, config: Any) -> "Shape":
         kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
         windows = (config.sliding_window if k == "sliding_attention" else None for k in kinds)
+        intermediate = 0 if hasattr(config, "num_experts_per_tok") else config.intermediate_size
         return cls(
-            config.hidden_size, config.intermediate_size, config.num_hidden_layers,
+            config.hidden_size, intermediate, config.num_hidden_layers,
             config.num_attention_heads, config.num_key_value_heads, config.head_dim,
             config.vocab_size, tuple(windows),
         )  # fmt: skip

@@ -227,6 +227,14 @@ def recorders() -> tuple[Recorder, ...]:
     return _active.get()
 
 
+def joins_dump(session: Any) -> bool:
+    """Whether a dump has begun that has not seen a session's model; from here on it has."""
+    unseen = [r for r in _active.get() if r.texts and session not in r.sessions]
+    for recorder in unseen:
+        recorder.sessions.add(session)
+    return bool(unseen)
+
+
 def _text_of_broken(graph: Graph) -> str:
     """The graph as a failed pass left it, which may be too broken to print."""
     try:

@@ -1,11 +1,10 @@
 """A session's model is compiled: once before the first step, and once more for every dump."""
 
-import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -14,12 +13,13 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from tqdm import tqdm
 
-from attn_ops import dynamic_batch
+from attn_ops import Backend, dynamic_batch
 from fx_passes.backend import attn_ops
 from fx_passes.failures import refusal
 from fx_passes.forms import num_invariant_calls
 from fx_passes.inductor_slot import SLOT, AtenPipeline
 from fx_passes.observe import Recorder, recorders, recording
+from graphs.capture.counters import CompileCounters
 from graphs.capture.failures import break_reason
 from graphs.capture.pool import paused_collector
 from graphs.options import SessionOptions
@@ -29,37 +29,7 @@ from graphs.saved.loaded import LoadedModel
 
 logger = logging.getLogger(__name__)
 
-
-class CompileCounters:
-    """Graphs, breaks and recompilations of one session.
-
-    Attributes:
-        num_graphs: graphs that Dynamo made until `warm()`.
-        num_breaks: graph breaks in all.
-        num_recompiles: graphs that Dynamo made after `warm()`.
-    """
-
-    def __init__(self) -> None:
-        self.num_graphs = 0
-        self.num_breaks = 0
-        self.num_recompiles = 0
-        self._warm = False
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        graphs, breaks = _graphs(), _breaks()
-        try:
-            yield
-        finally:
-            if self._warm:
-                self.num_recompiles += _graphs() - graphs
-            else:
-                self.num_graphs += _graphs() - graphs
-            self.num_breaks += _breaks() - breaks
-
-    def warm(self) -> None:
-        """From here on every new graph is a recompilation."""
-        self._warm = True
+FIXED = "TRITON_FIXED"
 
 
 class Compilation:
@@ -98,14 +68,7 @@ class Compilation:
                 options.compile_cache, self._model, self.record, batch_text(runner, options)
             )
         self.seconds = 0.0
-        self._session = weakref.ref(session)
-
-    def joins_dump(self) -> bool:
-        """Whether a dump has begun that has not seen this model compiled; from here on it has."""
-        unseen = [r for r in recorders() if r.texts and self._session() not in r.sessions]
-        for recorder in unseen:
-            recorder.sessions.add(self._session())
-        return bool(unseen)
+        self.session = weakref.ref(session)
 
     @property
     def no_passes_why(self) -> str | None:
@@ -201,6 +164,26 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return wrapped or any(m._compiled_call_impl is not None for m in model.modules())
 
 
+def invariant_options(
+    options: SessionOptions, device: torch.device, *, compiled: bool
+) -> SessionOptions:
+    """The same with the backend whose bits do not depend on a batch.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    name = options.backend.name if isinstance(options.backend, Backend) else options.backend
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    for fits, need, got in (
+        (hopper, "a model on a Hopper GPU", f"one on {device}"),
+        (compiled, "a compiled model", "one that is not"),
+        (name in (None, FIXED), f"backend None or {FIXED!r}", repr(name)),
+    ):
+        if not fits:
+            raise ValueError(f"batch_invariant must be False without {need}, got {got}")
+    return dataclasses.replace(options, backend=FIXED)
+
+
 def compilers(model: torch.nn.Module) -> dict[str, bool]:
     """Backends of torch.compile that compile the model, or modules in it, by name.
 
@@ -238,11 +221,3 @@ def _backend(callback: Any) -> tuple[str, bool]:
 @functools.cache
 def _warn_once(text: str) -> None:
     logger.warning(text)
-
-
-def _graphs() -> int:
-    return counters["stats"]["unique_graphs"]
-
-
-def _breaks() -> int:
-    return sum(counters["graph_break"].values())

@@ -31,6 +31,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from fx_passes.observe import joins_dump
 from graphs.capture.gains import MixedGains, gpu_ms
 from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
@@ -158,13 +159,13 @@ class StepLoop:
         if self.streams.changed():  # nothing takes tokens that another stream has drawn
             self.launcher.invalidate()
         self.state.check(captured=self.graphs is not None)
-        joins_dump = self.compilation.joins_dump()
+        joins = joins_dump(self.compilation.session())
         if not self._warm:
             self.compilation.run()
             if self.graphs is not None and not self.plan.lazy:
                 self._capture_first()
             self._warm = True
-        elif joins_dump:
+        elif joins:
             if self.graphs is not None:
                 self.drop_graphs()
             self.compilation.run_again()

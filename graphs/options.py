@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from attn_ops import Backend
 from attn_ops.metadata import KVCacheLayoutType, kv_dtype_of
 from attn_ops.states import StateSpec
@@ -25,7 +23,6 @@ DEBUGS = (None, "eager_replay")
 ON_FAILURE = ("raise", "continue")
 RESERVES = ("need", "length")
 MERGES = ("auto", True, False)
-FIXED = "TRITON_FIXED"
 LOGPROBS = ("raw_logprobs", "processed_logprobs")
 MOST_DRAFT_TOKENS = 32
 MOST_DECODE_STEPS = 1024
@@ -196,25 +193,6 @@ class SessionOptions:
                 f"cudagraph_mode must capture something with debug={self.debug!r}, got NONE; "
                 f"supported: {names}"
             )
-
-    def fixed(self, device: torch.device, *, compiled: bool) -> "SessionOptions":
-        """The same with the backend that `batch_invariant` asks for.
-
-        Raises:
-            ValueError: it is asked for and cannot be had.
-        """
-        if not self.batch_invariant:
-            return self
-        name = self.backend.name if isinstance(self.backend, Backend) else self.backend
-        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        for fits, need, got in (
-            (hopper, "a model on a Hopper GPU", f"one on {device}"),
-            (compiled, "a compiled model", "one that is not"),
-            (name in (None, FIXED), f"backend None or {FIXED!r}", repr(name)),
-        ):
-            if not fits:
-                raise ValueError(f"batch_invariant must be False without {need}, got {got}")
-        return dataclasses.replace(self, backend=FIXED)
 
     def with_states(self, specs: Sequence[StateSpec]) -> "SessionOptions":
         """The same for a model whose layers keep such states.

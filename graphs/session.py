@@ -28,7 +28,7 @@ from graphs.capture.memory import sizes_of
 from graphs.capture.plan import CapturePlan, builder_of, selected
 from graphs.capture.store import StepGraphs
 from graphs.capture.verified import verified
-from graphs.compilation import Compilation, is_compiled
+from graphs.compilation import Compilation, invariant_options, is_compiled
 from graphs.context import exclusive, surroundings, uninterrupted
 from graphs.loop import StepLoop
 from graphs.model_changes import ModelState
@@ -101,7 +101,8 @@ class DecodeSession:
         self.vocab_size = self.original.config.get_text_config().vocab_size
         self.max_batch_size, self.max_tokens = options.max_batch_size, options.max_tokens
         self.decode_steps, block_size = options.decode_steps, options.block_size
-        options = options.fixed(self.device, compiled=compiled)
+        if options.batch_invariant:
+            options = invariant_options(options, self.device, compiled=compiled)
         self.specs = attention_specs(self.original, kv_cache_dtype) or [no_attention(self.original)]
         inputs = ModelInputs(self.original, kv_cache_dtype)
         longest = self.max_tokens + options.num_draft_tokens

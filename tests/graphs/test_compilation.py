@@ -189,7 +189,7 @@ def test_what_dynamo_cannot_trace_later(make_model, monkeypatch):
 
 def test_an_attempt_that_failed_counts_for_nothing():
     class Runner:
-        model = nn.Linear(2, 2)
+        model, batch_invariant = nn.Linear(2, 2), False
 
         def compile(self, first_call):
             counters["stats"]["unique_graphs"] += 1

@@ -13,7 +13,7 @@ import torch
 import fx_passes
 from attn_ops import CommonAttentionMetadata, PagedKVCache, get_backend, varlen_metadata
 from attn_ops.integrations import transformers as integration
-from graphs.compilation import CompileCounters
+from graphs.capture.counters import CompileCounters
 
 transformers = pytest.importorskip("transformers")
 

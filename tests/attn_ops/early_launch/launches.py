@@ -25,6 +25,7 @@ from tests.kit.sm90 import Compiled, compiling
 BF16 = torch.bfloat16
 DECODE = ([1, 1, 0, 1], [1, 17, 9, 70])
 PREFILL = ([1, 18, 0, 35], [1, 18, 7, 61])
+LONG = ([1, 18], [1, 700])
 
 NEVER_WRITTEN = {
     "attn_ops.ops.triton.skinny.skinny_kernel": {"w_ptr"},
@@ -35,16 +36,17 @@ NEVER_WRITTEN = {
 """What kernels may read before they wait: weights, and the scale that the caller gives."""
 
 
-def attention_cases() -> Iterator[tuple[Any, ...]]:
+def attention_cases(*batches: Any) -> Iterator[tuple[Any, ...]]:
     """q, cache, metadata and options of a decode, and of a prefill."""
     spec = AttentionSpec(4, 2, 64, BF16)
-    for batch in (DECODE, PREFILL):
+    for batch in batches or (DECODE, PREFILL):
         case = make_case(get_backend("TORCH"), spec, batch, FEATURES["plain"])
         yield case.q, case.kv_cache, case.meta.common, AttentionOptions(case.scale)
 
 
 def triton() -> None:
     from attn_ops.backends.triton.decode import decode_attention
+    from attn_ops.backends.triton.fixed import fixed_attention
     from attn_ops.backends.triton.prefill import choose_launch, prefill_attention
 
     decode, prefill = attention_cases()
@@ -57,6 +59,8 @@ def triton() -> None:
     for splits in (1, 3):
         prefill_attention(*prefill, launch._replace(gather=False, num_splits=splits))
     prefill_attention(*prefill, launch._replace(gather=True, num_splits=1))
+    for case in (decode, *attention_cases(LONG)):
+        fixed_attention(*case, num_splits=3)
 
 
 def blocksparse() -> None:

@@ -8,6 +8,7 @@ With `--default` the same is done without `batch_invariant`, which must find dif
 """
 
 import argparse
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "decode steps 8": {"decode_steps": 8},
     "prefixes": {"share_prefixes": True},
     "preempted": {"cache_tokens": 4096},
+    "drafts": {"num_draft_tokens": 3, "max_batch_size": 24},
 }
 """Options of the session that draws, in place of batches of 64."""
 
@@ -62,15 +64,31 @@ Drawn = tuple[list[int], list[float]]
 
 
 def drawn(
-    session: DecodeSession, prompts: Sequence[list[int]], tokens: int, first: int = 0
-) -> list:
-    """Tokens and log-probabilities of each prompt, drawn with a seed of its own."""
+    session: DecodeSession,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    seeds: Sequence[int],
+    drafts: Sequence[Drawn] = (),
+) -> list[Drawn]:
+    """Tokens and log-probabilities of each prompt; `drafts`: what is proposed, two of three right.
+
+    Each prompt is drawn with a seed of its own.
+    """
     ids = [
-        session.add(prompt, tokens, temperature=1.0, seed=first + i, logprobs=0, eos=())
-        for i, prompt in enumerate(prompts)
+        session.add(prompt, tokens, temperature=1.0, seed=seed, logprobs=0, eos=())
+        for seed, prompt in zip(seeds, prompts, strict=True)
     ]
+    known = {number: ids_of for number, (ids_of, _) in zip(ids, drafts, strict=False)}
+    done = dict.fromkeys(ids, 0)
     while session.num_unfinished:
-        session.step()
+        if not known:
+            session.step()
+            continue
+        proposed = {i: known[i][n : n + 3] for i, n in done.items() if 0 < n < tokens - 1}
+        for output in session.verify_draft({i: [*ids[:2], 1] for i, ids in proposed.items()}):
+            done[output.request_id] += 1
+            if output.finish_reason is not None:
+                del done[output.request_id]
     return [_of(session.result(number)) for number in ids]
 
 
@@ -87,10 +105,23 @@ def differing(got: Sequence[Drawn], want: Sequence[Drawn]) -> tuple[int, int, in
     return sum(values), sum(ids), len(values)
 
 
+def random_way(generator: random.Random) -> dict[str, Any]:
+    """Options of a session that draws."""
+    return {
+        "max_batch_size": generator.choice((1, 2, 3, 7, 16, 40)),
+        "max_tokens_per_step": generator.choice((16, 77, 300, 1000, 4096)),
+        "cudagraph_mode": generator.choice(("NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")),
+        "decode_steps": generator.choice((1, 1, 2, 5)),
+        "share_prefixes": generator.choice((False, True)),
+        "cache_tokens": generator.choice((2400, 8192, 1 << 16)),
+        "block_size": generator.choice((16, 32)),
+    }
+
+
 def measured(
-    model: torch.nn.Module, prompts: list[list[int]], tokens: int, **options: Any
+    model: torch.nn.Module, prompts: list[list[int]], tokens: int, number: int = 0, **options: Any
 ) -> dict[str, tuple[int, int, int]]:
-    """Each way's differences from requests that are drawn alone."""
+    """Each way's differences from requests that are drawn alone, and those of random sessions."""
     compiled = torch.compile(model, backend="attn_ops", fullgraph=True)
     common = {"max_tokens": 1200, "cache_tokens": 1 << 17, **options}
 
@@ -98,15 +129,32 @@ def measured(
         return DecodeSession(compiled, **{"max_batch_size": 64, **common, **more})  # type: ignore
 
     alone = session(max_batch_size=1)
-    want = [drawn(alone, [prompt], tokens, i)[0] for i, prompt in enumerate(prompts)]
-    found = {}
+    want = [drawn(alone, [prompt], tokens, [i])[0] for i, prompt in enumerate(prompts)]
+    del alone
+    seeds, found = range(len(prompts)), {}
     for name, more in WAYS.items():
         one = session(**more)
         if name == "prefixes":
-            drawn(one, prompts, tokens)
-        found[name] = differing(drawn(one, prompts, tokens), want)
+            drawn(one, prompts, tokens, seeds)
+        got = drawn(one, prompts, tokens, seeds, want if name == "drafts" else ())
+        found[name] = differing(got, want)
         print(name, found[name], flush=True)
         del one
+    totals = [0, 0, 0]
+    for seed in range(number):
+        generator = random.Random(seed)
+        more = random_way(generator)
+        some = generator.sample(seeds, min(len(prompts), generator.choice((1, 5, 20, 60))))
+        one = session(**more)
+        got = drawn(one, [prompts[i] for i in some], tokens, some)
+        counts = differing(got, [want[i] for i in some])
+        totals = [a + b for a, b in zip(totals, counts, strict=True)]
+        if counts[0]:
+            print(f"seed {seed}: {counts} {more}", flush=True)
+        del one
+    if number:
+        found[f"{number} random sessions"] = (totals[0], totals[1], totals[2])
+        print(f"{number} random sessions", totals, flush=True)
     scores = session().score(prompts, [ids for ids, _ in want])
     given = [(ids, list(score.logprobs)) for (ids, _), score in zip(want, scores, strict=True)]
     found["scored"] = differing(given, want)
@@ -114,10 +162,20 @@ def measured(
     return found
 
 
-def table_of(found: dict[str, dict[str, tuple[int, int, int]]]) -> Table:
-    table = Table("way", *found, title="log-probabilities that differ, of how many")
-    for way in next(iter(found.values())):
-        table.add_row(way, *(f"{one[way][0]} of {one[way][2]}" for one in found.values()))
+def rows_of(found: dict[str, dict[str, tuple[int, int, int]]]) -> dict[str, dict[str, str]]:
+    """By way and model: log-probabilities that differ, of how many."""
+    ways = next(iter(found.values()))
+    return {
+        way: {name: f"{one[way][0]:,} of {one[way][2]:,}" for name, one in found.items()}
+        for way in ways
+    }
+
+
+def table_of(rows: dict[str, dict[str, str]]) -> Table:
+    models = next(iter(rows.values()))
+    table = Table("way", *models, title="log-probabilities that differ")
+    for way, row in rows.items():
+        table.add_row(way, *row.values())
     return table
 
 
@@ -127,6 +185,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[Any], None] = p
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--random", type=int, default=0, help="sessions of random options")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--default", action="store_true", help="without batch_invariant")
     args: argparse.Namespace = parser.parse_args(arguments)
@@ -137,13 +196,20 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[Any], None] = p
         model = built(name, args.layers, args.device)
         prompts = requests(args.requests, model.config.vocab_size)
         found[name] = measured(
-            model, prompts, args.new_tokens,
+            model, prompts, args.new_tokens, args.random,
             batch_invariant=not args.default, kv_cache_dtype=args.kv_cache_dtype,
         )  # fmt: skip
         del model
         torch.cuda.empty_cache()
-    result = {**origin(args), "arguments": vars(args), "differing": found}
-    show(table_of(found))
+    rows = rows_of(found)
+    tokens = sum(one[1] for ways in found.values() for one in ways.values())
+    note = (
+        f"Of log-probabilities of requests drawn alone, how many bits differ; {tokens} tokens do. "
+        f"{args.layers} layers, {args.requests} requests, {args.new_tokens} tokens each."
+    )
+    command = f"python -m benchmarks.batch_invariance{' --default' if args.default else ''}"
+    result = {"command": command, **origin(args), "note": note, "rows": rows}
+    show(table_of(rows))
     write(args.json, result)
     return result
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_ops.backends.registry import Selection
+from attn_ops.ops.ordered_mm import tried_products
 from attn_ops.states import StatePool
 from graphs.cache_size import CacheSize
 from graphs.capture.failures import CaptureError
@@ -173,6 +174,7 @@ class SessionReport:
     num_launches: dict[str, int]  # ahead: before the last tokens were read; waited: after
     preemptions: PreemptionCounts | None  # None: whole lengths are reserved
     prefixes: PrefixCounts | None  # None: requests share no prefixes
+    batch_invariant: str | None  # what computes products so; None: not asked for
     states: str | None  # what layers keep beside keys and values; None: nothing
     verify: str | None  # "first", "always" or the interval; None: no replay is compared
     num_verified: int  # replays that were compared with a call; a difference was raised
@@ -220,6 +222,7 @@ class SessionReport:
             num_launches=dict(session.loop.num_launches),
             preemptions=session.loop.scheduler.reservations.counts(),
             prefixes=session.loop.scheduler.prefixes.counts(),
+            batch_invariant=tried_products() if session.runner.batch_invariant else None,
             states=_states(session.runner.cache.states),
             verify=None if verifier is None else str(verifier.mode),
             num_verified=0 if verifier is None else verifier.num_checked,
@@ -279,6 +282,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
         ("launches", _launches(r.num_launches)),
         *((("preemptions", str(r.preemptions)),) if r.preemptions else ()),
         *((("prefixes", str(r.prefixes)),) if r.prefixes else ()),
+        *((("batch invariant", r.batch_invariant),) if r.batch_invariant else ()),
         *((("states", r.states),) if r.states else ()),
         ("verified", _verified(r)),
         ("compiled", _compiled(r)),

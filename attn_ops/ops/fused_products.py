@@ -17,7 +17,7 @@ from attn_ops.ops.skinny_mm import is_skinny, product, takes
 MOST_ROWS = 16
 """Of the kernels that compute it all."""
 
-MOST_ORDERED_ROWS = 64
+MOST_ROWS_WITHOUT_NORM = 64
 """Of those that compute all but the norm."""
 
 
@@ -156,7 +156,12 @@ def gated_mlp(
     total, normed = _normed(x, residual, norm_weight, eps)
     gated = _gated(product(normed, w_gate_up))
     autocast = gated.dtype != total.dtype
-    if autocast or is_skinny(gated.shape[0], w_down, gated.device):
+    few = is_skinny(gated.shape[0], w_down, gated.device)
+    if few and not autocast and gated.shape[0] <= MOST_ROWS_WITHOUT_NORM:
+        from attn_ops.ops.triton.fused_products import launch_fused
+
+        return launch_fused(gated, w_down, residuals=(total,))
+    if few or autocast:
         return total + product(gated, w_down)
     return total.addmm_(gated, w_down)  # `total` is a new tensor
 
@@ -172,7 +177,7 @@ def _ordered_mlp(
     """`gated_mlp` with the norm as a kernel of its own, which has one order for any rows."""
     total, normed = _normed(x, residual, norm_weight, eps)
     fits = all(takes_ordered(w, x.device) for w in (w_gate_up, w_down))
-    if fits and x.shape[0] <= MOST_ORDERED_ROWS:
+    if fits and x.shape[0] <= MOST_ROWS_WITHOUT_NORM:
         from attn_ops.ops.triton.fused_products import launch_fused
 
         gated = launch_fused(normed, w_gate_up, gated=True)

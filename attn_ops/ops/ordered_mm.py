@@ -46,32 +46,39 @@ def ordered_product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None)
 
     num_rows = x.shape[0]
     padded = padded_rows(num_rows)
-    ours = num_rows <= most_rows(w) or bias is not None
-    if ours or not _library_is_ordered(padded, w):
+    if num_rows <= most_rows(w) or not _library_is_ordered(padded, w, bias):
         return launch_skinny(x, w, bias, None, None, x.dtype)
-    if padded == num_rows:
-        return x @ w
-    more = x.new_empty(padded, x.shape[1])
-    more[:num_rows] = x  # a row depends on no other: what the rest holds is of no concern
-    return (more @ w)[:num_rows]
+    if padded != num_rows:
+        more = x.new_empty(padded, x.shape[1])
+        more[:num_rows] = x  # a row depends on no other: what the rest holds is of no concern
+        x = more
+    return _of_library(x, w, bias)[:num_rows]
 
 
-_TRIED: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
-"""(T, K, M, dtype, device) of products that were tried, and whether the library may compute them.
-Global: a property of the libraries and the device."""
+def _of_library(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x @ w if bias is None else torch.addmm(bias, x, w)
+
+
+_TRIED: dict[tuple[int, int, int, bool, torch.dtype, torch.device], bool] = {}
+"""(T, K, M, has bias, dtype, device) of products that were tried, and whether the library may
+compute them. Global: a property of the libraries and the device."""
 
 
 def tried_products() -> str:
     """What computes products of which many rows, in a line for reports."""
-    ours = [f"{k} x {m} of {rows} rows" for (rows, k, m, *_), equal in _TRIED.items() if not equal]
+    ours = [
+        f"{k} x {m}{' with bias' if bias else ''} of {rows} rows"
+        for (rows, k, m, bias, *_), equal in _TRIED.items()
+        if not equal
+    ]
     said = f"the library in {len(_TRIED) - len(ours)} of {len(_TRIED)} shapes that were tried"
     return f"{said}, ours in {', '.join(ours)}" if ours else said
 
 
-def _library_is_ordered(num_rows: int, w: torch.Tensor) -> bool:
+def _library_is_ordered(num_rows: int, w: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the library's bits are ours; no, where a capture has begun before it was tried."""
     (k, m), dtype, device = w.shape, w.dtype, w.device
-    key = (num_rows, k, m, dtype, device)
+    key = (num_rows, k, m, bias is not None, dtype, device)
     if key not in _TRIED and not torch.cuda.is_current_stream_capturing():
         from attn_ops.ops.triton.skinny import launch_skinny
 
@@ -79,8 +86,9 @@ def _library_is_ordered(num_rows: int, w: torch.Tensor) -> bool:
         like = {"dtype": dtype, "device": device, "generator": generator}
         try:
             x, other = torch.randn(num_rows, k, **like), torch.randn(m, k, **like).t()
-            ours = launch_skinny(x, other, None, None, None, dtype)
-            _TRIED[key] = torch.equal(x @ other, ours)
+            some = None if bias is None else torch.randn(m, **like)
+            ours = launch_skinny(x, other, some, None, None, dtype)
+            _TRIED[key] = torch.equal(_of_library(x, other, some), ours)
         except torch.OutOfMemoryError:
             _TRIED[key] = False
     return _TRIED.get(key, False)

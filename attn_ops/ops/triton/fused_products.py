@@ -58,6 +58,7 @@ def fused_kernel(
     GATED: tl.constexpr,
     RESIDUALS: tl.constexpr,
     WIDEN: tl.constexpr,  # products of float32
+    ROWS_FIRST: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,  # launched early
 ):
@@ -75,7 +76,7 @@ def fused_kernel(
     w_ptr_MK = w_ptr + row_M.to(tl.int64)[:, None] * stride_w + k_K[None, :]
     x_ptr_TK = x_ptr + t_T[:, None] * stride_x + k_K[None, :]
     addend_ptr_TK = addend_ptr + t_T[:, None] * stride_addend + k_K[None, :]
-    acc_MT = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
+    acc = tl.zeros([BLOCK_T, BLOCK_M] if ROWS_FIRST else [BLOCK_M, BLOCK_T], tl.float32)
     square_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     for begin in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -95,7 +96,11 @@ def fused_kernel(
             x_TK = (wide_TK * norm_K.to(tl.float32)[None, :]).to(x_TK.dtype)
         if WIDEN:
             w_MK, x_TK = w_MK.to(tl.float32), x_TK.to(tl.float32)
-        acc_MT = tl.dot(w_MK, x_TK.T, acc_MT, input_precision="ieee")
+        if ROWS_FIRST:
+            acc = tl.dot(x_TK, w_MK.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(w_MK, x_TK.T, acc, input_precision="ieee")
+    acc_MT = acc.T if ROWS_FIRST else acc
     if HAS_NORM:
         acc_MT *= tl.rsqrt(tl.sum(square_TK, 1) / K + eps)[None, :]
     if HAS_BIAS:
@@ -162,6 +167,7 @@ def launch_fused(
         "GATED": gated,
         "RESIDUALS": len(residuals),
         "WIDEN": widen,
+        "ROWS_FIRST": chosen.rows_first,
         "PREFETCH": chosen.prefetch if early["PDL"] else 0,
         "num_warps": chosen.num_warps,
         "num_stages": chosen.num_stages,

@@ -1,8 +1,9 @@
 """A product of few rows: each program reads its rows of the weight once.
 
 T rows of x, in blocks of BLOCK_T; K inputs, M outputs. The weight's tile is the left factor, so
-that its many rows fill the tensor cores, and x, padded to BLOCK_T rows, the right one. Every form
-sums K in order, in one accumulator: a row's bits do not depend on the constants of a launch.
+that its many rows fill the tensor cores, and x, padded to BLOCK_T rows, the right one; where x has
+rows enough, the other way round. Every form sums K in order, in one accumulator: a row's bits do
+not depend on the constants of a launch.
 """
 
 from typing import Any
@@ -53,6 +54,7 @@ def skinny_kernel(
     W_SCALE_BY_ROW: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
 ):
     """Grid (ceil(T / BLOCK_T), ceil(M / BLOCK_M)): a tile of the weight is read at one time."""
     m_M = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -65,7 +67,7 @@ def skinny_kernel(
     wait_for_inputs(PDL)
     w_ptr_MK = w_ptr + row_M.to(tl.int64)[:, None] * stride_w + k_K[None, :]
     x_ptr_TK = x_ptr + t_T[:, None] * stride_x + k_K[None, :]
-    acc_MT = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
+    acc = tl.zeros([BLOCK_T, BLOCK_M] if ROWS_FIRST else [BLOCK_M, BLOCK_T], tl.float32)
     for begin in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
             w_MK = tl.load(w_ptr_MK + begin)
@@ -76,9 +78,12 @@ def skinny_kernel(
             x_mask_TK = inside_T[:, None] & inside_K[None, :]
             x_TK = tl.load(x_ptr_TK + begin, mask=x_mask_TK, other=0.0)
         if SCALED:
-            acc_MT = tl.dot(w_MK, x_TK.T, acc_MT, max_num_imprecise_acc=PRECISE)
+            acc = tl.dot(w_MK, x_TK.T, acc, max_num_imprecise_acc=PRECISE)
+        elif ROWS_FIRST:
+            acc = tl.dot(x_TK, w_MK.T, acc, input_precision="ieee")
         else:
-            acc_MT = tl.dot(w_MK, x_TK.T, acc_MT, input_precision="ieee")
+            acc = tl.dot(w_MK, x_TK.T, acc, input_precision="ieee")
+    acc_MT = acc.T if ROWS_FIRST else acc
     if SCALED:
         if X_SCALE_BY_ROW:
             x_scale_T = tl.load(x_scale_ptr + t_T, mask=inside_T, other=0.0)
@@ -120,6 +125,7 @@ def launch_skinny(
         "BLOCK_K": chosen.block_k,
         "HAS_BIAS": bias is not None,
         "SCALED": x_scale is not None,
+        "ROWS_FIRST": chosen.rows_first,
         "X_SCALE_BY_ROW": x_scale is not None and x_scale.numel() == num_rows and num_rows > 1,
         "W_SCALE_BY_ROW": w_scale is not None and w_scale.numel() > 1,
         "PREFETCH": chosen.prefetch if early["PDL"] else 0,

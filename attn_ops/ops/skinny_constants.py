@@ -33,24 +33,26 @@ def skinny_constants(m: int, fp8: bool, num_rows: int = 1) -> SkinnyConstants:
     In bfloat16 all forms give the same bits; in FP8 they depend on the weight alone. One row of a
     weight of 28672 x 4096 takes 57 us in bfloat16, 30 in FP8 (one H200, Triton 3.6, 2026-11-22).
     64 rows of one of 4096 x 14336 take 45.8 us where cuBLAS takes 48.4, 128 rows 48.4 where it
-    takes 53.1 (H100, 2026-11-26).
+    takes 53.1, and 256 rows 58.7 where it takes 57.5 (H100, 2026-11-26).
     """
     if fp8:
         return SkinnyConstants(64, 256, 4, 4 if m >= MANY_OUTPUTS else 6, prefetch=1)
     if m >= MANY_OUTPUTS:
         return SkinnyConstants(128, 128, 8, 4, prefetch=1)
-    if m > 4096:
-        return SkinnyConstants(64, 256, 4, 3)
     if num_rows > 16:
         return _of_more_rows(m, num_rows)
+    if m > 4096:
+        return SkinnyConstants(64, 256, 4, 3)
     return SkinnyConstants(32, 256, 4, 6, 1)
 
 
 def _of_more_rows(m: int, num_rows: int) -> SkinnyConstants:
-    """Of more than 16 rows and at most 4,096 outputs: enough programs to fill the GPU."""
-    if m <= 2048:
+    """Of more than 16 rows and few outputs: enough programs to fill the GPU."""
+    if num_rows > 128 and m > 2048:
+        return SkinnyConstants(128, 128, 4, 4, rows_first=True)
+    if num_rows <= 128 and m <= 2048:
         return SkinnyConstants(16, 128, 4, 6, 1, rows_first=True)
-    if num_rows <= 64:
+    if num_rows <= 64 and m <= 4096:
         return SkinnyConstants(32, 128, 4, 6, 1, rows_first=True)
     return SkinnyConstants(64, 128, 4, 6, 1)
 

@@ -76,89 +76,6 @@ def tile_blocks(table_ptr, start, seq_len, BLOCK_SIZE: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
-def attend_unit(
-    q_MH,  # its dtype is that of the products
-    position_M,  # of each row in its sequence
-    k_ptr,  # of this kv head, at physical block 0
-    v_ptr,
-    table_ptr,  # the request's row of the block table
-    seq_len,
-    begin,  # keys begin..end are visited; begin is a multiple of TILE
-    end,
-    stride_block,
-    stride_token,
-    score_scale,
-    soft_cap,
-    window,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TILE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    FUSED: tl.constexpr,  # score_scale is above 0 and nothing else changes scores
-    MASKED: tl.constexpr,  # False: every row sees every key
-):
-    """Base 2, float32, of these keys alone: acc_MH (not normalized), max_M, sum_M.
-
-    The kernel is compiled without contraction: products and sums are one operation where it says
-    `tl.fma`, and nowhere else. A tile of which a row sees nothing changes no bit of it.
-    """
-    acc_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
-    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    sum_MS = tl.zeros([BLOCK_M, SUMS], tl.float32)
-    one_CS = tl.full([TILE, SUMS], 1.0, q_MH.dtype)
-    h_H = tl.arange(0, PADDED_HEAD_SIZE)
-    if HEAD_SIZE == PADDED_HEAD_SIZE:  # a constant mask: the load is then unpredicated
-        stored_H = tl.full([PADDED_HEAD_SIZE], 1, tl.int1)
-    else:
-        stored_H = h_H < HEAD_SIZE
-    next_block = tile_blocks(table_ptr, begin, seq_len, BLOCK_SIZE, TILE)
-    for start in range(begin, end, TILE):
-        block = next_block  # keys wait for one load and not for two
-        next_block = tile_blocks(table_ptr, start + TILE, seq_len, BLOCK_SIZE, TILE)
-        key_C = start + tl.arange(0, TILE)
-        offset_C = tile_offsets(block, start, stride_block, stride_token, BLOCK_SIZE, TILE, VECTOR)
-        if MASKED:  # slots past seq_len may hold NaN, which a weight of zero would not silence
-            loaded_CH = (key_C < seq_len)[:, None] & stored_H[None, :]
-        else:
-            loaded_CH = tl.broadcast_to(stored_H[None, :], [TILE, PADDED_HEAD_SIZE])
-        k_CH = tl.load(k_ptr + offset_C[:, None] + h_H[None, :], mask=loaded_CH, other=0.0)
-        score_MC = tl.dot(q_MH, tl.trans(k_CH.to(q_MH.dtype)), input_precision="ieee")
-        if not FUSED:
-            score_MC *= score_scale
-        if HAS_SOFT_CAP:  # soft_cap * tanh(x); score_scale holds 2 * log2(e) of tanh's exponential
-            score_MC = soft_cap * (1.0 - 2.0 / (tl.exp2(score_MC) + 1.0))
-        if MASKED:
-            visible_MC = key_C[None, :] <= position_M[:, None]
-            if HAS_WINDOW:
-                visible_MC = visible_MC & (key_C[None, :] > position_M[:, None] - window)
-            score_MC = tl.where(visible_MC, score_MC, float("-inf"))
-        top_M = tl.max(score_MC, 1)
-        if FUSED:
-            top_M *= score_scale
-        new_max_M = tl.maximum(max_M, top_M)
-        base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        if FUSED:
-            weight_MC = tl.exp2(tl.fma(score_MC, score_scale, -base_M[:, None]))
-        else:
-            weight_MC = tl.exp2(score_MC - base_M[:, None])
-        rescale_M = tl.exp2(max_M - base_M)
-        v_CH = tl.load(v_ptr + offset_C[:, None] + h_H[None, :], mask=loaded_CH, other=0.0)
-        factor_MC = weight_MC.to(q_MH.dtype)
-        # Summed as a product, in the order of keys: `tl.sum` has the order of a layout, which
-        # depends on rows and warps.
-        sum_MS = tl.dot(factor_MC, one_CS, sum_MS * rescale_M[:, None], input_precision="ieee")
-        acc_MH = tl.dot(
-            factor_MC, v_CH.to(q_MH.dtype), acc_MH * rescale_M[:, None], input_precision="ieee"
-        )
-        max_M = new_max_M
-    return acc_MH, max_M, tl.max(sum_MS, 1)  # its columns are equal
-
-
-@triton.jit
 def merged_unit(acc, max, sum, unit_acc, unit_max, unit_sum):
     """A row's state after one more unit; acc has one dimension more than max and sum."""
     new_max = tl.maximum(max, unit_max)
@@ -182,11 +99,11 @@ def follow_units(
     place_M,  # of each row and head
     owned_M,
     num_rows,
-    q_MH,  # from here on as of `attend_unit`
-    position_M,
-    k_ptr,
+    q_MH,  # its dtype is that of the products
+    position_M,  # of each row in its sequence
+    k_ptr,  # of this kv head, at physical block 0
     v_ptr,
-    table_ptr,
+    table_ptr,  # the request's row of the block table
     seq_len,
     begin,  # some row sees keys begin..end
     end,
@@ -204,35 +121,91 @@ def follow_units(
     VECTOR: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
-    FUSED: tl.constexpr,
+    FUSED: tl.constexpr,  # score_scale is above 0 and nothing else changes scores
     SPLIT: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr,  # False: every row sees every key
 ):
-    """The state after some units; if SPLIT each goes to memory and the state stays."""
+    """The state after some units, base 2, float32; if SPLIT each goes to memory and it stays.
+
+    The kernel is compiled without contraction: products and sums are one operation where it says
+    `tl.fma`, and nowhere else. A tile of which a row sees nothing changes no bit of it. Tiles of
+    all units are one loop: loads of the next unit are under way while this one ends.
+    """
     h_H = tl.arange(0, PADDED_HEAD_SIZE)
-    for unit in range(unit_begin, unit_end):
-        start = first_key(unit)
-        stop = first_key(unit + 1)
-        if HAS_WINDOW:
-            start = tl.maximum(start, begin // TILE * TILE)
-        if MASKED:
-            stop = tl.minimum(stop, end)
-        part_MH, part_max_M, part_sum_M = attend_unit(
-            q_MH, position_M, k_ptr, v_ptr, table_ptr, seq_len, start, stop, stride_block,
-            stride_token, score_scale, soft_cap, window, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE,
-            BLOCK_M, TILE, VECTOR, HAS_WINDOW, HAS_SOFT_CAP, FUSED, MASKED,
-        )  # fmt: skip
-        if SPLIT:
-            part_M = unit * num_rows.to(tl.int64) * NUM_HEADS + place_M
-            part_ptr_MH = part_ptr + (part_M * HEAD_SIZE)[:, None] + h_H[None, :]
-            mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
-            tl.store(part_ptr_MH, part_MH, mask=mask_MH)
-            tl.store(max_ptr + part_M, part_max_M, mask=owned_M)
-            tl.store(sum_ptr + part_M, part_sum_M, mask=owned_M)
+    unit_acc_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)  # of this unit alone
+    unit_max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    unit_sum_MS = tl.zeros([BLOCK_M, SUMS], tl.float32)
+    one_CS = tl.full([TILE, SUMS], 1.0, q_MH.dtype)
+    if HEAD_SIZE == PADDED_HEAD_SIZE:  # a constant mask: the load is then unpredicated
+        stored_H = tl.full([PADDED_HEAD_SIZE], 1, tl.int1)
+    else:
+        stored_H = h_H < HEAD_SIZE
+    first = first_key(unit_begin)
+    last = first_key(unit_end)
+    if HAS_WINDOW:
+        first = tl.maximum(first, begin // TILE * TILE)
+    if MASKED:
+        last = tl.minimum(last, end)
+    next_block = tile_blocks(table_ptr, first, seq_len, BLOCK_SIZE, TILE)
+    for start in range(first, last, TILE):
+        block = next_block  # keys wait for one load and not for two
+        next_block = tile_blocks(table_ptr, start + TILE, seq_len, BLOCK_SIZE, TILE)
+        key_C = start + tl.arange(0, TILE)
+        offset_C = tile_offsets(block, start, stride_block, stride_token, BLOCK_SIZE, TILE, VECTOR)
+        if MASKED:  # slots past seq_len may hold NaN, which a weight of zero would not silence
+            loaded_CH = (key_C < seq_len)[:, None] & stored_H[None, :]
         else:
-            acc_MH, max_M, sum_M = merged_unit(
-                acc_MH, max_M, sum_M, part_MH, part_max_M, part_sum_M
-            )
+            loaded_CH = tl.broadcast_to(stored_H[None, :], [TILE, PADDED_HEAD_SIZE])
+        k_CH = tl.load(k_ptr + offset_C[:, None] + h_H[None, :], mask=loaded_CH, other=0.0)
+        score_MC = tl.dot(q_MH, tl.trans(k_CH.to(q_MH.dtype)), input_precision="ieee")
+        if not FUSED:
+            score_MC *= score_scale
+        if HAS_SOFT_CAP:  # soft_cap * tanh(x); score_scale holds 2 * log2(e) of tanh's exponential
+            score_MC = soft_cap * (1.0 - 2.0 / (tl.exp2(score_MC) + 1.0))
+        if MASKED:
+            visible_MC = key_C[None, :] <= position_M[:, None]
+            if HAS_WINDOW:
+                visible_MC = visible_MC & (key_C[None, :] > position_M[:, None] - window)
+            score_MC = tl.where(visible_MC, score_MC, float("-inf"))
+        top_M = tl.max(score_MC, 1)
+        if FUSED:
+            top_M *= score_scale
+        new_max_M = tl.maximum(unit_max_M, top_M)
+        base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+        if FUSED:
+            weight_MC = tl.exp2(tl.fma(score_MC, score_scale, -base_M[:, None]))
+        else:
+            weight_MC = tl.exp2(score_MC - base_M[:, None])
+        rescale_M = tl.exp2(unit_max_M - base_M)
+        v_CH = tl.load(v_ptr + offset_C[:, None] + h_H[None, :], mask=loaded_CH, other=0.0)
+        factor_MC = weight_MC.to(q_MH.dtype)
+        # Summed as a product, in the order of keys: `tl.sum` has the order of a layout, which
+        # depends on rows and warps.
+        unit_sum_MS = tl.dot(
+            factor_MC, one_CS, unit_sum_MS * rescale_M[:, None], input_precision="ieee"
+        )
+        unit_acc_MH = tl.dot(
+            factor_MC, v_CH.to(q_MH.dtype), unit_acc_MH * rescale_M[:, None],
+            input_precision="ieee",
+        )  # fmt: skip
+        unit_max_M = new_max_M
+        unit = unit_of(start)
+        if (unit_of(start + TILE) != unit) | (start + TILE >= last):  # the unit ends
+            unit_sum_M = tl.max(unit_sum_MS, 1)  # its columns are equal
+            if SPLIT:
+                part_M = unit * num_rows.to(tl.int64) * NUM_HEADS + place_M
+                part_ptr_MH = part_ptr + (part_M * HEAD_SIZE)[:, None] + h_H[None, :]
+                mask_MH = owned_M[:, None] & (h_H < HEAD_SIZE)[None, :]
+                tl.store(part_ptr_MH, unit_acc_MH, mask=mask_MH)
+                tl.store(max_ptr + part_M, unit_max_M, mask=owned_M)
+                tl.store(sum_ptr + part_M, unit_sum_M, mask=owned_M)
+            else:
+                acc_MH, max_M, sum_M = merged_unit(
+                    acc_MH, max_M, sum_M, unit_acc_MH, unit_max_M, unit_sum_M
+                )
+            unit_acc_MH = tl.zeros([BLOCK_M, PADDED_HEAD_SIZE], tl.float32)
+            unit_max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            unit_sum_MS = tl.zeros([BLOCK_M, SUMS], tl.float32)
     return acc_MH, max_M, sum_M
 
 

@@ -27,6 +27,7 @@ from attn_ops.metadata import (
 )
 from attn_ops.mla_layer import MLAAttention
 from attn_ops.ops import (
+    add_rms_norm,
     advance_step,
     attention,
     attention_quant,
@@ -42,6 +43,7 @@ from attn_ops.ops import (
     mla_attention_quant,
     mla_attention_with_lse,
     norm_mm,
+    rms_norm,
     skinny_mm,
     swap_blocks,
     varlen_attention,
@@ -68,6 +70,7 @@ __all__ = [
     "PagedKVCache",
     "Selection",
     "Support",
+    "add_rms_norm",
     "advance_step",
     "attention",
     "attention_quant",
@@ -88,6 +91,7 @@ __all__ = [
     "mla_attention_with_lse",
     "norm_mm",
     "register_backend",
+    "rms_norm",
     "select_backend",
     "skinny_mm",
     "swap_blocks",

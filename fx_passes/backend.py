@@ -69,8 +69,8 @@ def attn_ops(
     pipeline = with_user_pass(config, patches.get(SLOT, getattr(inductor_config, SLOT)))
     early = early_launch_of(config, patches, example_inputs)
     patches |= early.patches
-    if config.batch_invariant:  # else Inductor chooses orders of sums by timing
-        known = ("deterministic", "batch_invariant")
+    if config.batch_invariant:  # else Inductor times orders of sums, and rounds where it likes
+        known = ("deterministic", "batch_invariant", "emulate_precision_casts")
         patches |= {name: True for name in known if hasattr(inductor_config, name)}
     for recorder in recorders():
         recorder.num_graphs += 1

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from attn_ops.ops.fused_products import takes_fused
+from attn_ops.ops.products.fused_products import takes_fused
 from fx_passes.config import PassConfig
 
 IN_REPLAYS = ("fused_mlp", "norm_products")

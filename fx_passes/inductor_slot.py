@@ -12,7 +12,7 @@ from fx_passes.failures import named_errors
 from fx_passes.forms import IN_REPLAYS
 from fx_passes.naming import GraphName, name_of
 from fx_passes.observe import recorders
-from fx_passes.ordered import check_ordered
+from fx_passes.ordered import check_ordered, order_norms
 from fx_passes.pipeline import passes, run_pass
 
 SLOT = "joint_custom_post_pass"
@@ -86,6 +86,7 @@ class AtenPipeline(CustomGraphPass):
             matches = run_pass(one, graph, name, self.config, second=self.second)
             self.num_matches += matches if one.name in IN_REPLAYS else 0
         if self.config.batch_invariant:
+            order_norms(graph)
             check_ordered(graph, name.text)
         if self.second and not self.in_parts and not self.num_matches:
             raise NeedlessFormError(f"no pass for replays alone changes {name.text}")

@@ -1,13 +1,20 @@
-"""Refuses graphs in which a library would sum a row in an order that depends on the other rows."""
+"""What `batch_invariant` asks of a compiled graph: a row's sums have one order.
 
-from typing import Any
+Norms become operators of ours. A graph in which a library would sum a row in an order that depends
+on the other rows is refused.
+"""
+
+import operator
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
 from fx_passes.analysis.graph_ops import aten
+from fx_passes.analysis.sizes import equal
 from fx_passes.analysis.values import value_of
 from fx_passes.failures import RefusedError
+from fx_passes.passes.rms_norms import Norm, is_tensor, norm_of
 
 _INNER: dict[Any, int] = {  # the argument whose last dimension is summed over
     aten.mm.default: 0,
@@ -18,6 +25,51 @@ _INNER: dict[Any, int] = {  # the argument whose last dimension is summed over
 }
 _LIBRARY = ("convolution", "_grouped_mm", "_scaled_grouped_mm", "_int_mm", "scaled_dot_product")
 _FAMILIES = ("attn_ops::gated_delta", "attn_ops::kda", "attn_ops::ssd", "attn_ops::selective")
+
+
+def order_norms(graph: Graph) -> None:
+    """Each RMSNorm that no pass has taken becomes an operator, with the addition before it.
+
+    A compiler orders its sum by the number of rows that it has seen first, and rounds less often
+    where it fuses more: two sessions of a model would differ.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        norm = norm_of(node) or norm_of(node, wide_weight=True)
+        if norm is None:
+            continue
+        terms = _terms_of(norm)
+        with graph.inserting_before(node):
+            if terms is None:
+                args = (norm.source, norm.weight, norm.eps)
+                result = graph.call_function(torch.ops.attn_ops.rms_norm.default, args)
+            else:
+                args = (*terms, norm.weight, norm.eps)
+                both = graph.call_function(torch.ops.attn_ops.add_rms_norm.default, args)
+                both.meta["val"] = (value_of(norm.source), value_of(node))
+                total = graph.call_function(operator.getitem, (both, 0))
+                total.meta["val"] = value_of(norm.source)
+                result = graph.call_function(operator.getitem, (both, 1))
+                later = [u for u in norm.source.users if place.get(u, 0) > place[node]]
+                for user in later:
+                    user.replace_input_with(norm.source, total)
+        result.meta["val"] = value_of(node)
+        node.replace_all_uses_with(result)
+    graph.eliminate_dead_code()
+
+
+def _terms_of(norm: Norm) -> tuple[Node, Node] | None:
+    """What is added to what the norm is of; None: it is no such sum."""
+    total = norm.source
+    if total.target is not aten.add.Tensor or total.kwargs or not all(map(is_tensor, total.args)):
+        return None
+    first, second = cast(tuple[Node, Node], total.args)
+    wanted = value_of(total)
+    for term in (first, second):
+        value = value_of(term)
+        if value.dtype != wanted.dtype or not equal(tuple(value.shape), tuple(wanted.shape)):
+            return None
+    return first, second
 
 
 def check_ordered(graph: Graph, graph_name: str) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_ops.backends.registry import Selection
-from attn_ops.ops.ordered_mm import tried_products
+from attn_ops.ops.products.ordered_mm import tried_products
 from attn_ops.states import StatePool
 from graphs.cache_size import CacheSize
 from graphs.capture.failures import CaptureError

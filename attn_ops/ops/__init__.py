@@ -4,12 +4,13 @@ from attn_ops.ops.advance import advance_step
 from attn_ops.ops.attention import attention, attention_with_lse
 from attn_ops.ops.attention_quant import attention_quant
 from attn_ops.ops.cache_blocks import copy_blocks, gather_kv, swap_blocks
-from attn_ops.ops.fused_products import gated_mlp, norm_mm
 from attn_ops.ops.merge import merge_attn_states, merge_attn_states_quant
 from attn_ops.ops.mla import mla_attention, mla_attention_with_lse
 from attn_ops.ops.mla_cache import copy_blocks_mla, gather_mla_kv, write_mla_kv
 from attn_ops.ops.mla_quant import mla_attention_quant
-from attn_ops.ops.skinny_mm import skinny_mm
+from attn_ops.ops.products.fused_products import gated_mlp, norm_mm
+from attn_ops.ops.products.norms import add_rms_norm, rms_norm
+from attn_ops.ops.products.skinny_mm import skinny_mm
 from attn_ops.ops.states import (
     causal_conv1d_update,
     gated_delta_rule,
@@ -21,6 +22,7 @@ from attn_ops.ops.varlen import varlen_attention, varlen_metadata
 from attn_ops.ops.write_kv import write_kv
 
 __all__ = [
+    "add_rms_norm",
     "advance_step",
     "attention",
     "attention_quant",
@@ -39,6 +41,7 @@ __all__ = [
     "mla_attention_quant",
     "mla_attention_with_lse",
     "norm_mm",
+    "rms_norm",
     "selective_state_update",
     "skinny_mm",
     "ssd_state_update",

@@ -5,13 +5,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from attn_ops.ops.fused_products import takes_fused
-from attn_ops.ops.ordered_mm import takes_ordered
+from attn_ops.ops.products.fused_products import takes_fused
+from attn_ops.ops.products.ordered_mm import takes_ordered
 from fx_passes.analysis.graph_ops import aten
 from fx_passes.analysis.sizes import equal, expression
 from fx_passes.analysis.values import value_of
 
 CONVERT = torch.ops.prims.convert_element_type.default
+_CONVERTS = (CONVERT, aten._to_copy.default)
 SKINNY = torch.ops.attn_ops.skinny_mm.default
 _WITH_SIZES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 _ROW_VIEWS = _WITH_SIZES | {aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default}
@@ -78,11 +79,16 @@ def _same_columns(a: torch.Tensor, b: torch.Tensor) -> bool:
     return both and expression(a.shape[-1]) == expression(b.shape[-1])
 
 
-def norm_of(node: Any) -> Norm | None:
+def norm_of(node: Any, *, wide_weight: bool = False) -> Norm | None:
     """The RMSNorm that a node is, in float32 or in wider: weight * x * rsqrt(mean(x * x) + eps).
 
-    It may be rounded before it is multiplied by the weight. Nothing else reads a value between.
+    It may be rounded before it is multiplied by the weight, or with `wide_weight` behind that: the
+    weight is then in float32. Nothing else reads a value between.
     """
+    if wide_weight and is_tensor(node) and node.target in _CONVERTS:
+        norm = norm_of(node.args[0], wide_weight=True)
+        kept = norm is not None and value_of(node).dtype == value_of(norm.source).dtype
+        return norm if kept else None
     weighted = _factors(node)
     for weight, rest in weighted:
         if value_of(weight).dim() != 1:
@@ -92,10 +98,11 @@ def norm_of(node: Any) -> Norm | None:
             source = _unconverted(wide, dtype)
             eps = _eps(factor, wide)
             rows, columns = value_of(source), value_of(weight)
-            if eps is None or columns.dtype != rows.dtype or not _same_columns(rows, columns):
-                continue
             wanted = torch.float32 if rows.dtype != torch.float64 else torch.float64
-            if value_of(wide).dtype == wanted and value_of(node).dtype == rows.dtype:
+            fits = columns.dtype == (wanted if wide_weight else rows.dtype)
+            if eps is None or not fits or not _same_columns(rows, columns):
+                continue
+            if value_of(wide).dtype == wanted and value_of(node).dtype == columns.dtype:
                 return Norm(source, weight, eps)
     return None
 

@@ -5,9 +5,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from attn_ops.ops.ordered_mm import takes_ordered
-from attn_ops.ops.skinny_constants import most_rows
-from attn_ops.ops.skinny_mm import takes
+from attn_ops.ops.products.ordered_mm import takes_ordered
+from attn_ops.ops.products.skinny_constants import most_rows
+from attn_ops.ops.products.skinny_mm import takes
 from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten
 from fx_passes.analysis.sizes import equal, expression
 from fx_passes.analysis.values import value_of

@@ -7,7 +7,7 @@ from torch.nn import functional
 from fx_passes.config import PassConfig
 from fx_passes.failures import RefusedError, refusal
 from fx_passes.inductor_slot import AtenPipeline
-from fx_passes.ordered import check_ordered
+from fx_passes.ordered import check_ordered, order_norms
 
 X, W = torch.randn(5, 64), torch.randn(96, 64)
 
@@ -43,6 +43,47 @@ def test_others_are_refused(aten_graph, function, args, named):
     with pytest.raises(Exception, match=f"batch_invariant must be False.*{named}") as caught:
         compiled(aten_graph, function, *args)
     assert isinstance(refusal(caught.value), RefusedError)
+
+
+def norm(x, weight, wide=False):
+    """As Llama's and, with `wide`, as Gemma's."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (y * (1.0 + weight.float())).type_as(x) if wide else weight * y.to(x.dtype)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_ours(aten_graph, dtype, wide):
+    x, weight = X.to(dtype), W[0].to(dtype)
+
+    def function(x, weight):
+        first = norm(x, weight, wide)
+        total = x + first.sin()
+        return norm(total, weight, wide).unflatten(-1, (4, 16)), total * 2
+
+    graph = aten_graph(function, x, weight)
+    order_norms(graph.graph)
+    text = str(graph.graph)
+    assert "attn_ops.rms_norm" in text
+    assert "attn_ops.add_rms_norm" in text
+    assert "rsqrt" not in text
+    graph.recompile()
+    for got, want in zip(graph(x, weight), function(x, weight), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_sum_that_is_read_before_its_norm(aten_graph):
+    def function(x, weight):
+        total = x + x.sin()
+        early = total * 3
+        return early + norm(total, weight), total.cos()
+
+    graph = aten_graph(function, X, W[0])
+    order_norms(graph.graph)
+    graph.recompile()
+    for got, want in zip(graph(X, W[0]), function(X, W[0]), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_a_product_without_a_sum(aten_graph):

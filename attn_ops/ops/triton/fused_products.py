@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from attn_ops.ops.skinny_constants import SkinnyConstants, block_of_rows, skinny_constants
+from attn_ops.ops.products.skinny_constants import SkinnyConstants, block_of_rows, skinny_constants
 from attn_ops.ops.triton.skinny import prefetch_tile
 
 ROWS = 16

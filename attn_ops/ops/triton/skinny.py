@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from attn_ops.ops.skinny_constants import SkinnyConstants, block_of_rows, skinny_constants
+from attn_ops.ops.products.skinny_constants import SkinnyConstants, block_of_rows, skinny_constants
 
 PRECISE_TERMS = 128
 """Products of FP8 that Hopper sums in 14 bits before float32 does, as cuBLAS has it."""

@@ -20,6 +20,7 @@ from attn_ops import (
     write_mla_kv,
 )
 from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
+from attn_ops.ops import collectives  # noqa: F401  otherwise imported with ranks alone
 from attn_ops.ops.library import schema_of
 from tests.kit.batches import build_batch
 from tests.kit.latent import build_latent_batch
@@ -47,6 +48,7 @@ def calls() -> dict[str, tuple[tuple, dict]]:
     one = (torch.tensor([1]), torch.tensor([0, 3]), torch.tensor([3]))
     pool, dt, steps = torch.zeros(2, 2, 8, 8), torch.rand(3, 2), torch.randn(3, 2)
     found = {
+        "add_rms_norm": ((x, x, weight, 1e-6),),
         "attention": (paged,),
         "attention_with_lse": (paged,),
         "attention_quant": (paged, quant),
@@ -65,6 +67,7 @@ def calls() -> dict[str, tuple[tuple, dict]]:
         "mla_attention_with_lse": (latent.arguments, latent.keywords),
         "mla_attention_quant": (latent.arguments, latent.keywords | quant),
         "norm_mm": ((x, weight, 1e-6, torch.randn(8, 4)),),
+        "rms_norm": ((x, weight, 1e-6),),
         "selective_state_update": (
             (x, x, channels, steps, steps, weight, x, weight, True, torch.zeros(2, 8, 2), *one),
         ),

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from attn_ops import skinny_mm
-from attn_ops.ops.skinny_constants import SkinnyConstants, most_rows
+from attn_ops.ops.products.skinny_constants import SkinnyConstants, most_rows
 from attn_ops.ops.triton.skinny import launch_skinny
 from tests.kit.operators import opcheck
 
-module = importlib.import_module("attn_ops.ops.skinny_mm")  # its function has its name
+module = importlib.import_module("attn_ops.ops.products.skinny_mm")  # its function has its name
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8 = torch.float8_e4m3fn
 SMALL = SkinnyConstants(32, 64, 4, 2)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attn_ops.integrations import transformers as integration
-from attn_ops.ops import ordered_mm
-from attn_ops.ops.skinny_constants import most_rows
+from attn_ops.ops.products import ordered_mm
+from attn_ops.ops.products.skinny_constants import most_rows
 from benchmarks.batch_invariance import WAYS, built, measured, requests
 from graphs import DecodeSession
 
@@ -53,7 +53,7 @@ def test_a_planted_split_shows(model, monkeypatch):
     """Products of few rows by the library, which splits some of them by the number of rows."""
     monkeypatch.setattr(ordered_mm, "most_rows", lambda w: 0)
     monkeypatch.setattr(ordered_mm, "_library_is_ordered", lambda *_: True)
-    monkeypatch.setattr("attn_ops.ops.fused_products.MOST_ROWS_WITHOUT_NORM", 0)
+    monkeypatch.setattr("attn_ops.ops.products.fused_products.MOST_ROWS_WITHOUT_NORM", 0)
     found = num_differing(model, monkeypatch, "batches of 24", batch_invariant=True)
     assert found["batches of 24"] > 0
 

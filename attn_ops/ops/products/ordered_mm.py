@@ -10,7 +10,7 @@ T rows of x, K inputs, M outputs.
 
 import torch
 
-from attn_ops.ops.skinny_constants import most_rows
+from attn_ops.ops.products.skinny_constants import most_rows
 
 
 def takes_ordered(w: torch.Tensor, device: torch.device) -> bool:

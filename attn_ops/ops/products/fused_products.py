@@ -6,13 +6,12 @@ is computed by the library's products and a kernel between each two.
 T rows, K inputs, M outputs, F columns of a gate.
 """
 
-import math
-
 import torch
 
 from attn_ops.ops.library import operator
-from attn_ops.ops.ordered_mm import ordered_product, takes_ordered
-from attn_ops.ops.skinny_mm import is_skinny, product, takes
+from attn_ops.ops.products.norms import by_kernels, check_norm, normed, widened
+from attn_ops.ops.products.ordered_mm import ordered_product, takes_ordered
+from attn_ops.ops.products.skinny_mm import is_skinny, product, takes
 
 MOST_ROWS = 16
 """Of the kernels that compute it all."""
@@ -36,15 +35,10 @@ def _check(
             "x and w must have shapes [T, K] and [K, M] and one dtype, "
             f"got {x.dtype} {list(x.shape)} and {w.dtype} {list(w.shape)}"
         )
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
-    for name, other in (("norm_weight", norm_weight), ("w", w), ("bias", bias)):
+    check_norm(x, norm_weight, eps, "norm_weight")
+    for name, other in (("w", w), ("bias", bias)):
         if other is not None and other.device != x.device:
             raise ValueError(f"{name} must be on x's device {x.device}, got {other.device}")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps must be finite and at least 0, got {eps}")
-    if norm_weight.shape != x.shape[1:]:
-        raise ValueError(f"norm_weight must have shape [K], got {list(norm_weight.shape)}")
     if bias is not None and bias.shape != w.shape[1:]:
         raise ValueError(f"bias must have shape [{w.shape[1]}], got {list(bias.shape)}")
 
@@ -82,12 +76,12 @@ def norm_mm(
         ValueError: shapes or dtypes do not fit; `ordered` cannot be had.
     """
     if ordered and x.shape[0] > 0:
-        return ordered_product(_normed(x, None, norm_weight, eps)[1], w, bias)
+        return ordered_product(normed(x, None, norm_weight, eps)[1], w, bias)
     if _is_fused(x, w):
         from attn_ops.ops.triton.fused_products import launch_fused
 
         return launch_fused(x, w, norm_weight=norm_weight, eps=eps, bias=bias)
-    return product(_normed(x, None, norm_weight, eps)[1], w, bias)
+    return product(normed(x, None, norm_weight, eps)[1], w, bias)
 
 
 def _check_mlp(
@@ -153,8 +147,8 @@ def gated_mlp(
             x, w_gate_up, addend=residual, norm_weight=norm_weight, eps=eps, gated=True
         )
         return launch_fused(gated, w_down, residuals=(x, residual))
-    total, normed = _normed(x, residual, norm_weight, eps)
-    gated = _gated(product(normed, w_gate_up))
+    total, rows = normed(x, residual, norm_weight, eps)
+    gated = _gated(product(rows, w_gate_up))
     autocast = gated.dtype != total.dtype
     few = is_skinny(gated.shape[0], w_down, gated.device)
     if few and not autocast and gated.shape[0] <= MOST_ROWS_WITHOUT_NORM:
@@ -175,14 +169,14 @@ def _ordered_mlp(
     w_down: torch.Tensor,
 ) -> torch.Tensor:
     """`gated_mlp` with the norm as a kernel of its own, which has one order for any rows."""
-    total, normed = _normed(x, residual, norm_weight, eps)
+    total, rows = normed(x, residual, norm_weight, eps)
     fits = all(takes_ordered(w, x.device) for w in (w_gate_up, w_down))
     if fits and x.shape[0] <= MOST_ROWS_WITHOUT_NORM:
         from attn_ops.ops.triton.fused_products import launch_fused
 
-        gated = launch_fused(normed, w_gate_up, gated=True)
+        gated = launch_fused(rows, w_gate_up, gated=True)
         return launch_fused(gated, w_down, residuals=(total,))
-    return total + ordered_product(_gated(ordered_product(normed, w_gate_up, None)), w_down, None)
+    return total + ordered_product(_gated(ordered_product(rows, w_gate_up, None)), w_down, None)
 
 
 def takes_fused(w: torch.Tensor, device: torch.device) -> bool:
@@ -198,35 +192,11 @@ def _is_fused(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     return few and all(takes_fused(w, x.device) for w in weights)
 
 
-def _by_kernels(x: torch.Tensor) -> bool:
-    """Whether kernels of ours compute what stands between products, in float32."""
-    wide = x.dtype == torch.float64
-    return x.shape[0] > 0 and x.stride(1) == 1 and x.device.type == "cuda" and not wide
-
-
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _normed(
-    x: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + addend, and its RMSNorm."""
-    if _by_kernels(x) and (addend is None or addend.stride(1) == 1):
-        from attn_ops.ops.triton.rows import launch_rms_norm
-
-        return launch_rms_norm(x, addend, weight, eps)
-    total = x if addend is None else x + addend
-    wide = _widened(total)
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return total, (wide * _widened(weight)).to(x.dtype)
-
-
 def _gated(x: torch.Tensor) -> torch.Tensor:
     """SiLU of the first half of the columns, times the second half."""
-    if _by_kernels(x):
+    if by_kernels(x):
         from attn_ops.ops.triton.rows import launch_silu_mul
 
         return launch_silu_mul(x)
-    gate, up = _widened(x).chunk(2, -1)
+    gate, up = widened(x).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)

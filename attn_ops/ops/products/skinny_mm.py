@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from attn_ops.ops.library import operator
-from attn_ops.ops.ordered_mm import ordered_product
-from attn_ops.ops.skinny_constants import most_rows
+from attn_ops.ops.products.ordered_mm import ordered_product
+from attn_ops.ops.products.skinny_constants import most_rows
 
 _FP8 = torch.float8_e4m3fn
 
@@ -80,7 +80,7 @@ def skinny_mm(
         fast_accum: sums of FP8 may keep the 14 bits that Hopper's tensor cores have; False: they
             are added in float32 after 128 terms.
         ordered: a row's bits do not depend on the number of rows, whatever computes them; on Hopper
-            GPUs alone (`attn_ops.ops.ordered_mm`).
+            GPUs alone (`attn_ops.ops.products.ordered_mm`).
 
     Returns:
         [T, M] contiguous.

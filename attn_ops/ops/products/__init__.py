@@ -1,0 +1,1 @@
+"""Products of rows with weights, and the norms before them."""

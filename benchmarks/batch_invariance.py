@@ -187,6 +187,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[Any], None] = p
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--random", type=int, default=0, help="sessions of random options")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--merge-projections", action="store_true")
     parser.add_argument("--default", action="store_true", help="without batch_invariant")
     args: argparse.Namespace = parser.parse_args(arguments)
     integration.register()
@@ -194,10 +195,11 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[Any], None] = p
     for name in args.models:
         torch._dynamo.reset()
         model = built(name, args.layers, args.device)
-        prompts = requests(args.requests, model.config.vocab_size)
+        prompts = requests(args.requests, MODELS[name](1).vocab_size)
         found[name] = measured(
             model, prompts, args.new_tokens, args.random,
             batch_invariant=not args.default, kv_cache_dtype=args.kv_cache_dtype,
+            merge_projections=args.merge_projections,
         )  # fmt: skip
         del model
         torch.cuda.empty_cache()

@@ -71,7 +71,11 @@ def our_session(
 
 
 def session_of(
-    compiled: Any, cases: list[tuple[int, int]], backend: str | None, block_size: int = 16
+    compiled: Any,
+    cases: list[tuple[int, int]],
+    backend: str | None,
+    block_size: int = 16,
+    **options: Any,
 ) -> DecodeSession:
     """Of a compiled model, with graphs and room for the cases."""
     batches = sorted({batch for batch, _ in cases})
@@ -81,6 +85,7 @@ def session_of(
         compiled, max_batch_size=max(batches), max_tokens=longest, cache_tokens=tokens,
         capture_sizes=batches, backend=backend, block_size=block_size,
         reserve="length",  # all layers have the same blocks, which `filled_graph` fills
+        **options,
     )  # fmt: skip
     for cache in session.cache.tensors:
         cache[1:].normal_()

@@ -492,7 +492,7 @@ class DecodeSession:
         with uninterrupted():
             self.loop.collect_all()
             write_weights(self.original, weights)
-            self.scheduler.prefixes.forget()
+            self.scheduler.prefixes.refresh(idle=False)
             self.book.weight_version += 1
             for request in self._requests.values():
                 request.versions.append((len(request.token_ids), self.weight_version))

@@ -31,6 +31,18 @@ class StateSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def allocated(spec: StateSpec, num_slots: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[P, *shape] of zeros. Inputs of a convolution have channels beside each other in memory.
+
+    So a kernel reads an input of many channels at once, as it does of new rows.
+    """
+    order = list(range(1 + len(spec.shape)))
+    if spec.place[0] == "conv":
+        order[-2:] = reversed(order[-2:])
+    sizes = (num_slots, *spec.shape)
+    return torch.empty_permuted(sizes, order, dtype=spec.dtype, device=device).zero_()
+
+
 class StatePool:
     """States of requests, a slot each.
 
@@ -40,17 +52,14 @@ class StatePool:
         device: where the tensors live.
 
     Attributes:
-        tensors: by place, [P, *shape], P = 1 + num_requests; zero at first.
+        tensors: by place, `allocated`, of P = 1 + num_requests slots.
     """
 
     def __init__(
         self, specs: Sequence[StateSpec], num_requests: int, device: torch.device | str = "cpu"
     ) -> None:
         self.specs, self.num_slots = tuple(specs), 1 + num_requests
-        self.tensors = {
-            spec.place: torch.zeros((self.num_slots, *spec.shape), dtype=spec.dtype, device=device)
-            for spec in specs
-        }
+        self.tensors = {spec.place: allocated(spec, self.num_slots, device) for spec in specs}
         for tensor in self.tensors.values():
             torch._dynamo.mark_static_address(tensor)
         self._free = list(range(num_requests, NULL_SLOT, -1))

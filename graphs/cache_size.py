@@ -348,7 +348,8 @@ def made_cache(
         "states": None,
     }
     if owner.state_specs:  # first: what they take is not left for blocks
-        more["states"] = StatePool(owner.state_specs, options.max_batch_size, owner.device)
+        sizes = (options.max_batch_size, owner.device, options.num_draft_tokens)
+        more["states"] = StatePool(owner.state_specs, *sizes)
 
     def measure() -> StepMemory:
         cache = PagedKVCache(owner.specs, num_tokens=options.block_size, **more)

@@ -246,6 +246,8 @@ class StepLoop:
         tokens, found = tensors["tokens"][0].tolist(), tensors.get("logprobs")
         drawn = [tokens[i * rows : (i + 1) * rows] for i in range(len(step))]
         self.token_stream.take(step, drawn, None if found is None else found[0].cpu().numpy())
+        for s in step:
+            self.scheduler.reservations.accept(s.request, s.num_computed)
 
     # -- what a step computes ----------------------------------------------------------------------
 

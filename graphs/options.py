@@ -200,18 +200,13 @@ class SessionOptions:
         Prefixes are not shared: a state is that of the whole sequence, not of a block.
 
         Raises:
-            ValueError: drafts are asked for, whose rejected tokens a state would have seen.
+            ValueError: results are to have the same bits in every batch.
         """
         if not specs:
             return self
         if self.batch_invariant:
             raise ValueError(
                 "batch_invariant must be False for a model whose layers keep states, got True"
-            )
-        if self.num_draft_tokens:
-            raise ValueError(
-                "num_draft_tokens must be 0 for a model whose layers keep states, got "
-                f"{self.num_draft_tokens}; supported: 0"
             )
         return dataclasses.replace(self, share_prefixes=False)
 

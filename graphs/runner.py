@@ -90,7 +90,8 @@ class ModelInputs:
         """Keywords for the device side of a step's tensors."""
         more = self.constants.copy()
         if self.cache_name is not None and states is not None:
-            more[self.cache_name] = StateCache(states, *(tensors[name] for name in OF_STATES))
+            of_states = (tensors[name] for name in OF_STATES)
+            more[self.cache_name] = StateCache(states, *of_states, kept=tensors.get("kept_slots"))
         if self.counts_positions:
             more["past_key_values"] = PackedPositions(tensors["position_ids"])
         name = "inputs_embeds" if "inputs_embeds" in tensors else "input_ids"
@@ -194,7 +195,9 @@ class StepRunner:
     def _fields(self) -> dict[str, bool]:
         """Fields of `StepTensors` that the layers need."""
         cache = self.cache
-        return {"windows": cache.window_pool is not None, "states": cache.states is not None}
+        drafts = cache.states is not None and cache.states.num_draft_tokens > 0
+        states = cache.states is not None
+        return {"windows": cache.window_pool is not None, "states": states, "drafts": drafts}
 
     def release(self) -> None:
         """Drop all graphs; `captured` captures anew."""
@@ -502,7 +505,8 @@ class StepRunner:
         batch["kv_caches"] = self.cache.tensors
         if self.cache.states is not None:
             batch["states"] = list(self.cache.states.tensors.values())
-            batch["of_requests"] = [device[name] for name in OF_STATES]
+            names = (*OF_STATES, "kept_slots") if "kept_slots" in device else OF_STATES
+            batch["of_requests"] = [device[name] for name in names]
         with first_call(**batch, logits_to_keep=device["logits_indices"]):
             self._logits(tensors, metadata)
         self.drops_rows = metadata.has_logits_rows and self._runs_without_logits()

@@ -12,6 +12,7 @@ import numpy as np
 
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import NO_MATCH, Match
+from attn_ops.states import NULL_SLOT
 from graphs.requests.batch import FAR, After, Known, numbers_of
 from graphs.requests.requests import Request
 
@@ -139,7 +140,7 @@ class Reservations:
 
     def give_back(self, request: Request) -> None:
         """Give all blocks back, if it owns any."""
-        request.room = request.state_slot = 0
+        request.room, request.state_slots = 0, (NULL_SLOT,)
         if self.cache.blocks(request.id):
             self.cache.free(request.id)
 
@@ -160,6 +161,18 @@ class Reservations:
         seen = numbers_of((request.num_seen for request in running), running)
         (rows,) = np.nonzero((computed > 0) & (computed != seen))
         return [running[row] for row in rows.tolist()]
+
+    def accept(self, request: Request, num_computed: int) -> None:
+        """Go on from the state behind the rows of a draft that were right.
+
+        Args:
+            request: that has taken the tokens of a step with a draft.
+            num_computed: tokens that its states had seen before that step.
+        """
+        if self.cache.states is not None and request.room:  # else it has ended
+            self.cache.states.choose(request.id, request.num_computed - num_computed)
+            request.state_slots = self.cache.states.slots(request.id)
+            request.num_seen = request.num_computed
 
     def release(self, running: Iterable[Request]) -> bool:
         """Give blocks of all that run back which lie behind the window; whether there were any."""
@@ -210,4 +223,4 @@ class Reservations:
         room, window_room = self.cache.rooms(request.id)
         request.whole_room, request.room = room, min(room, window_room)
         if self.cache.states is not None:
-            request.state_slot = self.cache.states.slot(request.id)
+            request.state_slots = self.cache.states.slots(request.id)

@@ -2,6 +2,8 @@
 
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 import contextlib
+import random
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from graphs import SessionOptions
 from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.capture.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
-from tests.fuzz.states import FAMILIES, OFF
+from tests.fuzz.states import FAMILIES
 from tests.kit.marks import long, slow
 from tests.kit.sessions import (
     SIZES,
@@ -21,7 +23,6 @@ from tests.kit.sessions import (
     is_empty,
     make_session,
     poisoned,
-    refuses,
     tokens_of,
     uncaptured,
 )
@@ -70,7 +71,7 @@ def test_a_state_that_is_not_the_requests_own_shows(make, name):
     model = make(name)
     want = tokens_of(make_session(model).generate(PROMPTS, 8))
     session = make_session(model, max_batch_size=3, max_tokens_per_step=7)
-    session.cache.states.slot = lambda request: 1
+    session.cache.states.slots = lambda request: (1,)
     assert tokens_of(session.generate(PROMPTS, 8)) != want
 
 
@@ -202,12 +203,83 @@ def test_compilations_are_saved(make, tmp_path):
 
 
 def test_what_is_off(make):
-    model = make("lfm2")
-    session = make_session(model, share_prefixes=True)
+    session = make_session(make("lfm2"), share_prefixes=True)
     report = session.report()
     assert report.prefixes is None
     assert "prefixes are not shared" in str(report)
-    refuses(model, "num_draft_tokens must be 0", num_draft_tokens=2)
+
+
+def drafted(session, want, numbers):
+    """Results by `verify_draft`, of right, partly right, short and wrong drafts; calls it took."""
+    ids = [session.add(prompt, len(want[0])) for prompt in PROMPTS]
+    num_calls, made = 0, dict.fromkeys(ids, 0)
+    while session.num_unfinished:
+        drafts = {}
+        for request, tokens in zip(ids, want, strict=True):
+            draft = tokens[made[request] :][:3]
+            draft = [t if numbers.random() < 0.8 else (t + 1) % 64 for t in draft]
+            drafts[request] = draft[: numbers.choice([3, 3, 3, 1])]
+        for output in session.verify_draft(drafts):
+            made[output.request_id] += 1
+        num_calls += 1
+    return tokens_of([session.result(i) for i in ids]), num_calls
+
+
+@pytest.mark.parametrize("options", [{"debug": "eager_replay"}, {}], ids=["captured", "called"])
+@pytest.mark.parametrize("name", [*RULES, *slow("nemotron_h", "falcon_h1", "mamba2", "mamba")])
+def test_drafts_change_nothing(make, name, options):
+    """A request goes on from the state that has seen no rejected token."""
+    model = make(name)
+    want = tokens_of(make_session(model).generate(PROMPTS, 16))
+    session = poisoned(make_session(model, max_batch_size=3, num_draft_tokens=3, **options))
+    found, num_calls = drafted(session, want, random.Random(0))
+    assert found == want
+    assert num_calls < 20  # two batches of 16 tokens without drafts
+    assert is_empty(session)
+    report = str(session.report())
+    assert "12 slots, 4 a request for drafts of 3 and the null slot" in report
+
+
+def test_the_wrong_state_of_a_draft_shows(make, monkeypatch):
+    model = make("qwen3_next")
+    want = tokens_of(make_session(model).generate(PROMPTS, 16))
+    session = make_session(model, num_draft_tokens=3)
+    monkeypatch.setattr(session.cache.states, "choose", lambda request, num_rows: None)
+    assert drafted(session, want, random.Random(0))[0] != want
+
+
+def test_drafts_are_verified_and_recovered(make):
+    """A replay leaves the states that a call leaves; a step that raised is computed again."""
+    model = make("bamba")
+    want = tokens_of(make_session(model).generate(PROMPTS, 16))
+    session = poisoned(captured_lazily(model, verify="always", num_draft_tokens=3))
+    assert drafted(session, want, random.Random(1))[0] == want
+    assert session.verifier.num_checked > 3
+    ids = [session.add(prompt, 16) for prompt in PROMPTS[:2]]
+    session.step()
+    launch = session.runner.launch
+
+    def fail(*args):
+        launch(*args)
+        raise RuntimeError("interrupted")
+
+    patch = mock.patch.object(session.runner, "launch", fail)
+    with patch, pytest.raises(RuntimeError, match="interrupted"):
+        session.verify_draft({ids[0]: want[0][1:4]})
+    drain(session)
+    assert tokens_of([session.result(i) for i in ids]) == want[:2]
+    assert session.report().preemptions.num_preemptions >= 2
+
+
+@pytest.mark.parametrize("name", [*slow("qwen3_next"), *long("kimi_linear", "lfm2", "bamba")])
+def test_drafts_are_compiled_once(make, name):
+    model = make(name)
+    want = tokens_of(make_session(model).generate(PROMPTS, 16))
+    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    session = poisoned(captured_lazily(compiled, max_tokens_per_step=13, num_draft_tokens=3))
+    assert drafted(session, want, random.Random(2))[0] == want
+    counters = session.counters
+    assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("mode", ["auto", "FULL", "PIECEWISE", "NONE"])
@@ -275,11 +347,14 @@ def test_models_go_on_as_before(make):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [*((name, 50) for name in FAMILIES), *slow(*((n, 500) for n in FAMILIES))]
+    ("name", "number"), [*((name, 50) for name in FAMILIES), *slow(*((n, 180) for n in FAMILIES))]
 )
 def test_random_sessions(make, name, number):
-    """Chunks of every size, preemption, stops, discards, replays, observers, checked replays."""
+    """Chunks of every size, preemption, drafts, stops, discards, interrupts, checked replays.
+
+    `python -m tests.fuzz states` runs thousands.
+    """
     model = make(name)
     alone, first = results_alone(model), 10_000 * FAMILIES.index(name)
     for seed in range(first, first + number):
-        run_session(model, alone, seed, **OFF)
+        run_session(model, alone, seed)

@@ -72,6 +72,18 @@ def zero_rows(out_ptr_X, stride, first, end, inside_X):
 
 
 @triton.jit
+def keep_behind(row, kept_ptr, pool_ptr_X, stride, state_X, inside_X):
+    """Keep the state behind a row in the slot that is named for it, if one is; `pool_ptr_X`: in
+    the null slot.
+    """
+    if kept_ptr is not None:
+        slot = tl.load(kept_ptr + row).to(tl.int64)
+        if slot > 0:
+            ptr_X = pool_ptr_X + slot * stride
+            tl.store(ptr_X, state_X.to(ptr_X.dtype.element_ty), mask=inside_X)
+
+
+@triton.jit
 def silu(x, ACC: tl.constexpr):
     one = tl.full((), 1.0, ACC)
     return x / (one + tl.exp(-x))
@@ -131,6 +143,7 @@ def causal_conv1d_kernel(
     slots_ptr,
     starts_ptr,
     seq_lens_ptr,
+    kept_ptr,  # [T] or None
     num_rows,  # T
     x_strides,
     weight_strides,
@@ -159,7 +172,8 @@ def causal_conv1d_kernel(
     bias_C = tl.zeros([BLOCK_C], ACC)
     if bias_ptr is not None:
         bias_C += tl.load(bias_ptr + c_C * bias_strides[0], mask=inside_C, other=0.0).to(ACC)
-    state_ptr_C = states_ptr + slot * states_strides[0] + c_C * states_strides[1]
+    pool_ptr_C = states_ptr + c_C * states_strides[1]
+    state_ptr_C = pool_ptr_C + slot * states_strides[0]
     x_ptr_C = x_ptr + first * x_strides[0] + c_C * x_strides[1]
     old_C = inside_C & (num_seen != 0)
     for n in range(0, length):
@@ -180,6 +194,9 @@ def causal_conv1d_kernel(
         if SILU:
             y_C = silu(y_C, ACC)
         tl.store(out_ptr + (first + n) * C + c_C, y_C.to(out_ptr.dtype.element_ty), mask=inside_C)
+        for l in tl.static_range(1, L):
+            ptr_C = pool_ptr_C + (l - 1) * states_strides[2]
+            keep_behind(first + n, kept_ptr, ptr_C, states_strides[0], inputs_LC[l], inside_C)
         if n == length - 1:
             tl.debug_barrier()  # an input moves to a place that another thread has read
             for l in tl.static_range(1, L):
@@ -203,6 +220,7 @@ def delta_rule_kernel(
     slots_ptr,
     starts_ptr,
     seq_lens_ptr,
+    kept_ptr,  # [T] or None
     num_rows,  # T
     q_strides,
     k_strides,
@@ -233,8 +251,9 @@ def delta_rule_kernel(
     v_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside_K, inside_V = k_K < K, v_V < V
     inside_KV = inside_K[:, None] & inside_V[None, :]
-    state_ptr_KV = states_ptr + slot * states_strides[0] + head * states_strides[1]
-    state_ptr_KV += k_K[:, None] * states_strides[2] + v_V[None, :] * states_strides[3]
+    pool_ptr_KV = states_ptr + head * states_strides[1]
+    pool_ptr_KV += k_K[:, None] * states_strides[2] + v_V[None, :] * states_strides[3]
+    state_ptr_KV = pool_ptr_KV + slot * states_strides[0]
     q_ptr_K = q_ptr + first * q_strides[0] + key_head * q_strides[1] + k_K * q_strides[2]
     k_ptr_K = k_ptr + first * k_strides[0] + key_head * k_strides[1] + k_K * k_strides[2]
     v_ptr_V = v_ptr + first * v_strides[0] + head * v_strides[1] + v_V * v_strides[2]
@@ -266,6 +285,7 @@ def delta_rule_kernel(
                 y_V.to(out_ptr.dtype.element_ty),
                 mask=inside_V,
             )
+            keep_behind(first + n, kept_ptr, pool_ptr_KV, states_strides[0], state_KV, inside_KV)
         tl.store(state_ptr_KV, state_KV.to(states_ptr.dtype.element_ty), mask=inside_KV)
     zero_rows(out_ptr_V, H * V, zero_first, zero_end, inside_V)
 
@@ -285,6 +305,7 @@ def ssd_kernel(
     slots_ptr,
     starts_ptr,
     seq_lens_ptr,
+    kept_ptr,  # [T] or None
     num_rows,  # T
     x_strides,
     dt_strides,
@@ -318,8 +339,9 @@ def ssd_kernel(
     n_N = tl.arange(0, BLOCK_N)
     inside_V, inside_N = v_V < V, n_N < N
     inside_VN = inside_V[:, None] & inside_N[None, :]
-    state_ptr_VN = states_ptr + slot * states_strides[0] + head * states_strides[1]
-    state_ptr_VN += v_V[:, None] * states_strides[2] + n_N[None, :] * states_strides[3]
+    pool_ptr_VN = states_ptr + head * states_strides[1]
+    pool_ptr_VN += v_V[:, None] * states_strides[2] + n_N[None, :] * states_strides[3]
+    state_ptr_VN = pool_ptr_VN + slot * states_strides[0]
     x_ptr_V = x_ptr + first * x_strides[0] + head * x_strides[1] + v_V * x_strides[2]
     B_ptr_N = B_ptr + first * B_strides[0] + group * B_strides[1] + n_N * B_strides[2]
     C_ptr_N = C_ptr + first * C_strides[0] + group * C_strides[1] + n_N * C_strides[2]
@@ -352,6 +374,7 @@ def ssd_kernel(
                 y_V.to(out_ptr.dtype.element_ty),
                 mask=inside_V,
             )
+            keep_behind(first + n, kept_ptr, pool_ptr_VN, states_strides[0], state_VN, inside_VN)
         tl.store(state_ptr_VN, state_VN.to(states_ptr.dtype.element_ty), mask=inside_VN)
     zero_rows(out_ptr_V, H * V, zero_first, zero_end, inside_V)
 
@@ -371,6 +394,7 @@ def selective_kernel(
     slots_ptr,
     starts_ptr,
     seq_lens_ptr,
+    kept_ptr,  # [T] or None
     num_rows,  # T
     x_strides,
     dt_strides,
@@ -398,8 +422,9 @@ def selective_kernel(
     n_N = tl.arange(0, BLOCK_N)
     inside_C, inside_N = c_C < NUM_CHANNELS, n_N < N
     inside_CN = inside_C[:, None] & inside_N[None, :]
-    state_ptr_CN = states_ptr + slot * states_strides[0]
-    state_ptr_CN += c_C[:, None] * states_strides[1] + n_N[None, :] * states_strides[2]
+    pool_ptr_CN = states_ptr
+    pool_ptr_CN += c_C[:, None] * states_strides[1] + n_N[None, :] * states_strides[2]
+    state_ptr_CN = pool_ptr_CN + slot * states_strides[0]
     x_ptr_C = x_ptr + first * x_strides[0] + c_C * x_strides[1]
     dt_ptr_C = dt_ptr + first * dt_strides[0] + c_C * dt_strides[1]
     B_ptr_N = B_ptr + first * B_strides[0] + n_N * B_strides[1]
@@ -430,14 +455,15 @@ def selective_kernel(
                 y_C.to(out_ptr.dtype.element_ty),
                 mask=inside_C,
             )
+            keep_behind(first + n, kept_ptr, pool_ptr_CN, states_strides[0], state_CN, inside_CN)
         tl.store(state_ptr_CN, state_CN.to(states_ptr.dtype.element_ty), mask=inside_CN)
     zero_rows(out_ptr + c_C, NUM_CHANNELS, zero_first, zero_end, inside_C)
 
 
 # -- launches --------------------------------------------------------------------------------------
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""slots, starts and seq_lens."""
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""slots, starts, seq_lens, and kept."""
 
 
 def launch_causal_conv1d(
@@ -558,14 +584,15 @@ def _launch(
         constants: of the kernel, beside those that all have.
     """
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    slots, starts, seq_lens = (x.contiguous() for x in batch)
+    slots, starts, seq_lens, kept = (None if x is None else x.contiguous() for x in batch)
+    assert slots is not None, "only kept may be None"
     if out.numel() == 0 or slots.numel() == 0:
         return out.zero_()
     strides = [(0,) if x is None else x.stride() for x in (*tensors, states)]
     accumulator = tl.float64 if like.dtype == torch.float64 else tl.float32
     with torch.cuda.device_of(out):  # Triton launches on the current device
         kernel[(*programs, slots.numel())](
-            out, *tensors, states, slots, starts, seq_lens, out.shape[0], *strides,
+            out, *tensors, states, slots, starts, seq_lens, kept, out.shape[0], *strides,
             ACC=accumulator, **constants, **early_launch(out.device),
         )  # fmt: skip
     return out

@@ -54,9 +54,11 @@ class StatePool:
         num_requests: that have slots at a time.
         device: where the tensors live.
         num_draft_tokens: k, of a request's drafts.
+        num_checkpoints: slots that are no request's, for states behind prefixes.
 
     Attributes:
-        tensors: by place, `allocated`, of P = 1 + num_requests (1 + k) slots.
+        tensors: by place, `allocated`, of P = 1 + num_requests (1 + k) + num_checkpoints slots.
+        checkpoint_slots: those of checkpoints.
     """
 
     def __init__(
@@ -65,14 +67,17 @@ class StatePool:
         num_requests: int,
         device: torch.device | str = "cpu",
         num_draft_tokens: int = 0,
+        num_checkpoints: int = 0,
     ) -> None:
         self.num_requests, self.num_draft_tokens = num_requests, num_draft_tokens
         each = 1 + num_draft_tokens
-        self.specs, self.num_slots = tuple(specs), 1 + num_requests * each
+        first = 1 + num_requests * each
+        self.checkpoint_slots = range(first, first + num_checkpoints)
+        self.specs, self.num_slots = tuple(specs), first + num_checkpoints
         self.tensors = {spec.place: allocated(spec, self.num_slots, device) for spec in specs}
         for tensor in self.tensors.values():
             torch._dynamo.mark_static_address(tensor)
-        firsts = range(1, self.num_slots, each)
+        firsts = range(1, first, each)
         self._free = [tuple(range(first, first + each)) for first in reversed(firsts)]
         self._slots: dict[Hashable, tuple[int, ...]] = {}
 
@@ -133,6 +138,16 @@ class StatePool:
         if num_rows <= self.num_draft_tokens:
             own, others[num_rows - 1] = others[num_rows - 1], own
         self._slots[request] = (own, *others)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether states behind single rows are kept."""
+        return self.num_draft_tokens > 0 or len(self.checkpoint_slots) > 0
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy the states of a slot, without a host wait."""
+        tensors = self.tensors.values()
+        torch._foreach_copy_([t[target] for t in tensors], [t[source] for t in tensors])
 
     def give(self, request: Hashable) -> None:
         """Give a request's slots back, if it has some."""

@@ -194,21 +194,12 @@ class SessionOptions:
                 f"supported: {names}"
             )
 
-    def with_states(self, specs: Sequence[StateSpec]) -> "SessionOptions":
-        """The same for a model whose layers keep such states.
-
-        Prefixes are not shared: a state is that of the whole sequence, not of a block.
-
-        Raises:
-            ValueError: results are to have the same bits in every batch.
-        """
-        if not specs:
-            return self
-        if self.batch_invariant:
+    def check_states(self, specs: Sequence[StateSpec]) -> None:
+        """Raise a ValueError if a model whose layers keep such states cannot have them."""
+        if specs and self.batch_invariant:
             raise ValueError(
                 "batch_invariant must be False for a model whose layers keep states, got True"
             )
-        return dataclasses.replace(self, share_prefixes=False)
 
     @property
     def mode(self) -> CUDAGraphMode:

@@ -13,7 +13,7 @@ import numpy as np
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import NO_MATCH, Match
 from attn_ops.states import NULL_SLOT
-from graphs.requests.batch import FAR, After, Known, numbers_of
+from graphs.requests.batch import FAR, After, Known
 from graphs.requests.requests import Request
 
 STRIDE = 64
@@ -149,30 +149,6 @@ class Reservations:
         self.give_back(request)
         self._num_preemptions += 1
         request.num_lost, request.num_computed = request.num_computed, 0
-
-    def lost(self, running: Sequence[Request], after: After) -> list[Request]:
-        """Those whose states have seen a step that counts for nothing: it raised, or was dropped.
-
-        They must be computed again: no step can be repeated on the states that it has left.
-        """
-        if self.cache.states is None:
-            return []
-        computed = after.places(running, np.zeros(len(running), dtype=np.int64))[0]
-        seen = numbers_of((request.num_seen for request in running), running)
-        (rows,) = np.nonzero((computed > 0) & (computed != seen))
-        return [running[row] for row in rows.tolist()]
-
-    def accept(self, request: Request, num_computed: int) -> None:
-        """Go on from the state behind the rows of a draft that were right.
-
-        Args:
-            request: that has taken the tokens of a step with a draft.
-            num_computed: tokens that its states had seen before that step.
-        """
-        if self.cache.states is not None and request.room:  # else it has ended
-            self.cache.states.choose(request.id, request.num_computed - num_computed)
-            request.state_slots = self.cache.states.slots(request.id)
-            request.num_seen = request.num_computed
 
     def release(self, running: Iterable[Request]) -> bool:
         """Give blocks of all that run back which lie behind the window; whether there were any."""

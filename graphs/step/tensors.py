@@ -20,6 +20,7 @@ from attn_ops.metadata import positions_of_step
 from attn_ops.states import NULL_SLOT
 from graphs.requests.batch import Rows
 from graphs.requests.requests import MAX_STOP_TOKENS
+from graphs.requests.state_slots import fill_kept
 from graphs.sampling import FIELDS
 from graphs.sampling.edits import num_words
 from graphs.step.blocks import BlockRows
@@ -72,7 +73,7 @@ class StepTensors:
         num_rows: int | None = None,
         windows: bool = False,
         states: bool = False,
-        drafts: bool = False,
+        kept: bool = False,
     ) -> "StepTensors":
         """Room for T = `num_tokens` rows and S = `num_reqs` requests, filled as padding.
 
@@ -90,7 +91,7 @@ class StepTensors:
         With `logprobs` = k of at least 0, logprobs [N, R, 1 + k] int64, rows of `packed`. With
         `edits` = B of at least 0, what `graphs.sampling.edits.edited` takes, biases by request.
         With `windows`, window_block_table and window_slot_mapping, of layers with a window. With
-        `states`, state_slots and prompt_lens [S] int32, and with `drafts` kept_slots [T] int32, see
+        `states`, state_slots and prompt_lens [S] int32, and with `kept` kept_slots [T] int32, see
         `StateCache`.
         """
         num_drawn = num_tokens if query_len is not None else num_reqs
@@ -109,8 +110,8 @@ class StepTensors:
         num_left = sum(name in ("tokens", "logprobs") for name in layout)
         if not windows:
             layout = {name: x for name, x in layout.items() if not name.startswith("window_")}
-        without = () if states else ("state_slots", "prompt_lens", "kept_slots")
-        without = without if drafts else (*without, "kept_slots")
+        no_states = () if states else ("state_slots", "prompt_lens", "kept_slots")
+        without = no_states if kept else (*no_states, "kept_slots")
         layout = {name: x for name, x in layout.items() if name not in without}
         sizes = [_align(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values()]
         num_early = sum(name in early for name in layout)
@@ -206,10 +207,7 @@ class StepTensors:
             host["state_slots"][:num_reqs] = [request.state_slots[0] for request in step.requests]
             host["prompt_lens"][:num_reqs] = packed["prompt"]
         if "kept_slots" in host:
-            host["kept_slots"][:] = NULL_SLOT
-            if step.num_draft:  # behind the last row it is the request's own
-                slots = [(*request.state_slots[1:], NULL_SLOT) for request in step.requests]
-                host["kept_slots"][:num_tokens] = np.array(slots).ravel()
+            fill_kept(host["kept_slots"], step, start)
         np.add(computed, query, out=host["seq_lens"][:num_reqs])
         host["remaining"][:num_reqs] = step.remaining
         host["sources"][:num_reqs] = columns.sources

@@ -16,6 +16,7 @@ import torch
 
 from attn_ops.states import StatePool
 from graphs import DecodeSession
+from graphs.requests.checkpoints import Checkpoints
 from tests.kit.models import build_model
 from tests.kit.sessions import asynchronous, is_empty, make_session, poisoned
 
@@ -69,8 +70,11 @@ def drawn_options(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def poison_slots(states: StatePool) -> None:
-    """From here on slots are NaN when they are given back, and those of a draft after it."""
+def poison_slots(states: StatePool, checkpoints: Checkpoints) -> None:
+    """From here on slots are NaN when they are given back, and those of a draft after it.
+
+    Those of checkpoints are when they are taken.
+    """
     give, choose = states.give, states.choose
 
     def fill(slots: tuple[int, ...]) -> None:
@@ -85,7 +89,15 @@ def poison_slots(states: StatePool) -> None:
         choose(request, num_rows)
         fill(states.slots(request)[1:])
 
+    take = checkpoints._taken
+
+    def take_poisoned() -> int | None:
+        slot = take()
+        fill(() if slot is None else (slot,))
+        return slot
+
     states.give, states.choose = give_poisoned, choose_poisoned
+    checkpoints._taken = take_poisoned
 
 
 class Interrupted(Exception):
@@ -102,7 +114,7 @@ class RandomSession:
         if self.session.device.type == "cpu":
             asynchronous(self.session)
         if self.session.cache.states is not None:
-            poison_slots(self.session.cache.states)
+            poison_slots(self.session.cache.states, self.session.scheduler.prefixes.checkpoints)
         self.num_samplings = DRAFTED if self.options["num_draft_tokens"] else len(SAMPLINGS)
         self.want: dict[int, tuple[list[int], str]] = {}
         self.unseen: dict[int, list[int]] = {}  # of each request, what may still be handed out

@@ -10,14 +10,12 @@ import torch
 
 import fx_passes
 from attn_ops.ops import states as ops
-from graphs import SessionOptions
 from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.capture.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
 from tests.fuzz.states import FAMILIES
 from tests.kit.marks import long, slow
 from tests.kit.sessions import (
-    SIZES,
     captured_lazily,
     drain,
     is_empty,
@@ -202,11 +200,48 @@ def test_compilations_are_saved(make, tmp_path):
         assert session.counters.num_recompiles == 0
 
 
-def test_what_is_off(make):
-    session = make_session(make("lfm2"), share_prefixes=True)
-    report = session.report()
-    assert report.prefixes is None
-    assert "prefixes are not shared" in str(report)
+SHARED = NUMBERS[:19]
+SHARING = [[*SHARED, *rest] for rest in ([3], [], [5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10], [3])]
+"""Prompts with one beginning; the fourth goes on behind the third."""
+
+
+@pytest.mark.parametrize("name", [*RULES, *slow("nemotron_h", "falcon_h1", "mamba2", "mamba")])
+def test_prompts_begin_behind_kept_states(make, name):
+    """One after the other: behind the prompts before, and where those have parted."""
+    model = make(name)
+    want = tokens_of(make_session(model).generate(SHARING, 8))
+    session = poisoned(make_session(model, share_prefixes=True, max_tokens_per_step=11))
+    shared = []
+    for prompt, tokens in zip(SHARING, want, strict=True):
+        before = session.report().prefixes.num_shared_tokens
+        assert tokens_of(session.generate([prompt], 8)) == [tokens]
+        shared.append(session.report().prefixes.num_shared_tokens - before)
+    # Blocks of 4 tokens. The second computes the state behind 16 again, and keeps it.
+    assert shared == [0, 16, 16, 20, 16]
+    assert is_empty(session)
+    session.forget_prefixes()
+    assert tokens_of(session.generate(SHARING, 8)) == want
+    assert is_empty(session)
+
+
+def test_requests_wait_for_a_state_that_an_older_one_will_keep(make):
+    model = make("qwen3_next")
+    want = make_session(model, max_tokens=80).generate([NUMBERS], 8)
+    session = make_session(model, share_prefixes=True, max_tokens_per_step=16, max_tokens=80)
+    assert session.generate([NUMBERS] * 3, 8) == want * 3
+    assert session.report().prefixes.num_shared_tokens == 2 * 56  # of 60, in blocks of 4
+
+
+def test_states_of_other_weights_are_forgotten(make):
+    model = build_state_model("lfm2")
+    session = make_session(model, share_prefixes=True)
+    session.generate(SHARING[:1], 8)
+    name = "model.layers.0.conv.in_proj.weight"
+    changed = model.state_dict()[name] * 1.5
+    session.update_weights({name: changed})
+    found = session.generate(SHARING[:1], 8)
+    assert found == make_session(model).generate(SHARING[:1], 8)
+    assert session.report().prefixes.num_shared_tokens == 0
 
 
 def drafted(session, want, numbers):
@@ -280,16 +315,6 @@ def test_drafts_are_compiled_once(make, name):
     assert drafted(session, want, random.Random(2))[0] == want
     counters = session.counters
     assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (1, 0, 0)
-
-
-@pytest.mark.parametrize("mode", ["auto", "FULL", "PIECEWISE", "NONE"])
-def test_modes_are_those_of_other_models(make, mode):
-    specs = make_session(make("lfm2")).state_specs
-    options = SessionOptions(**SIZES, cudagraph_mode=mode, share_prefixes=True)
-    assert options.with_states([]) is options
-    found = options.with_states(specs)
-    assert (found.mode, found.any_mode) == (options.mode, mode == "auto")
-    assert not found.share_prefixes
 
 
 def test_a_state_that_moved_is_not_replayed(make):

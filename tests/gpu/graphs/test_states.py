@@ -108,6 +108,21 @@ def test_drafts_change_nothing(name, is_compiled):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_prompts_begin_behind_kept_states(name):
+    model = wide(name, torch.float32)
+    prompts = [[*range(1, 60), *rest] for rest in ([3], [7, 8], [9] * 30, [9] * 40)]
+    want = [tokens(small(name, model).generate([prompt], 16))[0] for prompt in prompts]
+    session = poisoned(small(name, model, share_prefixes=True, block_size=16))
+    for _ in range(2):
+        for prompt, found in zip(prompts, want, strict=True):
+            assert tokens(session.generate([prompt], 16)) == [found]
+    prefixes = session.report().prefixes
+    assert prefixes is not None
+    assert prefixes.num_hits >= 5
+    assert is_empty(session)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_nearly_the_same_tokens_in_bfloat16(name):
     """Sums are in another order, so that later tokens may part where two are nearly equal."""
     model = wide(name, torch.bfloat16)

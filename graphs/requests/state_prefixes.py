@@ -55,7 +55,7 @@ class StatePrefixSharing(PrefixSharing):
             return
         keys, size = self._reached(request), self.cache.block_size
         if match.blocks:
-            self.checkpoints.use(request.id, keys[len(match.blocks) - 1])
+            self.checkpoints.use(request.id, self._keys(request)[len(match.blocks) - 1])
         held = self.cache.match(request.prompt[: len(keys) * size], keys).blocks
         for number in sorted({len(held), len(keys)}):
             if number > len(match.blocks):

@@ -232,6 +232,20 @@ def test_requests_wait_for_a_state_that_an_older_one_will_keep(make):
     assert session.report().prefixes.num_shared_tokens == 2 * 56  # of 60, in blocks of 4
 
 
+def test_a_preempted_request_goes_on_behind_its_whole_prompt(make):
+    """Where a longer one has left a state, the prompt's last token need not be computed again."""
+    model = make("lfm2")
+    want = tokens_of(make_session(model).generate([NUMBERS[:16]], 12))[0]
+    session = poisoned(make_session(model, share_prefixes=True))
+    session.generate([NUMBERS[:20]], 1)
+    request = session.add(NUMBERS[:16], 12)
+    outputs = [*session.step(), *session.step()]
+    session.scheduler._preempt(session._requests[request])
+    assert drain(session, outputs)[request] == want
+    assert session.report().preemptions.num_recomputed_tokens < 4
+    assert is_empty(session)
+
+
 def test_states_of_other_weights_are_forgotten(make):
     model = build_state_model("lfm2")
     session = make_session(model, share_prefixes=True)

@@ -33,8 +33,8 @@ def dynamic_batch(
     """Call a compiled model for the first time inside, and no later batch recompiles it.
 
     Marks the last dimension of each tensor as dynamic, and the first one of caches and pools of
-    states, whose size another session may choose otherwise. `of_requests`: the tensors [S] and
-    [S + 1] of a `StateCache`. Keeps Dynamo from specializing a batch of
+    states, whose size another session may choose otherwise. `of_requests`: the tensors [S],
+    [S + 1] and [T] of a `StateCache`. Keeps Dynamo from specializing a batch of
     one token. The tensors must not be views, as Dynamo guards on their bases. Threads enter one at
     a time.
     """

@@ -4,6 +4,8 @@ Every request brings one row. A kernel reads and writes the state of each, and i
 beside it, so a copy of as many bytes is the limit. Sizes are those of one layer of Qwen3-Next-80B,
 Kimi-Linear-48B, Nemotron-H-8B and Jamba-v0.1, and of Qwen3-Next's convolution. On a CPU, where the
 operators are plain PyTorch, sizes are tiny and figures mean nothing.
+
+    python -m benchmarks.state_layers --sweep --batches 64 256 --rules gated_delta_rule kda
 """
 
 import argparse
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from attn_ops.ops import states as ops
+from attn_ops.states import StateSpec, allocated
 from benchmarks.harness import (
     Bar,
     capture,
@@ -83,7 +86,8 @@ def conv(rows: int, slots: int, device: str, dtype: torch.dtype, channels: int =
     """4 inputs of each channel."""
     new = _Numbers(device, dtype)
     given = (new(rows, channels), new(channels, 4), None, "silu")
-    return Layer(ops.causal_conv1d_update, given, new(slots + 1, channels, 3))
+    states = allocated(StateSpec(("conv", 0, 0), (channels, 3), dtype), slots + 1, device)
+    return Layer(ops.causal_conv1d_update, given, states.normal_())
 
 
 def delta(
@@ -179,10 +183,49 @@ def microseconds(name: str, number: int, device: str) -> tuple[float, int]:
     return 1e3 * median_ms(graph.replay) / NUM_LAUNCHES, num_bytes
 
 
+SWEPT = ((1024, 1), (1024, 2), (2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8), (8192, 4),
+         (8192, 8), (16384, 8))  # fmt: skip
+"""Numbers of a state that a program holds, and its warps."""
+
+SWEPT_CHANNELS = ((128, 1), (128, 2), (256, 1), (256, 2), (256, 4), (512, 2), (512, 4), (512, 8),
+                  (1024, 4), (1024, 8))  # fmt: skip
+"""Channels of a convolution that a program holds, and its warps."""
+
+TILED = {
+    "causal_conv1d_update": "causal_conv1d",
+    "ssd_state_update": "ssd",
+    "selective_state_update": "selective",
+}
+"""By operator, what `triton.states.TILES` calls its rule, where that is another name."""
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """Print microseconds of every tile, the best first; `*`: what is launched without a sweep."""
+    from attn_ops.ops.triton.states import TILES, Tile
+
+    for name in args.rules or LAYERS:
+        rule = TILED.get(name, name)
+        usual, tried = TILES[rule], SWEPT_CHANNELS if rule == "causal_conv1d" else SWEPT
+        for number in args.batches:
+            found: list[tuple[float, Tile]] = []
+            for tile in dict.fromkeys((usual, *(Tile(*sizes) for sizes in tried))):
+                TILES[rule] = tile
+                try:
+                    found.append((microseconds(name, number, args.device)[0], tile))
+                finally:
+                    TILES[rule] = usual
+                free()
+            times = (
+                f"{tile.numbers}x{tile.warps}{'*' if tile == usual else ''} {us:.2f}"
+                for us, tile in sorted(found)
+            )
+            print(f"{name}, {number}: {', '.join(times)}", flush=True)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     bandwidth = copy_bandwidth() if args.device == "cuda" else None
     rows, bars = {}, []
-    for name in LAYERS:
+    for name in args.rules or LAYERS:
         for number in args.batches:
             us, num_bytes = microseconds(name, number, args.device)
             part = None if bandwidth is None else num_bytes / bandwidth / (us / 1e6)
@@ -205,8 +248,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     found = parser_of(__doc__)
     found.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    found.add_argument("--rules", nargs="+", choices=list(LAYERS), help="default: all")
+    found.add_argument("--sweep", action="store_true", help="time other tiles, and print them")
     args = found.parse_args()
     torch.manual_seed(0)
+    if args.sweep:
+        sweep(args)
+        return
     finish(args, measure(args))
 
 

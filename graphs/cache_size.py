@@ -26,6 +26,9 @@ from graphs.runner import StepRunner
 from graphs.sampling import SamplingParams
 from graphs.sampling.params import Sampling
 
+LEAST_CHECKPOINTS = 8
+"""States behind prefixes, if prefixes are shared; else one a request."""
+
 LOGITS_BYTES = 8
 """A logit in float32, twice: what sampling takes at a time."""
 
@@ -348,7 +351,13 @@ def made_cache(
         "states": None,
     }
     if owner.state_specs:  # first: what they take is not left for blocks
-        more["states"] = StatePool(owner.state_specs, options.max_batch_size, owner.device)
+        more["states"] = StatePool(
+            owner.state_specs,
+            options.max_batch_size,
+            owner.device,
+            options.num_draft_tokens,
+            max(LEAST_CHECKPOINTS, options.max_batch_size) if options.share_prefixes else 0,
+        )
 
     def measure() -> StepMemory:
         cache = PagedKVCache(owner.specs, num_tokens=options.block_size, **more)

@@ -44,6 +44,7 @@ from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.batch import Rows
 from graphs.requests.outputs import TokenStream
 from graphs.requests.scheduler import Scheduler
+from graphs.requests.state_slots import accept_drafts
 from graphs.runner import StepRunner
 from graphs.sampling.edits import Editing, num_biases
 from graphs.sampling.logprobs import width_of
@@ -246,6 +247,7 @@ class StepLoop:
         tokens, found = tensors["tokens"][0].tolist(), tensors.get("logprobs")
         drawn = [tokens[i * rows : (i + 1) * rows] for i in range(len(step))]
         self.token_stream.take(step, drawn, None if found is None else found[0].cpu().numpy())
+        accept_drafts(step, self.runner.cache.states)
 
     # -- what a step computes ----------------------------------------------------------------------
 

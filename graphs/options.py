@@ -194,26 +194,12 @@ class SessionOptions:
                 f"supported: {names}"
             )
 
-    def with_states(self, specs: Sequence[StateSpec]) -> "SessionOptions":
-        """The same for a model whose layers keep such states.
-
-        Prefixes are not shared: a state is that of the whole sequence, not of a block.
-
-        Raises:
-            ValueError: drafts are asked for, whose rejected tokens a state would have seen.
-        """
-        if not specs:
-            return self
-        if self.batch_invariant:
+    def check_states(self, specs: Sequence[StateSpec]) -> None:
+        """Raise a ValueError if a model whose layers keep such states cannot have them."""
+        if specs and self.batch_invariant:
             raise ValueError(
                 "batch_invariant must be False for a model whose layers keep states, got True"
             )
-        if self.num_draft_tokens:
-            raise ValueError(
-                "num_draft_tokens must be 0 for a model whose layers keep states, got "
-                f"{self.num_draft_tokens}; supported: 0"
-            )
-        return dataclasses.replace(self, share_prefixes=False)
 
     @property
     def mode(self) -> CUDAGraphMode:

@@ -304,10 +304,13 @@ def _states(pool: StatePool | None) -> str | None:
     if pool is None:
         return None
     layers = len({layer for _, layer, _ in pool.tensors})
+    drafts = pool.num_draft_tokens
+    more = f", {1 + drafts} a request for drafts of {drafts}" if drafts else ""
+    kept = len(pool.checkpoint_slots)
+    more += f", {kept} of them for prefixes" if kept else ""
     return (
         f"of {layers} layers, {human(pool.bytes_per_request)} a request, {pool.num_slots - 1} "
-        f"slots and the null slot, {human(pool.num_bytes)}; prefixes are not shared, and drafts "
-        "are refused"
+        f"slots{more} and the null slot, {human(pool.num_bytes)}"
     )
 
 

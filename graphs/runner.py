@@ -39,6 +39,7 @@ from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.batch import Rows, Scheduled
 from graphs.requests.embeds import fill_embeds
+from graphs.requests.state_slots import advance_states
 from graphs.sampling import PenaltyState, argmax, at_temperature, processed, sample
 from graphs.sampling.edits import Editing, edited
 from graphs.sampling.logprobs import log_probs, packed, scored, to_device
@@ -90,7 +91,8 @@ class ModelInputs:
         """Keywords for the device side of a step's tensors."""
         more = self.constants.copy()
         if self.cache_name is not None and states is not None:
-            more[self.cache_name] = StateCache(states, *(tensors[name] for name in OF_STATES))
+            of_states = (tensors[name] for name in OF_STATES)
+            more[self.cache_name] = StateCache(states, *of_states, kept=tensors.get("kept_slots"))
         if self.counts_positions:
             more["past_key_values"] = PackedPositions(tensors["position_ids"])
         name = "inputs_embeds" if "inputs_embeds" in tensors else "input_ids"
@@ -193,8 +195,9 @@ class StepRunner:
     @property
     def _fields(self) -> dict[str, bool]:
         """Fields of `StepTensors` that the layers need."""
-        cache = self.cache
-        return {"windows": cache.window_pool is not None, "states": cache.states is not None}
+        windows, states = self.cache.window_pool is not None, self.cache.states
+        kept = states is not None and states.keeps_rows
+        return {"windows": windows, "states": states is not None, "kept": kept}
 
     def release(self) -> None:
         """Drop all graphs; `captured` captures anew."""
@@ -283,7 +286,7 @@ class StepRunner:
     def advance_states(self, step: Rows, num_steps: int) -> None:
         """Note, before a launch, which tokens states have seen after `num_steps` of the step."""
         if self.cache.states is not None:
-            step.advance_states(num_steps)
+            advance_states(step, num_steps)
 
     def shared_prefixes(self, step: Rows) -> SharedPrefixes | None:
         """Those of decodes that are worth to be attended to apart."""
@@ -502,7 +505,8 @@ class StepRunner:
         batch["kv_caches"] = self.cache.tensors
         if self.cache.states is not None:
             batch["states"] = list(self.cache.states.tensors.values())
-            batch["of_requests"] = [device[name] for name in OF_STATES]
+            names = (*OF_STATES, "kept_slots")
+            batch["of_requests"] = [device[name] for name in names if name in device]
         with first_call(**batch, logits_to_keep=device["logits_indices"]):
             self._logits(tensors, metadata)
         self.drops_rows = metadata.has_logits_rows and self._runs_without_logits()

@@ -109,7 +109,7 @@ class DecodeSession:
         contract = Contract(self.original, self.specs, inputs.probe, self.vocab_size, longest)
         self.state = ModelState(self.original, contract, compiled=compiled)
         self.state_specs = state_specs(self.original)
-        options = options.with_states(self.state_specs)
+        options.check_states(self.state_specs)
         sizes = sizes_of(self.original, compiled=compiled)
         self.backend_selection = selected(self.specs, block_size, self.device, options.backend)
         chosen = self.backend_selection.backend

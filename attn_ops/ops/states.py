@@ -16,9 +16,11 @@ slot, are padding: their rows give 0, and nothing is read or written. No slot bu
 twice.
 
 All operators take three tensors of the batch, int32 or int64: slots [S], starts [S + 1], and
-seq_lens [S], the tokens of each request with these rows. Results have the dtype of x or v; sums are
-computed in float32 at least. On CUDA a Triton kernel computes each rule, without the host
-(`triton.states`). Elsewhere it is plain PyTorch, which the kernels are compared with.
+seq_lens [S], the tokens of each request with these rows. A fourth, kept [T], may name slots that
+keep the states behind single rows too, 0 for none; they are no slots of the batch's requests.
+Results have the dtype of x or v; sums are computed in float32 at least. On CUDA a Triton kernel
+computes each rule, without the host (`triton.states`). Elsewhere it is plain PyTorch, which the
+kernels are compared with.
 """
 
 from collections.abc import Iterator
@@ -32,7 +34,14 @@ from attn_ops.ops.library import operator
 class _Requests:
     """The A requests of a batch that are no padding, and their rows, one after the other."""
 
-    def __init__(self, slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    def __init__(
+        self,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        kept: torch.Tensor | None,
+    ) -> None:
+        self.kept = kept
         lens = starts.diff()
         (real,) = torch.where((slots > 0) & (lens > 0))
         self.slots, self.lens = slots[real].long(), lens[real].long()
@@ -49,6 +58,12 @@ class _Requests:
         for number in range(int(self.lens.max()) if self.lens.numel() else 0):
             (which,) = torch.where(self.lens > number)
             yield which, self.first[which] + number
+
+    def keep_behind(self, rows: torch.Tensor, pool: torch.Tensor, states: torch.Tensor) -> None:
+        """Keep the states behind such rows where a slot is named for them."""
+        if self.kept is not None:
+            slots = self.kept[rows].long()
+            pool[slots[slots > 0]] = states[slots > 0].to(pool.dtype)
 
     def keep(self, pool: torch.Tensor, states: torch.Tensor) -> None:
         pool[self.slots] = states.to(pool.dtype)
@@ -76,6 +91,7 @@ def causal_conv1d_update(
     slots: torch.Tensor,
     starts: torch.Tensor,
     seq_lens: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convolve each channel over a request's inputs, of which the last L - 1 are its state.
 
@@ -97,9 +113,9 @@ def causal_conv1d_update(
     if x.device.type == "cuda":
         from attn_ops.ops.triton.states import launch_causal_conv1d
 
-        batch = slots, starts, seq_lens
+        batch = slots, starts, seq_lens, kept
         return launch_causal_conv1d(x, weight, bias, activation is not None, states, batch)
-    requests, dtype = _Requests(slots, starts, seq_lens), _wide(x)
+    requests, dtype = _Requests(slots, starts, seq_lens, kept), _wide(x)
     taps = weight.to(dtype)
     window, out = requests.states(states, dtype), _like_first(x).zero_()
     for which, rows in requests.rows():
@@ -108,6 +124,7 @@ def causal_conv1d_update(
         y = y if bias is None else y + bias.to(dtype)
         out[rows] = (y if activation is None else F.silu(y)).to(out.dtype)
         window[which] = inputs_ACL[..., 1:]
+        requests.keep_behind(rows, states, inputs_ACL[..., 1:])
     requests.keep(states, window)
     return out
 
@@ -124,6 +141,7 @@ def gated_delta_rule(
     slots: torch.Tensor,
     starts: torch.Tensor,
     seq_lens: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """State: exp(g) times itself, then corrected by beta towards v at k; result: what it has at q.
 
@@ -138,7 +156,7 @@ def gated_delta_rule(
     Returns:
         [T, H, V].
     """
-    return _delta_rule(q, k, v, g, beta, normalized, states, (slots, starts, seq_lens))
+    return _delta_rule(q, k, v, g, beta, normalized, states, (slots, starts, seq_lens, kept))
 
 
 @operator(mutates=("states",), fake=_like_value)
@@ -153,9 +171,10 @@ def kda(
     slots: torch.Tensor,
     starts: torch.Tensor,
     seq_lens: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gated_delta_rule` with a decay for every key: g [T, H, K]."""
-    return _delta_rule(q, k, v, g, beta, normalized, states, (slots, starts, seq_lens))
+    return _delta_rule(q, k, v, g, beta, normalized, states, (slots, starts, seq_lens, kept))
 
 
 def _delta_rule(
@@ -166,7 +185,7 @@ def _delta_rule(
     beta: torch.Tensor,
     normalized: bool,
     states: torch.Tensor,
-    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
 ) -> torch.Tensor:
     """g [T, H] or [T, H, K]; the rest as of the operators."""
     if v.device.type == "cuda":
@@ -187,6 +206,7 @@ def _delta_rule(
         new_AHKV = old_AHKV + key * change_AHV.unsqueeze(-2)
         out[rows] = (new_AHKV * q[rows].unsqueeze(-1)).sum(-2).to(out.dtype)
         state[which] = new_AHKV
+        requests.keep_behind(rows, states, new_AHKV)
     requests.keep(states, state)
     return out
 
@@ -208,6 +228,7 @@ def ssd_state_update(
     slots: torch.Tensor,
     starts: torch.Tensor,
     seq_lens: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """State: exp(dt A) times itself, plus dt B x; result: what it has at C, plus D x.
 
@@ -227,8 +248,8 @@ def ssd_state_update(
         from attn_ops.ops.triton.states import launch_ssd
 
         inputs = (x, dt, A, B, C, D, dt_bias, softplus, (prompt_dt_min, prompt_dt_max))
-        return launch_ssd(*inputs, prompt_lens, states, (slots, starts, seq_lens))
-    requests, dtype = _Requests(slots, starts, seq_lens), _wide(x)
+        return launch_ssd(*inputs, prompt_lens, states, (slots, starts, seq_lens, kept))
+    requests, dtype = _Requests(slots, starts, seq_lens, kept), _wide(x)
     dt = _step_size(dt, dt_bias, softplus, dtype)
     if prompt_lens is not None and (prompt_dt_min is not None or prompt_dt_max is not None):
         clamped = dt.clamp(prompt_dt_min, prompt_dt_max)
@@ -243,6 +264,7 @@ def ssd_state_update(
         y = (new_AHVN * C[rows].unsqueeze(-2)).sum(-1)
         y = y if D is None else y + inputs_AHV * D.to(dtype)[:, None]
         out[rows], state[which] = y.to(out.dtype), new_AHVN
+        requests.keep_behind(rows, states, new_AHVN)
     requests.keep(states, state)
     return out
 
@@ -262,6 +284,7 @@ def selective_state_update(
     slots: torch.Tensor,
     starts: torch.Tensor,
     seq_lens: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ssd_state_update` with a step size and a decay for every channel, gated by z.
 
@@ -281,8 +304,8 @@ def selective_state_update(
         from attn_ops.ops.triton.states import launch_selective
 
         inputs = (x, dt, A, B, C, D, z, dt_bias, softplus)
-        return launch_selective(*inputs, states, (slots, starts, seq_lens))
-    requests, dtype = _Requests(slots, starts, seq_lens), _wide(x)
+        return launch_selective(*inputs, states, (slots, starts, seq_lens, kept))
+    requests, dtype = _Requests(slots, starts, seq_lens, kept), _wide(x)
     dt = _step_size(dt, dt_bias, softplus, dtype)
     A, B, C = (y.to(dtype) for y in (A, B, C))
     state, out = requests.states(states, dtype), _like_first(x).zero_()
@@ -294,6 +317,7 @@ def selective_state_update(
         y = y if D is None else y + inputs_AC * D.to(dtype)
         y = y if z is None else y * F.silu(z[rows].to(dtype))
         out[rows], state[which] = y.to(out.dtype), new_ACN
+        requests.keep_behind(rows, states, new_ACN)
     requests.keep(states, state)
     return out
 

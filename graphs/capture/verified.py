@@ -143,11 +143,12 @@ class VerifiedReplay:
         return [slots[tables[own]] for own in self.step.cache.own_blocks]
 
     def _states(self) -> States | None:
-        """Pools of the model, and the slots of the step's requests."""
-        states = self.step.cache.states
+        """Pools of the model, and the slots that the step writes."""
+        states, device = self.step.cache.states, self.step.tensors.device
         if states is None:
             return None
-        return states.by_name(), self.step.tensors.device["state_slots"].clone()
+        names = [name for name in ("state_slots", "kept_slots") if name in device]
+        return states.by_name(), torch.cat([device[name] for name in names])
 
     def _outputs(self, rows_S: torch.Tensor, rows_R: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the step leaves of rows that are no padding; the first since its filling."""

@@ -266,13 +266,6 @@ class Rows(Sequence[Scheduled]):
             others[end - count : end, : len(scoring.token_ids)] = scoring.token_ids
         return given, max(s.num_top for s in scorings), others
 
-    def advance_states(self, num_steps: int) -> None:
-        """Note, before a launch, what the requests' states see until `num_steps` steps are over."""
-        columns = self.columns
-        seen = columns.num_computed + columns.num_tokens + (num_steps - 1)
-        for request, number in zip(columns.requests, seen.tolist(), strict=True):
-            request.num_seen = number
-
     # Cached: as `num_tokens`.
     @functools.cached_property
     def takes_tokens(self) -> bool:

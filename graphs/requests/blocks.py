@@ -12,7 +12,8 @@ import numpy as np
 
 from attn_ops import PagedKVCache
 from attn_ops.prefixes import NO_MATCH, Match
-from graphs.requests.batch import FAR, After, Known, numbers_of
+from attn_ops.states import NULL_SLOT
+from graphs.requests.batch import FAR, After, Known
 from graphs.requests.requests import Request
 
 STRIDE = 64
@@ -139,7 +140,7 @@ class Reservations:
 
     def give_back(self, request: Request) -> None:
         """Give all blocks back, if it owns any."""
-        request.room = request.state_slot = 0
+        request.room, request.state_slots = 0, (NULL_SLOT,)
         if self.cache.blocks(request.id):
             self.cache.free(request.id)
 
@@ -148,18 +149,6 @@ class Reservations:
         self.give_back(request)
         self._num_preemptions += 1
         request.num_lost, request.num_computed = request.num_computed, 0
-
-    def lost(self, running: Sequence[Request], after: After) -> list[Request]:
-        """Those whose states have seen a step that counts for nothing: it raised, or was dropped.
-
-        They must be computed again: no step can be repeated on the states that it has left.
-        """
-        if self.cache.states is None:
-            return []
-        computed = after.places(running, np.zeros(len(running), dtype=np.int64))[0]
-        seen = numbers_of((request.num_seen for request in running), running)
-        (rows,) = np.nonzero((computed > 0) & (computed != seen))
-        return [running[row] for row in rows.tolist()]
 
     def release(self, running: Iterable[Request]) -> bool:
         """Give blocks of all that run back which lie behind the window; whether there were any."""
@@ -210,4 +199,4 @@ class Reservations:
         room, window_room = self.cache.rooms(request.id)
         request.whole_room, request.room = room, min(room, window_room)
         if self.cache.states is not None:
-            request.state_slot = self.cache.states.slot(request.id)
+            request.state_slots = self.cache.states.slots(request.id)

@@ -87,7 +87,9 @@ class Request:
     whole_room: int = 0  # the same of layers that see all keys
     num_released: int = 0  # of its first blocks, that were given back behind the layers' window
     nothing_from: int = FAR  # tokens of a step that is launched, after which none may be drawn
-    state_slot: int = 0  # of a `StatePool`, where layers keep states
+    state_slots: tuple[int, ...] = (0,)  # of a `StatePool`, where layers keep states
+    # By tokens of its prompt, states that a step is to keep: a block's key, and the slot.
+    checkpoints: dict[int, tuple[bytes, int]] = dataclasses.field(default_factory=dict)
     num_seen: int = 0  # tokens that its states have seen when what is launched is over
     num_lost: int = 0  # tokens that were computed before it was preempted
     tokenizer: Any = None  # None: its text is not asked for

@@ -19,6 +19,8 @@ from graphs.requests.batch import NOTHING, After, Columns, Known, Rows
 from graphs.requests.blocks import Reservations
 from graphs.requests.prefixes import PrefixSharing, Watched
 from graphs.requests.requests import Request
+from graphs.requests.state_prefixes import StatePrefixSharing
+from graphs.requests.state_slots import lost
 
 
 class Scheduler:
@@ -43,6 +45,8 @@ class Scheduler:
         max_scored: int = 1024,
     ) -> None:
         self.cache, self.prefixes = cache, PrefixSharing(cache, weights)
+        if cache.states is not None:
+            self.prefixes = StatePrefixSharing(cache, weights, cache.states)
         self.reservations = Reservations(cache, lookahead, max_tokens_per_step)
         self.max_batch_size = max_batch_size
         self.max_tokens_per_step, self.max_scored = max_tokens_per_step, max_scored
@@ -63,7 +67,7 @@ class Scheduler:
             self.prefixes.refresh(idle=not self.running)
             self.prefixes.keep_prompts(self.running, after)
             self.reservations.release(self.running)
-        for request in self.reservations.lost(self.running, after):
+        for request in () if self.cache.states is None else lost(self.running, after):
             self._preempt(request)
         known = Known.of(self.running)
         short = self.reservations.short(known, after)

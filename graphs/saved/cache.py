@@ -154,7 +154,7 @@ def batch_text(runner: StepRunner, options: SessionOptions) -> str:
     """What passes may read of the batch's metadata: backend, geometries and sizes."""
     names = ("backend", "block_size", "kv_cache_dtype", "cache_layout", "max_batch_size",
              "max_tokens", "max_tokens_per_step", "decode_steps", "num_draft_tokens",
-             "batch_invariant")  # fmt: skip
+             "share_prefixes", "batch_invariant")  # fmt: skip
     sizes = [f"{name}={getattr(options, name)!r}" for name in names]
     captures = f"captures={runner.graphs is not None}"  # then pieces may have a form for replays
     return "\n".join([name_of(type(runner.builder)), repr(runner.cache.specs), *sizes, captures])

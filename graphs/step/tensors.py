@@ -20,6 +20,7 @@ from attn_ops.metadata import positions_of_step
 from attn_ops.states import NULL_SLOT
 from graphs.requests.batch import Rows
 from graphs.requests.requests import MAX_STOP_TOKENS
+from graphs.requests.state_slots import fill_kept
 from graphs.sampling import FIELDS
 from graphs.sampling.edits import num_words
 from graphs.step.blocks import BlockRows
@@ -72,6 +73,7 @@ class StepTensors:
         num_rows: int | None = None,
         windows: bool = False,
         states: bool = False,
+        kept: bool = False,
     ) -> "StepTensors":
         """Room for T = `num_tokens` rows and S = `num_reqs` requests, filled as padding.
 
@@ -89,7 +91,8 @@ class StepTensors:
         With `logprobs` = k of at least 0, logprobs [N, R, 1 + k] int64, rows of `packed`. With
         `edits` = B of at least 0, what `graphs.sampling.edits.edited` takes, biases by request.
         With `windows`, window_block_table and window_slot_mapping, of layers with a window. With
-        `states`, state_slots and prompt_lens [S] int32, see `StateCache`.
+        `states`, state_slots and prompt_lens [S] int32, and with `kept` kept_slots [T] int32, see
+        `StateCache`.
         """
         num_drawn = num_tokens if query_len is not None else num_reqs
         num_drawn = num_drawn if logits else 0
@@ -107,8 +110,9 @@ class StepTensors:
         num_left = sum(name in ("tokens", "logprobs") for name in layout)
         if not windows:
             layout = {name: x for name, x in layout.items() if not name.startswith("window_")}
-        if not states:
-            layout = {n: x for n, x in layout.items() if n not in ("state_slots", "prompt_lens")}
+        no_states = () if states else ("state_slots", "prompt_lens", "kept_slots")
+        without = no_states if kept else (*no_states, "kept_slots")
+        layout = {name: x for name, x in layout.items() if name not in without}
         sizes = [_align(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values()]
         num_early = sum(name in early for name in layout)
         on_gpu, uint8 = device.type == "cuda", torch.uint8
@@ -200,8 +204,10 @@ class StepTensors:
             host["logits_indices"][: rows.size] = rows
             host["num_logits"][0] = rows.size
         if "state_slots" in host:
-            host["state_slots"][:num_reqs] = [request.state_slot for request in step.requests]
+            host["state_slots"][:num_reqs] = [request.state_slots[0] for request in step.requests]
             host["prompt_lens"][:num_reqs] = packed["prompt"]
+        if "kept_slots" in host:
+            fill_kept(host["kept_slots"], step, start)
         np.add(computed, query, out=host["seq_lens"][:num_reqs])
         host["remaining"][:num_reqs] = step.remaining
         host["sources"][:num_reqs] = columns.sources
@@ -429,6 +435,7 @@ def _layout(
         "remaining": ((num_reqs,), torch.int32),
         "state_slots": ((num_reqs,), torch.int32),
         "prompt_lens": ((num_reqs,), torch.int32),
+        "kept_slots": ((num_tokens,), torch.int32),
         "active": ((num_reqs,), torch.bool),
         "sources": ((num_reqs,), torch.int32),
         "step": ((1,), torch.int64),

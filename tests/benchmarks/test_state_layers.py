@@ -19,6 +19,27 @@ def test_it_runs(tmp_path, monkeypatch):
     assert result["command"].startswith("python -m benchmarks.state_layers ")
 
 
+def test_tiles_are_swept(monkeypatch, capsys):
+    tiles = pytest.importorskip("attn_ops.ops.triton.states").TILES
+    before, tried = dict(tiles), []
+
+    def microseconds(name, number, device):
+        tried.append(tiles[name])
+        return float(tiles[name].warps == 2) + number, 0
+
+    monkeypatch.setattr(state_layers, "microseconds", microseconds)
+    monkeypatch.setattr(
+        "sys.argv", ["it", "--sweep", "--device", "cpu", "--rules", "kda", "--batches", "64", "256"]
+    )
+    state_layers.main()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("kda, 64: ")
+    assert " 4096x4* 64.00, " in first
+    assert second.endswith(" 257.00")
+    assert tiles == before
+    assert len(set(tried)) == len(state_layers.SWEPT)
+
+
 @pytest.mark.parametrize("name", state_layers.LAYERS)
 def test_bytes_of_a_step(name):
     """States are most of them, and counted twice; copies have memory of their own."""

@@ -6,13 +6,17 @@ The device hands out no token before the host waits. A seed says it all: `run_se
 seed)` runs it again.
 """
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
+from unittest import mock
 
 import torch
 
+from attn_ops.states import StatePool
 from graphs import DecodeSession
+from graphs.requests.checkpoints import Checkpoints
 from tests.kit.models import build_model
 from tests.kit.sessions import asynchronous, is_empty, make_session, poisoned
 
@@ -66,6 +70,40 @@ def drawn_options(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def poison_slots(states: StatePool, checkpoints: Checkpoints) -> None:
+    """From here on slots are NaN when they are given back, and those of a draft after it.
+
+    Those of checkpoints are when they are taken.
+    """
+    give, choose = states.give, states.choose
+
+    def fill(slots: tuple[int, ...]) -> None:
+        for tensor in states.tensors.values():
+            tensor[list(slots)] = float("nan")
+
+    def give_poisoned(request: Hashable) -> None:
+        fill(states.slots(request))
+        give(request)
+
+    def choose_poisoned(request: Hashable, num_rows: int) -> None:
+        choose(request, num_rows)
+        fill(states.slots(request)[1:])
+
+    take = checkpoints._taken
+
+    def take_poisoned() -> int | None:
+        slot = take()
+        fill(() if slot is None else (slot,))
+        return slot
+
+    states.give, states.choose = give_poisoned, choose_poisoned
+    checkpoints._taken = take_poisoned
+
+
+class Interrupted(Exception):
+    """Raised by a step in its middle."""
+
+
 class RandomSession:
     """Calls a session at random. `run` raises an AssertionError where a token is wrong."""
 
@@ -75,12 +113,15 @@ class RandomSession:
         self.session: DecodeSession = poisoned(make_session(model, **self.options))
         if self.session.device.type == "cpu":
             asynchronous(self.session)
+        if self.session.cache.states is not None:
+            poison_slots(self.session.cache.states, self.session.scheduler.prefixes.checkpoints)
         self.num_samplings = DRAFTED if self.options["num_draft_tokens"] else len(SAMPLINGS)
         self.want: dict[int, tuple[list[int], str]] = {}
         self.unseen: dict[int, list[int]] = {}  # of each request, what may still be handed out
 
     def run(self) -> None:
         calls = [self.add] * 6 + [self.step] * 9 + [self.discard, self.generate, self.observe]
+        calls += [self.interrupt]
         calls += [self.draft] * 3 if self.options["num_draft_tokens"] else []
         calls += [self.session.forget_prefixes] if self.options["share_prefixes"] else []
         for _ in range(self.rng.randrange(5, 40)):
@@ -129,6 +170,25 @@ class RandomSession:
 
     def step(self) -> None:
         self.take(self.session.step())
+
+    def interrupt(self) -> None:
+        """A step that raises after its layers have run counts for nothing, and comes again."""
+        runner = self.session.runner
+
+        def interrupted(run: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> None:
+                run(*args, **kwargs)
+                raise Interrupted
+
+            return call
+
+        drafts = self.options["num_draft_tokens"] and self.rng.random() < 0.5
+        with (
+            mock.patch.object(runner, "launch", interrupted(runner.launch)),
+            mock.patch.object(runner, "call", interrupted(runner.call)),
+            contextlib.suppress(Interrupted),
+        ):
+            self.draft() if drafts else self.step()
 
     def observe(self) -> None:
         with self.session.observe_logits(lambda step, logits: None):

@@ -68,7 +68,9 @@ def drain(session, outputs=None) -> dict[int, list[int]]:
 def is_empty(session) -> bool:
     """Whether nobody owns a block of any kind, nor a slot for states."""
     states = session.cache.states
-    if states is not None and states.num_free != states.num_slots - 1:
+    if states is not None and states.num_free != states.num_requests:
+        return False
+    if states is not None and session.scheduler.prefixes.checkpoints.num_planned:
         return False
     pools = [pool for pool in (session.cache.pool, session.cache.window_pool) if pool is not None]
     return all(pool.num_available == pool.num_blocks - 1 for pool in pools)

@@ -1,5 +1,6 @@
 """Kernels of layers with a state, called as their operators are."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ def launched(operator: Any, *args: Any) -> torch.Tensor:
     pytest.importorskip("triton")
     from attn_ops.ops.triton import states as kernels
 
-    *given, pool, slots, starts, seq_lens = args
-    places = slots, starts, seq_lens
+    # What an operator takes last, `kept`, may be left out.
+    has_kept = len(args) > len(inspect.signature(operator).parameters) - 1
+    *given, pool, slots, starts, seq_lens, kept = args if has_kept else (*args, None)
+    places = slots, starts, seq_lens, kept
     if operator.__name__ == "causal_conv1d_update":
         return kernels.launch_causal_conv1d(*given[:3], given[3] is not None, pool, places)
     if operator.__name__ == "ssd_state_update":

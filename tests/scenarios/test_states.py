@@ -2,26 +2,25 @@
 
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 import contextlib
+import random
+from unittest import mock
 
 import pytest
 import torch
 
 import fx_passes
 from attn_ops.ops import states as ops
-from graphs import SessionOptions
 from graphs.app.parity import Reference, compare, keeping_logits
 from graphs.capture.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
-from tests.fuzz.states import FAMILIES, OFF
+from tests.fuzz.states import FAMILIES
 from tests.kit.marks import long, slow
 from tests.kit.sessions import (
-    SIZES,
     captured_lazily,
     drain,
     is_empty,
     make_session,
     poisoned,
-    refuses,
     tokens_of,
     uncaptured,
 )
@@ -70,7 +69,7 @@ def test_a_state_that_is_not_the_requests_own_shows(make, name):
     model = make(name)
     want = tokens_of(make_session(model).generate(PROMPTS, 8))
     session = make_session(model, max_batch_size=3, max_tokens_per_step=7)
-    session.cache.states.slot = lambda request: 1
+    session.cache.states.slots = lambda request: (1,)
     assert tokens_of(session.generate(PROMPTS, 8)) != want
 
 
@@ -201,23 +200,135 @@ def test_compilations_are_saved(make, tmp_path):
         assert session.counters.num_recompiles == 0
 
 
-def test_what_is_off(make):
+SHARED = NUMBERS[:19]
+SHARING = [[*SHARED, *rest] for rest in ([3], [], [5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10], [3])]
+"""Prompts with one beginning; the fourth goes on behind the third."""
+
+
+@pytest.mark.parametrize("name", [*RULES, *slow("nemotron_h", "falcon_h1", "mamba2", "mamba")])
+def test_prompts_begin_behind_kept_states(make, name):
+    """One after the other: behind the prompts before, and where those have parted."""
+    model = make(name)
+    want = tokens_of(make_session(model).generate(SHARING, 8))
+    session = poisoned(make_session(model, share_prefixes=True, max_tokens_per_step=11))
+    shared = []
+    for prompt, tokens in zip(SHARING, want, strict=True):
+        before = session.report().prefixes.num_shared_tokens
+        assert tokens_of(session.generate([prompt], 8)) == [tokens]
+        shared.append(session.report().prefixes.num_shared_tokens - before)
+    # Blocks of 4 tokens. The second computes the state behind 16 again, and keeps it.
+    assert shared == [0, 16, 16, 20, 16]
+    assert is_empty(session)
+    session.forget_prefixes()
+    assert tokens_of(session.generate(SHARING, 8)) == want
+    assert is_empty(session)
+
+
+def test_requests_wait_for_a_state_that_an_older_one_will_keep(make):
+    model = make("qwen3_next")
+    want = make_session(model, max_tokens=80).generate([NUMBERS], 8)
+    session = make_session(model, share_prefixes=True, max_tokens_per_step=16, max_tokens=80)
+    assert session.generate([NUMBERS] * 3, 8) == want * 3
+    assert session.report().prefixes.num_shared_tokens == 2 * 56  # of 60, in blocks of 4
+
+
+def test_a_preempted_request_goes_on_behind_its_whole_prompt(make):
+    """Where a longer one has left a state, the prompt's last token need not be computed again."""
     model = make("lfm2")
+    want = tokens_of(make_session(model).generate([NUMBERS[:16]], 12))[0]
+    session = poisoned(make_session(model, share_prefixes=True))
+    session.generate([NUMBERS[:20]], 1)
+    request = session.add(NUMBERS[:16], 12)
+    outputs = [*session.step(), *session.step()]
+    session.scheduler._preempt(session._requests[request])
+    assert drain(session, outputs)[request] == want
+    assert session.report().preemptions.num_recomputed_tokens < 4
+    assert is_empty(session)
+
+
+def test_states_of_other_weights_are_forgotten(make):
+    model = build_state_model("lfm2")
     session = make_session(model, share_prefixes=True)
-    report = session.report()
-    assert report.prefixes is None
-    assert "prefixes are not shared" in str(report)
-    refuses(model, "num_draft_tokens must be 0", num_draft_tokens=2)
+    session.generate(SHARING[:1], 8)
+    name = "model.layers.0.conv.in_proj.weight"
+    changed = model.state_dict()[name] * 1.5
+    session.update_weights({name: changed})
+    found = session.generate(SHARING[:1], 8)
+    assert found == make_session(model).generate(SHARING[:1], 8)
+    assert session.report().prefixes.num_shared_tokens == 0
 
 
-@pytest.mark.parametrize("mode", ["auto", "FULL", "PIECEWISE", "NONE"])
-def test_modes_are_those_of_other_models(make, mode):
-    specs = make_session(make("lfm2")).state_specs
-    options = SessionOptions(**SIZES, cudagraph_mode=mode, share_prefixes=True)
-    assert options.with_states([]) is options
-    found = options.with_states(specs)
-    assert (found.mode, found.any_mode) == (options.mode, mode == "auto")
-    assert not found.share_prefixes
+def drafted(session, want, numbers):
+    """Results by `verify_draft`, of right, partly right, short and wrong drafts; calls it took."""
+    ids = [session.add(prompt, len(want[0])) for prompt in PROMPTS]
+    num_calls, made = 0, dict.fromkeys(ids, 0)
+    while session.num_unfinished:
+        drafts = {}
+        for request, tokens in zip(ids, want, strict=True):
+            draft = tokens[made[request] :][:3]
+            draft = [t if numbers.random() < 0.8 else (t + 1) % 64 for t in draft]
+            drafts[request] = draft[: numbers.choice([3, 3, 3, 1])]
+        for output in session.verify_draft(drafts):
+            made[output.request_id] += 1
+        num_calls += 1
+    return tokens_of([session.result(i) for i in ids]), num_calls
+
+
+@pytest.mark.parametrize("options", [{"debug": "eager_replay"}, {}], ids=["captured", "called"])
+@pytest.mark.parametrize("name", [*RULES, *slow("nemotron_h", "falcon_h1", "mamba2", "mamba")])
+def test_drafts_change_nothing(make, name, options):
+    """A request goes on from the state that has seen no rejected token."""
+    model = make(name)
+    want = tokens_of(make_session(model).generate(PROMPTS, 16))
+    session = poisoned(make_session(model, max_batch_size=3, num_draft_tokens=3, **options))
+    found, num_calls = drafted(session, want, random.Random(0))
+    assert found == want
+    assert num_calls < 20  # two batches of 16 tokens without drafts
+    assert is_empty(session)
+    report = str(session.report())
+    assert "12 slots, 4 a request for drafts of 3 and the null slot" in report
+
+
+def test_the_wrong_state_of_a_draft_shows(make, monkeypatch):
+    model = make("qwen3_next")
+    want = tokens_of(make_session(model).generate(PROMPTS, 16))
+    session = make_session(model, num_draft_tokens=3)
+    monkeypatch.setattr(session.cache.states, "choose", lambda request, num_rows: None)
+    assert drafted(session, want, random.Random(0))[0] != want
+
+
+def test_drafts_are_verified_and_recovered(make):
+    """A replay leaves the states that a call leaves; a step that raised is computed again."""
+    model = make("bamba")
+    want = tokens_of(make_session(model).generate(PROMPTS, 16))
+    session = poisoned(captured_lazily(model, verify="always", num_draft_tokens=3))
+    assert drafted(session, want, random.Random(1))[0] == want
+    assert session.verifier.num_checked > 3
+    ids = [session.add(prompt, 16) for prompt in PROMPTS[:2]]
+    session.step()
+    launch = session.runner.launch
+
+    def fail(*args):
+        launch(*args)
+        raise RuntimeError("interrupted")
+
+    patch = mock.patch.object(session.runner, "launch", fail)
+    with patch, pytest.raises(RuntimeError, match="interrupted"):
+        session.verify_draft({ids[0]: want[0][1:4]})
+    drain(session)
+    assert tokens_of([session.result(i) for i in ids]) == want[:2]
+    assert session.report().preemptions.num_preemptions >= 2
+
+
+@pytest.mark.parametrize("name", [*slow("qwen3_next"), *long("kimi_linear", "lfm2", "bamba")])
+def test_drafts_are_compiled_once(make, name):
+    model = make(name)
+    want = tokens_of(make_session(model).generate(PROMPTS, 16))
+    compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
+    session = poisoned(captured_lazily(compiled, max_tokens_per_step=13, num_draft_tokens=3))
+    assert drafted(session, want, random.Random(2))[0] == want
+    counters = session.counters
+    assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (1, 0, 0)
 
 
 def test_a_state_that_moved_is_not_replayed(make):
@@ -275,11 +386,14 @@ def test_models_go_on_as_before(make):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [*((name, 50) for name in FAMILIES), *slow(*((n, 500) for n in FAMILIES))]
+    ("name", "number"), [*((name, 50) for name in FAMILIES), *slow(*((n, 120) for n in FAMILIES))]
 )
 def test_random_sessions(make, name, number):
-    """Chunks of every size, preemption, stops, discards, replays, observers, checked replays."""
+    """Chunks of every size, preemption, drafts, stops, discards, interrupts, checked replays.
+
+    `python -m tests.fuzz states` runs thousands.
+    """
     model = make(name)
     alone, first = results_alone(model), 10_000 * FAMILIES.index(name)
     for seed in range(first, first + number):
-        run_session(model, alone, seed, **OFF)
+        run_session(model, alone, seed)

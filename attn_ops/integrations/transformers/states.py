@@ -27,8 +27,8 @@ from attn_ops.ops import states as ops
 from attn_ops.states import NULL_SLOT, Place, StatePool, StateSpec
 from attn_ops.tracing import PATCHING
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""slots [S], starts [S + 1] and seq_lens [S], as the operators take them."""
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""slots [S], starts [S + 1], seq_lens [S] and kept [T], as the operators take them."""
 
 
 class State:
@@ -70,6 +70,7 @@ class StateCache(PackedPositions):
         slots, starts, seq_lens: as the operators take them; starts are a batch's query_start_loc.
         prompt_lens: [S] int32 or int64, tokens of each request's prompt. Mamba-2 of some models
             clamps its step sizes there alone, and must have them. None: no matter.
+        kept: [T], slots that keep the states behind single rows; None: there are none.
 
     Raises:
         ValueError: `prompt_lens` is None, and a layer clamps its step sizes in prompts.
@@ -82,6 +83,7 @@ class StateCache(PackedPositions):
         starts: torch.Tensor,
         seq_lens: torch.Tensor,
         prompt_lens: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None,
     ) -> None:
         self.tensors = pool.tensors
         self.prompt_dt = {spec.place: spec.prompt_dt for spec in pool.specs}
@@ -89,7 +91,7 @@ class StateCache(PackedPositions):
             raise ValueError(
                 "prompt_lens must be given for layers that clamp step sizes in prompts, got None"
             )
-        self.batch, self.prompt_lens = (slots, starts, seq_lens), prompt_lens
+        self.batch, self.prompt_lens = (slots, starts, seq_lens, kept), prompt_lens
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> State | None:
         """The handle of a layer's inputs."""
@@ -191,7 +193,7 @@ class StateProbe(StateCache):
     def __init__(self, probe: AttentionProbe, num_rows: int, device: torch.device) -> None:
         ones = torch.ones(num_rows, dtype=torch.int64, device=device)
         self.probe = probe
-        self.batch = (ones, torch.arange(num_rows + 1, device=device), ones)
+        self.batch = (ones, torch.arange(num_rows + 1, device=device), ones, None)
 
     def state(self, place: Place) -> State | None:
         """A handle that notes what is asked of it."""

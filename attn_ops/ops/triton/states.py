@@ -4,6 +4,8 @@ A program owns a part of one request's state. It reads that part once, follows t
 from `starts[s]` to `starts[s + 1]`, which only the device knows, and writes it once. A decode is
 one turn of that loop; a prompt is as many as it has rows, one after the other, which is right but
 slow. Padding neither reads nor writes a state, so a captured launch may run on padding alone.
+Programs of one request stand beside each other in the grid: so they go over its state in one
+stream, of which each takes parts of rows.
 
 T rows of a batch, S requests, P slots of a pool, C channels, L inputs of a convolution, H heads,
 G heads of keys or groups of heads, K key size, V value size, N state size. Arguments are those of
@@ -11,7 +13,7 @@ G heads of keys or groups of heads, K key size, V value size, N state size. Argu
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,8 +21,26 @@ import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 
-TILE = 4096
-"""Numbers of a state that a program of four warps holds: 32 registers a thread."""
+
+class Tile(NamedTuple):
+    """What a program holds."""
+
+    numbers: int  # of a state; of a convolution, channels
+    warps: int
+
+
+TILES: dict[str, Tile] = {
+    "causal_conv1d": Tile(512, 4),
+    "gated_delta_rule": Tile(4096, 4),
+    "kda": Tile(4096, 4),
+    "ssd": Tile(4096, 4),
+    "selective": Tile(4096, 4),
+}
+"""By rule. `python -m benchmarks.state_layers --sweep` tries others.
+
+4,096 numbers are 32 registers of each thread. Four channels of a convolution are 8 bytes of every
+input in bfloat16, and the most whose weights a thread reads from few lines.
+"""
 
 
 # -- what all rules share --------------------------------------------------------------------------
@@ -33,7 +53,7 @@ def request_rows(slots_ptr, starts_ptr, seq_lens_ptr, num_rows):
     And the rows that it fills with 0: its own if it is padding, and behind the last request all
     that are left.
     """
-    request = tl.program_id(0)
+    request = tl.program_id(2)
     slot = tl.load(slots_ptr + request).to(tl.int64)
     first = tl.load(starts_ptr + request).to(tl.int64)
     end = tl.load(starts_ptr + request + 1).to(tl.int64)
@@ -41,7 +61,7 @@ def request_rows(slots_ptr, starts_ptr, seq_lens_ptr, num_rows):
     padding = slot <= 0
     length = tl.where(padding, 0, end - first)
     zero_first = tl.where(padding, first, end)
-    zero_end = tl.where(request == tl.num_programs(0) - 1, num_rows, end)
+    zero_end = tl.where(request == tl.num_programs(2) - 1, num_rows, end)
     return slot, first, length, num_seen, zero_first, zero_end
 
 
@@ -49,6 +69,18 @@ def request_rows(slots_ptr, starts_ptr, seq_lens_ptr, num_rows):
 def zero_rows(out_ptr_X, stride, first, end, inside_X):
     for n in range(0, end - first):
         tl.store(out_ptr_X + (first + n) * stride, 0.0, mask=inside_X)
+
+
+@triton.jit
+def keep_behind(row, kept_ptr, pool_ptr_X, stride, state_X, inside_X):
+    """Keep the state behind a row in the slot that is named for it, if one is; `pool_ptr_X`: in
+    the null slot.
+    """
+    if kept_ptr is not None:
+        slot = tl.load(kept_ptr + row).to(tl.int64)
+        if slot > 0:
+            ptr_X = pool_ptr_X + slot * stride
+            tl.store(ptr_X, state_X.to(ptr_X.dtype.element_ty), mask=inside_X)
 
 
 @triton.jit
@@ -77,6 +109,30 @@ def step_size(dt, bias_ptr, bias_at, inside, SOFTPLUS: tl.constexpr, ACC: tl.con
 # -- the rules -------------------------------------------------------------------------------------
 
 
+@triton.jit
+def taps(weight_ptr, strides, c_C, inside_C, L: tl.constexpr, PACKED: tl.constexpr):
+    """A tuple of a convolution's weights, [BLOCK_C] of each of the L inputs.
+
+    PACKED: those of a channel are 8 bytes in a row, which are read as one number.
+    """
+    found_LC = ()
+    if PACKED:
+        words_ptr = weight_ptr.to(tl.pointer_type(tl.int64))
+        word_C = tl.load(words_ptr + c_C, mask=inside_C, other=0)
+        BITS: tl.constexpr = 64 // L
+        for l in tl.static_range(0, L):
+            if BITS == 16:
+                part_C = (word_C >> (l * BITS)).to(tl.int16)
+            else:
+                part_C = (word_C >> (l * BITS)).to(tl.int32)
+            found_LC += (part_C.to(weight_ptr.dtype.element_ty, bitcast=True),)
+    else:
+        for l in tl.static_range(0, L):
+            ptr_C = weight_ptr + c_C * strides[0] + l * strides[1]
+            found_LC += (tl.load(ptr_C, mask=inside_C, other=0.0),)
+    return found_LC
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def causal_conv1d_kernel(
     out_ptr,  # [T, C] contiguous
@@ -87,6 +143,7 @@ def causal_conv1d_kernel(
     slots_ptr,
     starts_ptr,
     seq_lens_ptr,
+    kept_ptr,  # [T] or None
     num_rows,  # T
     x_strides,
     weight_strides,
@@ -95,52 +152,59 @@ def causal_conv1d_kernel(
     C: tl.constexpr,
     L: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     SILU: tl.constexpr,
+    PACKED: tl.constexpr,
     ACC: tl.constexpr,  # what sums are computed in
     PDL: tl.constexpr,  # launched early
 ):
-    """Grid (S, ceil(C / BLOCK_C)). Inputs before the request's rows are its state."""
+    """Grid (ceil(C / BLOCK_C), 1, S). Inputs before the request's rows are its state.
+
+    A vector has one number a channel, so that threads read what stands beside each other: in rows,
+    and in states as a `StatePool` has them.
+    """
     wait_for_inputs(PDL)
     slot, first, length, num_seen, zero_first, zero_end = request_rows(
         slots_ptr, starts_ptr, seq_lens_ptr, num_rows
     )
-    c_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    l_L = tl.arange(0, BLOCK_L)
+    c_C = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_C = c_C < C
-    inside_CL = inside_C[:, None] & (l_L < L)[None, :]
-    weight_ptr_CL = weight_ptr + c_C[:, None] * weight_strides[0] + l_L[None, :] * weight_strides[1]
-    weight_CL = tl.load(weight_ptr_CL, mask=inside_CL, other=0.0).to(ACC)
+    weights_LC = taps(weight_ptr, weight_strides, c_C, inside_C, L, PACKED)
     bias_C = tl.zeros([BLOCK_C], ACC)
     if bias_ptr is not None:
         bias_C += tl.load(bias_ptr + c_C * bias_strides[0], mask=inside_C, other=0.0).to(ACC)
-    state_ptr_C = states_ptr + slot * states_strides[0] + c_C * states_strides[1]
+    pool_ptr_C = states_ptr + c_C * states_strides[1]
+    state_ptr_C = pool_ptr_C + slot * states_strides[0]
     x_ptr_C = x_ptr + first * x_strides[0] + c_C * x_strides[1]
+    old_C = inside_C & (num_seen != 0)
     for n in range(0, length):
-        row_L = n + l_L - (L - 1)  # of the request's
-        before_L = row_L < 0
-        old_CL = tl.load(
-            state_ptr_C[:, None] + ((n + l_L) * states_strides[2])[None, :],
-            mask=inside_CL & before_L[None, :] & (num_seen != 0),
-            other=0.0,
-        )
-        new_CL = tl.load(
-            x_ptr_C[:, None] + (row_L.to(tl.int64) * x_strides[0])[None, :],
-            mask=inside_CL & (row_L >= 0)[None, :],
-            other=0.0,
-        )
-        input_CL = tl.where(before_L[None, :], old_CL.to(ACC), new_CL.to(ACC))
-        y_C = tl.sum(input_CL * weight_CL, axis=1) + bias_C
+        inputs_LC = ()
+        for l in tl.static_range(0, L):
+            row = n + (l - (L - 1))  # of the request's
+            new_C = tl.load(x_ptr_C + row * x_strides[0], mask=inside_C & (row >= 0), other=0.0)
+            if l < L - 1:
+                ptr_C = state_ptr_C + (n + l) * states_strides[2]
+                kept_C = tl.load(ptr_C, mask=old_C & (row < 0), other=0.0)
+                inputs_LC += (tl.where(row < 0, kept_C.to(ACC), new_C.to(ACC)),)
+            else:
+                inputs_LC += (new_C.to(ACC),)
+        y_C = inputs_LC[0] * weights_LC[0].to(ACC)
+        for l in tl.static_range(1, L):
+            y_C += inputs_LC[l] * weights_LC[l].to(ACC)
+        y_C += bias_C
         if SILU:
             y_C = silu(y_C, ACC)
         tl.store(out_ptr + (first + n) * C + c_C, y_C.to(out_ptr.dtype.element_ty), mask=inside_C)
+        for l in tl.static_range(1, L):
+            ptr_C = pool_ptr_C + (l - 1) * states_strides[2]
+            keep_behind(first + n, kept_ptr, ptr_C, states_strides[0], inputs_LC[l], inside_C)
         if n == length - 1:
             tl.debug_barrier()  # an input moves to a place that another thread has read
-            tl.store(
-                state_ptr_C[:, None] + ((l_L - 1) * states_strides[2])[None, :],
-                input_CL.to(states_ptr.dtype.element_ty),
-                mask=inside_CL & (l_L > 0)[None, :],
-            )
+            for l in tl.static_range(1, L):
+                tl.store(
+                    state_ptr_C + (l - 1) * states_strides[2],
+                    inputs_LC[l].to(states_ptr.dtype.element_ty),
+                    mask=inside_C,
+                )
     zero_rows(out_ptr + c_C, C, zero_first, zero_end, inside_C)
 
 
@@ -156,6 +220,7 @@ def delta_rule_kernel(
     slots_ptr,
     starts_ptr,
     seq_lens_ptr,
+    kept_ptr,  # [T] or None
     num_rows,  # T
     q_strides,
     k_strides,
@@ -175,7 +240,7 @@ def delta_rule_kernel(
     ACC: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (S, H, ceil(V / BLOCK_V)). Columns of a state do not meet."""
+    """Grid (ceil(V / BLOCK_V), H, S). Columns of a state do not meet."""
     wait_for_inputs(PDL)
     slot, first, length, num_seen, zero_first, zero_end = request_rows(
         slots_ptr, starts_ptr, seq_lens_ptr, num_rows
@@ -183,11 +248,12 @@ def delta_rule_kernel(
     head = tl.program_id(1)
     key_head = head // GROUP
     k_K = tl.arange(0, BLOCK_K)
-    v_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside_K, inside_V = k_K < K, v_V < V
     inside_KV = inside_K[:, None] & inside_V[None, :]
-    state_ptr_KV = states_ptr + slot * states_strides[0] + head * states_strides[1]
-    state_ptr_KV += k_K[:, None] * states_strides[2] + v_V[None, :] * states_strides[3]
+    pool_ptr_KV = states_ptr + head * states_strides[1]
+    pool_ptr_KV += k_K[:, None] * states_strides[2] + v_V[None, :] * states_strides[3]
+    state_ptr_KV = pool_ptr_KV + slot * states_strides[0]
     q_ptr_K = q_ptr + first * q_strides[0] + key_head * q_strides[1] + k_K * q_strides[2]
     k_ptr_K = k_ptr + first * k_strides[0] + key_head * k_strides[1] + k_K * k_strides[2]
     v_ptr_V = v_ptr + first * v_strides[0] + head * v_strides[1] + v_V * v_strides[2]
@@ -219,6 +285,7 @@ def delta_rule_kernel(
                 y_V.to(out_ptr.dtype.element_ty),
                 mask=inside_V,
             )
+            keep_behind(first + n, kept_ptr, pool_ptr_KV, states_strides[0], state_KV, inside_KV)
         tl.store(state_ptr_KV, state_KV.to(states_ptr.dtype.element_ty), mask=inside_KV)
     zero_rows(out_ptr_V, H * V, zero_first, zero_end, inside_V)
 
@@ -238,6 +305,7 @@ def ssd_kernel(
     slots_ptr,
     starts_ptr,
     seq_lens_ptr,
+    kept_ptr,  # [T] or None
     num_rows,  # T
     x_strides,
     dt_strides,
@@ -260,19 +328,20 @@ def ssd_kernel(
     ACC: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (S, H, ceil(V / BLOCK_V)). Rows of a state do not meet."""
+    """Grid (ceil(V / BLOCK_V), H, S). Rows of a state do not meet."""
     wait_for_inputs(PDL)
     slot, first, length, num_seen, zero_first, zero_end = request_rows(
         slots_ptr, starts_ptr, seq_lens_ptr, num_rows
     )
     head = tl.program_id(1)
     group = head // GROUP
-    v_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     n_N = tl.arange(0, BLOCK_N)
     inside_V, inside_N = v_V < V, n_N < N
     inside_VN = inside_V[:, None] & inside_N[None, :]
-    state_ptr_VN = states_ptr + slot * states_strides[0] + head * states_strides[1]
-    state_ptr_VN += v_V[:, None] * states_strides[2] + n_N[None, :] * states_strides[3]
+    pool_ptr_VN = states_ptr + head * states_strides[1]
+    pool_ptr_VN += v_V[:, None] * states_strides[2] + n_N[None, :] * states_strides[3]
+    state_ptr_VN = pool_ptr_VN + slot * states_strides[0]
     x_ptr_V = x_ptr + first * x_strides[0] + head * x_strides[1] + v_V * x_strides[2]
     B_ptr_N = B_ptr + first * B_strides[0] + group * B_strides[1] + n_N * B_strides[2]
     C_ptr_N = C_ptr + first * C_strides[0] + group * C_strides[1] + n_N * C_strides[2]
@@ -281,7 +350,7 @@ def ssd_kernel(
     if length > 0:
         A = tl.load(A_ptr + head * A_strides[0]).to(ACC)
         if DT_MIN is not None or DT_MAX is not None:
-            prompt_len_ptr = prompt_lens_ptr + tl.program_id(0) * prompt_lens_strides[0]
+            prompt_len_ptr = prompt_lens_ptr + tl.program_id(2) * prompt_lens_strides[0]
             num_prompt = tl.load(prompt_len_ptr).to(tl.int64) - num_seen  # rows of the prompt
         mask_VN = inside_VN & (num_seen != 0)
         state_VN = tl.load(state_ptr_VN, mask=mask_VN, other=0.0).to(ACC)
@@ -305,6 +374,7 @@ def ssd_kernel(
                 y_V.to(out_ptr.dtype.element_ty),
                 mask=inside_V,
             )
+            keep_behind(first + n, kept_ptr, pool_ptr_VN, states_strides[0], state_VN, inside_VN)
         tl.store(state_ptr_VN, state_VN.to(states_ptr.dtype.element_ty), mask=inside_VN)
     zero_rows(out_ptr_V, H * V, zero_first, zero_end, inside_V)
 
@@ -324,6 +394,7 @@ def selective_kernel(
     slots_ptr,
     starts_ptr,
     seq_lens_ptr,
+    kept_ptr,  # [T] or None
     num_rows,  # T
     x_strides,
     dt_strides,
@@ -342,17 +413,18 @@ def selective_kernel(
     ACC: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (S, ceil(C / BLOCK_C)). Channels do not meet."""
+    """Grid (ceil(C / BLOCK_C), 1, S). Channels do not meet."""
     wait_for_inputs(PDL)
     slot, first, length, num_seen, zero_first, zero_end = request_rows(
         slots_ptr, starts_ptr, seq_lens_ptr, num_rows
     )
-    c_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_C = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     n_N = tl.arange(0, BLOCK_N)
     inside_C, inside_N = c_C < NUM_CHANNELS, n_N < N
     inside_CN = inside_C[:, None] & inside_N[None, :]
-    state_ptr_CN = states_ptr + slot * states_strides[0]
-    state_ptr_CN += c_C[:, None] * states_strides[1] + n_N[None, :] * states_strides[2]
+    pool_ptr_CN = states_ptr
+    pool_ptr_CN += c_C[:, None] * states_strides[1] + n_N[None, :] * states_strides[2]
+    state_ptr_CN = pool_ptr_CN + slot * states_strides[0]
     x_ptr_C = x_ptr + first * x_strides[0] + c_C * x_strides[1]
     dt_ptr_C = dt_ptr + first * dt_strides[0] + c_C * dt_strides[1]
     B_ptr_N = B_ptr + first * B_strides[0] + n_N * B_strides[1]
@@ -383,14 +455,15 @@ def selective_kernel(
                 y_C.to(out_ptr.dtype.element_ty),
                 mask=inside_C,
             )
+            keep_behind(first + n, kept_ptr, pool_ptr_CN, states_strides[0], state_CN, inside_CN)
         tl.store(state_ptr_CN, state_CN.to(states_ptr.dtype.element_ty), mask=inside_CN)
     zero_rows(out_ptr + c_C, NUM_CHANNELS, zero_first, zero_end, inside_C)
 
 
 # -- launches --------------------------------------------------------------------------------------
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""slots, starts and seq_lens."""
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""slots, starts, seq_lens, and kept."""
 
 
 def launch_causal_conv1d(
@@ -403,10 +476,13 @@ def launch_causal_conv1d(
 ) -> torch.Tensor:
     """`causal_conv1d_update`."""
     channels, length = weight.shape
-    block = min(256, triton.next_power_of_2(channels))
+    tile = TILES["causal_conv1d"]
+    block = min(tile.numbers, triton.next_power_of_2(channels))
+    packed = length in (2, 4) and weight.is_contiguous() and weight.data_ptr() % 8 == 0
+    packed = packed and length * weight.itemsize == 8
     return _launch(
-        causal_conv1d_kernel, x, (triton.cdiv(channels, block),), (x, weight, bias), states, batch,
-        C=channels, L=length, BLOCK_C=block, BLOCK_L=triton.next_power_of_2(length), SILU=silu,
+        causal_conv1d_kernel, x, (triton.cdiv(channels, block), 1), (x, weight, bias), states,
+        batch, num_warps=tile.warps, C=channels, L=length, BLOCK_C=block, SILU=silu, PACKED=packed,
     )  # fmt: skip
 
 
@@ -423,10 +499,11 @@ def launch_delta_rule(
     """`gated_delta_rule`; `kda` where g has three dimensions."""
     heads, size = v.shape[1:]
     keys = q.shape[2]
-    padded, block = _tile(keys, size)
-    programs = (heads, triton.cdiv(size, block))
+    tile = TILES["kda" if g.dim() == 3 else "gated_delta_rule"]
+    padded, block = _tile(tile, keys, size)
+    programs = (triton.cdiv(size, block), heads)
     return _launch(
-        delta_rule_kernel, v, programs, (q, k, v, g, beta), states, batch,
+        delta_rule_kernel, v, programs, (q, k, v, g, beta), states, batch, num_warps=tile.warps,
         H=heads, GROUP=heads // q.shape[1], K=keys, V=size, BLOCK_K=padded, BLOCK_V=block,
         SCALE=keys**-0.5, KEY_DECAY=g.dim() == 3, NORMALIZED=normalized,
     )  # fmt: skip
@@ -448,12 +525,13 @@ def launch_ssd(
 ) -> torch.Tensor:
     """`ssd_state_update`."""
     (heads, size), (groups, width) = x.shape[1:], B.shape[1:]
-    padded, block = _tile(width, size)
+    tile = TILES["ssd"]
+    padded, block = _tile(tile, width, size)
     low, high = (None, None) if prompt_lens is None else prompt_dt
-    programs = (heads, triton.cdiv(size, block))
+    programs = (triton.cdiv(size, block), heads)
     tensors = (x, dt, A, B, C, D, dt_bias, prompt_lens)
     return _launch(
-        ssd_kernel, x, programs, tensors, states, batch,
+        ssd_kernel, x, programs, tensors, states, batch, num_warps=tile.warps,
         H=heads, GROUP=heads // groups, V=size, N=width, BLOCK_V=block, BLOCK_N=padded,
         SOFTPLUS=softplus, DT_MIN=low, DT_MAX=high,
     )  # fmt: skip
@@ -474,24 +552,25 @@ def launch_selective(
 ) -> torch.Tensor:
     """`selective_state_update`."""
     channels, width = A.shape
-    padded, block = _tile(width, min(channels, 128))
-    tensors = (x, dt, A, B, C, D, z, dt_bias)
+    tile = TILES["selective"]
+    padded, block = _tile(tile, width, min(channels, 128))
+    tensors, programs = (x, dt, A, B, C, D, z, dt_bias), (triton.cdiv(channels, block), 1)
     return _launch(
-        selective_kernel, x, (triton.cdiv(channels, block),), tensors, states, batch,
+        selective_kernel, x, programs, tensors, states, batch, num_warps=tile.warps,
         NUM_CHANNELS=channels, N=width, BLOCK_C=block, BLOCK_N=padded, SOFTPLUS=softplus,
     )  # fmt: skip
 
 
-def _tile(whole: int, part: int) -> tuple[int, int]:
+def _tile(tile: Tile, whole: int, part: int) -> tuple[int, int]:
     """Sizes of a tile that has one side of a state whole and as much of the other as fits."""
     padded = triton.next_power_of_2(whole)
-    return padded, min(triton.next_power_of_2(part), max(1, TILE // padded))
+    return padded, min(triton.next_power_of_2(part), max(1, tile.numbers // padded))
 
 
 def _launch(
     kernel: Any,
     like: torch.Tensor,
-    programs: tuple[int, ...],
+    programs: tuple[int, int],
     tensors: Sequence[torch.Tensor | None],
     states: torch.Tensor,
     batch: Batch,
@@ -505,14 +584,15 @@ def _launch(
         constants: of the kernel, beside those that all have.
     """
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    slots, starts, seq_lens = (x.contiguous() for x in batch)
+    slots, starts, seq_lens, kept = (None if x is None else x.contiguous() for x in batch)
+    assert slots is not None, "only kept may be None"
     if out.numel() == 0 or slots.numel() == 0:
         return out.zero_()
     strides = [(0,) if x is None else x.stride() for x in (*tensors, states)]
     accumulator = tl.float64 if like.dtype == torch.float64 else tl.float32
     with torch.cuda.device_of(out):  # Triton launches on the current device
-        kernel[(slots.numel(), *programs)](
-            out, *tensors, states, slots, starts, seq_lens, out.shape[0], *strides,
+        kernel[(*programs, slots.numel())](
+            out, *tensors, states, slots, starts, seq_lens, kept, out.shape[0], *strides,
             ACC=accumulator, **constants, **early_launch(out.device),
         )  # fmt: skip
     return out

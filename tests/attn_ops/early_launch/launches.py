@@ -121,24 +121,25 @@ def states() -> None:
     from attn_ops.ops.triton import states as kernels
 
     rows, heads, k, v = 3, 4, 128, 64
-    batch = (torch.ones(rows).int(), torch.arange(rows + 1).int(), torch.ones(rows).int())
+    batch = (torch.ones(rows).int(), torch.arange(rows + 1).int(), torch.ones(rows).int(), None)
+    keeping = (*batch[:3], batch[0])
     keys, values = torch.zeros(rows, 2, k, dtype=BF16), torch.zeros(rows, heads, v, dtype=BF16)
     per_head, of_head = torch.zeros(rows, heads, dtype=BF16), torch.zeros(heads)
     x, weight = torch.zeros(rows, 512, dtype=BF16), torch.zeros(512, 4, dtype=BF16)
     pool = torch.zeros(9, 512, 3, dtype=BF16)
-    for bias, silu in ((None, False), (x[0], True)):
-        kernels.launch_causal_conv1d(x, weight, bias, silu, pool, batch)
+    for bias, silu, requests in ((None, False, batch), (x[0], True, keeping)):
+        kernels.launch_causal_conv1d(x, weight, bias, silu, pool, requests)
     pool = torch.zeros(9, heads, k, v)
-    for g in (per_head, torch.zeros(rows, heads, k)):
-        kernels.launch_delta_rule(keys, keys, values, g, per_head, True, pool, batch)
+    for g, requests in ((per_head, keeping), (torch.zeros(rows, heads, k), batch)):
+        kernels.launch_delta_rule(keys, keys, values, g, per_head, True, pool, requests)
     shared = (values, per_head, of_head, keys, keys)
     pool = torch.zeros(9, heads, v, k)
     clamped = ((0.001, 0.1), batch[0])
     kernels.launch_ssd(*shared, of_head, of_head, True, *clamped, pool, batch)
-    kernels.launch_ssd(*shared, None, None, False, (None, None), None, pool, batch)
+    kernels.launch_ssd(*shared, None, None, False, (None, None), None, pool, keeping)
     A, B, pool = torch.zeros(512, 16), torch.zeros(rows, 16, dtype=BF16), torch.zeros(9, 512, 16)
     kernels.launch_selective(x, x, A, B, B, A[:, 0], x, A[:, 0], True, pool, batch)
-    kernels.launch_selective(x, x, A, B, B, None, None, None, False, pool, batch)
+    kernels.launch_selective(x, x, A, B, B, None, None, None, False, pool, keeping)
 
 
 def query() -> None:

@@ -99,6 +99,14 @@ def test_parameters_in_float32(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_states_behind_single_rows_are_kept(rule):
+    case = rule(sum(LENGTHS) + 1)
+    states, requests = poisoned(case, number=30), batch(LENGTHS, COMPUTED, SLOTS, 1)
+    kept = torch.arange(10, 10 + sum(LENGTHS) + 1)
+    compare(case.operator, arguments(case), states, (*requests, kept.where(kept % 3 > 0, 0)))
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_padding_alone_changes_nothing(rule):
     """As in warm-up and captures; null slots are named often, and no state is read."""
     case = rule(3)

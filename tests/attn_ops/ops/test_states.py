@@ -173,6 +173,26 @@ def test_chunks_are_the_whole(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_states_behind_single_rows_are_kept(rule):
+    """As if the request had ended there; what is named for rows of padding stays as it was."""
+    case = rule(7)
+    begin = torch.zeros((9, *case.shape), dtype=torch.float64)
+    begin[2] = numbers(*case.shape)
+    states, plain = begin.clone(), begin.clone()
+    requests = batch([4, 1], [5, 0], [2, 3], padding=2)
+    kept = torch.tensor([4, 0, 7, 5, 6, 8, 0]).int()
+    out = call(case, states, *requests, kept)
+    torch.testing.assert_close(out, call(case, plain, *requests))
+    torch.testing.assert_close(states[[2, 3]], plain[[2, 3]])
+    assert not states[[0, 1, 8]].any()
+    for rows, slot in ((1, 4), (3, 7), (4, 5)):
+        alone = begin.clone()
+        call(case, alone, *batch([rows], [5], [2]), rows=slice(rows))
+        torch.testing.assert_close(states[slot], alone[2])
+    torch.testing.assert_close(states[6], states[3])
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operators_are_what_they_say(rule, dtype):
     """Mutation, fakes and strides; results have the dtype of the rows."""
@@ -182,6 +202,7 @@ def test_operators_are_what_they_say(rule, dtype):
     name = getattr(torch.ops.attn_ops, case.operator.__name__).default
     requests = batch([1, 3], [0, 5], [3, 1])
     opcheck(name, (*given, states, *requests))
+    opcheck(name, (*given, states, *requests, torch.tensor([0, 2, 0, 0])))
     assert name(*given, states, *requests).dtype == dtype
 
 

@@ -82,6 +82,46 @@ def test_tokens_are_those_of_called_steps(name, is_compiled):
         session.release()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_change_nothing(name, is_compiled):
+    """Right, half right and wrong ones; captured, and verified."""
+    model = wide(name, torch.float32)
+    want = tokens(small(name, model, cudagraph_mode="NONE").generate(PROMPTS, 24))
+    model = cases.compiled(model) if is_compiled else model
+    session = poisoned(small(name, model, num_draft_tokens=3, verify="always"))
+    ids = [session.add(prompt, 24) for prompt in PROMPTS]
+    made, num_calls = dict.fromkeys(ids, 0), 0
+    while session.num_unfinished:
+        drafts = {}
+        for number, (request, found) in enumerate(zip(ids, want, strict=True)):
+            draft = found[made[request] :][:3]
+            wrong = (number + num_calls) % 4  # 3: none
+            drafts[request] = [t if i != wrong else (t + 1) % 64 for i, t in enumerate(draft)]
+        for output in session.verify_draft(drafts):
+            made[output.request_id] += 1
+        num_calls += 1
+    results = [session.result(request) for request in ids]
+    assert [result.token_ids for result in results if result is not None] == want
+    assert session.num_steps["captured"] > 0
+    assert is_empty(session)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_begin_behind_kept_states(name):
+    model = wide(name, torch.float32)
+    prompts = [[*range(1, 60), *rest] for rest in ([3], [7, 8], [9] * 30, [9] * 40)]
+    want = [tokens(small(name, model).generate([prompt], 16))[0] for prompt in prompts]
+    session = poisoned(small(name, model, share_prefixes=True, block_size=16))
+    for _ in range(2):
+        for prompt, found in zip(prompts, want, strict=True):
+            assert tokens(session.generate([prompt], 16)) == [found]
+    prefixes = session.report().prefixes
+    assert prefixes is not None
+    assert prefixes.num_hits >= 5
+    assert is_empty(session)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_nearly_the_same_tokens_in_bfloat16(name):
     """Sums are in another order, so that later tokens may part where two are nearly equal."""

@@ -4,6 +4,7 @@ from attn_ops.ops.advance import advance_step
 from attn_ops.ops.attention import attention, attention_with_lse
 from attn_ops.ops.attention_quant import attention_quant
 from attn_ops.ops.cache_blocks import copy_blocks, gather_kv, swap_blocks
+from attn_ops.ops.experts import experts
 from attn_ops.ops.fused_products import gated_mlp, norm_mm
 from attn_ops.ops.merge import merge_attn_states, merge_attn_states_quant
 from attn_ops.ops.mla import mla_attention, mla_attention_with_lse
@@ -28,6 +29,7 @@ __all__ = [
     "causal_conv1d_update",
     "copy_blocks",
     "copy_blocks_mla",
+    "experts",
     "gated_delta_rule",
     "gated_mlp",
     "gather_kv",

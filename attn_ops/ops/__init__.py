@@ -4,12 +4,12 @@ from attn_ops.ops.advance import advance_step
 from attn_ops.ops.attention import attention, attention_with_lse
 from attn_ops.ops.attention_quant import attention_quant
 from attn_ops.ops.cache_blocks import copy_blocks, gather_kv, swap_blocks
-from attn_ops.ops.experts import experts
 from attn_ops.ops.fused_products import gated_mlp, norm_mm
 from attn_ops.ops.merge import merge_attn_states, merge_attn_states_quant
 from attn_ops.ops.mla import mla_attention, mla_attention_with_lse
 from attn_ops.ops.mla_cache import copy_blocks_mla, gather_mla_kv, write_mla_kv
 from attn_ops.ops.mla_quant import mla_attention_quant
+from attn_ops.ops.moe.experts import experts
 from attn_ops.ops.skinny_mm import skinny_mm
 from attn_ops.ops.states import (
     causal_conv1d_update,

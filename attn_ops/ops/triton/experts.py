@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from attn_ops.ops.experts_constants import (
+from attn_ops.ops.moe.constants import (
     ExpertsConstants,
     experts_constants,
     most_blocks,
@@ -243,7 +243,8 @@ def launch_blocks(ids: torch.Tensor, num_experts: int, block_t: int) -> Blocks:
     with torch.cuda.device_of(ids):  # Triton launches on the current device
         blocks_kernel[(num_experts,)](
             pairs, expert, ids, num_pairs, number, E=num_experts, E_PADDED=padded,
-            BLOCK_T=block_t, CHUNK=chunk, num_warps=4 if chunk <= 1024 else 8, **early_launch(ids.device),
+            BLOCK_T=block_t, CHUNK=chunk, **early_launch(ids.device),
+            num_warps=4 if chunk <= 1024 else 8,
         )  # fmt: skip
     return Blocks(expert, pairs, block_t)
 
@@ -348,8 +349,6 @@ def launch_experts(
     else:
         blocks = launch_blocks(ids, num_experts, forms[0].block_t)
     gate = {"alpha": alpha, "limit": limit, "interleaved": interleaved, "widen": widen}
-    h = launch_product(
-        x, w_gate_up, gate_up_bias, blocks, num_pairs, forms[0], activation, **gate
-    )
+    h = launch_product(x, w_gate_up, gate_up_bias, blocks, num_pairs, forms[0], activation, **gate)
     y = launch_product(h, w_down, down_bias, blocks, num_pairs, forms[1], widen=widen)
     return launch_sum(y, ids, weights, num_experts)

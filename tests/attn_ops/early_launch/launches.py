@@ -118,7 +118,7 @@ def products() -> None:
 
 
 def experts() -> None:
-    from attn_ops.ops.experts_constants import ExpertsConstants
+    from attn_ops.ops.moe.constants import ExpertsConstants
     from attn_ops.ops.triton.experts import launch_experts
 
     gate_up, down = torch.zeros(4, 256, 320, dtype=BF16), torch.zeros(4, 320, 128, dtype=BF16)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attn_ops.ops.library import operator
+from attn_ops.ops.moe.composite import experts_by_torch
 from attn_ops.ops.skinny_mm import is_measured
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gpt_oss")
@@ -61,9 +62,7 @@ def _check(
 
 def _check_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> None:
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(
-            f"x must be floating-point of shape [T, K], got {x.dtype} {list(x.shape)}"
-        )
+        raise ValueError(f"x must be floating-point of shape [T, K], got {x.dtype} {list(x.shape)}")
     fits = w_gate_up.dim() == 3 and w_gate_up.shape[2] == x.shape[1] and not w_gate_up.shape[1] % 2
     if not fits or w_gate_up.dtype != x.dtype:
         raise ValueError(
@@ -149,7 +148,7 @@ def experts(
         from attn_ops.ops.triton.experts import launch_experts
 
         return launch_experts(*given, **gate)
-    return _composite(*given, **gate)
+    return experts_by_torch(*given, **gate)
 
 
 def takes_experts(w_gate_up: torch.Tensor, w_down: torch.Tensor, device: torch.device) -> bool:
@@ -163,68 +162,3 @@ def _is_read_fast(w: torch.Tensor) -> bool:
     turned = w.stride(1) == 1 and w.stride(2) % 16 == 0
     aligned = w.shape[2] % 16 == 0 and w.stride(0) % 16 == 0
     return w.dtype in (torch.bfloat16, torch.float16) and aligned and (whole or turned)
-
-
-def _composite(
-    x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    expert_ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-) -> torch.Tensor:
-    """The same by PyTorch: pairs sorted by expert, a product for each expert that has some."""
-    num_experts, top_k = w_gate_up.shape[0], expert_ids.shape[1]
-    ids = expert_ids.reshape(-1)
-    is_there = (ids >= 0) & (ids < num_experts)
-    ids = torch.where(is_there, ids, num_experts)
-    sorted_ids, order = torch.sort(ids, stable=True)
-    bounds = torch.arange(num_experts, device=ids.device, dtype=ids.dtype)
-    ends = torch.searchsorted(sorted_ids, bounds, right=True, out_int32=True)
-    of_bias = sorted_ids.clamp(max=num_experts - 1)
-
-    def product(rows: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = _grouped(rows, w, ends)
-        return out if bias is None else (out + bias[of_bias]).to(x.dtype)
-
-    both = product(x[order // top_k], w_gate_up, gate_up_bias)
-    gated = _gated(both, activation, alpha, limit, interleaved)
-    y = product(gated, w_down, down_bias)
-    by_pair = torch.empty_like(y)
-    by_pair[order] = y
-    by_pair = by_pair.masked_fill_(~is_there[:, None], 0)
-    return (by_pair * weights.reshape(-1, 1)).view(-1, top_k, x.shape[1]).sum(1).to(x.dtype)
-
-
-def _grouped(rows: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows [S, K], sorted by expert, times w [E, M, K]; those of an expert end at `ends` [E]."""
-    aligned = rows.shape[1] % 8 == 0 and w.shape[1] % 8 == 0
-    if rows.is_cuda and rows.dtype == torch.bfloat16 and aligned:
-        return torch._grouped_mm(rows, w.transpose(1, 2), offs=ends)  # asks the host for nothing
-    out = rows.new_zeros(rows.shape[0], w.shape[1])
-    begin = 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > begin:
-            torch.mm(rows[begin:end], w[expert].t(), out=out[begin:end])
-        begin = end
-    return out
-
-
-def _gated(
-    both: torch.Tensor, activation: str, alpha: float, limit: float | None, interleaved: bool
-) -> torch.Tensor:
-    """The activation of a gate times up, of [S, 2 * F] -> [S, F]; in float32 or in wider."""
-    wide = both.to(torch.promote_types(both.dtype, torch.float32))
-    gate, up = (wide[:, ::2], wide[:, 1::2]) if interleaved else wide.chunk(2, -1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if activation == "gelu_tanh":
-        return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(both.dtype)
-    if activation == "gpt_oss":
-        up = up + 1
-    return (gate * torch.sigmoid(alpha * gate) * up).to(both.dtype)

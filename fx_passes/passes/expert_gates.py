@@ -183,7 +183,9 @@ def same_of(node: Node) -> Node:
     """x of x.unsqueeze(d).squeeze(d), which an addition in place to a view leaves."""
     while node.target is aten.squeeze.dim:
         wider = cast(Node, node.args[0])
-        if wider.target is not aten.unsqueeze.default or wider.args[1] != node.args[1]:
+        if wider.target is not aten.unsqueeze.default:
+            break
+        if len({cast(int, one.args[1]) % value_of(wider).dim() for one in (node, wider)}) > 1:
             break
         node = cast(Node, wider.args[0])
     return node

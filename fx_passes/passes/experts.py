@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from attn_ops.ops.moe.experts import takes_experts
 from fx_passes.analysis.graph_ops import aten
 from fx_passes.analysis.sizes import equal, expression
-from fx_passes.analysis.steps import number_of
+from fx_passes.analysis.steps import limited, number_of
 from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 from fx_passes.config import PassConfig
@@ -17,6 +17,7 @@ from fx_passes.passes.expert_gates import Gate, gate_of, same_of
 from fx_passes.passes.rms_norms import CONVERT, factors, is_tensor
 
 _EXPERTS = torch.ops.attn_ops.experts.default
+_DIVIDE = aten.div.Tensor_mode
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _FALLBACK = "transformers.grouped_mm_fallback.default"
 """Transformers' operator for dtypes and devices that `_grouped_mm` does not take."""
@@ -354,16 +355,19 @@ def _gathered_bias(node: Any, routing: Routing) -> Node | None:
     if routing.order is None:
         return bias if ids is routing.ids else None
     last = value_of(bias).shape[0] - 1
-    if isinstance(ids, Node) and ids.target is aten.clamp_max.default and ids.args[1] == last:
-        ids = ids.args[0]  # of rows that no expert has
+    if isinstance(ids, Node) and (found := limited(ids)) is not None:
+        ids = found.source if (found.low, found.high) == (None, last) else ids
     return bias if _is_sorted(ids, routing) else None
 
 
 def _unmasked(node: Node, routing: Routing) -> Node:
     """What is behind zeros in rows of pairs whose expert is none, which the operator leaves out."""
-    if node.target is not aten.where.self:
+    if node.target is aten.masked_fill.Scalar:
+        source, mask, zero = cast(tuple[Node, Node, Any], node.args)
+    elif node.target is aten.where.self:
+        mask, zero, source = cast(tuple[Node, Any, Node], node.args)
+    else:
         return node
-    mask, zero, source = cast(tuple[Node, Any, Node], node.args)
     above = mask.args[0] if mask.target is aten.unsqueeze.default else None
     if not isinstance(above, Node) or above.target is not aten.ge.Scalar or number_of(zero) != 0:
         return node
@@ -379,10 +383,10 @@ def _gathered(node: Node, routing: Routing, top_k: int) -> Node:
     """
     if routing.order is not None and node.target is aten.index.Tensor:
         x, (rows, *more) = cast(tuple[Node, list[Any]], node.args)
-        divides = isinstance(rows, Node) and rows.target is aten.div.Tensor_mode and not more
-        floor = {"rounding_mode": "floor"}
-        if divides and rows.args == (routing.order, top_k) and rows.kwargs == floor:
-            return x
+        if not more and isinstance(rows, Node) and rows.args == (routing.order, top_k):
+            floor = rows.kwargs == {"rounding_mode": "floor"}
+            if rows.target is aten.floor_divide.default or (floor and rows.target is _DIVIDE):
+                return x
     if routing.order is None and node.target in _VIEWS:
         copied = cast(Node, node.args[0])
         repeated = copied.args[0] if copied.target is aten.clone.default else copied

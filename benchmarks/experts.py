@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from attn_ops import experts
+from attn_ops.ops.moe.composite import experts_by_torch
 from benchmarks.harness import (
     Bar,
     brief,
@@ -97,6 +98,16 @@ class Layer:
         """Transformers' function by Inductor."""
         return _compiled()(self, x, ids, weights)
 
+    def by_torch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What the operator does where our kernels do not run."""
+        gate: dict[str, Any] = {"activation": "silu", "alpha": 1.0, "limit": None}
+        stored, biases = (self.gate_up_proj, self.down_proj), (None, None)
+        if self.shape.gpt_oss:
+            stored = self.gate_up_proj.mT, self.down_proj.mT
+            biases, gate = (self.gate_up_proj_bias, self.down_proj_bias), dict(GPT_OSS)
+        gate.setdefault("interleaved", False)
+        return experts_by_torch(x, *stored, ids, weights, *biases, **gate)
+
     def theirs(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -147,7 +158,7 @@ def times(shape: Shape, rows: int, layers: list[Layer], device: str) -> dict[str
     ours = layers[0].ours(*given[0]).float()
     theirs = layers[0].theirs(*given[0]).float()
     found: dict[str, Any] = {"difference": round((ours - theirs).abs().max().item(), 4)}
-    names = ("ours", "theirs", "compiled") if device == "cuda" else ("ours", "theirs")
+    names = ("ours", "theirs", "by_torch", *(("compiled",) if device == "cuda" else ()))
     for name in names:
         calls = [getattr(layer, name) for layer in layers]
         try:

@@ -20,9 +20,12 @@ class ExpertsConstants(NamedTuple):
 
 
 def rows_of_a_block(num_pairs: int, num_experts: int) -> int:
-    """Pairs that a program multiplies: the mean of an expert, from 16 to 128."""
-    mean = -(-num_pairs // num_experts)
-    return min(max(16, 1 << (mean - 1).bit_length()), MOST_ROWS)
+    """Pairs that a program multiplies, from 16 to 128: a third more than the mean of an expert.
+
+    Most experts then have one block, and their weights are read once.
+    """
+    wanted = -(-4 * num_pairs // (3 * num_experts))
+    return min(max(16, 1 << (wanted - 1).bit_length()), MOST_ROWS)
 
 
 def most_blocks(num_pairs: int, num_experts: int, block_t: int) -> int:
@@ -34,14 +37,12 @@ def most_blocks(num_pairs: int, num_experts: int, block_t: int) -> int:
 def experts_constants(k: int, num_pairs: int, num_experts: int) -> ExpertsConstants:
     """For a product of K inputs. All forms give the same bits.
 
-    Not tuned: forms for few rows are those of `skinny_mm`, others are what Triton's matrix product
-    takes. `python -m benchmarks.experts` measures them on a GPU.
+    Not tuned: with few rows two programs fit into a multiprocessor of Hopper, with many one or two.
+    `python -m benchmarks.experts` measures them on a GPU.
     """
     block_t = rows_of_a_block(num_pairs, num_experts)
     if block_t >= 64:
         return ExpertsConstants(block_t, 128, 64, 8 if block_t == MOST_ROWS else 4, 4)
-    if k % 256 == 0 and block_t == 16:
-        return ExpertsConstants(block_t, 64, 256, 4, 3)
     if k % 128 == 0:
         return ExpertsConstants(block_t, 64, 128, 4, 4)
     return ExpertsConstants(block_t, 64, 64, 4, 6)

@@ -26,8 +26,8 @@ from attn_ops.ops.moe.constants import (
     rows_of_a_block,
 )
 
-MOST_PAIRS_AT_ONCE = 4096
-"""That a program reads while it sorts."""
+PAIRS_AT_ONCE = (256, 1024, 4096)
+"""That a program reads while it sorts: few numbers, as each is compiled."""
 
 BLOCK_SUM = 512
 """Columns of a program that sums."""
@@ -238,8 +238,8 @@ def launch_blocks(ids: torch.Tensor, num_experts: int, block_t: int) -> Blocks:
     number = most_blocks(num_pairs, num_experts, block_t)
     expert = torch.empty(number, **new)
     pairs = torch.empty(number, block_t, **new)
-    padded = triton.next_power_of_2(num_experts + 1)
-    chunk = min(max(triton.next_power_of_2(num_pairs), 128), MOST_PAIRS_AT_ONCE)
+    padded = max(triton.next_power_of_2(num_experts + 1), 32)
+    chunk = next((n for n in PAIRS_AT_ONCE if n >= num_pairs), PAIRS_AT_ONCE[-1])
     with torch.cuda.device_of(ids):  # Triton launches on the current device
         blocks_kernel[(num_experts,)](
             pairs, expert, ids, num_pairs, number, E=num_experts, E_PADDED=padded,

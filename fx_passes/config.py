@@ -12,7 +12,7 @@ class PassConfig:
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
     `attn_quant`, of the pass `quantize_output`, is "never", "auto", for schemes that gain by it, or
     "always".
-    `skinny_products` takes the same words: "auto" is where our kernel was measured.
+    `skinny_products` and `experts` take the same words: "auto" is where our kernels run.
     So do `fused_mlp` and `norm_products`, and "replays": in steps that are replayed alone, for
     which pieces are compiled a second time (`fx_passes.forms`), with Inductor's `combo_kernels`.
     "auto" is that for sessions that capture on a GPU with such kernels, and else off: called steps
@@ -34,6 +34,7 @@ class PassConfig:
     short_products: bool = True
     attn_quant: Literal["auto", "always", "never"] = "auto"
     collapse_views: bool = True
+    experts: Literal["auto", "always", "never"] = "auto"
     skinny_products: Literal["auto", "always", "never"] = "auto"
     fused_mlp: Literal["auto", "replays", "always", "never"] = "auto"
     norm_products: Literal["auto", "replays", "always", "never"] = "auto"
@@ -47,7 +48,9 @@ class PassConfig:
 
     def ordered(self) -> "PassConfig":
         """The same for a model whose rows must not depend on each other: one form for all steps."""
-        always = dict.fromkeys(("skinny_products", "fused_mlp", "norm_products"), "always")
+        always = dict.fromkeys(
+            ("experts", "skinny_products", "fused_mlp", "norm_products"), "always"
+        )
         return dataclasses.replace(self, batch_invariant=True, **always)  # type: ignore
 
     def is_on(self, switch: str) -> bool:

@@ -7,6 +7,7 @@ share_products   aten     equal matrix products are computed once
 short_products   aten     products of few terms are written as sums
 quantize_output  aten     attention that is quantized writes FP8 itself
 collapse_views   aten     q, k, v reach attention as one view of their product
+experts          aten     a mixture of experts becomes one operator
 skinny_products  aten     products go to an operator that is faster for few rows
 fused_mlp        aten     norm, gated products and additions become one operator
 norm_products    aten     a product of an RMSNorm becomes one operator
@@ -26,6 +27,7 @@ from fx_passes.installed import installed_passes
 from fx_passes.naming import GraphName, name_of
 from fx_passes.observe import recorders
 from fx_passes.passes.constants import DeviceConstants
+from fx_passes.passes.experts import Experts
 from fx_passes.passes.fast_prefill import FastPrefill
 from fx_passes.passes.fused_mlp import FusedMlp
 from fx_passes.passes.layers import OutlineLayers
@@ -39,7 +41,7 @@ from fx_passes.promises import Promises
 
 _PIPELINE: list[type[Pass]] = [
     DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, ShortProducts,
-    QuantizeOutput, CollapseViews, SkinnyProducts, FusedMlp, NormProducts,
+    QuantizeOutput, CollapseViews, Experts, SkinnyProducts, FusedMlp, NormProducts,
 ]  # fmt: skip
 """Global: it is the registry of passes."""
 

@@ -8,6 +8,7 @@ from attn_ops.ops.merge import merge_attn_states, merge_attn_states_quant
 from attn_ops.ops.mla import mla_attention, mla_attention_with_lse
 from attn_ops.ops.mla_cache import copy_blocks_mla, gather_mla_kv, write_mla_kv
 from attn_ops.ops.mla_quant import mla_attention_quant
+from attn_ops.ops.moe.experts import experts
 from attn_ops.ops.products.fused_products import gated_mlp, norm_mm
 from attn_ops.ops.products.norms import add_rms_norm, rms_norm
 from attn_ops.ops.products.skinny_mm import skinny_mm
@@ -30,6 +31,7 @@ __all__ = [
     "causal_conv1d_update",
     "copy_blocks",
     "copy_blocks_mla",
+    "experts",
     "gated_delta_rule",
     "gated_mlp",
     "gather_kv",

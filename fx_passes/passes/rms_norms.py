@@ -89,13 +89,13 @@ def norm_of(node: Any, *, wide_weight: bool = False) -> Norm | None:
         norm = norm_of(node.args[0], wide_weight=True)
         kept = norm is not None and value_of(node).dtype == value_of(norm.source).dtype
         return norm if kept else None
-    weighted = _factors(node)
+    weighted = factors(node)
     for weight, rest in weighted:
         if value_of(weight).dim() != 1:
             continue
         dtype = value_of(weight).dtype
-        for wide, factor in _factors(_unconverted(rest, dtype)):
-            source = _unconverted(wide, dtype)
+        for wide, factor in factors(unconverted(rest, dtype)):
+            source = unconverted(wide, dtype)
             eps = _eps(factor, wide)
             rows, columns = value_of(source), value_of(weight)
             wanted = torch.float32 if rows.dtype != torch.float64 else torch.float64
@@ -107,7 +107,7 @@ def norm_of(node: Any, *, wide_weight: bool = False) -> Norm | None:
     return None
 
 
-def _factors(node: Any) -> list[tuple[Node, Node]]:
+def factors(node: Any) -> list[tuple[Node, Node]]:
     """Both orders of a product of two tensors."""
     if not isinstance(node, Node) or node.target is not aten.mul.Tensor:
         return []
@@ -115,7 +115,7 @@ def _factors(node: Any) -> list[tuple[Node, Node]]:
     return [(a, b), (b, a)] if is_tensor(a) and is_tensor(b) else []
 
 
-def _unconverted(node: Any, dtype: torch.dtype) -> Any:
+def unconverted(node: Any, dtype: torch.dtype) -> Any:
     """What a conversion converts that keeps values of `dtype`; of `_to_copy`, one of that alone."""
     if not isinstance(node, Node):
         return node
@@ -153,9 +153,9 @@ def _is_square(node: Any, of: Node) -> bool:
 
 def gated_of(node: Any) -> tuple[Node, Node] | None:
     """(gate, up) of SiLU(gate) * up."""
-    for silu, factor in _factors(node):
+    for silu, factor in factors(node):
         dtype = value_of(node).dtype
-        gate, up = _silu(_unconverted(silu, dtype), dtype), _unconverted(factor, dtype)
+        gate, up = _silu(unconverted(silu, dtype), dtype), unconverted(factor, dtype)
         if gate is not None and up is not gate:
             return gate, up
     return None
@@ -166,10 +166,10 @@ def _silu(node: Any, dtype: torch.dtype) -> Node | None:
     if not isinstance(node, Node):
         return None
     if node.target is aten.silu.default:
-        return _unconverted(node.args[0], dtype)
-    for x, sigmoid in _factors(node):
+        return unconverted(node.args[0], dtype)
+    for x, sigmoid in factors(node):
         if sigmoid.target is aten.sigmoid.default and sigmoid.args[0] is x:
-            return _unconverted(x, dtype)
+            return unconverted(x, dtype)
     if node.target is not aten.div.Tensor:
         return None
     x, below = cast(tuple[Node, Node], node.args)
@@ -180,7 +180,7 @@ def _silu(node: Any, dtype: torch.dtype) -> Node | None:
         return None
     minus = cast(Node, power.args[0])
     return (
-        _unconverted(x, dtype) if minus.target is aten.neg.default and minus.args[0] is x else None
+        unconverted(x, dtype) if minus.target is aten.neg.default and minus.args[0] is x else None
     )
 
 

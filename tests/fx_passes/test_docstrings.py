@@ -18,7 +18,11 @@ from tests.fx_passes.fx_text import Parsed, normal, text
 
 TESTS = Path(__file__).parent
 ON = PassConfig(
-    attn_quant="always", skinny_products="always", fused_mlp="always", norm_products="always"
+    attn_quant="always",
+    experts="always",
+    skinny_products="always",
+    fused_mlp="always",
+    norm_products="always",
 )
 """With passes that a CPU gains nothing by."""
 BUILT_IN = [one for one in pass_classes() if one.__module__.startswith("fx_passes.")]

@@ -125,7 +125,7 @@ def is_skinny(num_rows: int, w: torch.Tensor, device: torch.device) -> bool:
 def takes(w: torch.Tensor, device: torch.device) -> bool:
     """Whether our kernel can multiply by w [K, M], here and faster than the library."""
     return (
-        _is_measured(device)
+        is_measured(device)
         and w.dtype in (torch.bfloat16, torch.float16, _FP8)
         and w.stride(0) == 1
         and w.shape[0] % 128 == 0
@@ -135,6 +135,6 @@ def takes(w: torch.Tensor, device: torch.device) -> bool:
 
 # Cached: a property of the device, asked by each product.
 @functools.cache
-def _is_measured(device: torch.device) -> bool:
+def is_measured(device: torch.device) -> bool:
     """The kernel's constants are of Hopper."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -117,6 +117,22 @@ def products() -> None:
     launch_silu_mul(x)
 
 
+def experts() -> None:
+    from attn_ops.ops.moe.constants import ExpertsConstants
+    from attn_ops.ops.triton.experts import launch_experts
+
+    gate_up, down = torch.zeros(4, 256, 320, dtype=BF16), torch.zeros(4, 320, 128, dtype=BF16)
+    bias, turned = gate_up[:, :, 0], gate_up.mT.contiguous().mT
+    gpt_oss = {"activation": "gpt_oss", "limit": 7.0, "interleaved": True}
+    for rows in (1, 3, 130):
+        ids = torch.zeros(rows, 2, dtype=torch.int64)
+        given = torch.zeros(rows, 320, dtype=BF16), gate_up, down, ids, torch.zeros(rows, 2)
+        launch_experts(*given)
+        launch_experts(given[0], turned, *given[2:], bias, bias[:, :1].expand(4, 320), **gpt_oss)
+    for form in ((64, 128, 64, 4, 4), (128, 128, 64, 8, 4)):
+        launch_experts(*given, constants=ExpertsConstants(*form))
+
+
 def states() -> None:
     from attn_ops.ops.triton import states as kernels
 
@@ -185,6 +201,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "blocksparse": blocksparse,
     "mla": mla,
     "products": products,
+    "experts": experts,
     "query": query,
     "states": states,
     "step": step,

@@ -56,6 +56,15 @@ def calls() -> dict[str, tuple[tuple, dict]]:
             (x, torch.randn(8, 4), weight, "silu", torch.zeros(2, 8, 3), *one),
         ),
         "copy_blocks": (([torch.ones(4, 2, 16, 2, 16)] * 2, pairs),),
+        "experts": (
+            (
+                x,
+                torch.randn(2, 8, 8),
+                torch.randn(2, 8, 4),
+                pairs.expand(3, 2) - 1,
+                torch.rand(3, 2),
+            ),
+        ),
         "gated_delta_rule": ((rule, rule, rule, -dt, dt, True, pool, *one),),
         "gated_mlp": ((x, x, weight, 1e-6, torch.randn(8, 8), torch.randn(4, 8)),),
         "gather_kv": ((b.kv_cache, tables, lengths, 9),),

@@ -155,7 +155,7 @@ def test_opcheck_fp8():
 
 def test_the_kernel_takes_few_rows_only(monkeypatch):
     """Where it was measured, and of a weight that is read along its rows."""
-    monkeypatch.setattr(module, "_is_measured", lambda device: True)
+    monkeypatch.setattr(module, "is_measured", lambda device: True)
     w = torch.empty(256, 128, dtype=torch.bfloat16, device="meta").t()
     most = most_rows(w)
     found = [module.is_skinny(rows, w, w.device) for rows in (0, 1, most, most + 1)]

@@ -134,11 +134,22 @@ def test_skipped_when_training(dynamo_run):
     torch.testing.assert_close(x.grad, wanted)
 
 
+def run_dynamic(dynamo_run, model):
+    """The pass on a graph of any number of rows, whose result stays equal."""
+    wanted = model(X)
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    one = OutlineLayers()
+    _, got = dynamo_run(model, one, x)
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+    return one
+
+
 @pytest.mark.skipped_when(OutlineLayers, "the layer hands something other than tensors")
-def test_skipped_when_a_layer_hands_out_a_size(dynamo_run):
-    class Sized(Layer):
+def test_skipped_when_a_layer_hands_out_a_number(dynamo_run):
+    class Halved(Layer):
         def forward(self, x):
-            return super().forward(x), x.shape[0] * 2
+            return super().forward(x), x.shape[0] / 2
 
     class Model(Stack):
         def forward(self, x):
@@ -147,15 +158,19 @@ def test_skipped_when_a_layer_hands_out_a_size(dynamo_run):
                 x = x * rows
             return x
 
-    model = Model(Sized(), Sized())
-    wanted = model(X)
-    x = X.clone()
-    torch._dynamo.mark_dynamic(x, 0)
-    one = OutlineLayers()
-    _, got = dynamo_run(model, one, x)
-    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+    one = run_dynamic(dynamo_run, Model(Halved(), Halved()))
     assert one.matches == 0
     assert any("something other than a tensor" in reason for reason in one.skipped)
+
+
+def test_a_size_that_layers_share_is_computed_in_each(dynamo_run):
+    """As the number of routed rows in a mixture of experts, which Dynamo computes once."""
+
+    class Counting(Layer):
+        def forward(self, x):
+            return super().forward(x) + torch.arange(2 * x.shape[0]).view(2, -1).sum(0)[:, None]
+
+    assert run_dynamic(dynamo_run, Stack(Counting(), Counting())).matches == 2
 
 
 @pytest.mark.skipped_when(OutlineLayers, "the graph reads a number from a tensor")

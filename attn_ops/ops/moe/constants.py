@@ -1,0 +1,48 @@
+"""How the kernels of `experts` are launched.
+
+T rows, S = T * top_k pairs of a row and an expert, E experts, K inputs, M outputs of a product.
+"""
+
+from typing import NamedTuple
+
+MOST_ROWS = 128
+"""Pairs of a block at most."""
+
+
+class ExpertsConstants(NamedTuple):
+    """Constants of a product's launch."""
+
+    block_t: int  # pairs of a block, which share an expert
+    block_m: int  # rows of the weight a program
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def rows_of_a_block(num_pairs: int, num_experts: int) -> int:
+    """Pairs that a program multiplies, from 16 to 128: a third more than the mean of an expert.
+
+    Most experts then have one block, and their weights are read once.
+    """
+    wanted = -(-4 * num_pairs // (3 * num_experts))
+    return min(max(16, 1 << (wanted - 1).bit_length()), MOST_ROWS)
+
+
+def most_blocks(num_pairs: int, num_experts: int, block_t: int) -> int:
+    """Blocks that S pairs fill at most, however they are spread over E experts."""
+    chosen = min(num_pairs, num_experts)
+    return chosen + (num_pairs - chosen) // block_t
+
+
+def experts_constants(k: int, num_pairs: int, num_experts: int) -> ExpertsConstants:
+    """For a product of K inputs. All forms give the same bits.
+
+    Not tuned: with few rows two programs fit into a multiprocessor of Hopper, with many one or two.
+    `python -m benchmarks.experts` measures them on a GPU.
+    """
+    block_t = rows_of_a_block(num_pairs, num_experts)
+    if block_t >= 64:
+        return ExpertsConstants(block_t, 128, 64, 8 if block_t == MOST_ROWS else 4, 4)
+    if k % 128 == 0:
+        return ExpertsConstants(block_t, 64, 128, 4, 4)
+    return ExpertsConstants(block_t, 64, 64, 4, 6)

@@ -1,0 +1,164 @@
+"""`attn_ops::experts`: a mixture of experts, from routed rows to the weighted sum of their experts.
+
+T rows of x, top_k experts of each, S = T * top_k pairs, E experts, K inputs and outputs, F columns
+of a gate.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from attn_ops.ops.library import operator
+from attn_ops.ops.moe.composite import experts_by_torch
+from attn_ops.ops.products.skinny_mm import is_measured
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gpt_oss")
+
+
+def _check(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    interleaved: bool = False,
+    ordered: bool = False,
+) -> None:
+    """Raise a ValueError that names the first argument that does not fit."""
+    _check_weights(x, w_gate_up, w_down)
+    (num_experts, both, k), num_rows = w_gate_up.shape, x.shape[0]
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != num_rows or expert_ids.shape[1] == 0:
+        raise ValueError(
+            f"expert_ids must have shape [{num_rows}, top_k], got {list(expert_ids.shape)}"
+        )
+    if expert_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"expert_ids must be integers, got {expert_ids.dtype}; supported: int32, int64"
+        )
+    if weights.shape != expert_ids.shape or not weights.is_floating_point():
+        raise ValueError(
+            f"weights must be floating-point of expert_ids' shape {list(expert_ids.shape)}, "
+            f"got {weights.dtype} {list(weights.shape)}"
+        )
+    for name, bias, columns in (("gate_up_bias", gate_up_bias, both), ("down_bias", down_bias, k)):
+        if bias is not None and list(bias.shape) != [num_experts, columns]:
+            raise ValueError(
+                f"{name} must have shape [{num_experts}, {columns}], got {list(bias.shape)}"
+            )
+    given = {"w_gate_up": w_gate_up, "w_down": w_down, "expert_ids": expert_ids}
+    given |= {"weights": weights, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    for name, other in given.items():
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{name} must be on x's device {x.device}, got {other.device}")
+    _check_gate(activation, alpha, limit)
+
+
+def _check_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> None:
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x must be floating-point of shape [T, K], got {x.dtype} {list(x.shape)}")
+    fits = w_gate_up.dim() == 3 and w_gate_up.shape[2] == x.shape[1] and not w_gate_up.shape[1] % 2
+    if not fits or w_gate_up.dtype != x.dtype:
+        raise ValueError(
+            f"w_gate_up must be {x.dtype} of shape [E, 2 * F, {x.shape[1]}], "
+            f"got {w_gate_up.dtype} {list(w_gate_up.shape)}"
+        )
+    wanted = [w_gate_up.shape[0], x.shape[1], w_gate_up.shape[1] // 2]
+    if list(w_down.shape) != wanted or w_down.dtype != x.dtype:
+        raise ValueError(
+            f"w_down must be {x.dtype} of shape [E, K, F] = {wanted}, "
+            f"got {w_down.dtype} {list(w_down.shape)}"
+        )
+
+
+def _check_gate(activation: str, alpha: float, limit: float | None) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be known, got {activation!r}; supported: {', '.join(ACTIVATIONS)}"
+        )
+    if not math.isfinite(alpha) or (activation == "gelu_tanh" and alpha != 1):
+        raise ValueError(f"alpha must be finite, and 1 for gelu_tanh, got {alpha}")
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"limit must be None or over 0, got {limit}")
+
+
+@operator(fake=lambda x, *other, **more: x.new_empty(x.shape), check=_check)
+def experts(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    interleaved: bool = False,
+    ordered: bool = False,
+) -> torch.Tensor:
+    """The sum over a row's experts of weight * (gate(x @ gate_up[expert].T) @ down[expert].T).
+
+    On Hopper GPUs four kernels compute it, which read the weights of chosen experts alone and ask
+    the host for nothing. A row's result then depends neither on the other rows nor on how many
+    there are. Elsewhere PyTorch computes it, expert by expert.
+
+    Args:
+        x: [T, K].
+        w_gate_up: [E, 2 * F, K] in x's dtype, of any strides: the gate's rows before those of up.
+        w_down: [E, K, F] in x's dtype, of any strides.
+        expert_ids: [T, top_k] int32 or int64. A number that is no expert adds nothing.
+        weights: [T, top_k], of the sum.
+        gate_up_bias: [E, 2 * F], in the order of w_gate_up's rows.
+        down_bias: [E, K].
+        activation: "silu": gate * sigmoid(alpha * gate) * up; "gpt_oss": with up + 1 in place of
+            up; "gelu_tanh": GELU of the gate by tanh, times up.
+        alpha: of the sigmoid.
+        limit: of the gate from above, and of up from both sides, before the activation.
+        interleaved: rows of gate and up take turns in w_gate_up and its bias.
+        ordered: a row's bits never depend on the other rows; on Hopper GPUs alone.
+
+    Returns:
+        [T, K] contiguous, in x's dtype. The sum is in float32, in the order of a row's experts;
+        each product is rounded to x's dtype first.
+
+    Raises:
+        ValueError: shapes, dtypes or the gate do not fit; `ordered` cannot be had.
+    """
+    by_kernels = x.stride(1) == 1 and takes_experts(w_gate_up, w_down, x.device)
+    if ordered and not by_kernels:
+        raise ValueError(
+            "w_gate_up and w_down must be bfloat16 or float16 of multiples of 16 inputs on a "
+            f"Hopper GPU for ordered=True, got {w_gate_up.dtype} {list(w_gate_up.shape)} and "
+            f"{list(w_down.shape)} on {x.device}"
+        )
+    if x.shape[0] == 0:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    given = (x, w_gate_up, w_down, expert_ids, weights, gate_up_bias, down_bias)
+    gate: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}
+    gate["interleaved"] = interleaved
+    if by_kernels:
+        from attn_ops.ops.triton.experts import launch_experts
+
+        return launch_experts(*given, **gate)
+    return experts_by_torch(*given, **gate)
+
+
+def takes_experts(w_gate_up: torch.Tensor, w_down: torch.Tensor, device: torch.device) -> bool:
+    """Whether our kernels multiply by w_gate_up [E, 2 * F, K] and w_down [E, K, F] here."""
+    return is_measured(device) and all(_is_read_fast(w) for w in (w_gate_up, w_down))
+
+
+def _is_read_fast(w: torch.Tensor) -> bool:
+    """Whether a weight [E, M, K] is read in whole lines, along its inputs or along its outputs."""
+    whole = w.stride(2) == 1 and w.stride(1) % 16 == 0
+    turned = w.stride(1) == 1 and w.stride(2) % 16 == 0
+    aligned = w.shape[2] % 16 == 0 and w.stride(0) % 16 == 0
+    return w.dtype in (torch.bfloat16, torch.float16) and aligned and (whole or turned)

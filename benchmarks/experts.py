@@ -1,0 +1,216 @@
+"""Mixtures of experts: `python -m benchmarks.experts`.
+
+One layer's experts of Qwen3-30B-A3B, GPT-OSS-20B, Mixtral 8x7B and, with 64 of its 256 experts,
+DeepSeek-V3: `attn_ops.experts` beside Transformers' `grouped_mm`, called and compiled. Rows choose
+experts at random. The limit is the longer one of two times: that in which a copy moves as many
+bytes as the chosen experts' weights and the rows have, and that of the products at the peak of the
+tensor cores. On a CPU sizes are tiny, and figures mean nothing.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from attn_ops import experts
+from attn_ops.ops.moe.composite import experts_by_torch
+from benchmarks.harness import (
+    Bar,
+    brief,
+    capture,
+    copy_bandwidth,
+    finish,
+    free,
+    median_ms,
+    origin,
+    parser_of,
+)
+
+ROWS = (1, 8, 64, 256, 512, 2048, 8192)
+MOST_CAPTURED = 512
+"""Rows of a step that is captured."""
+
+CACHE_BYTES = 2**28
+"""Layers that follow each other read so many bytes at least, several times what an L2 holds."""
+
+PEAK = 989e12
+"""Operations a second of an H100's tensor cores in bfloat16, as NVIDIA states them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model's experts: K inputs and outputs, F columns of a gate, E experts."""
+
+    k: int
+    f: int
+    num_experts: int
+    top_k: int
+    gpt_oss: bool = False  # biases, and weights stored as [E, inputs, outputs]
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
+    "gpt-oss-20b": Shape(2880, 2880, 32, 4, gpt_oss=True),
+    "mixtral-8x7b": Shape(4096, 14336, 8, 2),
+    "deepseek-v3, 64 experts": Shape(7168, 2048, 64, 8),
+}
+TINY = {name: Shape(64, 32, 4, 2, shape.gpt_oss) for name, shape in SHAPES.items()}
+GPT_OSS = {"activation": "gpt_oss", "alpha": 1.702, "limit": 7.0, "interleaved": True}
+
+
+class Layer:
+    """Weights of one layer, as a module that Transformers' function reads."""
+
+    has_gate, has_post_expert_norm, _is_expert_parallel = True, False, False
+
+    def __init__(self, shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        e, k, f = shape.num_experts, shape.k, shape.f
+        self.shape, self.num_experts = shape, e
+        self.has_bias = self.is_transposed = shape.gpt_oss
+        up, down = ((e, k, 2 * f), (e, f, k)) if shape.gpt_oss else ((e, 2 * f, k), (e, k, f))
+        like = {"device": device, "dtype": dtype}
+        self.gate_up_proj = torch.randn(up, **like).mul_(k**-0.5)
+        self.down_proj = torch.randn(down, **like).mul_(f**-0.5)
+        self.gate_up_proj_bias = torch.randn(e, 2 * f, **like)
+        self.down_proj_bias = torch.randn(e, k, **like)
+
+    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+        if not self.shape.gpt_oss:
+            gate, up = both.chunk(2, dim=-1)
+            return functional.silu(gate) * up
+        gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    def ours(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if not self.shape.gpt_oss:
+            return experts(x, self.gate_up_proj, self.down_proj, ids, weights)
+        stored = self.gate_up_proj.mT, self.down_proj.mT
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        return experts(x, *stored, ids, weights, *biases, **GPT_OSS)
+
+    def compiled(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Transformers' function by Inductor."""
+        return _compiled()(self, x, ids, weights)
+
+    def by_torch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What the operator does where our kernels do not run."""
+        gate: dict[str, Any] = {"activation": "silu", "alpha": 1.0, "limit": None}
+        stored, biases = (self.gate_up_proj, self.down_proj), (None, None)
+        if self.shape.gpt_oss:
+            stored = self.gate_up_proj.mT, self.down_proj.mT
+            biases, gate = (self.gate_up_proj_bias, self.down_proj_bias), dict(GPT_OSS)
+        gate.setdefault("interleaved", False)
+        return experts_by_torch(x, *stored, ids, weights, *biases, **gate)
+
+    def theirs(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        module: Any = self
+        return grouped_mm_experts_forward(module, x, ids, weights)
+
+
+@functools.cache
+def _compiled() -> Callable[..., torch.Tensor]:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    return torch.compile(grouped_mm_experts_forward)
+
+
+def routed(shape: Shape, rows: int, device: str) -> tuple[torch.Tensor, ...]:
+    """x [T, K], expert ids and weights [T, top_k]."""
+    x = torch.randn(rows, shape.k, device=device, dtype=torch.bfloat16)
+    weights, ids = torch.rand(rows, shape.num_experts, device=device).topk(shape.top_k)
+    return x, ids, (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def limit_us(shape: Shape, ids: torch.Tensor, bandwidth: float) -> float:
+    """The longer one of moving chosen weights and rows, and of multiplying; microseconds."""
+    rows, chosen = ids.shape[0], ids.unique().numel()
+    num_bytes = 2 * (3 * chosen * shape.k * shape.f + 2 * rows * shape.k)
+    operations = 2 * 3 * ids.numel() * shape.k * shape.f
+    return 1e6 * max(num_bytes / bandwidth, operations / PEAK)
+
+
+def microseconds(run: Callable[[int], object], copies: int, rows: int, device: str) -> float:
+    """Of one layer among `copies` that follow each other."""
+
+    def step() -> None:
+        for i in range(copies):
+            run(i)
+
+    if device == "cpu":
+        begin = time.perf_counter()
+        step()
+        return 1e6 * (time.perf_counter() - begin) / copies
+    captured = capture(step).replay if rows <= MOST_CAPTURED else step
+    return 1e3 * median_ms(captured, repeats=20) / copies
+
+
+def times(shape: Shape, rows: int, layers: list[Layer], device: str) -> dict[str, Any]:
+    """Ours and Transformers' time, and how far their results are from each other."""
+    given = [routed(shape, rows, device) for _ in layers]
+    ours = layers[0].ours(*given[0]).float()
+    theirs = layers[0].theirs(*given[0]).float()
+    found: dict[str, Any] = {"difference": round((ours - theirs).abs().max().item(), 4)}
+    names = ("ours", "theirs", "by_torch", *(("compiled",) if device == "cuda" else ()))
+    for name in names:
+        calls = [getattr(layer, name) for layer in layers]
+        try:
+            us = microseconds(lambda i, calls=calls: calls[i](*given[i]), len(layers), rows, device)
+            found[f"{name} us"] = round(us, 1)
+        except Exception as error:  # one that cannot be captured is not measured
+            found[f"{name} us"] = brief(error)
+    found["ids"] = given[0][1]
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    bandwidth = copy_bandwidth() if args.device == "cuda" else None
+    rows, bars = {}, []
+    for name in args.shapes:
+        shape = SHAPES[name] if args.device == "cuda" else TINY[name]
+        smallest = 6 * shape.k * shape.f * min(shape.top_k, shape.num_experts)
+        copies = min(4, max(2, math.ceil(CACHE_BYTES / smallest)))
+        layers = [Layer(shape, args.device) for _ in range(copies)]
+        for number in args.rows:
+            row = times(shape, number, layers, args.device)
+            ids, us = row.pop("ids"), row["ours us"]
+            if bandwidth is not None and isinstance(us, float):
+                limit = limit_us(shape, ids, bandwidth)
+                row |= {"limit us": round(limit, 1), "ours / limit": round(us / limit, 2)}
+                others = [row[f"{one} us"] for one in ("theirs", "compiled")]
+                best = min([one for one in others if isinstance(one, float)], default=None)
+                most = 1.0 if number <= MOST_CAPTURED else 1.15
+                text = f"{name}, {number} rows: ours over the best of Transformers"
+                bars.append(Bar(text, "<=", most, None if best is None else us / best))
+            rows[f"{name}, {number}"] = row
+            print(f"{name}, {number}", row, flush=True)
+        del layers
+        free()
+    copied = "not measured" if bandwidth is None else f"{bandwidth / 1e12:.2f} TB/s"
+    note = (
+        "Model, rows: microseconds of one layer's experts in bfloat16, whose weights are in no "
+        f"cache; in a CUDA graph up to {MOST_CAPTURED} rows. A copy: {copied}."
+    )
+    command = f"python -m benchmarks.experts --device {args.device}"
+    found = origin(args) | {"command": command, "note": note, "rows": rows}
+    return found | {"bars": [bar.as_dict() for bar in bars]}
+
+
+def main() -> None:
+    found = parser_of(__doc__)
+    found.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    found.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    args = found.parse_args()
+    torch.manual_seed(0)
+    finish(args, measure(args))
+
+
+if __name__ == "__main__":
+    main()

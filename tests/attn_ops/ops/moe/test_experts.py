@@ -1,0 +1,259 @@
+"""experts against a loop in float64: by kernels, by PyTorch, and what it refuses.
+
+T rows, K inputs and outputs, F columns of a gate, E experts.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional
+
+from attn_ops import experts
+from attn_ops.ops.moe.constants import ExpertsConstants, experts_constants, most_blocks
+from tests.kit.operators import bits, opcheck
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # of the interpreter's products
+SMALL = ExpertsConstants(16, 32, 32, 4, 2)
+NAN = float("nan")
+
+
+@dataclasses.dataclass
+class Case:
+    """Random rows and weights; experts that nobody chose are NaN."""
+
+    rows: int = 3
+    k: int = 64
+    f: int = 24
+    num_experts: int = 5
+    top_k: int = 2
+    dtype: torch.dtype = HALF
+    bias: bool = False
+    turned: bool = False  # stored as [E, inputs, outputs]
+    ids: torch.Tensor | None = None
+    gate: dict = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        def randn(*shape, scale=1.0):
+            return (torch.randn(shape, generator=generator) * scale).to(DEVICE, self.dtype)
+
+        generator = torch.Generator().manual_seed(self.rows + self.k)
+        e, k, f = self.num_experts, self.k, self.f
+        self.x = randn(self.rows, k)
+        self.w_gate_up, self.w_down = (
+            randn(e, 2 * f, k, scale=k**-0.5),
+            randn(e, k, f, scale=f**-0.5),
+        )
+        order = torch.rand(self.rows, e, generator=generator).argsort(1)[:, : self.top_k]
+        self.ids = (order if self.ids is None else self.ids).to(DEVICE)
+        self.weights = torch.rand(self.ids.shape, generator=generator).to(DEVICE)
+        self.biases = (randn(e, 2 * f), randn(e, k)) if self.bias else (None, None)
+        unused = [i for i in range(e) if not (self.ids == i).any()]
+        for tensor in (self.w_gate_up, self.w_down, *self.biases):
+            if tensor is not None:
+                tensor[unused] = NAN
+        if self.turned:
+            self.w_gate_up = self.w_gate_up.mT.contiguous().mT
+            self.w_down = self.w_down.mT.contiguous().mT
+
+    @property
+    def args(self):
+        return self.x, self.w_gate_up, self.w_down, self.ids, self.weights, *self.biases
+
+    def rows_of(self, chosen):
+        given = self.x[chosen], self.w_gate_up, self.w_down, self.ids[chosen]
+        return *given, self.weights[chosen], *self.biases
+
+    def wanted(self):
+        """Pair by pair."""
+        x, w_gate_up, w_down, weights = (t.double() for t in (*self.args[:3], self.weights))
+        more = [None if bias is None else bias.double() for bias in self.biases]
+        out = torch.zeros_like(x)
+        for row, ids in enumerate(self.ids.tolist()):
+            for place, expert in enumerate(ids):
+                if 0 <= expert < self.num_experts:
+                    both = w_gate_up[expert] @ x[row]
+                    both = both if more[0] is None else both + more[0][expert]
+                    y = w_down[expert] @ gated(both, **self.gate)
+                    y = y if more[1] is None else y + more[1][expert]
+                    out[row] += weights[row, place] * y
+        return out
+
+
+def gated(both, activation="silu", alpha=1.0, limit=None, interleaved=False):
+    gate, up = (both[::2], both[1::2]) if interleaved else both.chunk(2)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "gelu_tanh":
+        return functional.gelu(gate, approximate="tanh") * up
+    return gate * torch.sigmoid(alpha * gate) * (up + 1 if activation == "gpt_oss" else up)
+
+
+GPT_OSS = {"activation": "gpt_oss", "alpha": 1.702, "limit": 0.7, "interleaved": True}
+CASES = {
+    "one row": Case(rows=1),
+    "one expert a row": Case(top_k=1),
+    "experts without rows": Case(rows=2, num_experts=9),
+    "all rows to one expert": Case(rows=37, ids=torch.full((37, 1), 3)),
+    "one expert twice in a row": Case(ids=torch.tensor([[1, 1], [4, 0], [1, 1]])),
+    "one expert twice in one row": Case(rows=1, ids=torch.tensor([[2, 2]])),
+    "all experts": Case(rows=20, num_experts=8, top_k=8, f=16),
+    "one expert in all": Case(num_experts=1, top_k=1),
+    "ids that are no expert": Case(ids=torch.tensor([[5, 1], [-1, 99], [2, 5]])),
+    "one row of ids that are none": Case(rows=1, ids=torch.tensor([[5, -1]])),
+    "ids of int32": Case(ids=torch.tensor([[0, 1], [1, 2], [4, 0]], dtype=torch.int32)),
+    "sizes that tiles do not divide": Case(rows=5, k=72, f=40),
+    "gelu": Case(rows=4, gate={"activation": "gelu_tanh"}),
+    "biases": Case(rows=4, bias=True),
+    "a limit": Case(rows=4, gate={"limit": 0.5}),
+    "as GPT-OSS": Case(rows=4, top_k=4, bias=True, turned=True, gate=GPT_OSS),
+    "as MiniMax-M3": Case(rows=9, k=40, bias=True, gate=GPT_OSS | {"interleaved": False}),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request) -> Case:
+    return CASES[request.param]
+
+
+def launch(case, *args, constants=SMALL, **more):
+    pytest.importorskip("triton")
+    from attn_ops.ops.triton.experts import launch_experts
+
+    return launch_experts(*(args or case.args), **case.gate, constants=constants, **more)
+
+
+def close(out, wanted, tolerance=1e-2):
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_by_kernels(case):
+    close(launch(case), case.wanted())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 8e-2)],
+)
+def test_operator(case, dtype, tolerance):
+    ours = dataclasses.replace(case, dtype=dtype)
+    close(experts(*ours.args, **ours.gate), ours.wanted(), tolerance)
+
+
+def test_no_rows():
+    case = Case(rows=0)
+    assert experts(*case.args).shape == (0, case.k)
+
+
+def test_by_the_constants_in_use():
+    """Blocks of 16, 32, 64 and 128 pairs; products as in the interpreter's float32."""
+    for rows in (1, 2, 20, 40, 90):
+        case = Case(rows=rows, num_experts=2, top_k=2, dtype=torch.bfloat16)
+        close(launch(case, constants=None, widen=DEVICE.type == "cpu"), case.wanted(), 8e-2)
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """Nor on how many there are; a NaN stays in its row."""
+    case = Case(rows=40, num_experts=4, bias=True)
+    whole = launch(case)
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 20), slice(39, 40)):
+        assert torch.equal(launch(case, *case.rows_of(rows)), whole[rows])
+    case.x[3] = NAN
+    torn = launch(case)
+    assert torn[3].isnan().all()
+    assert torch.equal(bits(torn[4:]), bits(whole[4:]))
+
+
+@pytest.mark.parametrize("num_experts", [1, 3, 8])
+@pytest.mark.parametrize("num_pairs", [1, 16, 130, 4500])
+def test_blocks(num_experts, num_pairs):
+    """Every pair is in one block of its expert, in order; the rest is empty."""
+    pytest.importorskip("triton")
+    from attn_ops.ops.triton.experts import launch_blocks
+
+    generator = torch.Generator().manual_seed(num_pairs)
+    drawn = torch.randint(-1, num_experts + 1, (num_pairs,), generator=generator)
+    for ids in (drawn, torch.full_like(drawn, num_experts - 1)):
+        blocks = launch_blocks(ids.to(DEVICE), num_experts, 16)
+        found, listed = blocks.expert.tolist(), []
+        used = sum(expert >= 0 for expert in found)
+        assert found == sorted(found[:used]) + [-1] * (len(found) - used)
+        for expert, pairs in zip(found[:used], blocks.pairs[:used].tolist(), strict=True):
+            inside = [pair for pair in pairs if pair >= 0]
+            assert inside
+            assert pairs == inside + [-1] * (16 - len(inside))
+            assert all(ids[pair] == expert for pair in inside)
+            listed += inside
+        there = (ids >= 0) & (ids < num_experts)
+        order = torch.sort(ids, stable=True).indices
+        assert listed == order[there[order]].tolist()
+
+
+def test_most_blocks():
+    """No spread of pairs fills more."""
+    for num_pairs in range(1, 9):
+        for num_experts in range(1, 4):
+            counts = _spreads(num_pairs, num_experts)
+            most = max(sum(-(-n // 2) for n in spread) for spread in counts)
+            assert most_blocks(num_pairs, num_experts, 2) == most
+
+
+def _spreads(pairs, num_experts):
+    if num_experts == 1:
+        return [(pairs,)]
+    return [(n, *rest) for n in range(pairs + 1) for rest in _spreads(pairs - n, num_experts - 1)]
+
+
+def test_constants():
+    assert experts_constants(2048, 8, 128).block_t == 16
+    assert experts_constants(2048, 8192 * 8, 128).block_t == 128
+    assert experts_constants(2880, 4, 32).block_k == 64
+
+
+@pytest.mark.parametrize("case", [Case(dtype=torch.float32), Case(bias=True, gate=GPT_OSS)])
+def test_opcheck(case):
+    case = dataclasses.replace(case, num_experts=2)  # all of them are chosen
+    opcheck(torch.ops.attn_ops.experts.default, case.args, case.gate)
+
+
+def changed(**what):
+    names = ("x", "w_gate_up", "w_down", "expert_ids", "weights", "gate_up_bias", "down_bias")
+    return dict(zip(names, Case(dtype=torch.float32).args, strict=True)) | what
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"x": torch.ones(3, 64, dtype=torch.int64)}, "x must be floating-point of shape"),
+        ({"w_gate_up": torch.ones(5, 47, 64)}, r"w_gate_up must be .*, got torch.float32 \[5, 47"),
+        ({"w_gate_up": torch.ones(5, 48, 64).half()}, "w_gate_up must be torch.float32"),
+        ({"w_down": torch.ones(5, 24, 64)}, r"w_down must be .* = \[5, 64, 24\], got"),
+        ({"expert_ids": torch.zeros(2, 2).long()}, r"expert_ids must have shape \[3, top_k\], got"),
+        ({"expert_ids": torch.zeros(3, 2)}, "expert_ids must be integers, got torch.float32"),
+        ({"weights": torch.ones(3, 1)}, r"weights must be .* \[3, 2\], got torch.float32 \[3, 1\]"),
+        ({"gate_up_bias": torch.ones(5, 24)}, r"gate_up_bias must have shape \[5, 48\], got"),
+        ({"down_bias": torch.ones(64)}, r"down_bias must have shape \[5, 64\], got \[64\]"),
+        (
+            {"weights": torch.ones(3, 2, device="meta")},
+            "weights must be on x's device .*, got meta",
+        ),
+        ({"activation": "relu"}, "activation must be known, got 'relu'; supported: silu"),
+        ({"alpha": NAN}, "alpha must be finite, and 1 for gelu_tanh, got nan"),
+        ({"activation": "gelu_tanh", "alpha": 1.7}, "alpha must be finite, and 1 for gelu_tanh"),
+        ({"limit": -1.0}, "limit must be None or over 0, got -1.0"),
+    ],
+)
+def test_refused(what, message):
+    given = {
+        name: one.to(DEVICE) if isinstance(one, torch.Tensor) and one.device.type != "meta" else one
+        for name, one in changed(**what).items()
+    }
+    with pytest.raises(ValueError, match=message):
+        experts(**given)
+
+
+def test_ordered_is_refused_where_it_cannot_be_had():
+    with pytest.raises(ValueError, match=r"for ordered=True, got torch\.float32"):
+        experts(**changed(), ordered=True)

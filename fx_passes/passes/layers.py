@@ -3,12 +3,11 @@
 import itertools
 from collections.abc import Iterator
 
-import torch
 from torch.fx import Graph, Node
 
 from fx_passes.analysis.graph_ops import switches_autocast
-from fx_passes.analysis.layer_paths import copy_path, layer_path
-from fx_passes.analysis.values import value_of
+from fx_passes.analysis.layer_paths import layer_path
+from fx_passes.analysis.own_sizes import with_own_sizes
 from fx_passes.base import Pass
 from fx_passes.regions import Region
 
@@ -57,7 +56,7 @@ class OutlineLayers(Pass):
         if graph.find_nodes(op="call_method", target="item"):
             self.skip("the graph reads a number from a tensor")
             return 0
-        owner, copies = graph.owning_module, _with_own_sizes(graph)
+        owner, copies = graph.owning_module, with_own_sizes(graph)
         groups: dict[str, list[Region]] = {}
         inside = _autocasts(graph)
         for region in _regions(graph):
@@ -81,35 +80,6 @@ class OutlineLayers(Pass):
             copied.replace_all_uses_with(node)
             graph.erase_node(copied)
         return count
-
-
-def _with_own_sizes(graph: Graph) -> list[tuple[Node, Node]]:
-    """Let each layer compute the sizes that Dynamo computes in one of them; copies and originals.
-
-    Only sizes of other sizes, such as the number of routed rows: 8 times that of the tokens.
-    """
-    copies = []
-    for node in list(graph.nodes):
-        path = layer_path(node)
-        if path is None or not _is_size(node) or not all(map(_is_size, node.all_input_nodes)):
-            continue
-        others: dict[str | None, list[Node]] = {}
-        for user in node.users:
-            others.setdefault(layer_path(user), []).append(user)
-        others.pop(path, None)
-        for users in others.values():
-            with graph.inserting_before(min(users)):
-                copied = graph.node_copy(node)
-            copied.meta = dict(node.meta)
-            copy_path(copied, users[0])
-            for user in users:
-                user.replace_input_with(node, copied)
-            copies.append((copied, node))
-    return copies
-
-
-def _is_size(node: Node) -> bool:
-    return isinstance(value_of(node), torch.SymInt)
 
 
 def _autocasts(graph: Graph) -> dict[Node, set[Node]]:

@@ -9,7 +9,9 @@ from fx_passes import attn_ops, pipeline
 from fx_passes.base import Pass
 
 CLASSES = [one for one in pipeline.pass_classes() if one.__module__.startswith("fx_passes.")]
-ATEN = [one.name for one in CLASSES if one.stage == "aten"]
+ASKED = ("fast_prefill", "experts")
+"""Off by default."""
+ATEN = [one.name for one in CLASSES if one.stage == "aten" and one.name not in ASKED]
 aten = torch.ops.aten
 
 

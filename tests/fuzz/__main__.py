@@ -5,6 +5,7 @@
     options      what requests ask for, mixed, against Transformers one by one
     configs      generation configs and padding against `generate`
     programs     models changed before their session is made against what they compute alone
+    experts      mixtures of experts against a loop in float64
     sessions     calls of a session, interrupted too, against requests alone
     states       the same of models whose layers keep states
     serve        waves of clients of examples/serve.py, many of which hang up
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 import torch
 
 SEARCHES = ("attention", "blocksparse", "configs", "options", "programs", "sessions", "states")
-SEARCHES += ("serve",)
+SEARCHES += ("serve", "experts")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -100,3 +100,14 @@ def test_without_the_checks_programs_go_wrong(monkeypatch):
     monkeypatch.setattr(Contract, "check", lambda self: None)
     with pytest.raises(AssertionError, match="token 0 of"):
         run_many(40)
+
+
+def test_experts_are_right(monkeypatch):
+    """And a wrong limit is found."""
+    from attn_ops.ops.moe import composite
+
+    sample = ["experts", "--device", "cpu", "--number", "30"]
+    assert main(sample) == 0
+    gated = composite._gated
+    monkeypatch.setattr(composite, "_gated", lambda both, a, b, c, d: gated(both, a, b, None, d))
+    assert main(sample) == 1

@@ -226,6 +226,22 @@ def products() -> None:
         finite(norm_mm(x, norm, 1e-6, w.t()), gated_mlp(x, x + 1, norm, 1e-6, w.t(), down.t()))
 
 
+def experts() -> None:
+    """One row, few and many; some ids are no expert, and weights of one expert are NaN."""
+    from attn_ops import experts as mixture
+
+    like = {"dtype": torch.bfloat16, "device": "cuda"}
+    up, down = torch.randn(5, 192, 160, **like), torch.randn(5, 160, 96, **like)
+    up[4], down[4] = float("nan"), float("nan")
+    turned, biases = up.mT.contiguous().mT, (up[:, :, 0], down[:, :, 0])
+    gate = {"activation": "gpt_oss", "limit": 7.0, "interleaved": True}
+    for rows in (1, 3, 20, 300):
+        x, ids = torch.randn(rows, 160, **like), torch.rand(rows, 4, device="cuda").argsort(1)
+        ids[-1, 0] = 5
+        given = ids, torch.rand(rows, 4, device="cuda")
+        finite(mixture(x, up, down, *given), mixture(x, turned, down, *given, *biases, **gate))
+
+
 def sampling() -> None:
     """All kinds of sampling, of a vocabulary that no block divides."""
     from graphs.sampling import FIELDS, sample
@@ -258,6 +274,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "mla": mla,
     "blocksparse": blocksparse,
     "products": products,
+    "experts": experts,
     "sampling": sampling,
 }
 

@@ -3,7 +3,10 @@
 Layers have the sizes of Llama-3-8B; `python -m benchmarks.batch_invariance` does more of it.
 """
 
+import gc
 import importlib
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +88,37 @@ def test_products(k, m, bias):
     for rows in (2047, 513, 300, 129, 128, 127, 65, 64, 33, 17, 16, 5, 1):
         some = ordered_mm.ordered_product(x[:rows], w, b)
         assert torch.equal(some, whole[:rows]), (rows, most_rows(w), ordered_mm.tried_products())
+
+
+def test_updates_between_steps(model):
+    """200 updates: tokens are those of a fresh session, and memory stays."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="attn_ops", fullgraph=True)
+    asked = {"max_batch_size": 4, "max_tokens": 256, "cache_tokens": 2048, "batch_invariant": True}
+    session, prompts = DecodeSession(compiled, **asked), [[5, 6, 7], [9] * 30, [1], [*range(40)]]
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    used = []
+    for number in range(1, 201):
+        factor = 1 + 0.002 * number
+        session.update_weights((n, w * factor if "proj" in n else w) for n, w in first.items())
+        got = [result.token_ids for result in session.generate(prompts, 3, eos=())]
+        if number % 40 == 0:
+            fresh = DecodeSession(compiled, **asked)
+            assert got == [result.token_ids for result in fresh.generate(prompts, 3, eos=())]
+            del fresh
+            gc.collect()
+            torch.cuda.synchronize()
+            used.append(torch.cuda.memory_allocated())
+    session.update_weights(first)
+    assert session.weight_version == 201
+    assert len(set(used)) == 1, used
+
+
+def test_the_example(capsys):
+    """Score minus drawn is 0 in every round of training."""
+    path = Path(__file__).parents[3] / "examples" / "rollouts.py"
+    torch._dynamo.reset()
+    runpy.run_path(str(path), run_name="__main__")
+    rounds = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round")]
+    assert len(rounds) == 8
+    assert all(line.endswith("score minus drawn at most 0.0e+00") for line in rounds), rounds

@@ -70,7 +70,7 @@ def keep_parts(model: Any) -> list[str]:
         different sizes.
 
     Raises:
-        ValueError: key and value heads are fewer than ranks.
+        ValueError: heads cannot be split over the ranks.
     """
     left = []
     for name, module in list(model.named_modules()):
@@ -81,24 +81,37 @@ def keep_parts(model: Any) -> list[str]:
         style, mesh = cells.get("self"), cells.get("mesh")
         if mesh is None:
             continue
+        parent, _, own = name.rpartition(".")
+        layer = model.get_submodule(parent)
+        splits = type(style).__name__ == "ColwiseParallel" and not _gathers(style)
+        if splits and getattr(layer, "layer_idx", None) is not None:
+            _split_heads(layer, own, module, mesh)
         if not _settle(module, style, mesh):
             left.append(f"{name} ({type(style).__name__})")
-        elif type(style).__name__ == "ColwiseParallel" and not _gathers(style):
-            _split_heads(model.get_submodule(name.rpartition(".")[0]), mesh.size())
     return left
 
 
-def _split_heads(parent: Any, ranks: int) -> None:
-    """Note that an attention layer has some of its heads."""
-    if getattr(parent, "layer_idx", None) is None:
-        return
-    config = getattr(parent, "config", None)
-    heads = getattr(config, "num_key_value_heads", None)
-    if heads is not None and heads % ranks:
+def _split_heads(layer: Any, name: str, module: Any, mesh: Any) -> None:
+    """Note that an attention layer has some of its heads.
+
+    Where key and value heads are fewer than ranks, several ranks have the same one whole.
+    """
+    ranks, config = mesh.size(), getattr(layer, "config", None)
+    heads = getattr(config, "num_attention_heads", ranks)
+    kv_heads = getattr(config, "num_key_value_heads", None) or ranks
+    shared = ranks % kv_heads == 0
+    if heads % ranks or (kv_heads % ranks and not (shared and hasattr(layer, "k_proj"))):
         raise ValueError(
-            f"num_key_value_heads must be a multiple of the ranks, got {heads} for {ranks} ranks"
+            "num_attention_heads must be a multiple of the ranks, and num_key_value_heads a "
+            f"multiple or a divisor, got {heads} and {kv_heads} for {ranks} ranks"
         )
-    parent.num_shards = ranks
+    layer.num_shards = ranks
+    if kv_heads < ranks and name in ("k_proj", "v_proj"):
+        head = mesh.get_local_rank() * kv_heads // ranks
+        for key, held in module._parameters.items():
+            if held is not None and hasattr(held, "full_tensor"):
+                part = held.full_tensor().detach().chunk(kv_heads)[head].clone()
+                module._parameters[key] = nn.Parameter(part, held.requires_grad)
 
 
 def _settle(module: Any, style: Any, mesh: Any) -> bool:

@@ -185,7 +185,7 @@ def _spec(layer: Any, model: Any, kv_cache_dtype: str) -> AttentionSpec:
     num_heads //= _num_shards(layer)
     return AttentionSpec(
         num_heads=num_heads,
-        num_kv_heads=num_heads // getattr(layer, "num_key_value_groups", 1),
+        num_kv_heads=max(num_heads // getattr(layer, "num_key_value_groups", 1), 1),
         head_size=head_size,
         dtype=model.dtype,
         kv_cache_dtype=kv_cache_dtype,

@@ -104,6 +104,18 @@ def test_fewer_key_and_value_heads_than_ranks(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_random_sessions():
+    """More of them: `tests/fuzz/ranks.py`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", "-m", "tests.fuzz.ranks", "12"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert "rank 1: 12 right" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.slow
 def test_heads_that_ranks_do_not_divide(tmp_path):
     saved("llama", tmp_path)
     for rank in run(tmp_path, 3):

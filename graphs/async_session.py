@@ -17,11 +17,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from graphs.requests.results import Generation, RequestError, StepOutput
 from graphs.sampling.params import check_positive
 from graphs.session import DecodeSession, Prompt
+
+T = TypeVar("T")
 
 
 class QueueFullError(RuntimeError):
@@ -137,6 +139,7 @@ class AsyncSession:
         self._lock = threading.RLock()  # of `_closing` and `_waiting`, where requests come
         self._closing = False
         self._waiting: set[Handle] = set()  # for their first token
+        self._calls: set[Future[Any]] = set()  # that have not begun
         # The thread's own:
         self._handles: dict[int, Handle] = {}  # that the session knows, by request id
         self._left: list[int] = []  # requests that have ended and are not discarded yet
@@ -188,6 +191,32 @@ class AsyncSession:
         finally:
             handle.abort()
         return handle.result()
+
+    def call(self, function: Callable[[DecodeSession], T]) -> T:
+        """Call a function with the session, between two steps, and wait for what it returns.
+
+        Requests go on: `opened.call(lambda session: session.update_weights(weights))`. It runs in
+        the session's thread, which must not call this.
+
+        Raises:
+            SessionClosedError: it was closed.
+            Exception: what the function raises; requests go on.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            self._calls.discard(future)
+            try:
+                future.set_result(function(self._session))
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if self._closing:
+                raise SessionClosedError("the AsyncSession was closed")
+            self._calls.add(future)
+            self._commands.put(run)
+        return future.result()
 
     def abort(self, request: Handle | Stream | int) -> None:
         """End a request, by its handle, stream or id; one that has ended changes nothing.
@@ -259,6 +288,8 @@ class AsyncSession:
             closed = SessionClosedError("the AsyncSession was closed before the request had ended")
             closed.__cause__ = sys.exception()
             self._end_all({*self._waiting, *self._handles.values()}, closed)
+            for future in self._calls:
+                future.set_exception(closed)
             self._discard_left()
             self._wake()
 

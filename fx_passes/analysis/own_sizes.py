@@ -14,7 +14,7 @@ def with_own_sizes(graph: Graph) -> list[tuple[Node, Node]]:
     """
     copies = []
     for node in list(graph.nodes):
-        path = layer_path(node)
+        path = None if node.op == "placeholder" else layer_path(node)
         if path is None or not _is_size(node) or not all(map(_is_size, node.all_input_nodes)):
             continue
         others: dict[str | None, list[Node]] = {}

@@ -1,6 +1,6 @@
 """Rollouts on several GPUs or machines by Ray: an actor each, with a session of its own.
 
-`pip install ray`, then `python examples/ray_rollouts.py` here, or on a cluster of Ray.
+`pip install 'attn-ops[ray]'`, then `python examples/ray_rollouts.py` here, or on a cluster of Ray.
 
 A prompt goes to the actor that its first tokens choose, so that prompts which begin alike find each
 other's prefix in one cache. New weights are put into Ray's store once and reach every actor under
@@ -90,8 +90,9 @@ class Pool:
                 versions.add(ray.get(ref))
             except RayActorError:
                 self.actors = [one for one in self.actors if one is not actor]
-        (version,) = versions
-        return version
+        if len(versions) != 1:
+            raise RuntimeError(f"actors that live must have one version, got {sorted(versions)}")
+        return versions.pop()
 
     def _of(self, prompt: list[int]) -> Any:
         """That with the highest number for the prefix: if one dies, the others keep theirs."""

@@ -1,7 +1,9 @@
 """The passes of stage `aten` as one custom pass of Inductor, and the slot that it goes to."""
 
+import functools
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -98,7 +100,8 @@ class AtenPipeline(CustomGraphPass):
 
         None (no caching) if the user's pass has no key.
         """
-        digest = hashlib.sha256(f"{self.nonce}{self.config.batch_invariant}".encode())
+        key = f"{self.nonce}{self.config.batch_invariant}{_own_source()}"
+        digest = hashlib.sha256(key.encode())
         for one in passes(self.config, "aten"):
             with named_errors(one.name):
                 settings = sorted(one.settings().items())
@@ -108,6 +111,14 @@ class AtenPipeline(CustomGraphPass):
             return digest.hexdigest()
         theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None
         return None if theirs is None else (digest.hexdigest(), theirs)
+
+
+# Cached: files of a running process do not change.
+@functools.cache
+def _own_source() -> str:
+    """Digest of the package's files: what a pass does also stands in modules that it imports."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def with_user_pass(config: PassConfig, user_pass: Any) -> AtenPipeline:

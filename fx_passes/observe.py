@@ -1,4 +1,7 @@
-"""Records what passes do to graphs, for reports and dumps. Nothing is recorded unless asked for."""
+"""Records what passes do to graphs, for reports and dumps, and counts what Dynamo compiles.
+
+Nothing is recorded unless asked for.
+"""
 
 import collections
 import contextlib
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.codecache import PyCodeCache
 from torch.fx import Graph
 
@@ -256,3 +260,43 @@ def graph_text(graph: Graph) -> str:
     return "\n".join(
         line.rstrip() for line in code.splitlines() if not line.strip().startswith("# File:")
     )
+
+
+class CompileCounters:
+    """Graphs, breaks and recompilations of one session.
+
+    Attributes:
+        num_graphs: graphs that Dynamo made until `warm()`.
+        num_breaks: graph breaks in all.
+        num_recompiles: graphs that Dynamo made after `warm()`.
+    """
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+        self.num_breaks = 0
+        self.num_recompiles = 0
+        self._warm = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        graphs, breaks = _graphs(), _breaks()
+        try:
+            yield
+        finally:
+            if self._warm:
+                self.num_recompiles += _graphs() - graphs
+            else:
+                self.num_graphs += _graphs() - graphs
+            self.num_breaks += _breaks() - breaks
+
+    def warm(self) -> None:
+        """From here on every new graph is a recompilation."""
+        self._warm = True
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def _breaks() -> int:
+    return sum(counters["graph_break"].values())

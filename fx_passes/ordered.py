@@ -24,6 +24,7 @@ _INNER: dict[Any, int] = {  # the argument whose last dimension is summed over
     aten._scaled_mm.default: 0,
 }
 _LIBRARY = ("convolution", "_grouped_mm", "_scaled_grouped_mm", "_int_mm", "scaled_dot_product")
+_RANKS = ("attn_ops::all_reduce", "c10d_functional::all_reduce")  # by an algorithm for each size
 _FAMILIES = ("attn_ops::gated_delta", "attn_ops::kda", "attn_ops::ssd", "attn_ops::selective")
 
 
@@ -81,7 +82,7 @@ def check_ordered(graph: Graph, graph_name: str) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and _by_library(node):
             raise RefusedError(
-                "batch_invariant must be False for a model with products that cannot be had in "
+                "batch_invariant must be False for a model with sums that cannot be had in "
                 f"order, got {node.target} {node.name!r} {_shapes(node)} in the graph "
                 f"{graph_name!r}; supported: products of bfloat16 or float16 with a weight, whose "
                 "inputs are a multiple of 16, on a Hopper GPU"
@@ -93,7 +94,7 @@ def _by_library(node: Node) -> bool:
         rows = node.args[_INNER[node.target]]
         return not (isinstance(rows, Node) and value_of(rows).shape[-1] == 1)  # no sum at all
     name = str(getattr(node.target, "_schema", node.target)).partition("(")[0]
-    return any(word in name for word in (*_LIBRARY, *_FAMILIES))
+    return any(word in name for word in (*_LIBRARY, *_RANKS, *_FAMILIES))
 
 
 def _shapes(node: Node) -> list[list[object]]:

@@ -18,8 +18,7 @@ from fx_passes.backend import attn_ops
 from fx_passes.failures import refusal
 from fx_passes.forms import num_invariant_calls
 from fx_passes.inductor_slot import SLOT, AtenPipeline
-from fx_passes.observe import Recorder, recorders, recording
-from graphs.capture.counters import CompileCounters
+from fx_passes.observe import CompileCounters, Recorder, recorders, recording
 from graphs.capture.failures import break_reason
 from graphs.capture.pool import paused_collector
 from graphs.options import SessionOptions
@@ -42,6 +41,7 @@ class Compilation:
         warns_uncompiled: say so where the model is not compiled.
 
     Attributes:
+        session: a weak reference to its owner.
         compilers: backends that compile the model; see `compilers`.
         counters: graphs, breaks and recompilations.
         record: what the passes did.

@@ -46,9 +46,11 @@ def fill_kept(kept: np.ndarray, step: Rows, start: np.ndarray) -> None:
 
 def accept_drafts(step: Rows, states: StatePool | None) -> None:
     """After its tokens were taken: requests go on from the states behind their last right rows."""
-    for s in step if states is not None else ():
+    if states is None:
+        return
+    for s in step:
         request = s.request
-        if states is not None and request.room:  # else it has ended
+        if request.room:  # else it has ended
             states.choose(request.id, request.num_computed - s.num_computed)
             request.state_slots = states.slots(request.id)
             request.num_seen = request.num_computed

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.fx import Graph
 from torch.nn import functional
 
+from attn_ops.ops import collectives  # noqa: F401  registers all_reduce
 from fx_passes.config import PassConfig
 from fx_passes.failures import RefusedError, refusal
 from fx_passes.inductor_slot import AtenPipeline
@@ -43,6 +45,19 @@ def test_others_are_refused(aten_graph, function, args, named):
     with pytest.raises(Exception, match=f"batch_invariant must be False.*{named}") as caught:
         compiled(aten_graph, function, *args)
     assert isinstance(refusal(caught.value), RefusedError)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "_c10d_functional.all_reduce"])
+def test_sums_over_ranks_are_refused(name):
+    """Libraries choose their order by the size, which is that of the batch."""
+    space = torch.ops._c10d_functional if "." in name else torch.ops.attn_ops
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = X
+    args = (x, "sum", "group") if "." in name else (x, "group")
+    graph.output(graph.call_function(space.all_reduce.default, args))
+    with pytest.raises(RefusedError, match=r"batch_invariant must be False for.*all_reduce"):
+        check_ordered(graph, "any")
 
 
 def norm(x, weight, wide=False):

@@ -117,6 +117,9 @@ def test_the_key_depends_on_all_that_matters(monkeypatch):
     monkeypatch.setattr(Counting, "source", lambda self: "another")
     keys["source"] = AtenPipeline(PassConfig()).uuid()
     unregister_pass("counting")
+    with monkeypatch.context() as patched:
+        patched.setattr("fx_passes.inductor_slot._own_source", lambda: "changed")
+        keys["what passes import"] = AtenPipeline(PassConfig()).uuid()
     keys["user"] = AtenPipeline(PassConfig(), UserPass()).uuid()
     keys["other user"] = AtenPipeline(PassConfig(), UserPass("other")).uuid()
     keys["two users"] = with_user_pass(PassConfig(), [UserPass(), UserPass("other")]).uuid()

@@ -13,7 +13,7 @@ import torch
 import fx_passes
 from attn_ops import CommonAttentionMetadata, PagedKVCache, get_backend, varlen_metadata
 from attn_ops.integrations import transformers as integration
-from graphs.capture.counters import CompileCounters
+from fx_passes.observe import CompileCounters
 
 transformers = pytest.importorskip("transformers")
 

@@ -150,12 +150,7 @@ def gated_mlp(
     total, rows = normed(x, residual, norm_weight, eps)
     gated = _gated(product(rows, w_gate_up))
     autocast = gated.dtype != total.dtype
-    few = is_skinny(gated.shape[0], w_down, gated.device)
-    if few and not autocast and gated.shape[0] <= MOST_ROWS_WITHOUT_NORM:
-        from attn_ops.ops.triton.fused_products import launch_fused
-
-        return launch_fused(gated, w_down, residuals=(total,))
-    if few or autocast:
+    if autocast or is_skinny(gated.shape[0], w_down, gated.device):
         return total + product(gated, w_down)
     return total.addmm_(gated, w_down)  # `total` is a new tensor
 

@@ -107,6 +107,9 @@ def products() -> None:
 
     x, w = torch.zeros(2, 512, dtype=BF16), torch.zeros(512, 512, dtype=BF16)
     launch_skinny(x, w.t(), w[0], None, None, BF16)
+    many = torch.zeros(40, 512, dtype=BF16)
+    launch_skinny(many, w.t(), None, None, None, BF16)
+    launch_fused(many, w.t(), residuals=(many,))
     fp8 = torch.float8_e4m3fn
     scales = (torch.ones(2, 1), torch.ones(1, 512))
     launch_skinny(x.to(fp8), w.to(fp8).t(), None, *scales, BF16)

@@ -98,14 +98,17 @@ def test_large_rows_in_float16(monkeypatch):
 
 
 @pytest.mark.parametrize("num_residuals", [0, 1, 2])
-def test_residuals(num_residuals):
+@pytest.mark.parametrize(("rows", "rows_first"), [(3, False), (33, False), (33, True)])
+def test_residuals(num_residuals, rows, rows_first):
     """Bit for bit as by the product alone and additions behind it."""
+    from attn_ops.ops.triton.fused_products import launch_fused
     from attn_ops.ops.triton.skinny import launch_skinny
 
-    x, w = randn(3, 128), randn(40, 128) / 8
-    residuals = tuple(randn(3, 40 + i)[:, :40] for i in range(num_residuals))
-    alone = launch_skinny(x, w.t(), None, None, None, x.dtype, SMALL)
-    out = launch(x, w.t(), residuals=residuals)
+    form = SMALL._replace(rows_first=rows_first)
+    x, w = randn(rows, 128), randn(40, 128) / 8
+    residuals = tuple(randn(rows, 40 + i)[:, :40] for i in range(num_residuals))
+    alone = launch_skinny(x, w.t(), None, None, None, x.dtype, form)
+    out = launch_fused(x, w.t(), residuals=residuals, constants=form)
     assert torch.equal(out, sum(residuals, torch.zeros_like(alone)) + alone)
 
 

@@ -19,6 +19,7 @@ module = importlib.import_module("attn_ops.ops.products.skinny_mm")  # its funct
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8 = torch.float8_e4m3fn
 SMALL = SkinnyConstants(32, 64, 4, 2)
+ROWS_FIRST = SMALL._replace(rows_first=True)
 BF16 = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # of the interpreter's products
 
 
@@ -54,6 +55,8 @@ def test_kernel(rows, k, m, dtype):
     for bias in (False, True):
         given, wanted = arguments(rows, k, m, dtype, bias)
         out = launch_skinny(*given, out_dtype, SMALL)
+        if dtype != FP8:
+            assert torch.equal(launch_skinny(*given, out_dtype, ROWS_FIRST), out)
         assert (out.dtype, out.shape, out.is_contiguous()) == (out_dtype, (rows, m), True)
         tolerance = {FP8: SUMS, torch.float32: 1e-5}.get(dtype, 2e-2)
         torch.testing.assert_close(out.double(), wanted, atol=tolerance * 10, rtol=tolerance)

@@ -19,6 +19,7 @@ def test_it_runs(tmp_path, monkeypatch):
     assert result["command"].startswith("python -m benchmarks.state_layers ")
 
 
+@pytest.mark.slow
 def test_tiles_are_swept(monkeypatch, capsys):
     tiles = pytest.importorskip("attn_ops.ops.triton.states").TILES
     before, tried = dict(tiles), []

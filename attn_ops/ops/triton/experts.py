@@ -122,6 +122,7 @@ def experts_kernel(
     HAS_BIAS: tl.constexpr,
     SORTED: tl.constexpr,
     GATED: tl.constexpr,
+    ROWS_ALONG: tl.constexpr,  # stride_wm is 1
     INTERLEAVED: tl.constexpr,  # rows of gate and up take turns; else gate stands before up
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
@@ -140,13 +141,15 @@ def experts_kernel(
     k_K = tl.arange(0, BLOCK_K)
     o_O = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     if not GATED:
-        row_M = tl.where(o_O < M, o_O, 0)
+        row_M, inside_M = o_O, o_O < M
     elif INTERLEAVED:
         row_M = tile * BLOCK_M + i_M
-        row_M = tl.where(row_M < 2 * M, row_M, 0)
+        inside_M = row_M < 2 * M
     else:
         row_M = tile * OUTPUTS + i_M % OUTPUTS
-        row_M = tl.where(row_M < M, row_M, 0) + i_M // OUTPUTS * M
+        inside_M = row_M < M
+        row_M += i_M // OUTPUTS * M
+    safe_M = tl.where(inside_M, row_M, 0)
     wait_for_inputs(PDL)
     expert = tl.load(expert_ptr + block).to(tl.int64)
     if (expert < 0) | (expert >= E):
@@ -157,17 +160,23 @@ def experts_kernel(
         pair_T = tl.where(i_T == 0, block, -1)
     inside_T = pair_T >= 0
     pair_T = tl.where(inside_T, pair_T, 0).to(tl.int64)
-    w_ptr_MK = w_ptr + expert * stride_we + row_M.to(tl.int64)[:, None] * stride_wm
+    # rows that lie side by side are masked: where `safe_M` is chosen, no more than one is loaded
+    w_M = row_M if ROWS_ALONG else safe_M
+    w_ptr_MK = w_ptr + expert * stride_we + w_M.to(tl.int64)[:, None] * stride_wm
     w_ptr_MK += k_K[None, :] * stride_wk
     x_ptr_TK = x_ptr + (pair_T // SHARED)[:, None] * stride_x + k_K[None, :]
     acc_MT = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
     for begin in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
-            w_MK = tl.load(w_ptr_MK)
+            if ROWS_ALONG:
+                w_MK = tl.load(w_ptr_MK, mask=inside_M[:, None], other=0.0)
+            else:
+                w_MK = tl.load(w_ptr_MK)
             x_TK = tl.load(x_ptr_TK, mask=inside_T[:, None], other=0.0)
         else:
             inside_K = begin + k_K < K
-            w_MK = tl.load(w_ptr_MK, mask=inside_K[None, :], other=0.0)
+            inside_MK = inside_K[None, :] & (inside_M[:, None] | (not ROWS_ALONG))
+            w_MK = tl.load(w_ptr_MK, mask=inside_MK, other=0.0)
             x_TK = tl.load(x_ptr_TK, mask=inside_T[:, None] & inside_K[None, :], other=0.0)
         if WIDEN:
             w_MK, x_TK = w_MK.to(tl.float32), x_TK.to(tl.float32)
@@ -176,7 +185,7 @@ def experts_kernel(
         x_ptr_TK += BLOCK_K
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if HAS_BIAS:  # the sum is rounded twice, as a product and an addition do
-        bias_M = tl.load(bias_ptr + expert * stride_bias + row_M).to(tl.float32)
+        bias_M = tl.load(bias_ptr + expert * stride_bias + safe_M).to(tl.float32)
         acc_MT = acc_MT.to(DTYPE).to(tl.float32) + bias_M[:, None]
     if GATED:
         acc_MT = acc_MT.to(DTYPE).to(tl.float32)
@@ -283,6 +292,7 @@ def launch_product(
         "HAS_BIAS": bias is not None,
         "SORTED": blocks.pairs is not None,
         "GATED": gated,
+        "ROWS_ALONG": w.stride(1) == 1,
         "INTERLEAVED": interleaved,
         "ACTIVATION": activation,
         "LIMITED": limit is not None,

@@ -17,7 +17,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from attn_ops.integrations import transformers as integration
-from benchmarks.harness import origin, parser_of, write
+from benchmarks.harness import free, origin, parser_of, write
 from benchmarks.shapes import MODELS
 from graphs import DecodeSession
 
@@ -119,7 +119,13 @@ def random_way(generator: random.Random) -> dict[str, Any]:
 
 
 def measured(
-    model: torch.nn.Module, prompts: list[list[int]], tokens: int, number: int = 0, **options: Any
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    tokens: int,
+    number: int = 0,
+    first_seed: int = 0,
+    ways: Sequence[str] | None = None,
+    **options: Any,
 ) -> dict[str, tuple[int, int, int]]:
     """Each way's differences from requests that are drawn alone, and those of random sessions."""
     compiled = torch.compile(model, backend="attn_ops", fullgraph=True)
@@ -131,17 +137,19 @@ def measured(
     alone = session(max_batch_size=1)
     want = [drawn(alone, [prompt], tokens, [i])[0] for i, prompt in enumerate(prompts)]
     del alone
+    free()
     seeds, found = range(len(prompts)), {}
-    for name, more in WAYS.items():
-        one = session(**more)
+    for name in WAYS if ways is None else ways:
+        one = session(**WAYS[name])
         if name == "prefixes":
             drawn(one, prompts, tokens, seeds)
         got = drawn(one, prompts, tokens, seeds, want if name == "drafts" else ())
         found[name] = differing(got, want)
         print(name, found[name], flush=True)
         del one
+        free()
     totals = [0, 0, 0]
-    for seed in range(number):
+    for seed in range(first_seed, first_seed + number):
         generator = random.Random(seed)
         more = random_way(generator)
         some = generator.sample(seeds, min(len(prompts), generator.choice((1, 5, 20, 60))))
@@ -151,7 +159,10 @@ def measured(
         totals = [a + b for a, b in zip(totals, counts, strict=True)]
         if counts[0]:
             print(f"seed {seed}: {counts} {more}", flush=True)
+        if seed % 10 == 9:
+            print(f"up to seed {seed}", totals, flush=True)
         del one
+        free()
     if number:
         found[f"{number} random sessions"] = (totals[0], totals[1], totals[2])
         print(f"{number} random sessions", totals, flush=True)
@@ -186,6 +197,8 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[Any], None] = p
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--random", type=int, default=0, help="sessions of random options")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the random sessions")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--merge-projections", action="store_true")
     parser.add_argument("--default", action="store_true", help="without batch_invariant")
@@ -197,7 +210,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[Any], None] = p
         model = built(name, args.layers, args.device)
         prompts = requests(args.requests, MODELS[name](1).vocab_size)
         found[name] = measured(
-            model, prompts, args.new_tokens, args.random,
+            model, prompts, args.new_tokens, args.random, args.first_seed, args.ways,
             batch_invariant=not args.default, kv_cache_dtype=args.kv_cache_dtype,
             merge_projections=args.merge_projections,
         )  # fmt: skip

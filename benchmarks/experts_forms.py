@@ -91,7 +91,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             tried = [16] if number == 1 else tried if block_t > 16 else tried[:2]
             found = fastest(layers, number, args.device, tried)
             used = [
-                tuple(experts_constants(k, pairs, shape.num_experts)) for k in (shape.k, shape.f)
+                tuple(experts_constants(k, pairs, shape.num_experts, shape.gpt_oss))
+                for k in (shape.k, shape.f)
             ]
             row: dict[str, Any] = {"in use": [str(one) for one in used]}
             for i, (product, times) in enumerate(found.items()):

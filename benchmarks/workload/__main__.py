@@ -63,8 +63,9 @@ def our_rows(
         if args.modes and mode not in args.modes:
             continue
         session = ours.make_session(
-            model, workload, mode, decode_steps, on_gpu, backend=args.backend
-        )
+            model, workload, mode, decode_steps, on_gpu, backend=args.backend,
+            batch_invariant=args.batch_invariant,
+        )  # fmt: skip
         rows.append(ours.measure(session, wishes, args.rounds, only_wall=args.only_wall))
         write(args.json, {"rows": [row_fields(row) for row in rows]})  # kept if the time runs out
         if args.report:
@@ -166,6 +167,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--backend", default=None)
     found.add_argument("--layers", type=int, default=None, help="default: 32; 2 on a CPU")
     found.add_argument("--requests", type=int, default=None, help="fewer of them")
+    found.add_argument("--batch-invariant", action="store_true", help="a row's bits are its own")
     found.add_argument("--modes", nargs="+", default=None, help="default: all")
     found.add_argument("--only-wall", action="store_true", help="no GPU times, no profile")
     found.add_argument("--rounds", type=int, default=2, help="timed runs, the fastest counts")

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -70,7 +71,7 @@ class GraphPool:
     """
 
     _unused: ClassVar[dict[torch.device, list[torch.cuda.Stream]]] = {}
-    """Streams of released pools, used again by new ones.
+    """Streams of pools that were released or collected, used again by new ones.
 
     Global: cuBLAS keeps 32 MiB for every stream it has run on, whoever owned it (H200, torch 2.11).
     """
@@ -86,7 +87,9 @@ class GraphPool:
         """The pool's own until `release`: graphs of one stream share cuBLAS's workspace."""
         if self._stream is None:
             unused = self._unused.setdefault(self._word.device, [])
-            self._stream = unused.pop() if unused else torch.cuda.Stream(self._word.device)
+            stream = unused.pop() if unused else torch.cuda.Stream(self._word.device)
+            self._stream = stream
+            self._given_back = weakref.finalize(self, unused.append, stream)
         return self._stream
 
     @property
@@ -122,7 +125,7 @@ class GraphPool:
         if self._stream is None and self._handle is None:
             return  # whole graphs and pieces share a pool, and each gives it back
         if self._stream is not None:
-            self._unused[self._word.device].append(self._stream)
+            self._given_back()
             self._stream = None
         self._anchor.reset()
         self._handle = None

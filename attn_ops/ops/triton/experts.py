@@ -350,10 +350,13 @@ def launch_experts(
         constants: overrides the choice.
         widen: multiply float32, as the interpreter must for bfloat16.
     """
-    (num_experts, _, k), (_, _, f) = w_gate_up.shape, w_down.shape
+    num_experts = w_gate_up.shape[0]
     ids, weights = expert_ids.contiguous().view(-1), weights.contiguous()
     num_pairs = ids.numel()
-    forms = [constants or experts_constants(n, num_pairs, num_experts) for n in (k, f)]
+    forms = [
+        constants or experts_constants(w.shape[2], num_pairs, num_experts, w.stride(1) == 1)
+        for w in (w_gate_up, w_down)
+    ]
     if x.shape[0] == 1:  # experts of a row differ, and there is nothing to sort
         blocks = Blocks(ids, None, rows_of_a_block(1, 1))
     else:

@@ -13,7 +13,7 @@ class PassConfig:
     `attn_quant`, of the pass `quantize_output`, is "never", "auto", for schemes that gain by it, or
     "always".
     `skinny_products` and `experts` take the same words: "auto" is where our kernels run. `experts`
-    is "never" by default, until it has been measured on a GPU.
+    is "never" by default, until captured sessions with it are verified on a GPU.
     So do `fused_mlp` and `norm_products`, and "replays": in steps that are replayed alone, for
     which pieces are compiled a second time (`fx_passes.forms`), with Inductor's `combo_kernels`.
     "auto" is that for sessions that capture on a GPU with such kernels, and else off: called steps

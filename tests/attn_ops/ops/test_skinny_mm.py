@@ -55,7 +55,7 @@ def test_kernel(rows, k, m, dtype):
     for bias in (False, True):
         given, wanted = arguments(rows, k, m, dtype, bias)
         out = launch_skinny(*given, out_dtype, SMALL)
-        if dtype != FP8:
+        if dtype not in (FP8, torch.float32):  # whose sums have an order that forms share
             assert torch.equal(launch_skinny(*given, out_dtype, ROWS_FIRST), out)
         assert (out.dtype, out.shape, out.is_contiguous()) == (out_dtype, (rows, m), True)
         tolerance = {FP8: SUMS, torch.float32: 1e-5}.get(dtype, 2e-2)

@@ -55,8 +55,12 @@ def test_kernel(rows, k, m, dtype):
     for bias in (False, True):
         given, wanted = arguments(rows, k, m, dtype, bias)
         out = launch_skinny(*given, out_dtype, SMALL)
-        if dtype not in (FP8, torch.float32):  # whose sums have an order that forms share
-            assert torch.equal(launch_skinny(*given, out_dtype, ROWS_FIRST), out)
+        if dtype != FP8:
+            other = launch_skinny(*given, out_dtype, ROWS_FIRST)
+            # tensor cores sum in an order that forms share; NumPy's depends on the processor
+            exact = out.is_cuda and dtype != torch.float32
+            close = {"atol": 0, "rtol": 0} if exact else {"atol": 1e-2, "rtol": 2e-3}
+            torch.testing.assert_close(other, out, **close)
         assert (out.dtype, out.shape, out.is_contiguous()) == (out_dtype, (rows, m), True)
         tolerance = {FP8: SUMS, torch.float32: 1e-5}.get(dtype, 2e-2)
         torch.testing.assert_close(out.double(), wanted, atol=tolerance * 10, rtol=tolerance)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attn_ops.ops.moe.constants import ExpertsConstants, experts_constants, rows_of_a_block
-from benchmarks.experts import SHAPES, TINY, Layer, microseconds, routed
+from benchmarks.experts import GPT_OSS, SHAPES, TINY, Layer, microseconds, routed
 from benchmarks.harness import brief, finish, free, origin, parser_of
 
 SHARED_MEMORY = 227 * 1024
@@ -47,10 +47,14 @@ def products(layer: Layer, given: tuple[torch.Tensor, ...], form: ExpertsConstan
     if layer.is_transposed:
         up, down = up.mT, down.mT
     h = torch.randn(pairs, down.shape[2], device=x.device).to(x.dtype)
+    biases: tuple[torch.Tensor | None, ...] = (None, None)
+    gate: dict[str, Any] = {"activation": "silu"}
+    if layer.shape.gpt_oss:
+        biases, gate = (layer.gate_up_proj_bias, layer.down_proj_bias), GPT_OSS
     more: dict[str, Any] = {"widen": wide}
     return (
-        lambda: launch_product(x, up, None, blocks, pairs, form, "silu", **more),
-        lambda: launch_product(h, down, None, blocks, pairs, form, **more),
+        lambda: launch_product(x, up, biases[0], blocks, pairs, form, **gate, **more),
+        lambda: launch_product(h, down, biases[1], blocks, pairs, form, **more),
     )
 
 

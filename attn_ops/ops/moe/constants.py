@@ -39,8 +39,9 @@ def experts_constants(
 ) -> ExpertsConstants:
     """For a product of K inputs. All forms give the same bits.
 
-    Measured by `python -m benchmarks.experts_forms` on one H100 (torch 2.11, Triton 3.6), within 3
-    percent of the best of 20 to 80 forms at 1 to 2,048 rows of Qwen3-30B-A3B and GPT-OSS-20B.
+    Chosen by `python -m benchmarks.experts_forms` (one H100, 2026-11-27, commit 87843b0) at 1, 8,
+    64, 512 and 2,048 rows of Qwen3-30B-A3B and GPT-OSS-20B, whose gate and up stood one behind the
+    other there, not in turns. Other numbers of pairs a block and other models were not tried.
 
     Args:
         rows_along: rows of the weight, not its inputs, lie side by side, as in GPT-OSS.

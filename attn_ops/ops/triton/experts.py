@@ -160,7 +160,7 @@ def experts_kernel(
         pair_T = tl.where(i_T == 0, block, -1)
     inside_T = pair_T >= 0
     pair_T = tl.where(inside_T, pair_T, 0).to(tl.int64)
-    # rows that lie side by side are masked: where `safe_M` is chosen, no more than one is loaded
+    # after a `where`, Triton no longer knows that rows lie side by side, and loads them one by one
     w_M = row_M if ROWS_ALONG else safe_M
     w_ptr_MK = w_ptr + expert * stride_we + w_M.to(tl.int64)[:, None] * stride_wm
     w_ptr_MK += k_K[None, :] * stride_wk

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_ops.ops.moe.constants import ExpertsConstants
-from benchmarks.experts import SHAPES, Layer, routed
+from benchmarks.experts import GPT_OSS, SHAPES, Layer, routed
 
 pytestmark = pytest.mark.gpu
 
@@ -70,16 +70,20 @@ def test_a_row_does_not_depend_on_the_others(layer):
 
 
 @pytest.mark.parametrize(
-    "form", [(16, 64, 64, 4, 3), (32, 64, 128, 4, 3), (64, 128, 64, 4, 3), (128, 128, 64, 8, 3)]
+    "form",
+    [(16, 64, 64, 4, 3), (32, 64, 128, 4, 3), (64, 128, 64, 4, 3), (128, 256, 64, 8, 4)],
 )
 def test_all_constants_give_the_same_bits(layer, form):
     from attn_ops.ops.triton.experts import launch_experts
 
-    if layer.has_bias:
-        pytest.skip("its weights are stored in another order: one of both is enough")
     given = routed(layer.shape, 100, "cuda")
-    args = (given[0], layer.gate_up_proj, layer.down_proj, *given[1:])
-    assert torch.equal(launch_experts(*args, constants=ExpertsConstants(*form)), layer.ours(*given))
+    up, down, biases, gate = layer.gate_up_proj, layer.down_proj, (), {}
+    if layer.has_bias:
+        up, down, gate = up.mT, down.mT, GPT_OSS
+        biases = (layer.gate_up_proj_bias, layer.down_proj_bias)
+    args = (given[0], up, down, *given[1:], *biases)
+    found = launch_experts(*args, constants=ExpertsConstants(*form), **gate)
+    assert torch.equal(found, layer.ours(*given))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 300])

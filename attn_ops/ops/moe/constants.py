@@ -41,7 +41,7 @@ def experts_constants(
 
     Chosen by `python -m benchmarks.experts_forms` (one H100, 2026-11-27, commit 87843b0) at 1, 8,
     64, 512 and 2,048 rows of Qwen3-30B-A3B and GPT-OSS-20B, whose gate and up stood one behind the
-    other there, not in turns. Other numbers of pairs a block and other models were not tried.
+    other there, not in turns. Other numbers of rows, and other models, were not tried.
 
     Args:
         rows_along: rows of the weight, not its inputs, lie side by side, as in GPT-OSS.

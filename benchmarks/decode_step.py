@@ -8,7 +8,7 @@
 
 `--model` names one of `benchmarks.shapes`. bf16, random weights; with `--fp8` the products of the
 layers are in FP8, a scale a row. A step's time is that of the device work, replayed; ours includes
-metadata and sampling.
+metadata and sampling. A model with experts has no floor but the bytes of weights, keys and values.
 """
 
 import argparse
@@ -27,7 +27,14 @@ from rich.table import Table
 import fx_passes
 from attn_ops.integrations import transformers as integration
 from attn_ops.integrations.merged import merge_projections
-from benchmarks.floor import Shape, Weights, floor_graph, physical_limit_ms
+from benchmarks.floor import (
+    Shape,
+    Weights,
+    experts_limit_ms,
+    floor_graph,
+    has_experts,
+    physical_limit_ms,
+)
 from benchmarks.harness import copy_bandwidth, median_ms, write
 from benchmarks.quantized_linear import quantize_linear_layers
 from benchmarks.shapes import MODELS
@@ -178,11 +185,10 @@ def transformers_forward_ms(model: Any, batch: int, context: int) -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = MODELS[args.model](args.layers)
-    shape = Shape.of(config)
     cases = [c for c in CASES if f"{c[0]}x{c[1]}" in args.cases] if args.cases else CASES
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "model": args.model,
-        "layers": shape.layers, "options": args.options, "fp8": args.fp8,
+        "layers": config.num_hidden_layers, "options": args.options, "fp8": args.fp8,
         "copy_bytes_per_second": copy_bandwidth(), "rows": {f"{b}x{c}": {} for b, c in cases},
     }  # fmt: skip
     rows = result["rows"]
@@ -206,9 +212,35 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.profile:
         profile(session, args.profile)
     session.release()
+    if has_experts(config):
+        for batch, context in cases:
+            row = rows[f"{batch}x{context}"]
+            row["limit"], row["experts"] = experts_limit_ms(
+                model, caches, batch, context, result["copy_bytes_per_second"]
+            )
+            row["ours/limit"] = row["ours"] / row["limit"]
     del model, session
     gc.collect()
     torch.cuda.empty_cache()
+    if not has_experts(config):
+        measure_floor(args, config, caches, cases, result)
+    del caches
+    gc.collect()
+    torch.cuda.empty_cache()
+    if args.transformers:
+        compare_transformers(config, rows, args.transformers, args.attention)
+    return result
+
+
+def measure_floor(
+    args: argparse.Namespace,
+    config: Any,
+    caches: list[torch.Tensor],
+    cases: list[tuple[int, int]],
+    result: dict[str, Any],
+) -> None:
+    """Add floor and limit to the rows."""
+    shape, rows = Shape.of(config), result["rows"]
     weights = Weights(shape, fp8=args.fp8)
     for batch, context in cases:
         row = rows[f"{batch}x{context}"]
@@ -217,12 +249,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             shape, batch, context, result["copy_bytes_per_second"], fp8=args.fp8
         )
         row["ours/floor"] = row["ours"] / row["floor"]
-    del weights, caches
-    gc.collect()
-    torch.cuda.empty_cache()
-    if args.transformers:
-        compare_transformers(config, rows, args.transformers, args.attention)
-    return result
 
 
 def compare_transformers(
@@ -272,6 +298,7 @@ def show(result: dict[str, Any]) -> None:
         "floor",
         "ours",
         "ours/floor",
+        "ours/limit",
         "transformers",
         "transformers/ours",
         "static",

@@ -18,10 +18,10 @@ from benchmarks.harness import capture
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama-like model."""
+    """Sizes of a Llama-like model without experts."""
 
     hidden: int
-    intermediate: int  # 0: experts, which are not counted
+    intermediate: int
     layers: int
     heads: int
     kv_heads: int
@@ -31,13 +31,10 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> "Shape":
-        kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-        windows = (config.sliding_window if k == "sliding_attention" else None for k in kinds)
-        intermediate = 0 if hasattr(config, "num_experts_per_tok") else config.intermediate_size
         return cls(
-            config.hidden_size, intermediate, config.num_hidden_layers,
+            config.hidden_size, config.intermediate_size, config.num_hidden_layers,
             config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-            config.vocab_size, tuple(windows),
+            config.vocab_size, windows_of(config),
         )  # fmt: skip
 
     def weight_elements(self) -> int:
@@ -50,6 +47,48 @@ class Shape:
         """Elements of keys and values that a request of `context` tokens reads in all layers."""
         tokens = sum(context if w is None else min(w, context) for w in self.windows)
         return 2 * self.kv_heads * self.head_size * tokens
+
+
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    """Of each layer; None: it sees all keys."""
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return tuple(config.sliding_window if k == "sliding_attention" else None for k in kinds)
+
+
+def has_experts(config: Any) -> bool:
+    return hasattr(config, "num_experts_per_tok")
+
+
+def experts_limit_ms(
+    model: torch.nn.Module,
+    caches: list[torch.Tensor],
+    batch: int,
+    context: int,
+    bytes_per_second: float,
+) -> tuple[float, float]:
+    """A step's limit for a model with experts, and the mean of experts a layer that are chosen.
+
+    Each token chooses its experts at random. Counted are the bytes of all weights but the
+    embedding, those of experts by the chosen part, and those of keys and values.
+    """
+    config: Any = model.config
+    total = next(
+        getattr(config, name)
+        for name in ("num_local_experts", "num_experts", "n_routed_experts")
+        if hasattr(config, name)
+    )
+    chosen = total * (1 - (1 - config.num_experts_per_tok / total) ** batch)
+    num_bytes = 0.0
+    embedding: Any = model.get_input_embeddings()
+    for weight in model.parameters():
+        if weight is not embedding.weight:
+            is_expert = weight.dim() > 1 and weight.shape[0] == total and weight.numel() > 2**22
+            num_bytes += weight.nbytes * (chosen / total if is_expert else 1)
+    for cache, window in zip(caches, windows_of(config), strict=True):
+        tokens = context if window is None else min(context, window)
+        block_size = cache.shape[2] if cache.dim() == 5 else cache.shape[1]
+        num_bytes += batch * tokens * cache[0].nbytes / block_size
+    return 1000 * num_bytes / bytes_per_second, chosen
 
 
 def physical_limit_ms(

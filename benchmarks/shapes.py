@@ -64,6 +64,41 @@ def gpt_oss_20b(layers: int | None = None) -> Any:
     return GptOssConfig(num_hidden_layers=layers or 24)
 
 
+def qwen3_30b_a3b(layers: int | None = None) -> Any:
+    """128 experts, 8 a token."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=layers or 48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        max_position_embeddings=16384, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    )  # fmt: skip
+
+
+def mixtral_8x7b(layers: int | None = None) -> Any:
+    """8 of its 32 layers: one GPU holds them. 8 experts, 2 a token."""
+    from transformers import MixtralConfig
+
+    return MixtralConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers or 8,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=32000,
+        num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=16384,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    )  # fmt: skip
+
+
+def deepseek_v3_like(layers: int | None = None) -> Any:
+    """8 layers with 64 of the 256 experts, 8 a token: one GPU holds them. Latent attention."""
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        num_hidden_layers=layers or 8, n_routed_experts=64, first_k_dense_replace=1,
+        max_position_embeddings=16384,
+    )  # fmt: skip
+
+
 def tiny_llama(layers: int) -> Any:
     """For a run on a CPU, whose figures mean nothing."""
     from transformers import LlamaConfig
@@ -81,5 +116,8 @@ MODELS: dict[str, Callable[[int | None], Any]] = {
     "gemma-2-9b": gemma_2_9b,
     "gpt-oss-20b": gpt_oss_20b,
     "llama-3-70b": llama_3_70b,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
+    "mixtral-8x7b": mixtral_8x7b,
+    "deepseek-v3-like": deepseek_v3_like,
 }
 """By name, a config with so many layers; None: as many as are measured."""

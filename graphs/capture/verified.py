@@ -143,12 +143,23 @@ class VerifiedReplay:
         return [slots[tables[own]] for own in self.step.cache.own_blocks]
 
     def _states(self) -> States | None:
-        """Pools of the model, and the slots that the step writes."""
+        """Pools of the model, and the slots that the step writes.
+
+        Behind drafts without a place for their keys, states are nobody's, as those rows are.
+        """
         states, device = self.step.cache.states, self.step.tensors.device
         if states is None:
             return None
-        names = [name for name in ("state_slots", "kept_slots") if name in device]
-        return states.by_name(), torch.cat([device[name] for name in names])
+        slots_S, query_len = device["state_slots"], self.step.key.query_len or 1
+        slots, wanted = [slots_S], [torch.ones_like(slots_S, dtype=torch.bool)]
+        if query_len > 1:
+            wanted_T = device["slot_mapping"] >= 0
+            wanted = [wanted_T[query_len - 1 :: query_len], wanted_T]
+            slots.append(device["kept_slots"])
+        elif "kept_slots" in device:
+            slots.append(device["kept_slots"])
+            wanted.append(torch.ones_like(slots[1], dtype=torch.bool))
+        return States(states.by_name(), torch.cat(slots), torch.cat(wanted))
 
     def _outputs(self, rows_S: torch.Tensor, rows_R: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the step leaves of rows that are no padding; the first since its filling."""

@@ -12,9 +12,9 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,12 @@ have that of bfloat16, and one step of the format on top.
 """
 
 
-States = tuple[Mapping[str, torch.Tensor], torch.Tensor]
-"""Pools by name [P, ...], and slots [S] of requests."""
+class States(NamedTuple):
+    """Pools of layers that keep states, and which states a step changes."""
+
+    pools: Mapping[str, torch.Tensor]  # [P, ...] each
+    slots: torch.Tensor  # [N] int32; those of padding are 0
+    wanted: torch.Tensor  # [N] bool; the others lie behind rows that nobody wants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +234,7 @@ class _Touched:
     more: Mapping[str, torch.Tensor]
     states: Mapping[str, torch.Tensor]  # [P, ...] each
     own_states: torch.Tensor  # int64, which of the P the step changes
+    wanted: torch.Tensor  # bool, which of those are compared
 
     @classmethod
     def of(
@@ -250,8 +255,11 @@ class _Touched:
             if kind not in checked:
                 checked[kind] = cls._checked(one, cache)
             found.append(checked[kind])
-        pools, slots_S = states or ({}, state.new_zeros(0))
-        return cls(state, caches, found, more, pools, slots_S[slots_S != NULL_SLOT].long())
+        none = state.new_zeros(0)
+        pools, slots_N, wanted_N = states or States({}, none, none)
+        own_N = slots_N != NULL_SLOT
+        own = slots_N[own_N].long(), wanted_N[own_N]
+        return cls(state, caches, found, more, pools, *own)
 
     @staticmethod
     def _checked(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -386,8 +394,7 @@ class Verifier:
             draw: tokens [R] for logits [R, V]; run from the state before the step. A token that
                 differs passes if it is drawn from the replay's logits. None: if the call's logits
                 of the two tokens are within the tolerance of one another, as for an argmax.
-            states: of layers that keep some, by name [P, ...], and the slots of the step's requests
-                [S], 0 for padding. They are compared, too.
+            states: of layers that keep some; those that are wanted are compared, too.
 
         Raises:
             VerificationError: they differ.
@@ -400,7 +407,7 @@ class Verifier:
             eager()
             called = touched.save(outputs)
             findings += self._compare_rows(replayed, called)
-            findings += self._compare_states(touched.states, replayed, called)
+            findings += self._compare_states(touched, replayed, called)
             touched.restore(before)
             findings += self._compare_outputs(replayed.outputs, called.outputs, draw)
         except BaseException:
@@ -445,14 +452,14 @@ class Verifier:
                 findings.append(compare(name, mine[:, i], theirs[:, i], bound, step))
         return findings
 
-    def _compare_states(
-        self, names: Iterable[str], replayed: _Saved, called: _Saved
-    ) -> list[Finding]:
+    def _compare_states(self, touched: _Touched, replayed: _Saved, called: _Saved) -> list[Finding]:
         # A sum in float32 is no more exact than what it adds: inputs are kept in the model's dtype.
         bound = max((self._tolerances.get(x.dtype, 0.0) for x in replayed.states), default=0.0)
         return [
-            compare(name, mine, theirs, bound)
-            for name, mine, theirs in zip(names, replayed.states, called.states, strict=True)
+            compare(name, mine[touched.wanted], theirs[touched.wanted], bound)
+            for name, mine, theirs in zip(
+                touched.states, replayed.states, called.states, strict=True
+            )
         ]
 
     def _compare_outputs(

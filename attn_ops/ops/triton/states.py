@@ -32,14 +32,14 @@ class Tile(NamedTuple):
 TILES: dict[str, Tile] = {
     "causal_conv1d": Tile(512, 4),
     "gated_delta_rule": Tile(4096, 4),
-    "kda": Tile(4096, 4),
+    "kda": Tile(2048, 2),
     "ssd": Tile(4096, 4),
-    "selective": Tile(4096, 4),
+    "selective": Tile(4096, 2),
 }
 """By rule. `python -m benchmarks.state_layers --sweep` tries others.
 
-4,096 numbers are 32 registers of each thread. Four channels of a convolution are 8 bytes of every
-input in bfloat16, and the most whose weights a thread reads from few lines.
+4,096 numbers of four warps are 32 registers of each thread. Four channels of a convolution are 8
+bytes of every input in bfloat16, and the most whose weights a thread reads from few lines.
 """
 
 

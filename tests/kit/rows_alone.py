@@ -95,6 +95,9 @@ class Rows:
                     last = self.lengths[some[-1]]
                     mixed = [(s, begin, end), (some[-1], last - 1, last)]
                     yield self._compared(f"chunk of {chunk}, {num} splits", mixed, num)
+                    if num is None:  # so many that they have a launch of their own
+                        many = [mixed[1]] * 70 + [mixed[0]] + [mixed[1]] * 70
+                        yield self._compared(f"chunk of {chunk} beside 140", many, num)
 
     def _compared(
         self, what: str, chunks: Sequence[tuple[int, int, int]], splits: int | None

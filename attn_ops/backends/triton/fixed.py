@@ -74,6 +74,9 @@ def fixed_attention(
 ) -> torch.Tensor:
     """q [T, N, H], kv_cache [P, 2, B, K, H] -> [T, N, H] contiguous.
 
+    Where many requests have few rows beside one with many, a launch of its own computes those: a
+    program made for many rows would be empty but for one.
+
     Args:
         constants: override the choice.
         num_splits: programs that share a row's units, likewise.
@@ -84,14 +87,14 @@ def fixed_attention(
     chosen = constants or fixed_constants(padded, q.dtype, fp8)
     heads = min(group, chosen.rows)
     fewest = ROWS_OF_FP8 if fp8 and q.dtype != torch.float32 else 16
-    needed = triton.next_power_of_2(common.max_query_len * heads)
-    block_m = min(chosen.rows, max(fewest, needed))
+    few = max(fewest, triton.next_power_of_2(heads))
+    block_m = min(chosen.rows, max(few, triton.next_power_of_2(common.max_query_len * heads)))
     num_head_tiles = num_kv_heads * triton.cdiv(group, heads)
-    num_programs = num_head_tiles * (num_rows // (block_m // heads) + common.num_reqs + 1)
-    units = num_units(common.max_seq_len)
+    units, wanted = num_units(common.max_seq_len), num_sms(q.device)
+    apart = num_splits is None and block_m > few and num_head_tiles * common.num_reqs >= wanted
     if num_splits is None:
         needed_programs = num_head_tiles * max(num_rows * heads // block_m, common.num_reqs, 1)
-        num_splits = PROGRAMS_PER_SM * num_sms(q.device) // needed_programs
+        num_splits = PROGRAMS_PER_SM * wanted // needed_programs
     num_splits = max(1, min(num_splits, units))
     if 4 * units * q.numel() > MAX_PARTS_BYTES:
         num_splits = 1
@@ -105,29 +108,38 @@ def fixed_attention(
         assert not flags.pop(name), f"{name} is not declared"
     changes_scores = flags["HAS_SOFT_CAP"] or flags["HAS_K_SCALE"]
     table = common.block_table_tensor
-    fixed_kernel[(num_programs, num_splits)](
-        part, part_max, part_sum, q, readable(kv_cache, options),
-        common.query_start_loc, common.seq_lens, table,
-        *q.stride()[:2], *kv_cache.stride()[:4], table.stride(0),
-        common.num_reqs, num_rows, units, score_scale, soft_cap, window, sinks, k_scale, v_scale,
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        HEADS=heads,
-        HEAD_SIZE=head_size,
-        PADDED_HEAD_SIZE=padded,
-        BLOCK_SIZE=kv_cache.shape[2],
-        BLOCK_M=block_m,
-        TILE=chosen.keys,
-        VECTOR=math.gcd(16, *kv_cache.stride()[:4]),
-        FUSED=options.scale > 0 and not changes_scores,
-        WIDEN=widened(q.dtype),
-        SPLIT=split,
-        num_warps=chosen.num_warps if block_m == chosen.rows else chosen.few_warps,
-        num_stages=chosen.num_stages,
-        enable_fp_fusion=False,
-        **flags,
-        **early_launch(q.device),
-    )  # fmt: skip
+
+    def launch(block_m: int, num_splits: int, is_few: bool) -> None:
+        num_programs = num_head_tiles * (num_rows // (block_m // heads) + common.num_reqs + 1)
+        parts = (part, part_max, part_sum) if num_splits > 1 else (out, out, out)
+        fixed_kernel[(num_programs, num_splits)](
+            *parts, q, readable(kv_cache, options),
+            common.query_start_loc, common.seq_lens, table,
+            *q.stride()[:2], *kv_cache.stride()[:4], table.stride(0),
+            common.num_reqs, num_rows, units, score_scale, soft_cap, window, sinks, k_scale,
+            v_scale,
+            NUM_HEADS=num_heads,
+            GROUP=group,
+            HEADS=heads,
+            HEAD_SIZE=head_size,
+            PADDED_HEAD_SIZE=padded,
+            BLOCK_SIZE=kv_cache.shape[2],
+            BLOCK_M=block_m,
+            TILE=chosen.keys,
+            VECTOR=math.gcd(16, *kv_cache.stride()[:4]),
+            FUSED=options.scale > 0 and not changes_scores,
+            WIDEN=widened(q.dtype),
+            SPLIT=num_splits > 1,
+            FEW=few // heads if apart else 0,
+            IS_FEW=is_few,
+            num_warps=chosen.num_warps if block_m == chosen.rows else chosen.few_warps,
+            num_stages=chosen.num_stages,
+            enable_fp_fusion=False,
+            **flags,
+            **early_launch(q.device),
+        )  # fmt: skip
+
+    launch(block_m, num_splits, is_few=False)
     if split:
         merge_units_kernel[(num_rows, num_heads)](
             out, part, part_max, part_sum, common.query_start_loc, common.seq_lens,
@@ -140,6 +152,8 @@ def fixed_attention(
             enable_fp_fusion=False,
             **early_launch(q.device),
         )  # fmt: skip
+    if apart:  # behind the merge, which has nothing of these rows
+        launch(few, 1, is_few=True)
     return out
 
 

@@ -286,6 +286,8 @@ def fixed_kernel(
     FUSED: tl.constexpr,
     WIDEN: tl.constexpr,  # q in float32
     SPLIT: tl.constexpr,
+    FEW: tl.constexpr,  # rows of a request that count as few; 0: all are computed alike
+    IS_FEW: tl.constexpr,  # of requests with few rows alone; else of the others alone
     PDL: tl.constexpr,  # launched early
 ):
     """Grid ((T // BLOCK_Q + S + 1) * K * ceil(G / HEADS), ranges of units)."""
@@ -306,6 +308,9 @@ def fixed_kernel(
     first = (program - row_begin // BLOCK_Q - request) * BLOCK_Q
     if first >= query_len:
         return
+    if FEW > 0:
+        if ((query_len <= FEW) & (request < num_reqs)) != IS_FEW:
+            return
 
     m_M = tl.arange(0, BLOCK_M)
     query_M = first + m_M // HEADS

@@ -24,8 +24,7 @@ def write_weights(
         ValueError: a name is unknown, or a tensor does not fit; nothing is written.
     """
     items: list[Any] = list(weights.items() if isinstance(weights, Mapping) else weights)
-    known = dict(model.named_buffers(remove_duplicate=False))
-    known |= dict(model.named_parameters(remove_duplicate=False))
+    known = _tensors_of(model)
     for name, tensor in items:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, 1)
@@ -43,3 +42,14 @@ def write_weights(
             )
     for name, tensor in items:
         known[name].copy_(tensor)
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by all their names: the GPU waits for them, so in one walk."""
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in model.named_modules(remove_duplicate=False)
+        for own in (module._parameters, module._buffers)
+        for name, tensor in own.items()
+        if tensor is not None
+    }

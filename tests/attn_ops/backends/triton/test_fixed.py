@@ -1,4 +1,4 @@
-"""Units, splits and their order, through the interpreter; the bits are compared on a GPU."""
+"""Units, splits and their order, through the interpreter; on a GPU, where bits are compared, too."""
 
 import pytest
 import torch
@@ -20,3 +20,19 @@ def test_a_row_is_the_same_in_every_step(asked: dict) -> None:
     rows = Rows([530, 1, 30], (4, 2), 16, torch.float32, "cpu", **asked)
     for what, got, want in rows.steps(splits=(1, 3), batches=(3,), chunks=(16,)):
         torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6, msg=lambda m, w=what: w + m)
+
+
+def test_few_rows_have_a_launch_of_their_own_beside_many() -> None:
+    rows = Rows([530, 1, 30], (4, 2), 16, torch.float32, "cpu")
+    rows_T, got = rows.attend([(1, 0, 1), (0, 400, 530), (2, 29, 30), (0, 70, 71)], num_splits=1)
+    torch.testing.assert_close(rows.whole_TNH[rows_T], got, rtol=2e-6, atol=2e-6)
+    assert torch.equal(rows.attend([(1, 0, 1), (0, 400, 530), (2, 29, 30), (0, 70, 71)])[1], got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize(("heads", "head_size"), [((32, 8), 128), ((16, 8), 256)])
+def test_bits_are_the_same_in_every_step(heads: tuple[int, int], head_size: int, asked: dict):
+    rows = Rows([5000, 1, 0, 700, 33], heads, head_size, torch.bfloat16, "cuda", **asked)
+    for what, got, want in rows.steps():
+        assert torch.equal(got, want), what

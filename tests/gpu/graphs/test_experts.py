@@ -77,7 +77,7 @@ def test_500_random_steps_verified(name):
     )
     options: dict[str, Any] = {"backend": None, "verify": "always"}
     options["batch_invariant"] = not name.endswith("all")
-    session = poisoned(cases.small(compiled, capture_sizes=[1, 2, 4], **options))
+    session = poisoned(cases.small(compiled, max_tokens=160, capture_sizes=[1, 2, 4], **options))
     session.warm_up()
     assert session.compile_record.matches()["experts"] > 0
     num_compiled, visitors = cases.num_compiled(), cases.Visitors(session)

@@ -25,6 +25,7 @@ from attn_ops.backends.triton.tiles import (
 )
 from attn_ops.early_launch.triton.launch import early_launch
 from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.ops.products.ordered_mm import new_rows
 
 PROGRAMS_PER_SM = 4
 """Wanted at least: where rows and heads give fewer, programs share a row's units."""
@@ -99,7 +100,7 @@ def fixed_attention(
     if 4 * units * q.numel() > MAX_PARTS_BYTES:
         num_splits = 1
     split = num_splits > 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = new_rows(num_rows, num_heads * head_size, q).view(q.shape)
     part, part_max, part_sum = _parts(out, units) if split else (out, out, out)
     (score_scale, soft_cap, window, _, sinks, k_scale, v_scale, _), flags = option_arguments(
         options, unused=out

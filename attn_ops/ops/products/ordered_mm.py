@@ -27,8 +27,27 @@ def takes_ordered(w: torch.Tensor, device: torch.device) -> bool:
 
 def padded_rows(num_rows: int) -> int:
     """The number of rows that a product of so many is computed with by the library."""
-    step = 16 if num_rows <= 64 else 64 if num_rows <= 1024 else 256
+    step = 16 if num_rows <= 1024 else 64 if num_rows <= 2048 else 256
     return -(-num_rows // step) * step
+
+
+def new_rows(num_rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+    """Empty [T, columns], behind which lies room for the rows that the library wants."""
+    return like.new_empty(padded_rows(num_rows), columns)[:num_rows]
+
+
+def _with_room(x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] and what lies behind it, as many rows as the library wants; copied if it is short.
+
+    A row depends on no other: what the rest holds is of no concern.
+    """
+    wanted = padded_rows(x.shape[0])
+    end = x.storage_offset() + (wanted - 1) * x.stride(0) + x.shape[1]
+    if end * x.element_size() <= x.untyped_storage().nbytes():
+        return x.as_strided((wanted, x.shape[1]), x.stride())
+    more = x.new_empty(wanted, x.shape[1])
+    more[: x.shape[0]] = x
+    return more
 
 
 def ordered_product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -45,14 +64,9 @@ def ordered_product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None)
     from attn_ops.ops.triton.skinny import launch_skinny
 
     num_rows = x.shape[0]
-    padded = padded_rows(num_rows)
-    if num_rows <= most_rows(w) or not _library_is_ordered(padded, w, bias):
+    if num_rows <= most_rows(w) or not _library_is_ordered(padded_rows(num_rows), w, bias):
         return launch_skinny(x, w, bias, None, None, x.dtype)
-    if padded != num_rows:
-        more = x.new_empty(padded, x.shape[1])
-        more[:num_rows] = x  # a row depends on no other: what the rest holds is of no concern
-        x = more
-    return _of_library(x, w, bias)[:num_rows]
+    return _of_library(_with_room(x), w, bias)[:num_rows]
 
 
 def _of_library(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

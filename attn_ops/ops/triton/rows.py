@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.ops.products.ordered_mm import new_rows
 from attn_ops.ops.triton.fused_products import sum_of
 
 BLOCK_F = 1024
@@ -69,8 +70,8 @@ def launch_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + addend [T, K], and its norm, contiguous; T is at least 1. Columns are contiguous."""
     num_rows, k = x.shape
-    out = torch.empty(num_rows, k, dtype=x.dtype, device=x.device)
-    total = x if addend is None else torch.empty_like(out)
+    out = new_rows(num_rows, k, x)
+    total = x if addend is None else x.new_empty(num_rows, k)
     added = x if addend is None else addend
     block = triton.next_power_of_2(k)
     with torch.cuda.device_of(x):
@@ -86,7 +87,7 @@ def launch_rms_norm(
 def launch_silu_mul(x: torch.Tensor) -> torch.Tensor:
     """x [T, 2 * F] contiguous -> [T, F] contiguous; T is at least 1."""
     num_rows, width = x.shape[0], x.shape[1] // 2
-    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    out = new_rows(num_rows, width, x)
     with torch.cuda.device_of(x):
         silu_mul_kernel[(num_rows, triton.cdiv(width, BLOCK_F))](
             out, x, F=width, BLOCK=BLOCK_F, **early_launch(x.device)

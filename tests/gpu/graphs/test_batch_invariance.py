@@ -122,3 +122,14 @@ def test_the_example(capsys):
     rounds = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round")]
     assert len(rounds) == 8
     assert all(line.endswith("score minus drawn at most 0.0e+00") for line in rounds), rounds
+
+
+def test_rows_behind_are_read_in_place():
+    """Without a copy where there is room, and with one at the end of a tensor."""
+    w = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16).t()
+    x = ordered_mm.new_rows(777, 4096, w).normal_()
+    x._base[777:] = float("nan")
+    assert ordered_mm._with_room(x).data_ptr() == x.data_ptr()
+    whole = ordered_mm.ordered_product(x.clone(), w, None)
+    assert torch.equal(ordered_mm.ordered_product(x, w, None), whole)
+    assert not whole.isnan().any()

@@ -1,4 +1,4 @@
-"""Units, splits and their order, through the interpreter; on a GPU, where bits are compared, too."""
+"""Units, splits and their order: interpreted, and bit by bit on a GPU."""
 
 import pytest
 import torch

@@ -12,8 +12,8 @@ class PassConfig:
     `fast_prefill` is "off", "auto", where rows can be dropped, or "on", an error where they cannot.
     `attn_quant`, of the pass `quantize_output`, is "never", "auto", for schemes that gain by it, or
     "always".
-    `skinny_products` and `experts` take the same words: "auto" is where our kernels run. `experts`
-    is "never" by default, until captured sessions with it are verified on a GPU.
+    `skinny_products` and `experts`, which is also of the pass `router`, take the same words: "auto"
+    is where our kernels run.
     So do `fused_mlp` and `norm_products`, and "replays": in steps that are replayed alone, for
     which pieces are compiled a second time (`fx_passes.forms`), with Inductor's `combo_kernels`.
     "auto" is that for sessions that capture on a GPU with such kernels, and else off: called steps
@@ -35,7 +35,7 @@ class PassConfig:
     short_products: bool = True
     attn_quant: Literal["auto", "always", "never"] = "auto"
     collapse_views: bool = True
-    experts: Literal["auto", "always", "never"] = "never"
+    experts: Literal["auto", "always", "never"] = "auto"
     skinny_products: Literal["auto", "always", "never"] = "auto"
     fused_mlp: Literal["auto", "replays", "always", "never"] = "auto"
     norm_products: Literal["auto", "replays", "always", "never"] = "auto"

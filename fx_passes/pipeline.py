@@ -34,6 +34,7 @@ from fx_passes.passes.layers import OutlineLayers
 from fx_passes.passes.norm_products import NormProducts
 from fx_passes.passes.products import ShareProducts
 from fx_passes.passes.quantize_output import QuantizeOutput
+from fx_passes.passes.routers import Router
 from fx_passes.passes.short_products import ShortProducts
 from fx_passes.passes.skinny_products import SkinnyProducts
 from fx_passes.passes.views import CollapseViews
@@ -41,7 +42,8 @@ from fx_passes.promises import Promises
 
 _PIPELINE: list[type[Pass]] = [
     DeviceConstants, FastPrefill, OutlineLayers, ShareProducts, ShortProducts,
-    QuantizeOutput, CollapseViews, Experts, SkinnyProducts, FusedMlp, NormProducts,
+    QuantizeOutput, CollapseViews, Experts, Router, SkinnyProducts, FusedMlp,
+    NormProducts,
 ]  # fmt: skip
 """Global: it is the registry of passes."""
 

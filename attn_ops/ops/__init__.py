@@ -9,6 +9,7 @@ from attn_ops.ops.mla import mla_attention, mla_attention_with_lse
 from attn_ops.ops.mla_cache import copy_blocks_mla, gather_mla_kv, write_mla_kv
 from attn_ops.ops.mla_quant import mla_attention_quant
 from attn_ops.ops.moe.experts import experts
+from attn_ops.ops.moe.top_experts import top_experts
 from attn_ops.ops.products.fused_products import gated_mlp, norm_mm
 from attn_ops.ops.products.norms import add_rms_norm, rms_norm
 from attn_ops.ops.products.skinny_mm import skinny_mm
@@ -48,6 +49,7 @@ __all__ = [
     "skinny_mm",
     "ssd_state_update",
     "swap_blocks",
+    "top_experts",
     "varlen_attention",
     "varlen_metadata",
     "write_kv",

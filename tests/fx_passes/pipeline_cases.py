@@ -9,7 +9,7 @@ from fx_passes import attn_ops, pipeline
 from fx_passes.base import Pass
 
 CLASSES = [one for one in pipeline.pass_classes() if one.__module__.startswith("fx_passes.")]
-ASKED = ("fast_prefill", "experts")
+ASKED = ("fast_prefill",)
 """Off by default."""
 ATEN = [one.name for one in CLASSES if one.stage == "aten" and one.name not in ASKED]
 aten = torch.ops.aten

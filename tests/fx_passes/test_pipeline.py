@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("own_pipeline")
 
 BUILT_IN = [
     "device_constants", "fast_prefill", "outline_layers", "share_products", "short_products",
-    "quantize_output", "collapse_views", "experts", "skinny_products", "fused_mlp", "norm_products",
+    "quantize_output", "collapse_views", "experts", "router", "skinny_products", "fused_mlp",
+    "norm_products",
 ]  # fmt: skip
 SWITCHES = {one.name: one.switch or one.name for one in CLASSES}
 OFF = {

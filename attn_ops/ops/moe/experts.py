@@ -11,7 +11,7 @@ import torch
 
 from attn_ops.ops.library import operator
 from attn_ops.ops.moe.composite import experts_by_torch
-from attn_ops.ops.products.skinny_mm import is_measured
+from attn_ops.ops.products.skinny_constants import is_measured
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gpt_oss")
 

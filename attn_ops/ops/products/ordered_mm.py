@@ -10,14 +10,13 @@ T rows of x, K inputs, M outputs.
 
 import torch
 
-from attn_ops.ops.products.skinny_constants import most_rows
+from attn_ops.ops.products.skinny_constants import is_measured, most_rows
 
 
 def takes_ordered(w: torch.Tensor, device: torch.device) -> bool:
     """Whether products with w [K, M] can be had in order."""
     return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] == 9
+        is_measured(device)
         and w.dtype in (torch.bfloat16, torch.float16)
         and w.stride(0) == 1
         and w.shape[0] % 16 == 0

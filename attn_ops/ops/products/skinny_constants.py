@@ -3,6 +3,7 @@
 K inputs, M outputs.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -65,3 +66,10 @@ def most_rows(w: torch.Tensor) -> int:
     if many:
         return 64
     return 128 if 2048 < w.shape[1] <= 4096 else 16
+
+
+# Cached: a property of the device, asked by each product.
+@functools.cache
+def is_measured(device: torch.device) -> bool:
+    """Whether the constants of these kernels were chosen on such a device: a Hopper GPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

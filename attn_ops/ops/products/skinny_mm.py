@@ -3,14 +3,13 @@
 T rows of x, K inputs, M outputs.
 """
 
-import functools
 from typing import Any
 
 import torch
 
 from attn_ops.ops.library import operator
 from attn_ops.ops.products.ordered_mm import ordered_product
-from attn_ops.ops.products.skinny_constants import most_rows
+from attn_ops.ops.products.skinny_constants import is_measured, most_rows
 
 _FP8 = torch.float8_e4m3fn
 
@@ -131,10 +130,3 @@ def takes(w: torch.Tensor, device: torch.device) -> bool:
         and w.shape[0] % 128 == 0
         and w.stride(1) % 16 == 0
     )
-
-
-# Cached: a property of the device, asked by each product.
-@functools.cache
-def is_measured(device: torch.device) -> bool:
-    """The kernel's constants are of Hopper."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

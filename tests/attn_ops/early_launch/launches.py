@@ -123,7 +123,10 @@ def products() -> None:
 def experts() -> None:
     from attn_ops.ops.moe.constants import ExpertsConstants
     from attn_ops.ops.triton.experts import launch_experts
+    from attn_ops.ops.triton.top_experts import launch_top_experts
 
+    for weights in ("sum", "softmax"):
+        launch_top_experts(torch.zeros(3, 40, dtype=BF16), 4, weights == "sum", weights, BF16)
     gate_up, down = torch.zeros(4, 256, 320, dtype=BF16), torch.zeros(4, 320, 128, dtype=BF16)
     bias, turned = gate_up[:, :, 0], gate_up.mT.contiguous().mT
     gpt_oss = {"activation": "gpt_oss", "limit": 7.0, "interleaved": True}

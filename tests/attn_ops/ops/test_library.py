@@ -85,6 +85,7 @@ def calls() -> dict[str, tuple[tuple, dict]]:
             (rule, dt, -dt[0], rule, rule, dt[0], dt[0], True, None, None, None, pool, *one),
         ),
         "swap_blocks": ((torch.ones(4, 2, 16, 2, 16), torch.ones(4, 2, 16, 2, 16), pairs),),
+        "top_experts": ((x, 2), {"softmax": True}),
         "varlen_attention": ((b.q, b.k, b.v, own, 0.3),),
         "write_kv": ((b.k, b.v, b.kv_cache, b.meta),),
         "write_mla_kv": ((latent.kv_c, latent.k_pe, latent.kv_cache, latent.meta),),

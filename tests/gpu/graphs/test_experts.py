@@ -72,14 +72,14 @@ def test_500_random_steps_verified(name):
     family, sizes = CASES[name]
     model = built(family, sizes)
     torch._dynamo.reset()
-    compiled: Any = torch.compile(
-        model, backend="attn_ops", fullgraph=True, options={"experts": "auto"}
-    )
+    compiled: Any = torch.compile(model, backend="attn_ops", fullgraph=True)
     options: dict[str, Any] = {"backend": None, "verify": "always"}
     options["batch_invariant"] = not name.endswith("all")
     session = poisoned(cases.small(compiled, max_tokens=160, capture_sizes=[1, 2, 4], **options))
     session.warm_up()
-    assert session.compile_record.matches()["experts"] > 0
+    matches = session.compile_record.matches()
+    assert matches["experts"] > 0
+    assert matches["router"] > 0
     num_compiled, visitors = cases.num_compiled(), cases.Visitors(session)
     while session.num_steps["captured"] < NUM_STEPS:
         visitors.step()

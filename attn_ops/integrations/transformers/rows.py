@@ -17,6 +17,7 @@ from attn_ops.integrations.transformers.masks import tagged_masks
 from attn_ops.integrations.transformers.probe import AttentionProbe, ProbedCall
 from attn_ops.integrations.transformers.specs import attention_layers
 from attn_ops.integrations.transformers.states import OURS, ProbedState
+from attn_ops.integrations.transformers.ties import KeptTies
 from attn_ops.states import StateSpec
 
 NUM_ROWS = 12
@@ -77,9 +78,11 @@ class Probes:
         kept = self.rows.flip(0)
         self.kept = kept[kept % 5 != 1] if num_rows > 2 else kept
         self.spoilt = 1 if self.kept.numel() > 2 else None  # the row of NaN in the second batch
+        self.chosen: list[torch.Tensor] = []  # by routers, in the forward of all rows in order
 
     def in_order(self) -> Run:
         """All rows in order, with logits of each and masks that can be compared."""
+        self.chosen.clear()
         if not attention_layers(self.model):  # such models multiply by the mask
             return self._run(self.rows, self.rows)
         mask = torch.ones_like(self.rows)[None]
@@ -89,6 +92,7 @@ class Probes:
             except TypeError as error:
                 if "unexpected keyword" not in str(error):
                     raise
+                self.chosen.clear()
                 return self._run(self.rows, self.rows)  # the model takes no mask
 
     def placed(self) -> Run | None:
@@ -149,7 +153,8 @@ class Probes:
         more = {} if mask is None else {"attention_mask": mask}
         positions = rows[None] if positions is _OF_ROWS else positions
         try:
-            logits = self.forward(self.ids[rows][None], positions, wanted, probe, **more)
+            with KeptTies(self.chosen, rows if self.chosen else None):
+                logits = self.forward(self.ids[rows][None], positions, wanted, probe, **more)
         except MaskGiven as error:
             raise ValueError(
                 "attention_mask must be left to the batch's metadata, got "

@@ -39,7 +39,7 @@ from attn_ops.backends.triton.tiles import (
     readable,
     widened,
 )
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale
 
@@ -348,7 +348,7 @@ def decode_attention(
     max_keys = min(common.max_seq_len, options.sliding_window or common.max_seq_len)
     work = decode_work(q, kv_cache, common, options, max_keys, num_splits, constants)
     chosen, out, num_splits, shape = work.constants, work.out, work.num_splits, work.shape
-    decode_kernel[(max(common.num_reqs, q.shape[0]) * work.units, num_splits)](
+    quick(decode_kernel, (max(common.num_reqs, q.shape[0]) * work.units, num_splits))(
         out, work.part, work.part_lse, q, readable(kv_cache, options),
         common.query_start_loc, common.seq_lens, common.block_table_tensor,
         *q.stride()[:2], *kv_cache.stride()[:4], common.block_table_tensor.stride(0),

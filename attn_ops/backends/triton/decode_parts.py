@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2, MAX_SPLITS, padded_head_size
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import given_scale, store_quantized
 
@@ -350,7 +350,7 @@ def combine(
     _, num_splits, heads, head_size = part.shape
     padded = padded_head_size(head_size)
     num_parts = min(triton.next_power_of_2(num_splits), max(8192 // padded, 1))
-    combine_kernel[(common.num_reqs, out.shape[1])](
+    quick(combine_kernel, (common.num_reqs, out.shape[1]))(
         out,
         part,
         part_lse,

@@ -23,7 +23,7 @@ from attn_ops.backends.triton.tiles import (
     readable,
     widened,
 )
-from attn_ops.early_launch.triton.launch import early_launch
+from attn_ops.early_launch.triton.launch import early_launch, quick
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.ops.products.ordered_mm import new_rows
 
@@ -113,7 +113,7 @@ def fixed_attention(
     def launch(block_m: int, num_splits: int, is_few: bool) -> None:
         num_programs = num_head_tiles * (num_rows // (block_m // heads) + common.num_reqs + 1)
         parts = (part, part_max, part_sum) if num_splits > 1 else (out, out, out)
-        fixed_kernel[(num_programs, num_splits)](
+        quick(fixed_kernel, (num_programs, num_splits))(
             *parts, q, readable(kv_cache, options),
             common.query_start_loc, common.seq_lens, table,
             *q.stride()[:2], *kv_cache.stride()[:4], table.stride(0),
@@ -142,7 +142,7 @@ def fixed_attention(
 
     launch(block_m, num_splits, is_few=False)
     if split:
-        merge_units_kernel[(num_rows, num_heads)](
+        quick(merge_units_kernel, (num_rows, num_heads))(
             out, part, part_max, part_sum, common.query_start_loc, common.seq_lens,
             common.num_reqs, num_rows, units, window, sinks, v_scale,
             NUM_HEADS=num_heads,

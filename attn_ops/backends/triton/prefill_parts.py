@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2, padded_head_size
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 
 GATHER_ROWS = 128
@@ -84,7 +84,7 @@ def gather_keys(
     num_rows = rows_per_request(common)
     shape = (2, num_kv_heads, common.num_reqs * num_rows, head_size)
     out = torch.empty(shape, dtype=dtype, device=kv_cache.device)
-    gather_kernel[(num_rows // GATHER_ROWS, common.num_reqs, 2 * num_kv_heads)](
+    quick(gather_kernel, (num_rows // GATHER_ROWS, common.num_reqs, 2 * num_kv_heads))(
         out,
         kv_cache,
         common.seq_lens,
@@ -199,7 +199,7 @@ def combine_rows(
 ) -> None:
     """part [T, N, R, H] and part_lse [T, N, R] into out [T, N, H] and lse [T, N]."""
     num_rows, num_heads, num_splits, head_size = part.shape
-    combine_rows_kernel[(num_rows * num_heads,)](
+    quick(combine_rows_kernel, (num_rows * num_heads,))(
         out,
         part,
         part_lse,

@@ -1,4 +1,4 @@
-"""What Triton kernels and their launchers need to be launched early.
+"""What Triton kernels and their launchers need: to be launched early, and with little on the host.
 
 A kernel that is launched early must call `wait_for_inputs` before it reads what another kernel of
 the step writes, and before it writes. Before that it may read weights and scales alone, which no
@@ -6,12 +6,14 @@ kernel of a step writes. tests/attn_ops/early_launch holds every kernel to that.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.compiler import CompiledKernel
 
 from attn_ops.early_launch import is_in_turn, why_not_early
 
@@ -40,3 +42,44 @@ def early_launch(device: torch.device) -> dict[str, Any]:
 @functools.cache
 def _launches_early(device: torch.device) -> bool:
     return device.type == "cuda" and not knobs.runtime.interpret and why_not_early(device) is None
+
+
+_COMPILED: dict[tuple, tuple[CompiledKernel, tuple]] = {}
+"""Global, as Triton's own: what it found for a kernel and arguments that compile alike, and the
+constants in the order of the kernel's arguments."""
+
+
+def quick(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """`kernel[grid]`, which asks Triton for the compiled kernel once.
+
+    Triton binds, specializes and hashes all arguments by name in each launch. Give what is no
+    constant by position, and constants by name.
+    """
+
+    def launch(*args: Any, **constants: Any) -> None:
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        alike = (id(kernel), device, *map(_alike, args), *constants, *constants.values())
+        known = _COMPILED.get(alike)
+        if known is not None:
+            compiled, values = known
+            compiled[(*grid, 1, 1)[:3]](*args, *values)
+            return
+        compiled = kernel[grid](*args, **constants)
+        if isinstance(compiled, CompiledKernel):  # the interpreter has none
+            rest = kernel.params[len(args) :]
+            if all(one.is_constexpr and one.name in constants for one in rest):
+                _COMPILED[alike] = compiled, tuple(constants[one.name] for one in rest)
+
+    return launch
+
+
+def _alike(x: Any) -> Any:
+    """What a kernel is compiled for: equal for arguments that Triton compiles alike."""
+    kind = type(x)
+    if kind is int:
+        return (x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63)
+    if kind is float:
+        return float
+    if isinstance(x, torch.Tensor):
+        return (x.dtype, x.data_ptr() % 16 == 0)
+    return tuple(map(_alike, x)) if kind is tuple else x

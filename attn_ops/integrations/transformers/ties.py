@@ -19,7 +19,7 @@ class KeptTies(TorchDispatchMode):
     """Notes what `topk` chooses for each row, or chooses so again.
 
     Args:
-        chosen: of each call of `topk` in turn, the columns of each row; the first forward adds them.
+        chosen: of each `topk` in turn, the columns of each row; the first forward adds them.
         rows: [T], which of those rows the forward has; None: the first forward.
     """
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.ops.moe.constants import (
     ExpertsConstants,
     experts_constants,
@@ -250,7 +250,7 @@ def launch_blocks(ids: torch.Tensor, num_experts: int, block_t: int) -> Blocks:
     padded = max(triton.next_power_of_2(num_experts + 1), 32)
     chunk = next((n for n in PAIRS_AT_ONCE if n >= num_pairs), PAIRS_AT_ONCE[-1])
     with torch.cuda.device_of(ids):  # Triton launches on the current device
-        blocks_kernel[(num_experts,)](
+        quick(blocks_kernel, (num_experts,))(
             pairs, expert, ids, num_pairs, number, E=num_experts, E_PADDED=padded,
             BLOCK_T=block_t, CHUNK=chunk, **early_launch(ids.device),
             num_warps=4 if chunk <= 1024 else 8,
@@ -302,7 +302,7 @@ def launch_product(
         **early_launch(x.device),
     }
     with torch.cuda.device_of(x):
-        experts_kernel[(blocks.number * triton.cdiv(outputs, columns),)](
+        quick(experts_kernel, (blocks.number * triton.cdiv(outputs, columns),))(
             out, x, w,
             out if given is None else given,
             blocks.expert if blocks.pairs is None else blocks.pairs,
@@ -321,7 +321,7 @@ def launch_sum(
     out = torch.empty(num_rows, k, dtype=y.dtype, device=y.device)
     rounded = torch.promote_types(y.dtype, weights.dtype) == y.dtype
     with torch.cuda.device_of(y):
-        sum_kernel[(num_rows, triton.cdiv(k, BLOCK_SUM))](
+        quick(sum_kernel, (num_rows, triton.cdiv(k, BLOCK_SUM)))(
             out, y, ids, weights, E=num_experts, K=k, TOP_K=top_k, BLOCK=BLOCK_SUM,
             ROUNDED=rounded, num_warps=4, **early_launch(y.device),
         )  # fmt: skip

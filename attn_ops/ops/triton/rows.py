@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.ops.products.ordered_mm import new_rows
 from attn_ops.ops.triton.fused_products import sum_of
 
@@ -75,7 +75,7 @@ def launch_rms_norm(
     added = x if addend is None else addend
     block = triton.next_power_of_2(k)
     with torch.cuda.device_of(x):
-        rms_norm_kernel[(num_rows,)](
+        quick(rms_norm_kernel, (num_rows,))(
             out, total, x, added, weight.contiguous(), x.stride(0), added.stride(0), eps, K=k,
             BLOCK_K=block,
             HAS_ADDEND=addend is not None, num_warps=min(max(block // 512, 1), 16),
@@ -89,7 +89,7 @@ def launch_silu_mul(x: torch.Tensor) -> torch.Tensor:
     num_rows, width = x.shape[0], x.shape[1] // 2
     out = new_rows(num_rows, width, x)
     with torch.cuda.device_of(x):
-        silu_mul_kernel[(num_rows, triton.cdiv(width, BLOCK_F))](
+        quick(silu_mul_kernel, (num_rows, triton.cdiv(width, BLOCK_F)))(
             out, x, F=width, BLOCK=BLOCK_F, **early_launch(x.device)
         )
     return out

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.ops.products.skinny_constants import SkinnyConstants, block_of_rows, skinny_constants
 
 PRECISE_TERMS = 128
@@ -135,7 +135,7 @@ def launch_skinny(
     }
     grid = (triton.cdiv(num_rows, arguments["BLOCK_T"]), triton.cdiv(m, chosen.block_m))
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        skinny_kernel[grid](
+        quick(skinny_kernel, grid)(
             out, x, w,
             out if bias is None else bias.contiguous(),
             out if x_scale is None else x_scale,

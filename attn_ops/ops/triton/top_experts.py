@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def launch_top_experts(
     ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=scores.device)
     padded = max(triton.next_power_of_2(num_experts), 32)
     with torch.cuda.device_of(scores):
-        top_experts_kernel[(num_rows,)](
+        quick(top_experts_kernel, (num_rows,))(
             found, ids, scores, scores.stride(0), E=num_experts, E_PADDED=padded, TOP_K=top_k,
             K_PADDED=max(triton.next_power_of_2(top_k), 2), SOFTMAX=softmax, WEIGHTS=weights,
             num_warps=max(padded // 256, 1), **early_launch(scores.device),

@@ -158,6 +158,8 @@ def test_backward_raises(name, compiled):
     results = function(calls()[name][0], factor)
     for result, expected in zip(results, want, strict=True):
         assert torch.equal(result.float().nan_to_num(), expected.float().nan_to_num())
+        if not expected.is_floating_point():
+            continue  # integers have no gradient to compute
         with refused:
             result.float().nan_to_num().sum().backward(retain_graph=True)
     assert factor.grad is None

@@ -1,0 +1,88 @@
+"""quick: which launches Triton is asked for, and what a later one is given."""
+
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.compiler import CompiledKernel
+
+from attn_ops.early_launch.triton import launch
+from attn_ops.early_launch.triton.launch import quick
+
+
+class Compiled(CompiledKernel):
+    def __init__(self, launches):
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        return lambda *args: self.launches.append((grid, args))
+
+
+class Kernel:
+    """x, n and the constants A and B, as a `JITFunction` has them."""
+
+    def __init__(self, constants=("A", "B")):
+        self.num_asked, self.launches = 0, []
+        self.params = [
+            types.SimpleNamespace(name=name, is_constexpr=name in constants) for name in "xnAB"
+        ]
+
+    def __getitem__(self, grid):
+        def ask(*args, **constants):
+            self.num_asked += 1
+            return Compiled(self.launches)
+
+        return ask
+
+
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch):
+    monkeypatch.setattr(launch, "_COMPILED", {})
+
+
+X = torch.zeros(8)
+
+
+def test_launches_that_compile_alike_ask_once():
+    kernel = Kernel()
+    for n in (3, 5, 2**20 + 1):
+        quick(kernel, (n,))(X, n, B=1, A=2, num_warps=4)
+    assert kernel.num_asked == 1
+    assert [(grid, args[1:]) for grid, args in kernel.launches] == [
+        ((5, 1, 1), (5, 2, 1)),
+        ((2**20 + 1, 1, 1), (2**20 + 1, 2, 1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "constants"),
+    [
+        ((X, 16), {}),
+        ((X, 1), {}),
+        ((X, 2**40 + 1), {}),
+        ((X[1:], 3), {}),
+        ((X.double(), 3), {}),
+        ((None, 3), {}),
+        ((X, 3.0), {}),
+        ((X, (3, 16)), {}),
+        ((X, 3), {"A": 3}),
+        ((X, 3), {"num_warps": 8}),
+    ],
+    ids=str,
+)
+def test_others_ask_again(args, constants):
+    kernel = Kernel()
+    quick(kernel, (1, 2))(X, 3, **{"A": 2, "B": 1, "num_warps": 4})
+    quick(kernel, (1, 2))(*args, **({"A": 2, "B": 1, "num_warps": 4} | constants))
+    assert kernel.num_asked == 2
+    assert not kernel.launches
+
+
+def test_a_value_that_is_given_by_name_is_not_kept():
+    kernel = Kernel(constants=("B",))
+    for a in (3, 5):
+        quick(kernel, (1,))(X, 3, A=a, B=1)
+    assert kernel.num_asked == 2

@@ -5,8 +5,8 @@
     one shot    PyTorch's kernel that reads all ranks' memory, of rows that lie there already
     two shots   the one that sums a part on each rank and writes it to all, likewise
 
-Microseconds of one among many in a CUDA graph. `--stress N` then makes N sums of random sizes, while
-one rank at a time is late by up to a millisecond, and counts those that are wrong.
+Microseconds of one among many in a CUDA graph. `--stress N` then makes N sums of random sizes,
+while one rank at a time is late by up to a millisecond, and counts those that are wrong.
 """
 
 import argparse
@@ -74,9 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if size == SIZES[0]:
             bars.append(Bar("8 KB, us", "<=", 7.0, row["ours"]))
         else:
-            bars.append(
-                Bar(f"{size >> 10} KB, over the best", "<=", 1.05, row["ours"] / best)
-            )
+            bars.append(Bar(f"{size >> 10} KB, over the best", "<=", 1.05, row["ours"] / best))
     if args.stress:
         wrong = num_wrong(args.stress, group, device)
         bars.append(Bar(f"wrong of {args.stress} sums", "<=", 0, wrong))

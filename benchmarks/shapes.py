@@ -61,7 +61,14 @@ def gpt_oss_20b(layers: int | None = None) -> Any:
     """32 experts, 4 a token; heads have sinks."""
     from transformers import GptOssConfig
 
-    return GptOssConfig(num_hidden_layers=layers or 24)
+    return GptOssConfig(num_hidden_layers=layers or 24, num_local_experts=32)
+
+
+def gpt_oss_120b(layers: int | None = None) -> Any:
+    """10 of its 36 layers: one GPU holds them. 128 experts."""
+    from transformers import GptOssConfig
+
+    return GptOssConfig(num_hidden_layers=layers or 10)
 
 
 def qwen3_30b_a3b(layers: int | None = None) -> Any:
@@ -115,6 +122,7 @@ MODELS: dict[str, Callable[[int | None], Any]] = {
     "gemma-3-12b": gemma_3_12b,
     "gemma-2-9b": gemma_2_9b,
     "gpt-oss-20b": gpt_oss_20b,
+    "gpt-oss-120b": gpt_oss_120b,
     "llama-3-70b": llama_3_70b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "mixtral-8x7b": mixtral_8x7b,

@@ -19,7 +19,11 @@ from graphs import DecodeSession
 def main() -> None:
     folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if wanted.get("device") == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")
     rank = dist.get_rank()
     register()
     model = AutoModelForCausalLM.from_pretrained(
@@ -40,6 +44,8 @@ def main() -> None:
         spec = session.specs[0]
         found = {
             "tokens": [result.token_ids for result in results],
+            "captured": session.num_steps["captured"],
+            "verified": session.verifier.num_checked if session.verifier else 0,
             "heads": [spec.num_heads, spec.num_kv_heads],
             "breaks": session.counters.num_breaks,
             "recompiles": session.counters.num_recompiles,

@@ -53,12 +53,17 @@ def quick(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """`kernel[grid]`, which asks Triton for the compiled kernel once.
 
     Triton binds, specializes and hashes all arguments by name in each launch. Give what is no
-    constant by position, and constants by name.
+    constant by position, a tensor first, and constants by name.
     """
 
     def launch(*args: Any, **constants: Any) -> None:
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        alike = (id(kernel), device, *map(_alike, args), *constants, *constants.values())
+        alike = (
+            id(kernel),
+            args[0].get_device(),
+            *map(_alike, args),
+            *constants,
+            *constants.values(),
+        )
         known = _COMPILED.get(alike)
         if known is not None:
             compiled, values = known

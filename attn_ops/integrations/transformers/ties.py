@@ -41,7 +41,8 @@ class KeptTies(TorchDispatchMode):
         number, self._number = self._number, self._number + 1
         if number >= len(self._chosen):
             return result
-        return _again(args[0], *result, self._chosen[number], self._rows)
+        values, ids = result
+        return _again(args[0], values, ids, self._chosen[number], self._rows)
 
 
 def _again(

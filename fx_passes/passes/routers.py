@@ -38,16 +38,16 @@ class Router(Pass):
         T: int; x: f32[T, 8]; r: f32[T, 4]; w: f32[4, 16, 8]; d: f32[4, 8, 8]
         largest = aten.amax(r, [-1], True); less = aten.sub.Tensor(r, largest); exp = aten.exp(less)
         total = aten.sum.dim_IntList(exp, [-1], True); scores = aten.div.Tensor(exp, total)
-        topk = aten.topk(scores, 2); chosen = topk[0]; ids = topk[1]
+        topk = aten.topk(scores, 4); chosen = topk[0]; ids = topk[1]
         both = aten.sum.dim_IntList(chosen, [-1], True); weights = aten.div.Tensor(chosen, both)
         experts = attn_ops.experts(x, w, d, ids, weights)
         return experts
 
     After::
 
-        top = attn_ops.top_experts(r, 2, softmax=True, weights="sum")
-        weights = top[0]; ids = top[1]
-        experts = attn_ops.experts(x, w, d, ids, weights)
+        top_experts = attn_ops.top_experts(r, 4, softmax=True, weights="sum")
+        of_chosen = top_experts[0]; chosen_ids = top_experts[1]
+        experts = attn_ops.experts(x, w, d, chosen_ids, of_chosen)
         return experts
 
     Skipped when:
@@ -110,13 +110,16 @@ def _rewrite(graph: Graph, topk: Node) -> None:
         keywords |= {} if weights.kind == "scores" else {"weights": weights.kind}
         keywords |= {} if weights.dtype == torch.float32 else {"dtype": weights.dtype}
     with graph.inserting_before(topk):
-        new = graph.call_function(_TOP_EXPERTS, (source or scores, top_k), keywords)
+        given = (source or scores, top_k)
+        new = graph.create_node("call_function", _TOP_EXPERTS, given, keywords, name="top_experts")
         value = value_of(topk)
         chosen = value[0] if weights is None else value_of(weights.node)
         new.meta["val"] = (chosen, value[1])
-        for index, old in ((0, weights and weights.node), (1, parts.get(1))):
+        olds = (weights and weights.node, parts.get(1))
+        for index, (old, name) in enumerate(zip(olds, ("of_chosen", "chosen_ids"), strict=True)):
             if old is not None:
-                part = graph.call_function(operator.getitem, (new, index))
+                target, given = operator.getitem, (new, index)
+                part = graph.create_node("call_function", target, given, name=name)
                 part.meta["val"] = new.meta["val"][index]
                 old.replace_all_uses_with(part)
 

@@ -64,15 +64,18 @@ def _reduced_by_memory(x: torch.Tensor, shared: torch.Tensor, group: str) -> tor
 # Cached: allocated once; captured graphs hold its address.
 @functools.cache
 def _shared_memory(group: str, device: torch.device) -> torch.Tensor | None:
-    """Bytes that all ranks of the group can read; None: their GPUs cannot read each other's."""
+    """Bytes that all ranks of the group can read; None: some rank's GPU cannot read the others'."""
     import torch.distributed._symmetric_memory as symmetric
 
+    shared = None
     try:
         shared = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
         symmetric.rendezvous(shared, group)  # pyright: ignore[reportArgumentType]
+        can_read = torch.ones((), device=device)
     except RuntimeError:
-        return None
-    return shared
+        can_read = torch.zeros((), device=device)
+    dist.all_reduce(can_read, dist.ReduceOp.MIN, group=_group(group))  # all ranks go one way
+    return shared if bool(can_read) else None
 
 
 @operator(fake=_like_gathered)

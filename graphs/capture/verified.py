@@ -150,16 +150,13 @@ class VerifiedReplay:
         states, device = self.step.cache.states, self.step.tensors.device
         if states is None:
             return None
-        slots_S, query_len = device["state_slots"], self.step.key.query_len or 1
-        slots, wanted = [slots_S], [torch.ones_like(slots_S, dtype=torch.bool)]
+        names, query_len = ("state_slots", "kept_slots"), self.step.key.query_len or 1
+        slots_N = torch.cat([device[name] for name in names if name in device])
+        wanted_N = torch.ones_like(slots_N, dtype=torch.bool)
         if query_len > 1:
-            wanted_T = device["slot_mapping"] >= 0
-            wanted = [wanted_T[query_len - 1 :: query_len], wanted_T]
-            slots.append(device["kept_slots"])
-        elif "kept_slots" in device:
-            slots.append(device["kept_slots"])
-            wanted.append(torch.ones_like(slots[1], dtype=torch.bool))
-        return States(states.by_name(), torch.cat(slots), torch.cat(wanted))
+            has_place_T = device["slot_mapping"] >= 0
+            wanted_N = torch.cat([has_place_T[query_len - 1 :: query_len], has_place_T])
+        return States(states.by_name(), slots_N, wanted_N)
 
     def _outputs(self, rows_S: torch.Tensor, rows_R: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the step leaves of rows that are no padding; the first since its filling."""

@@ -36,6 +36,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """bfloat16 of this head size, with and without a window and a cap: what test_flashinfer.py needs of
 FlashInfer's modules, and no others."""
 
+LATENT: dict[str, Any] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 192,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Sizes of DeepSeek's layers, which the libraries' kernels take. A token takes all experts: of
+some, near ties fall another way in a call for other lengths."""
+
 SMALL: dict[str, Any] = {
     "max_batch_size": 4,
     "max_tokens": 128,

@@ -91,11 +91,11 @@ def fixed_attention(
     few = max(fewest, triton.next_power_of_2(heads))
     block_m = min(chosen.rows, max(few, triton.next_power_of_2(common.max_query_len * heads)))
     num_head_tiles = num_kv_heads * triton.cdiv(group, heads)
-    units, wanted = num_units(common.max_seq_len), num_sms(q.device)
-    apart = num_splits is None and block_m > few and num_head_tiles * common.num_reqs >= wanted
+    units, sms = num_units(common.max_seq_len), num_sms(q.device)
+    apart = num_splits is None and block_m > few and num_head_tiles * common.num_reqs >= sms
     if num_splits is None:
         needed_programs = num_head_tiles * max(num_rows * heads // block_m, common.num_reqs, 1)
-        num_splits = PROGRAMS_PER_SM * wanted // needed_programs
+        num_splits = PROGRAMS_PER_SM * sms // needed_programs
     num_splits = max(1, min(num_splits, units))
     if 4 * units * q.numel() > MAX_PARTS_BYTES:
         num_splits = 1

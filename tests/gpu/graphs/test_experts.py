@@ -23,18 +23,6 @@ pytestmark = [
     ),
 ]
 
-_LATENT: dict[str, Any] = {
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 192,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 4}),
     "qwen3_moe, all": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 8}),
@@ -43,10 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {"num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 40},
     ),
-    "deepseek_v3, all": (
-        "deepseek_v3",
-        _LATENT | {"n_routed_experts": 8, "num_experts_per_tok": 8},
-    ),
+    "deepseek_v3, all": ("deepseek_v3", cases.LATENT | {"first_k_dense_replace": 1}),
 }
 NUM_STEPS = 500
 

@@ -19,23 +19,7 @@ from tests.gpu.graph_cases import PROMPTS, tokens
 
 pytestmark = pytest.mark.gpu
 
-LATENT: dict[str, Any] = {
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 192,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "num_layers": 3,
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 8,
-    "n_group": 1,
-    "topk_group": 1,
-}
-"""A token takes all experts: of some, near ties fall another way in a call for other lengths."""
-
+LATENT: dict[str, Any] = cases.LATENT | {"num_layers": 3}
 DENSE: dict[str, Any] = LATENT | {"first_k_dense_replace": 3, "dtype": torch.float32}
 """No experts: in float32 those of Transformers read numbers from the GPU."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.capture.verifier import VerificationError, Verifier, compare
+from graphs.capture.verifier import States, VerificationError, Verifier, compare
 from tests.graphs.verify.fake_step import (
     KEY,
     SLOTS,
@@ -153,6 +153,31 @@ def test_steps_of_padding_alone_and_models_without_caches(verifier):
     step.views["slot_mapping"].fill_(B - 1)  # of the null block
     step.check(verifier, lambda: (step.run(), step.caches[0][0].fill_(3)))
     verifier.check(KEY, step.state, [], step.views["slot_mapping"], step.run, step.run, dict)
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2, 3])
+def test_states_that_are_wanted_are_compared_and_all_restored(verifier, slot):
+    """Slots 1 and 2 are the step's, 2 behind a row that nobody wants; 3 is somebody else's."""
+    step, pool, seen = FakeStep(), torch.zeros(4, 5), []
+    run = step.run
+    slots, wanted = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([True, True, False])
+
+    def called():
+        seen.append(pool.clone())
+        run()
+
+    def replayed():
+        run()
+        pool[slot] += 1
+
+    step.run, states = called, States({"states": pool}, slots, wanted)
+    if slot == 1:
+        with pytest.raises(VerificationError, match="states"):
+            step.check(verifier, replayed, states=states)
+    else:
+        step.check(verifier, replayed, states=states)
+    assert not seen[0][1:3].any(), "the call reads what the replay has read"
+    assert pool[slot].any() == (slot != 1), "what a right replay leaves stays"
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

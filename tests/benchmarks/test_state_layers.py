@@ -35,7 +35,8 @@ def test_tiles_are_swept(monkeypatch, capsys):
     state_layers.main()
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("kda, 64: ")
-    assert " 4096x4* 64.00, " in first
+    numbers, warps = before["kda"]
+    assert f" {numbers}x{warps}* {64 + (warps == 2)}.00, " in first
     assert second.endswith(" 257.00")
     assert tiles == before
     assert len(set(tried)) == len(state_layers.SWEPT)

@@ -48,13 +48,13 @@ def compiling() -> Iterator[list[Compiled]]:
     found: list[Compiled] = []
     run, stages = JITFunction.run, CUDABackend.add_stages
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         name = f"{self.fn.__module__}.{self.fn.__name__}"
         pointers = _pointers(kernel.src)
         early = bool(kwargs.get("launch_pdl"))
+        # None: a launcher that kept the kernel would launch it the next time.
         found.append(Compiled(name, kernel.asm["ptx"], pointers, early))
-        return kernel
 
     def without_binary(self: Any, made: dict[str, Any], *args: Any) -> None:
         stages(self, made, *args)

@@ -1,8 +1,12 @@
 """Units, splits and their order: interpreted, and bit by bit on a GPU."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
+from attn_ops.backends.triton import fixed
 from tests.kit.marks import slow
 from tests.kit.rows_alone import Rows
 
@@ -22,11 +26,23 @@ def test_a_row_is_the_same_in_every_step(asked: dict) -> None:
         torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6, msg=lambda m, w=what: w + m)
 
 
-def test_few_rows_have_a_launch_of_their_own_beside_many() -> None:
-    rows = Rows([530, 1, 30], (4, 2), 16, torch.float32, "cpu")
-    rows_T, got = rows.attend([(1, 0, 1), (0, 400, 530), (2, 29, 30), (0, 70, 71)], num_splits=1)
+def test_few_rows_have_a_launch_of_their_own_beside_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows([60, 1, 30], (4, 2), 16, torch.float32, "cpu")
+    chunks = [(1, 0, 1), (0, 20, 60), (2, 29, 30), (0, 10, 11)]
+    rows_T, got = rows.attend(chunks, num_splits=1)
     torch.testing.assert_close(rows.whole_TNH[rows_T], got, rtol=2e-6, atol=2e-6)
-    assert torch.equal(rows.attend([(1, 0, 1), (0, 400, 530), (2, 29, 30), (0, 70, 71)])[1], got)
+    launched: list[tuple[int, bool]] = []
+
+    def noted(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            launched.append((constants["FEW"], constants["IS_FEW"]))
+            kernel[grid](*args, **constants)
+
+        return launch
+
+    monkeypatch.setattr(fixed, "quick", noted)
+    assert torch.equal(rows.attend(chunks)[1], got)
+    assert launched == [(8, False), (8, True)]
 
 
 @pytest.mark.gpu

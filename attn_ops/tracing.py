@@ -45,5 +45,7 @@ def dynamic_batch(
     for cache in (*kv_caches, *states):
         torch._dynamo.maybe_mark_dynamic(cache, 0)
     oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
-    with PATCHING, oblivious, traced_for_any_size():
+    # What hooks of a torch.nn module hold is no weight (`select_logits`).
+    held = torch._dynamo.config.patch(force_nn_module_property_static_shapes=False)
+    with PATCHING, oblivious, held, traced_for_any_size():
         yield

@@ -24,12 +24,21 @@ EQUAL = [
     *("stablelm", "nemotron"),  # drop keywords
     *("gptj", "gpt_neo", "falcon"),  # classes of their own
     "gpt_neox",
-    *("qwen3_next", "kimi_linear", "lfm2", "nemotron_h", "jamba", "mamba"),  # layers with a state
+    *(
+        "qwen3_next",
+        "kimi_linear",
+        "lfm2",
+        "nemotron_h",
+        "jamba",
+        "mamba",
+        "zamba2",
+    ),  # layers with a state
     *("image-text/llava", "image-text/qwen2_vl"),  # given text alone
+    "image-text/minicpmv4_6",  # computes logits of all rows
     "image-text/deepseek_vl_hybrid",  # a class of its own for images
 ]
 REFUSED = ["diffllama", "hrm_text", "mvp", "xglm", "moshi", "trocr", "bart", "git", "bloom"]
-REFUSED += ["minimax", "zamba", "deepseek_v32"]
+REFUSED += ["minimax", "zaya", "deepseek_v32"]
 REFUSED += ["image-text/kosmos-2.5", "image-text/t5gemma2"]
 QUICK = [
     "llama",

@@ -43,6 +43,15 @@ _KDA = _THREE | {
     "num_experts_per_tok": 2,
     "mlp_layer_types": ["dense"] * 4,
 }
+_ZAMBA = {  # attention with the weights of another layer's
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+    "num_key_value_heads": 4,
+    "n_mamba_heads": 2,
+    "mamba_d_state": 8,
+    "use_mamba_kernels": False,
+}
 _CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"]}
 _MAMBA2 = {
     "mamba_n_heads": 8,
@@ -92,6 +101,7 @@ STATE_CONFIGS: dict[str, dict] = {
     "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 64, "mamba_n_heads": 4},  # attends in the same layers
     "mamba2": _PURE
     | {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8},
+    "zamba2": _ZAMBA | {"mamba_ngroups": 1, "num_mem_blocks": 1, "adapter_rank": 8},
     # Mamba.
     "jamba": {
         "attn_layer_period": 4,
@@ -106,6 +116,7 @@ STATE_CONFIGS: dict[str, dict] = {
         "mamba_dt_rank": 8,
         "use_mamba_kernels": False,
     },
+    "zamba": _ZAMBA | {"mamba_dt_rank": 8},  # computes its heads one by one
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA,
 }

@@ -12,7 +12,7 @@ from torch import nn
 import fx_passes
 from attn_ops.integrations.transformers import attention_specs, register
 from graphs.app.parity import Reference
-from tests.kit.sessions import chunked, make_session, refuses
+from tests.kit.sessions import chunked, make_session, refuses, tokens_of
 
 PROMPTS = [[5, 9, 3], list(range(20)), [60]]
 
@@ -46,8 +46,21 @@ def turns_rows_around(self, *args, **kwargs):
     return output
 
 
-def test_a_model_that_ignores_logits_to_keep(model):
-    refuses(of_class(model, forward=ignores_rows), r"logits must have shape \[1, .*logits_to_keep")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_ignores_logits_to_keep(model, compiled):
+    """Its head gets the rows that are wanted, once, however many sessions there are."""
+    want = tokens_of(chunked(copy.deepcopy(model)).generate(PROMPTS, 6))
+    of_class(model, forward=ignores_rows)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for session in (chunked(run), chunked(run)):
+        assert tokens_of(session.generate(PROMPTS, 6)) == want
+        assert session.report().num_recompiles == 0
+    assert len(model.lm_head._forward_pre_hooks) == 1
+
+
+def test_a_model_that_ignores_logits_to_keep_and_names_no_head(model):
+    of_class(model, forward=ignores_rows, get_output_embeddings=lambda self: None)
+    refuses(model, r"logits must have shape \[1, .*logits_to_keep")
 
 
 @pytest.mark.parametrize("forward", [takes_the_last_rows, turns_rows_around])

@@ -7,6 +7,7 @@ compute what the layer asks for. docs/contract.md has the list.
 V vocabulary.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from attn_ops.integrations.transformers.forward import KeywordsMissing
-from attn_ops.integrations.transformers.keywords import carry_keywords
+from attn_ops.integrations.transformers.keywords import carry_keywords, select_logits
 from attn_ops.integrations.transformers.latent import check_expansion
-from attn_ops.integrations.transformers.layers import blocksparse, shares_cache
+from attn_ops.integrations.transformers.layers import LogitsOfAllRows, blocksparse, shares_cache
 from attn_ops.integrations.transformers.masks import check_masks
 from attn_ops.integrations.transformers.probe import ProbedCall
 from attn_ops.integrations.transformers.rows import (
@@ -86,13 +87,16 @@ class Contract:
 
         Comes before `check`, and before anybody remembers the model's hooks.
         """
-        with PATCHING:
+        with PATCHING, contextlib.suppress(Exception):  # `check` says what it is
             try:
                 self._probes.in_order()
             except KeywordsMissing:
                 carry_keywords(self.model, attention_layers(self.model))
-            except Exception:
-                return  # `check` says what it is
+                self._probes.in_order()
+            try:
+                self._probes.another()
+            except LogitsOfAllRows:
+                select_logits(self.model)
 
     def check(self) -> None:
         """Raise a ValueError unless batches give what the model alone gives.

@@ -1,8 +1,10 @@
-"""Brings attn_ops' forward keywords to the attention layers of models that drop them on the way.
+"""Brings attn_ops' forward keywords to the layers of models that drop them on the way.
 
 Most models hand unknown keywords down from their forward to every layer. Some do not: StableLM,
 Nemotron, GPT-J. There, hooks carry them: one of the whole model takes them, one of each attention
-layer adds them to what it is called with. Dynamo traces both.
+layer adds them to what it is called with. Likewise `logits_to_keep`, where a model computes the
+logits of all rows (Qwen2.5-Omni, MiniCPM-V 4.6): its head gets the rows that are asked for. Dynamo
+traces the hooks.
 """
 
 import threading
@@ -19,9 +21,14 @@ _INSTALLING = threading.Lock()
 
 
 class KeywordCarrier:
-    """Holds the keywords of one forward while it runs, and no longer."""
+    """Holds the keywords of one forward while it runs, and no longer.
 
-    def __init__(self) -> None:
+    Args:
+        names: of the keywords.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
         self.keywords: dict[str, Any] | None = None
 
     def take(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -35,13 +42,18 @@ class KeywordCarrier:
                 f"{type(model).__name__} must be called by one thread at a time: it drops the "
                 "keywords of attn_ops, which are carried to its layers for one call"
             )
-        self.keywords = {name: kwargs[name] for name in CARRIED if name in kwargs}
+        self.keywords = {name: kwargs[name] for name in self.names if name in kwargs}
 
     def deliver(
         self, layer: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """Before an attention layer's forward: add them."""
         return args, {**kwargs, **(self.keywords or {})}
+
+    def select(self, head: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        """Before the head's forward: of hidden states [1, T, D], the rows that are wanted."""
+        rows = (self.keywords or {}).get("logits_to_keep")
+        return (args[0][:, rows],) if isinstance(rows, torch.Tensor) else args
 
     def drop(self, model: Any, args: tuple, output: Any) -> None:
         """Behind the model's forward, also where it raises."""
@@ -65,9 +77,30 @@ def carry_keywords(model: torch.nn.Module, layers: Sequence[Any]) -> None:
     with _INSTALLING:
         if all(hasattr(layer, "keyword_carrier") for layer in layers):
             return
-        carrier = KeywordCarrier()
+        carrier = KeywordCarrier(CARRIED)
         model.register_forward_pre_hook(carrier.take, with_kwargs=True)
         for layer in layers:
             layer.keyword_carrier = carrier
             layer.register_forward_pre_hook(carrier.deliver, with_kwargs=True)
+        model.register_forward_hook(carrier.drop, always_call=True)
+
+
+def select_logits(model: Any) -> None:
+    """Let the head compute the rows of `logits_to_keep` alone; does nothing if it does already.
+
+    Args:
+        model: the whole model, uncompiled, whose forward takes that keyword and ignores it.
+
+    Raises:
+        ValueError: the model has no head, as `get_output_embeddings` names it.
+    """
+    with _INSTALLING:
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"model must have output embeddings, got {type(model).__name__}")
+        if hasattr(head, "keyword_carrier"):
+            return
+        head.keyword_carrier = carrier = KeywordCarrier(("logits_to_keep",))
+        model.register_forward_pre_hook(carrier.take, with_kwargs=True)
+        head.register_forward_pre_hook(carrier.select)
         model.register_forward_hook(carrier.drop, always_call=True)

@@ -143,10 +143,14 @@ def has_latent(layer: Any) -> bool:
     return hasattr(type(layer), "expand_kv")
 
 
+class LogitsOfAllRows(ValueError):
+    """A model has ignored `logits_to_keep`."""
+
+
 def check_logits(logits: torch.Tensor, num_rows: int) -> None:
     """Raise a ValueError unless these are the logits of as many rows as were asked for."""
     if logits.dim() != 3 or logits.shape[:2] != (1, num_rows):
-        raise ValueError(
+        raise LogitsOfAllRows(
             f"logits must have shape [1, {num_rows}, vocab_size], a row for each entry of "
             f"logits_to_keep, got {list(logits.shape)}; supported: models that compute the rows "
             "which a logits_to_keep tensor names"

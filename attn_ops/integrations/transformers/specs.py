@@ -1,6 +1,7 @@
 """Geometry of a model's attention layers, for builders and caches."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ def cross_attention_specs(decoder: Any, kv_cache_dtype: str = "auto") -> list[At
 
 def _layers(model: Any) -> list[Any]:
     config = model.config.get_text_config()
+    _number_layers(model)
     layers, keeping = [m for m in model.modules() if _attends(m)], state_layers(model)
     if keeping and not layers:
         return []
@@ -149,6 +151,14 @@ def _check_types(others: set[str], keeps_states: bool) -> None:
             f"layers with a state must call one of {', '.join(OURS)}, got none that does among "
             f"layers of the types {', '.join(sorted(others))}, which have code of their own"
         )
+
+
+def _number_layers(model: Any) -> None:
+    """Number the layers that are only told their number when they are called, as Zamba's are."""
+    for name, module in model.named_modules():
+        told = hasattr(module, "scaling") and getattr(module, "layer_idx", 0) in (None, -1)
+        if told and "layer_idx" in inspect.signature(type(module).forward).parameters:
+            module.layer_idx = next(int(part) for part in name.split(".") if part.isdigit())
 
 
 def _attends(module: Any) -> bool:

@@ -35,6 +35,8 @@ class State:
     """What a layer holds in place of its state: where it is, and whose rows the batch has.
 
     Args:
+        place: of it.
+        cache: that gave it.
         pool: [P, ...].
         batch: as the operators take it.
         prompt_lens: [S]; None: no row is one of a prompt.
@@ -43,13 +45,23 @@ class State:
 
     def __init__(
         self,
+        place: Place,
+        cache: "StateCache",
         pool: torch.Tensor,
         batch: Batch,
         prompt_lens: torch.Tensor | None = None,
         prompt_dt: tuple[float | None, float | None] = (None, None),
     ) -> None:
-        self.pool, self.batch = pool, batch
+        self.place, self.cache, self.pool, self.batch = place, cache, pool, batch
         self.prompt_lens, self.prompt_dt = prompt_lens, prompt_dt
+
+    def __getitem__(self, index: tuple[slice, int]) -> "State | None":
+        """`state[:, head]`, where heads are computed one by one: a state of its own, by number."""
+        kind, layer, first = self.place
+        rows, number = index
+        if first or rows != slice(None) or not isinstance(number, int):
+            raise ValueError(f"a part of a state must be state[:, number], got {index}")
+        return self.cache.state((kind, layer, number))
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The pool, of states of this shape."""
@@ -108,7 +120,7 @@ class StateCache(PackedPositions):
         pool = self.tensors[place]
         if torch.compiler.is_compiling():
             _share_size(pool, next(iter(self.tensors.values())))
-        return State(pool, self.batch, self.prompt_lens, self.prompt_dt[place])
+        return State(place, self, pool, self.batch, self.prompt_lens, self.prompt_dt[place])
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> None:
         """Raise a ValueError: a layer that calls this has more than a token a row."""
@@ -197,12 +209,14 @@ class StateProbe(StateCache):
 
     def state(self, place: Place) -> State | None:
         """A handle that notes what is asked of it."""
-        return ProbedState(place, self.probe, self.batch)
+        return ProbedState(place, self, self.probe, self.batch)
 
 
 class ProbedState(State):
-    def __init__(self, place: Place, probe: AttentionProbe, batch: Batch) -> None:
-        self.place, self.probe, self.batch = place, probe, batch
+    def __init__(
+        self, place: Place, cache: StateCache, probe: AttentionProbe, batch: Batch
+    ) -> None:
+        self.place, self.cache, self.probe, self.batch = place, cache, probe, batch
         self.prompt_lens, self.prompt_dt = None, (None, None)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -131,7 +131,7 @@ def test_nothing_is_kept_when_the_forward_raises():
 
 
 def test_one_thread_at_a_time():
-    carrier, errors = KeywordCarrier(), []
+    carrier, errors = KeywordCarrier(("attn_metadata",)), []
     carrier.take(None, (), {"attn_metadata": "first"})
 
     def other():

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv, causal_conv1d_update
 
 from attn_ops import CommonAttentionMetadata, PagedKVCache, get_backend
 from attn_ops.integrations import transformers as integration
@@ -94,12 +95,43 @@ def test_a_replaced_forward_is_refused():
     refused(model, "forward of Lfm2ShortConv must be its class's, got <function")
 
 
-def test_a_layer_that_looks_at_its_state_is_refused():
-    """Zamba's takes the state of each of its heads."""
-    sizes = {"mamba_d_state": 8, "mamba_dt_rank": 8, "n_mamba_heads": 2, "attn_layer_period": 2}
-    sizes |= {"attention_hidden_size": 128, "attention_head_dim": 32, "use_mamba_kernels": False}
-    model = build_state_model("zamba", **sizes)
-    refused(model, "layers with a state must only hand it to .* object is not subscriptable")
+class Looks(Lfm2ShortConv):
+    """Computes with its state, which is an argument of the function by place."""
+
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
+        state = past_key_values.get_conv_state(self.layer_idx)
+        return causal_conv1d_update(hidden_states, state.mean(), self.conv.weight)
+
+
+class Halves(Looks):
+    """Takes a part of its state that is none of one head."""
+
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
+        state = past_key_values.get_conv_state(self.layer_idx)
+        return causal_conv1d_update(hidden_states, state[:, :2], self.conv.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (Looks, "layers with a state must only hand it to .* has no attribute 'mean'"),
+        (Halves, r"a part of a state must be state\[:, number\], got .*slice\(None, 2, None\)"),
+    ],
+)
+def test_a_layer_that_looks_at_its_state_is_refused(kind, match):
+    model = build_state_model("lfm2")
+    model.model.layers[0].conv.__class__ = kind
+    refused(model, match)
+
+
+def test_layers_that_are_told_their_number_and_states_of_single_heads():
+    model = build_state_model("zamba")
+    assert len(integration.attention_specs(model)) == 2
+    attending = [m for n, m in model.named_modules() if n.endswith("self_attn")]
+    assert [(layer.layer_idx, layer.cache_number) for layer in attending] == [(1, 0), (3, 1)]
+    places = {spec.place for spec in integration.state_specs(model)}
+    heads = {("recurrent", layer, head) for layer in range(4) for head in range(2)}
+    assert places == heads | {("conv", layer, 0) for layer in range(4)}
 
 
 class Mixes(nn.Module):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from graphs.requests.scores import Score
     from graphs.sampling import SamplingParams
     from graphs.session import DecodeSession, Generation, StepOutput
+    from graphs.step.ranks import follow, lead
 
 __all__ = [
     "AsyncSession",
@@ -35,6 +36,8 @@ __all__ = [
     "VerificationError",
     "Verifier",
     "dump",
+    "follow",
+    "lead",
 ]
 
 _MODULES = {
@@ -53,6 +56,8 @@ _MODULES = {
     "VerificationError": "capture.verifier",
     "Verifier": "capture.verifier",
     "dump": "dumps.dump",
+    "follow": "step.ranks",
+    "lead": "step.ranks",
 }
 """Where a public name is."""
 

@@ -35,6 +35,8 @@ def exclusive(
 ) -> Callable[Concatenate[Owner, P], R]:
     """Run a method in its owner's `surroundings`, while it holds the owner's `lock`.
 
+    Other `ranks` are told of it, where this one leads them.
+
     Raises:
         RuntimeError: another thread runs such a method, or a hook or an observer calls the session
             whose step it is part of.
@@ -49,6 +51,8 @@ def exclusive(
                 "takes calls of any thread"
             )
         with self.lock, surroundings(self.device):
+            if self.ranks is not None:
+                self.ranks.tell(method.__name__, args, kwargs)
             return method(self, *args, **kwargs)
 
     return alone

@@ -30,6 +30,7 @@ from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.blocks import PreemptionCounts
 from graphs.requests.prefixes import PrefixCounts
 from graphs.runner import StepRunner
+from graphs.step.ranks import Ranks
 
 
 class Reported(Protocol):
@@ -40,6 +41,7 @@ class Reported(Protocol):
     products: str
     backend_selection: Selection
     plan: CapturePlan
+    ranks: Ranks | None
     cache_size: CacheSize
     runner: StepRunner
     verifier: Verifier | None
@@ -152,6 +154,7 @@ class SessionReport:
 
     model: str
     device: str
+    rank: str  # of a model that is split, "0 of 2"; else empty
     products: str  # which projections were merged, or why none
     backend: str
     backend_why: str
@@ -200,6 +203,7 @@ class SessionReport:
         return cls(
             model=type(session.original).__name__,
             device=str(session.device),
+            rank="" if session.ranks is None else session.ranks.place,
             products=session.products,
             backend=selection.backend.name,
             backend_why=selection.why,
@@ -267,7 +271,7 @@ def _lines(r: SessionReport) -> list[tuple[str, str]]:
     used = "not known yet" if steps.used is None else f"{steps.used} used"
     taken = f"{steps.asked} asked for, {used}: {steps.why}"
     return [
-        ("model", f"{r.model} on {r.device}"),
+        ("model", f"{r.model} on {r.device}{r.rank and f', rank {r.rank}'}"),
         ("products", r.products),
         ("backend", f"{r.backend}: {r.backend_why}"),
         ("levels", levels),

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 
 from graphs.app.presets import DTYPES, PRESETS, QUANTIZE
+from graphs.app.ranks import leads, num_ranks, start
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -83,9 +85,14 @@ def run(
     compile_cache: Annotated[
         Path | None, typer.Option(help="Keep compiled models in this directory, for later runs.")
     ] = None,
+    nproc: Annotated[
+        int, typer.Option(help="Ranks of this host to split the model over, a GPU each.")
+    ] = 1,
     as_json: Json = False,
 ) -> None:
     """Generate with a model, compare with Transformers, report what was compiled and how fast."""
+    if nproc > 1 and num_ranks() == 1:
+        raise typer.Exit(start(nproc, sys.argv[1:]))
     with _one_line_errors():
         from graphs.app.run import run as run_model  # from here on torch is imported
         from graphs.app.tables import print_run
@@ -95,6 +102,8 @@ def run(
             temperature=temperature, top_p=top_p, seed=seed, dtype=dtype, device=device,
             dump=dump, fast_prefill=fast_prefill, quantize=quantize, compile_cache=compile_cache,
         )  # fmt: skip
+    if not leads():
+        raise typer.Exit(0 if report.ok else 1)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:

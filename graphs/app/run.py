@@ -1,6 +1,7 @@
 """`attn-ops run`: generates, compares with Transformers, times the steps and reports."""
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from attn_ops import get_backend
 from graphs.app.parity import Parity, Reference, compare, keeping_logits
 from graphs.app.presets import DTYPES, PRESETS, QUANTIZE, load
 from graphs.app.prompts import Prompts, questions, read_prompts, tokenizer_of
+from graphs.app.ranks import device_of_rank, num_ranks, split
 from graphs.app.tables import Output, RunReport, StepTimes
 from graphs.dumps.dump import dump as dumping
 from graphs.dumps.folder import check_room
@@ -60,6 +62,7 @@ def run(
     if backend is not None:
         get_backend(backend)
     if dump is not None:
+        dump = dump / f"rank{torch.distributed.get_rank()}" if num_ranks() > 1 else dump
         check_room(dump)
     switches = _switches(fast_prefill, quantize)
     tokenizer, subject = tokenizer_of(model), _subject(model, device, dtype, quantize)
@@ -73,6 +76,8 @@ def run(
         "backend": backend,
         "seed": seed,
     }
+    if num_ranks() > 1 and next(subject.parameters()).is_cuda:
+        options["cache_tokens"] = 2 * batch * options["max_tokens"]  # the same on every rank
     uncaptured = {"cudagraph_mode": CUDAGraphMode.NONE, **options}
     eager = DecodeSession(subject, **uncaptured)
     compiled: Any = torch.compile(
@@ -120,10 +125,13 @@ def _switches(fast_prefill: str, quantize: str) -> dict[str, Any]:
 def _subject(model: str, device: str | None, dtype: str | None, quantize: str) -> Any:
     """The model, on its device and quantized."""
     _check_known("dtype", dtype, (None, *DTYPES))
+    _check_known("quantize with ranks", quantize, ("off",) if num_ranks() > 1 else QUANTIZE)
     where = device_of(device)
     if quantize != "off" and where.type == "cuda":
         dtype = dtype or "bfloat16"
         _check_known("dtype with quantize on a GPU", dtype, ["bfloat16"])
+    if num_ranks() > 1:
+        return split(functools.partial(load, model), device_of_rank(device), dtype)
     subject = load(model, where, dtype=dtype)
     if quantize != "off":
         quantize_linear_layers(subject)
@@ -241,7 +249,7 @@ def _step_ms(session: DecodeSession, num_steps: int = 20) -> float | None:
     session.step()  # the prompts
     session.step()
     seconds: list[float] = []
-    while len(seconds) < num_steps and sum(seconds) < 2:
+    while len(seconds) < num_steps and (sum(seconds) < 2 or num_ranks() > 1):  # ranks take as many
         begin = time.perf_counter()
         session.step()  # ends with the tokens on the host
         seconds.append(time.perf_counter() - begin)

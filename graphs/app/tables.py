@@ -93,8 +93,9 @@ def print_run(report: RunReport, console: Console) -> None:
 
 
 def _lines(r: RunReport) -> list[tuple[str, str]]:
+    rank = r.session.rank
     lines = [
-        ("model", f"{r.model}, {r.dtype}, on {r.session.device}"),
+        ("model", f"{r.model}, {r.dtype}, on {r.session.device}{rank and f', rank {rank}'}"),
         ("backend", f"{r.session.backend}: {r.session.backend_why}; the others: attn-ops backends"),
         ("CUDA graphs", r.session.mode_in_words),
         *(("", line) for line in r.session.kinds),

@@ -1,13 +1,16 @@
 """`Ranks`: finds out that ranks of a split model do not run the same steps, before they hang.
 
 Every rank runs the same scheduler on the same requests. What a step is about to compute is summed
-up in a number, and the ranks compare their numbers on the CPU before it is launched.
+up in a number, and the ranks compare their numbers on the CPU before it is launched. A program that
+gets its requests on one rank alone tells the others its calls: `lead` there, `follow` elsewhere.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
-from collections.abc import Iterable
+import pickle
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,9 +19,16 @@ import torch.distributed as dist
 from attn_ops.integrations.transformers import num_ranks, ranks_of_model
 from graphs.options import SessionOptions
 from graphs.requests.batch import Rows
+from graphs.requests.results import RequestError
 
 PATIENCE = datetime.timedelta(seconds=30)
 """That ranks wait for each other: a rank that has died or hangs is told by the others' error."""
+
+IDLE = datetime.timedelta(days=365)
+"""That ranks wait for the next call of the one that leads; one that dies is told at once."""
+
+SHORT = 512
+"""Bytes of a call that is told in one message, as that of `step`."""
 
 
 class Ranks:
@@ -33,8 +43,11 @@ class Ranks:
     """
 
     def __init__(self, model: Any, settings: Iterable[Any]) -> None:
+        self._model = model
         self._group: Any = dist.new_group(ranks_of_model(model), timeout=PATIENCE, backend="gloo")
+        self.place = f"{dist.get_rank()} of {num_ranks(model)}"
         self._have_met = False
+        self._calls: Any = None
         names = [name for name, _ in model.named_parameters()]
         self._compare("settings of the session", (*settings, *names))
 
@@ -56,6 +69,48 @@ class Ranks:
         ]
         new = [s.request.prompt for s in step if not s.num_computed]
         self._compare(f"requests of the step, here {[row[0] for row in rows]},", (rows, new))
+
+    def listen(self) -> None:
+        """Before the first `tell` and `hear`; on every rank."""
+        self._first, *_ = members = ranks_of_model(self._model)
+        self._calls = dist.new_group(members, timeout=IDLE, backend="gloo")
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Where this rank leads: what it is about to call, to all that follow.
+
+        Raises:
+            ValueError: an argument, such as a function of one process, cannot be sent.
+        """
+        if self._calls is None or dist.get_rank() != self._first:
+            return
+        try:
+            told = pickle.dumps((name, *arguments))
+        except Exception as error:
+            raise ValueError(
+                f"arguments of {name} must be picklable where one rank leads, got {error}"
+            ) from error
+        sent = torch.zeros(SHORT, dtype=torch.uint8, device="cpu")
+        sent[:8] = torch.tensor([len(told)], device="cpu").view(torch.uint8)
+        held = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        sent[8 : 8 + held.numel()] = held[: SHORT - 8]
+        dist.broadcast(sent, self._first, group=self._calls)
+        if held.numel() > SHORT - 8:
+            dist.broadcast(held, self._first, group=self._calls)
+
+    def hear(self) -> tuple[Any, ...]:
+        """Wait for what the first rank tells."""
+        heard = torch.empty(SHORT, dtype=torch.uint8, device="cpu")
+        dist.broadcast(heard, self._first, group=self._calls)
+        size = int(heard[:8].view(torch.int64))
+        held = heard[8 : 8 + size]
+        if size > SHORT - 8:
+            held = torch.empty(size, dtype=torch.uint8, device="cpu")
+            dist.broadcast(held, self._first, group=self._calls)
+        return pickle.loads(held.numpy().tobytes())
+
+    def quit(self) -> None:
+        """This rank leads no more."""
+        self._calls = None
 
     def _compare(self, what: str, said: Any) -> None:
         rank = dist.get_rank()
@@ -100,3 +155,32 @@ def ranks_of(model: Any, options: SessionOptions) -> Ranks | None:
             )
     names = [field.name for field in dataclasses.fields(options)]
     return Ranks(model, [(name, str(getattr(options, name))) for name in names])
+
+
+@contextlib.contextmanager
+def lead(session: Any) -> Iterator[None]:
+    """On the first rank of a split model: inside, calls of the session are made on all ranks.
+
+    The others `follow`. A session on one rank leads nobody.
+    """
+    ranks = session.ranks
+    if ranks is None:
+        yield
+        return
+    ranks.listen()
+    try:
+        yield
+    finally:
+        ranks.tell("")
+        ranks.quit()
+
+
+def follow(session: Any) -> None:
+    """On any other rank: make the calls that the first one makes, until it leaves `lead`."""
+    session.ranks.listen()
+    while (call := session.ranks.hear())[0]:
+        name, args, kwargs = call
+        # What a call raises of its arguments, or of a request, the rank that leads has raised too.
+        with contextlib.suppress(ValueError, RequestError):
+            getattr(session, name)(*args, **kwargs)
+    session.ranks.quit()

@@ -13,7 +13,26 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from attn_ops.integrations.transformers import register
-from graphs import DecodeSession
+from graphs import AsyncSession, DecodeSession, Generation, follow, lead
+
+
+def calls_of_one_rank(session, prompts) -> tuple[list[Generation], list[str]]:
+    """`generate`, a bad and a large argument, a stream that is left, and an AsyncSession."""
+    results = session.generate(prompts, 8)
+    errors = []
+    for bad in ({"logits_processor": lambda tokens, logits: logits}, {"top_p": 7}):
+        try:
+            session.generate(prompts, 8, **bad)
+        except ValueError as error:
+            errors.append(str(error))
+    assert len(session.score([[3] * 60] * 40)) == 40
+    for output in session.stream(prompts[0], 8):
+        assert output.token_id == results[0].token_ids[0]
+        break
+    with AsyncSession(session) as asynchronous:
+        again = [handle.result() for handle in [asynchronous.submit(p, 8) for p in prompts]]
+    assert [r.token_ids for r in again] == [r.token_ids for r in results]
+    return results, errors
 
 
 def main() -> None:
@@ -40,10 +59,19 @@ def main() -> None:
             prompts = prompts[:-1]
         if rank == wanted.get("ends"):
             os._exit(0)  # any other code, and torchrun ends the others
-        results = session.generate(prompts, 8, **wanted.get("asked", {}))
+        results, errors = [], []
+        if not wanted.get("leads"):
+            results = session.generate(prompts, 8, **wanted.get("asked", {}))
+        elif rank:
+            follow(session)
+        else:
+            with lead(session):
+                results, errors = calls_of_one_rank(session, prompts)
         spec = session.specs[0]
         found = {
             "tokens": [result.token_ids for result in results],
+            "errors": errors,
+            "steps": sum(session.num_steps.values()),
             "captured": session.num_steps["captured"],
             "verified": session.verifier.num_checked if session.verifier else 0,
             "heads": [spec.num_heads, spec.num_kv_heads],

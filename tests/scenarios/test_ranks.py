@@ -39,7 +39,9 @@ def saved(name, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "deepseek_v2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma3", "deepseek_v2", "gpt_oss", "qwen2_moe", "phi3"]
+)
 def test_tokens_are_those_of_one_rank(name, tmp_path):
     model = saved(name, tmp_path)
     session = make_session(model)
@@ -48,7 +50,7 @@ def test_tokens_are_those_of_one_rank(name, tmp_path):
     assert [rank.get("error") for rank in found] == [None, None]
     assert [rank["tokens"] for rank in found] == [wanted, wanted]
     heads = session.specs[0].num_heads
-    assert found[0]["heads"][0] == (heads if name == "gpt_oss" else heads // 2)
+    assert found[0]["heads"][0] == (heads if name in ("gpt_oss", "phi3") else heads // 2)
 
 
 @pytest.mark.slow
@@ -63,6 +65,19 @@ def test_compiled_merged_and_shared(tmp_path):
         assert rank["tokens"] == wanted, rank
         assert (rank["breaks"], rank["recompiles"]) == (0, 0)
         assert rank["parts"]
+
+
+@pytest.mark.slow
+def test_calls_of_one_rank_are_made_on_all(tmp_path):
+    model = saved("llama", tmp_path)
+    wanted = [r.token_ids for r in make_session(model).generate(PROMPTS, 8)]
+    first, second = run(tmp_path, 2, leads=True)
+    assert first.get("error") is second.get("error") is None
+    assert first["tokens"] == wanted
+    assert second["steps"] == first["steps"] > 50
+    picklable, top_p = first["errors"]
+    assert picklable.startswith("arguments of generate must be picklable where one rank leads")
+    assert top_p.startswith("top_p must be")
 
 
 @pytest.mark.slow
@@ -103,16 +118,42 @@ def test_fewer_key_and_value_heads_than_ranks(name, tmp_path):
     assert found[0]["heads"] == [1, 1]
 
 
+def program(*command: str) -> str:
+    """What a program of several ranks prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, cwd=ROOT, capture_output=True, text=True,
+        check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
 @pytest.mark.slow
 def test_random_sessions():
     """More of them: `tests/fuzz/ranks.py`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "-m", "tests.fuzz.ranks", "12"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
-    )
-    assert "rank 1: 12 right" in done.stdout, done.stderr[-3000:]
+    assert "rank 1: 12 right" in program(*TORCHRUN, "-m", "tests.fuzz.ranks", "12")
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path):
+    model = saved("llama", tmp_path)
+    printed = program(*TORCHRUN, "examples/tensor_parallel.py", str(tmp_path / "model"))
+    results = make_session(model).generate(PROMPTS, 16)
+    wanted = ["0 of 2 [16, 16, 16, 16]", *(" ".join(map(str, r.token_ids)) for r in results)]
+    assert printed.splitlines() == wanted
+
+
+@pytest.mark.slow
+def test_the_command():
+    """It compares with Transformers' `generate` on the same parts; the first rank alone prints."""
+    printed = program("graphs.app.cli", "run", "--nproc", "2", "--max-new-tokens", "4", "--json")
+    report = json.loads(printed)
+    assert report["parity"]["ok"]
+    assert report["session"]["rank"] == "0 of 2"
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def exclusive(
 ) -> Callable[Concatenate[Owner, P], R]:
     """Run a method in its owner's `surroundings`, while it holds the owner's `lock`.
 
-    Other `ranks` are told of it, where this one leads them.
+    The owner's `begin` is told of it first.
 
     Raises:
         RuntimeError: another thread runs such a method, or a hook or an observer calls the session
@@ -51,8 +51,7 @@ def exclusive(
                 "takes calls of any thread"
             )
         with self.lock, surroundings(self.device):
-            if self.ranks is not None:
-                self.ranks.tell(method.__name__, args, kwargs)
+            self.begin(method.__name__, args, kwargs)
             return method(self, *args, **kwargs)
 
     return alone

@@ -40,7 +40,7 @@ from graphs.requests.outputs import TokenStream
 from graphs.requests.requests import Limits, Request, RequestBook, Wanted, known_request
 from graphs.requests.results import Generation, RequestError, StepOutput
 from graphs.requests.scheduler import Scheduler
-from graphs.requests.scores import Score, queue_scored
+from graphs.requests.scores import Score, most_scored, queue_scored
 from graphs.requests.tokens import Tokens, media_tokens
 from graphs.requests.weight_versions import WeightVersions
 from graphs.runner import LogitsObserver, ModelInputs, StepRunner
@@ -48,9 +48,6 @@ from graphs.step.ranks import ranks_of
 
 Prompt = Sequence[int] | Mapping[str, Any] | str
 """Token ids, a tokenizer's mapping of one prompt, or text where the session has a tokenizer."""
-
-SCORED_BYTES = 2**29
-"""Of logits of a step that scores prompts."""
 
 Result = TypeVar("Result")
 
@@ -147,7 +144,8 @@ class DecodeSession:
 
     def _make_loop(self, options: SessionOptions) -> None:
         weights = WeightVersions(self.original) if options.share_prefixes else None
-        limits = (options.max_tokens_per_step, weights, options.lookahead, self._max_scored)
+        scored = most_scored(self.vocab_size, self.original.dtype)
+        limits = (options.max_tokens_per_step, weights, options.lookahead, scored)
         self.scheduler = Scheduler(self.cache, self.max_batch_size, *limits)
         tokens_of = Tokens(self.tokenizer, self.vocab_size)
         self.book = RequestBook(self.original, self.limits, self.scheduler.waiting, tokens_of)
@@ -169,12 +167,6 @@ class DecodeSession:
         self.num_steps = self.loop.num_steps
         self.lock = threading.Lock()  # of `exclusive`
         self._left: list[int] = []  # requests of streams that were closed while another call ran
-
-    @property
-    def _max_scored(self) -> int:
-        """Rows of prompts that a step scores, so that their logits take at most 512 MiB."""
-        rows = SCORED_BYTES // (self.vocab_size * self.original.dtype.itemsize)
-        return max(rows // 256 * 256, 64)  # whole tiles of a product
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], **options: Any) -> "DecodeSession":
@@ -340,7 +332,7 @@ class DecodeSession:
         request = self._requests[self.add(prompt, max_new_tokens, **wanted)]
         try:
             while request.id in self._requests:
-                yield from self._outputs_of(request)
+                yield from self._outputs_of(request.id)
                 if request.finish_reason and request.id not in self.token_stream:
                     break
         finally:
@@ -528,6 +520,15 @@ class DecodeSession:
             "this process; keep the SessionOptions, and make a new one of model and options"
         )
 
+    def begin(self, name: str, *arguments: Any) -> None:
+        """Before each `exclusive` method: forget requests that were left, tell other ranks."""
+        tell = (lambda *call: None) if self.ranks is None else self.ranks.tell
+        while self._left:
+            if (request := self._requests.get(self._left.pop())) is not None:
+                tell("discard", (request.id,), {})
+                self._forget(request)
+        tell(name, *arguments)
+
     def _prepare(self) -> None:
         if self.cache.is_asleep:
             raise RuntimeError("the session sleeps; wake() comes before steps")
@@ -539,9 +540,6 @@ class DecodeSession:
         """Run a step whole; Ctrl-C waits for its end, but not for the model to be compiled."""
         self._prepare()
         with uninterrupted():
-            while self._left:
-                if (request := self._requests.get(self._left.pop())) is not None:
-                    self._forget(request)
             step(*args)
 
     def _handed_out(self) -> list[StepOutput]:
@@ -552,8 +550,9 @@ class DecodeSession:
         return self.token_stream.hand_out()
 
     @exclusive
-    def _outputs_of(self, request: Request) -> list[StepOutput]:
+    def _outputs_of(self, request_id: int) -> list[StepOutput]:
         """Its new tokens, after a step where there are none; those of others are kept."""
+        request = self._requests[request_id]
         if request.id not in self.token_stream and not request.finish_reason:
             self._run(self.loop.step)
         self._raise_errors([request])
@@ -570,7 +569,8 @@ class DecodeSession:
     ) -> list[Result]:
         """Queue requests, step until they have ended, and forget them."""
         requests: list[Request] = []
-        bar = tqdm(desc="generate", unit="request", disable=None, leave=False)
+        silent = None if self.ranks is None else self.ranks.is_silent
+        bar = tqdm(desc="generate", unit="request", disable=silent, leave=False)
         try:
             with bar:
                 with uninterrupted():

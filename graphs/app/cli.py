@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from graphs.app.presets import DTYPES, PRESETS, QUANTIZE
-from graphs.app.ranks import leads, num_ranks, start
+from graphs.app.ranks import leads, start
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -86,12 +86,12 @@ def run(
         Path | None, typer.Option(help="Keep compiled models in this directory, for later runs.")
     ] = None,
     nproc: Annotated[
-        int, typer.Option(help="Ranks of this host to split the model over, a GPU each.")
+        int, typer.Option(min=1, help="Ranks of this host to split the model over, a GPU each.")
     ] = 1,
     as_json: Json = False,
 ) -> None:
     """Generate with a model, compare with Transformers, report what was compiled and how fast."""
-    if nproc > 1 and num_ranks() == 1:
+    if nproc > 1:
         raise typer.Exit(start(nproc, sys.argv[1:]))
     with _one_line_errors():
         from graphs.app.run import run as run_model  # from here on torch is imported

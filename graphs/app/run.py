@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def run(
     if backend is not None:
         get_backend(backend)
     if dump is not None:
-        dump = dump / f"rank{torch.distributed.get_rank()}" if num_ranks() > 1 else dump
+        dump = dump / f"rank{os.environ['RANK']}" if num_ranks() > 1 else dump
         check_room(dump)
     switches = _switches(fast_prefill, quantize)
     tokenizer, subject = tokenizer_of(model), _subject(model, device, dtype, quantize)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 from attn_ops.integrations.transformers.rotary import SHIFT
 from graphs.requests.requests import Request, RequestBook, Scoring, check_length, checked_prompt
@@ -14,6 +15,14 @@ from graphs.requests.tokens import listed, token_ids, unpadded
 from graphs.sampling import SamplingParams
 from graphs.sampling.logprobs import MOST, unpacked
 from graphs.sampling.params import check_integer
+
+SCORED_BYTES = 2**29
+"""Of logits of a step that scores prompts."""
+
+
+def most_scored(vocab_size: int, dtype: torch.dtype) -> int:
+    """Rows of prompts that a step scores, so that their logits take at most `SCORED_BYTES`."""
+    return max(SCORED_BYTES // (vocab_size * dtype.itemsize) // 256 * 256, 64)  # whole tiles
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import logging
 import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from attn_ops.integrations.transformers import num_ranks, ranks_of_model
 from graphs.options import SessionOptions
 from graphs.requests.batch import Rows
-from graphs.requests.results import RequestError
 
 PATIENCE = datetime.timedelta(seconds=30)
 """That ranks wait for each other: a rank that has died or hangs is told by the others' error."""
@@ -31,6 +31,13 @@ SHORT = 512
 """Bytes of a call that is told in one message, as that of `step`."""
 
 
+_LOG = logging.getLogger(__name__)
+
+
+class RanksDiffer(RuntimeError):
+    """Ranks would compute different things, or one does not answer."""
+
+
 class Ranks:
     """The ranks of one session; every rank makes it at the same time.
 
@@ -38,15 +45,20 @@ class Ranks:
         model: split by Transformers.
         settings: of the session, which all ranks must have alike.
 
+    Attributes:
+        place: of this rank, "0 of 2".
+        is_silent: True where another rank shows progress, else None.
+
     Raises:
         ValueError: a rank has other settings.
     """
 
     def __init__(self, model: Any, settings: Iterable[Any]) -> None:
-        self._model = model
-        self._group: Any = dist.new_group(ranks_of_model(model), timeout=PATIENCE, backend="gloo")
+        self._members = ranks_of_model(model)
+        self._group: Any = dist.new_group(self._members, timeout=PATIENCE, backend="gloo")
         self.place = f"{dist.get_rank()} of {num_ranks(model)}"
-        self._have_met = False
+        self.is_silent = True if dist.get_rank() != self._members[0] else None
+        self._have_met = self._leads = False
         self._calls: Any = None
         names = [name for name, _ in model.named_parameters()]
         self._compare("settings of the session", (*settings, *names))
@@ -61,7 +73,7 @@ class Ranks:
         """Compare what this step computes with what the other ranks are about to.
 
         Raises:
-            RuntimeError: another rank runs another step, or does not answer.
+            RanksDiffer: another rank runs another step, or does not answer.
         """
         rows = [
             (r.id, s.num_tokens, s.num_computed, s.length, r.sampling.seed, r.end)
@@ -70,19 +82,35 @@ class Ranks:
         new = [s.request.prompt for s in step if not s.num_computed]
         self._compare(f"requests of the step, here {[row[0] for row in rows]},", (rows, new))
 
-    def listen(self) -> None:
-        """Before the first `tell` and `hear`; on every rank."""
-        self._first, *_ = members = ranks_of_model(self._model)
-        self._calls = dist.new_group(members, timeout=IDLE, backend="gloo")
+    def listen(self, first: bool) -> None:
+        """Before `tell` and `hear`, on every rank; `first`: this one leads.
+
+        Raises:
+            ValueError: it is the other way round.
+        """
+        if first != (dist.get_rank() == self._members[0]):
+            raise ValueError(
+                f"rank {self._members[0]} must lead and the others follow, got rank "
+                f"{dist.get_rank()}, which would {'lead' if first else 'follow'}"
+            )
+        if self._calls is None:
+            self._calls = dist.new_group(self._members, timeout=IDLE, backend="gloo")
+        self._leads = first
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Where this rank leads: what it is about to call, to all that follow.
 
         Raises:
             ValueError: an argument, such as a function of one process, cannot be sent.
+            RuntimeError: another rank does not listen.
         """
-        if self._calls is None or dist.get_rank() != self._first:
+        if not self._leads:
             return
+        if name == "update_weights":
+            raise ValueError(
+                "update_weights must be called on every rank, with its own parts, got a call where "
+                "one rank leads; supported: outside of lead"
+            )
         try:
             told = pickle.dumps((name, *arguments))
         except Exception as error:
@@ -93,24 +121,41 @@ class Ranks:
         sent[:8] = torch.tensor([len(told)], device="cpu").view(torch.uint8)
         held = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         sent[8 : 8 + held.numel()] = held[: SHORT - 8]
-        dist.broadcast(sent, self._first, group=self._calls)
-        if held.numel() > SHORT - 8:
-            dist.broadcast(held, self._first, group=self._calls)
+        try:
+            for message in (sent, held)[: 1 + (held.numel() > SHORT - 8)]:
+                work = dist.broadcast(message, self._members[0], self._calls, async_op=True)
+                work.wait(PATIENCE)  # pyright: ignore[reportOptionalMemberAccess]
+        except RuntimeError as error:
+            self._leads, self._calls = False, None
+            raise RanksDiffer(
+                f"{name} must be heard by all ranks within {PATIENCE.seconds} s, got no answer: "
+                f"one has ended, hangs, or follows no more ({error})"
+            ) from error
 
     def hear(self) -> tuple[Any, ...]:
-        """Wait for what the first rank tells."""
-        heard = torch.empty(SHORT, dtype=torch.uint8, device="cpu")
-        dist.broadcast(heard, self._first, group=self._calls)
-        size = int(heard[:8].view(torch.int64))
-        held = heard[8 : 8 + size]
-        if size > SHORT - 8:
-            held = torch.empty(size, dtype=torch.uint8, device="cpu")
-            dist.broadcast(held, self._first, group=self._calls)
-        return pickle.loads(held.numpy().tobytes())
+        """Wait for what the first rank tells.
 
-    def quit(self) -> None:
-        """This rank leads no more."""
-        self._calls = None
+        Raises:
+            RanksDiffer: it has ended.
+        """
+        heard = torch.zeros(SHORT, dtype=torch.uint8, device="cpu")
+        try:
+            dist.broadcast(heard, self._members[0], group=self._calls)
+            size = int(heard[:8].view(torch.int64))
+            held = heard[8 : 8 + size]
+            if size > SHORT - 8:
+                held = torch.empty(size, dtype=torch.uint8, device="cpu")
+                dist.broadcast(held, self._members[0], group=self._calls)
+        except RuntimeError as error:
+            raise RanksDiffer(
+                f"rank {self._members[0]}, which leads, has ended ({error})"
+            ) from error
+        return pickle.loads(held.numpy().tobytes())  # of a rank of the same program
+
+    def stop(self) -> None:
+        """Tell those that follow that this rank leads no more."""
+        self.tell("")
+        self._leads = False
 
     def _compare(self, what: str, said: Any) -> None:
         rank = dist.get_rank()
@@ -121,13 +166,13 @@ class Ranks:
             # The least of the numbers, and of the negative ones: equal where all are.
             dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
         except RuntimeError as error:
-            raise RuntimeError(
+            raise RanksDiffer(
                 f"rank {rank} has no answer from the others within {PATIENCE.seconds} s: one has "
                 f"ended, hangs, or makes other calls ({error})"
             ) from error
         least, most = both.tolist()
         if least != -most:
-            raise RuntimeError(
+            raise RanksDiffer(
                 "ranks must run the same calls on the same requests, got other "
                 f"{what} on rank {rank} than elsewhere"
             )
@@ -161,26 +206,43 @@ def ranks_of(model: Any, options: SessionOptions) -> Ranks | None:
 def lead(session: Any) -> Iterator[None]:
     """On the first rank of a split model: inside, calls of the session are made on all ranks.
 
-    The others `follow`. A session on one rank leads nobody.
+    The others `follow`. A session on one rank leads nobody. A call that Ctrl-C interrupts ends it.
+
+    Raises:
+        ValueError: this is not the first rank.
     """
     ranks = session.ranks
     if ranks is None:
         yield
         return
-    ranks.listen()
+    ranks.listen(first=True)
     try:
         yield
-    finally:
-        ranks.tell("")
-        ranks.quit()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the caller's error is the one to see
+            ranks.stop()
+        raise
+    with session.lock:
+        ranks.stop()
 
 
 def follow(session: Any) -> None:
-    """On any other rank: make the calls that the first one makes, until it leaves `lead`."""
-    session.ranks.listen()
-    while (call := session.ranks.hear())[0]:
+    """On any other rank: make the calls that the first one makes, until it leaves `lead`.
+
+    Raises:
+        ValueError: this is the first rank.
+        RanksDiffer: the first rank has ended, or this one has computed something else.
+    """
+    ranks = session.ranks
+    if ranks is None:
+        raise ValueError("session must be of a model that is split over ranks, got a whole one")
+    ranks.listen(first=False)
+    while (call := ranks.hear())[0]:
         name, args, kwargs = call
-        # What a call raises of its arguments, or of a request, the rank that leads has raised too.
-        with contextlib.suppress(ValueError, RequestError):
+        try:
             getattr(session, name)(*args, **kwargs)
-    session.ranks.quit()
+        except RanksDiffer:
+            raise
+        except Exception:
+            # The rank that leads has raised it too; if it has not, the next step tells.
+            _LOG.debug("%s has raised on rank %s", name, ranks.place, exc_info=True)

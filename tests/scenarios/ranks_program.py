@@ -17,14 +17,24 @@ from graphs import AsyncSession, DecodeSession, Generation, follow, lead
 
 
 def calls_of_one_rank(session, prompts) -> tuple[list[Generation], list[str]]:
-    """`generate`, a bad and a large argument, a stream that is left, and an AsyncSession."""
+    """`generate`, bad and large arguments, streams that are left, and an AsyncSession."""
     results = session.generate(prompts, 8)
     errors = []
-    for bad in ({"logits_processor": lambda tokens, logits: logits}, {"top_p": 7}):
+    for call in (
+        lambda: session.generate(prompts, 8, logits_processor=lambda tokens, logits: logits),
+        lambda: session.generate(prompts, 8, top_p=7),
+        lambda: session.update_weights({}),
+        lambda: follow(session),
+        session.generate,
+    ):
         try:
-            session.generate(prompts, 8, **bad)
-        except ValueError as error:
+            call()
+        except (TypeError, ValueError) as error:
             errors.append(str(error))
+    left = session.stream(prompts[1], 8)
+    next(left)
+    with session.lock:  # as where another thread runs a call
+        left.close()
     assert len(session.score([[3] * 60] * 40)) == 40
     for output in session.stream(prompts[0], 8):
         assert output.token_id == results[0].token_ids[0]
@@ -64,7 +74,10 @@ def main() -> None:
             results = session.generate(prompts, 8, **wanted.get("asked", {}))
         elif rank:
             follow(session)
+            follow(session)
         else:
+            with lead(session):
+                pass
             with lead(session):
                 results, errors = calls_of_one_rank(session, prompts)
         spec = session.specs[0]

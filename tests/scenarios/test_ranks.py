@@ -75,9 +75,18 @@ def test_calls_of_one_rank_are_made_on_all(tmp_path):
     assert first.get("error") is second.get("error") is None
     assert first["tokens"] == wanted
     assert second["steps"] == first["steps"] > 50
-    picklable, top_p = first["errors"]
-    assert picklable.startswith("arguments of generate must be picklable where one rank leads")
-    assert top_p.startswith("top_p must be")
+    for message, error in zip(
+        [
+            "arguments of generate must be picklable where one rank leads",
+            "top_p must be",
+            "update_weights must be called on every rank",
+            "rank 0 must lead and the others follow, got rank 0, which would follow",
+            "DecodeSession.generate() missing 1 required",
+        ],
+        first["errors"],
+        strict=True,
+    ):
+        assert error.startswith(message)
 
 
 @pytest.mark.slow

@@ -24,12 +24,13 @@ class KeywordCarrier:
     """Holds the keywords of one forward while it runs, and no longer.
 
     Args:
-        names: of the keywords.
+        names: of the keywords. A forward without any (training, `generate`) is left alone.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
         self.keywords: dict[str, Any] | None = None
+        self.thread: int | None = None
 
     def take(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the model's forward: remember the keywords.
@@ -37,12 +38,15 @@ class KeywordCarrier:
         Raises:
             RuntimeError: another forward of the model runs, in another thread.
         """
-        if self.keywords is not None:
+        given = {name: kwargs[name] for name in self.names if name in kwargs}
+        if not given:
+            return
+        if self.keywords is not None and self.thread != _this_thread():
             raise RuntimeError(
-                f"{type(model).__name__} must be called by one thread at a time: it drops the "
-                "keywords of attn_ops, which are carried to its layers for one call"
+                f"{type(model).__name__} must be called by one thread at a time: keywords of "
+                "attn_ops, which it drops, are carried to its layers for one call"
             )
-        self.keywords = {name: kwargs[name] for name in self.names if name in kwargs}
+        self.keywords, self.thread = given, _this_thread()
 
     def deliver(
         self, layer: Any, args: tuple, kwargs: dict[str, Any]
@@ -50,14 +54,24 @@ class KeywordCarrier:
         """Before an attention layer's forward: add them."""
         return args, {**kwargs, **(self.keywords or {})}
 
-    def select(self, head: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def select(
+        self, head: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         """Before the head's forward: of hidden states [1, T, D], the rows that are wanted."""
         rows = (self.keywords or {}).get("logits_to_keep")
-        return (args[0][:, rows],) if isinstance(rows, torch.Tensor) else args
+        if not isinstance(rows, torch.Tensor):
+            return args, kwargs
+        return tuple(x[:, rows] for x in args), {name: x[:, rows] for name, x in kwargs.items()}
 
     def drop(self, model: Any, args: tuple, output: Any) -> None:
         """Behind the model's forward, also where it raises."""
-        self.keywords = None
+        if self.thread == _this_thread():
+            self.keywords = None
+
+
+def _this_thread() -> int | None:
+    """None while Dynamo traces."""
+    return None if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def carried(layer: Any) -> dict[str, Any]:
@@ -98,9 +112,9 @@ def select_logits(model: Any) -> None:
         head = model.get_output_embeddings()
         if head is None:
             raise ValueError(f"model must have output embeddings, got {type(model).__name__}")
-        if hasattr(head, "keyword_carrier"):
+        if "logits_carrier" in vars(model):
             return
-        head.keyword_carrier = carrier = KeywordCarrier(("logits_to_keep",))
+        model.logits_carrier = carrier = KeywordCarrier(("logits_to_keep",))
         model.register_forward_pre_hook(carrier.take, with_kwargs=True)
-        head.register_forward_pre_hook(carrier.select)
+        head.register_forward_pre_hook(carrier.select, with_kwargs=True)
         model.register_forward_hook(carrier.drop, always_call=True)

@@ -157,8 +157,9 @@ def _number_layers(model: Any) -> None:
     """Number the layers that are only told their number when they are called, as Zamba's are."""
     for name, module in model.named_modules():
         told = hasattr(module, "scaling") and getattr(module, "layer_idx", 0) in (None, -1)
-        if told and "layer_idx" in inspect.signature(type(module).forward).parameters:
-            module.layer_idx = next(int(part) for part in name.split(".") if part.isdigit())
+        places = [int(part) for part in name.split(".") if part.isdigit()]
+        if told and places and "layer_idx" in inspect.signature(type(module).forward).parameters:
+            module.layer_idx = places[-1]
 
 
 def _attends(module: Any) -> bool:

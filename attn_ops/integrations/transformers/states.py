@@ -59,7 +59,7 @@ class State:
         """`state[:, head]`, where heads are computed one by one: a state of its own, by number."""
         kind, layer, first = self.place
         rows, number = index
-        if first or rows != slice(None) or not isinstance(number, int):
+        if first or rows != slice(None) or type(number) is not int or number < 0:
             raise ValueError(f"a part of a state must be state[:, number], got {index}")
         return self.cache.state((kind, layer, number))
 

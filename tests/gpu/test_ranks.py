@@ -24,7 +24,7 @@ def test_tokens_are_those_of_one_gpu(make_model, tmp_path, family, options):
     model.save_pretrained(tmp_path / "model")
     wanted = cases.tokens(cases.small(model, cudagraph_mode="NONE").generate(PROMPTS, 8))
     more = {"device": "cuda", "compile": True, "options": OPTIONS | {"verify": "always"} | options}
-    found = run(tmp_path, 2, **more)
+    (found,) = run(tmp_path, 2, **more)
     assert [rank.get("error") for rank in found] == [None, None]
     assert [rank["tokens"] for rank in found] == [wanted, wanted]
     assert all(rank["captured"] > 0 and rank["verified"] > 0 for rank in found)

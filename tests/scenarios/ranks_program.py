@@ -53,49 +53,54 @@ def main() -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo")
-    rank = dist.get_rank()
     register()
+    for name in wanted["names"]:
+        try:
+            found = decoded(folder / name, wanted)
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"}
+        (folder / name / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    os._exit(0)  # a rank that has failed waits for nobody
+
+
+def decoded(folder: Path, wanted: dict) -> dict:
+    """What a session of the model in a folder has done."""
+    rank = dist.get_rank()
     model = AutoModelForCausalLM.from_pretrained(
-        folder / "model", attn_implementation="attn_ops", tp_plan="auto", dtype=torch.float32
+        folder, attn_implementation="attn_ops", tp_plan="auto", dtype=torch.float32
     ).eval()
     if wanted.get("compile"):
         model = torch.compile(model, backend="attn_ops", fullgraph=True)
     options = wanted["options"] | wanted.get("options_of", {}).get(str(rank), {})
-    found = {}
-    try:
-        session = DecodeSession(model, max_batch_size=4, max_tokens=64, **options)
-        prompts = wanted["prompts"]
-        if rank == wanted.get("without_last"):
-            prompts = prompts[:-1]
-        if rank == wanted.get("ends"):
-            os._exit(0)  # any other code, and torchrun ends the others
-        results, errors = [], []
-        if not wanted.get("leads"):
-            results = session.generate(prompts, 8, **wanted.get("asked", {}))
-        elif rank:
-            follow(session)
-            follow(session)
-        else:
-            with lead(session):
-                pass
-            with lead(session):
-                results, errors = calls_of_one_rank(session, prompts)
-        spec = session.specs[0]
-        found = {
-            "tokens": [result.token_ids for result in results],
-            "errors": errors,
-            "steps": sum(session.num_steps.values()),
-            "captured": session.num_steps["captured"],
-            "verified": session.verifier.num_checked if session.verifier else 0,
-            "heads": [spec.num_heads, spec.num_kv_heads],
-            "breaks": session.counters.num_breaks,
-            "recompiles": session.counters.num_recompiles,
-            "parts": all(type(p) is torch.nn.Parameter for p in session.original.parameters()),
-        }
-    except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}"}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    os._exit(0)  # a rank that has failed waits for nobody
+    session = DecodeSession(model, max_batch_size=4, max_tokens=64, **options)
+    prompts = wanted["prompts"]
+    if rank == wanted.get("without_last"):
+        prompts = prompts[:-1]
+    if rank == wanted.get("ends"):
+        os._exit(0)  # any other code, and torchrun ends the others
+    results, errors = [], []
+    if not wanted.get("leads"):
+        results = session.generate(prompts, 8, **wanted.get("asked", {}))
+    elif rank:
+        follow(session)
+        follow(session)
+    else:
+        with lead(session):
+            pass
+        with lead(session):
+            results, errors = calls_of_one_rank(session, prompts)
+    spec = session.specs[0]
+    return {
+        "tokens": [result.token_ids for result in results],
+        "errors": errors,
+        "steps": sum(session.num_steps.values()),
+        "captured": session.num_steps["captured"],
+        "verified": session.verifier.num_checked if session.verifier else 0,
+        "heads": [spec.num_heads, spec.num_kv_heads],
+        "breaks": session.counters.num_breaks,
+        "recompiles": session.counters.num_recompiles,
+        "parts": all(type(p) is torch.nn.Parameter for p in session.original.parameters()),
+    }
 
 
 if __name__ == "__main__":

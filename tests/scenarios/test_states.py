@@ -386,7 +386,7 @@ def test_models_go_on_as_before(make):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [*((name, 50) for name in FAMILIES), *slow(*((n, 120) for n in FAMILIES))]
+    ("name", "number"), [*((name, 20) for name in FAMILIES), *slow(*((n, 40) for n in FAMILIES))]
 )
 def test_random_sessions(make, name, number):
     """Chunks of every size, preemption, drafts, stops, discards, interrupts, checked replays.

@@ -9,11 +9,11 @@ from benchmarks.workload import __main__ as workload
 from benchmarks.workload.idle import idle_of, intervals_of
 from benchmarks.workload.launches import by_kind, timed_launches
 from benchmarks.workload.requests import SMALL, Workload, num_output_tokens
+from tests.kit.marks import long, slow
 from tests.kit.sessions import captured_lazily
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("modes", [["FULL_DECODE_ONLY"], []], ids=["one", "all"])
+@pytest.mark.parametrize("modes", [*long(["FULL_DECODE_ONLY"]), *slow([])], ids=["one", "all"])
 def test_smoke_run_prints_and_writes_everything(tmp_path, capsys, modes):
     path = tmp_path / "figures.json"
     chosen = ["--modes", *modes] if modes else []

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 from fx_passes import attn_ops, recording
 from tests.kit.compile import graphs_are_compiled_anew
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 
 
 def copies_in_graph(text: str, shape: tuple[int, ...]) -> list[str]:
@@ -32,7 +32,8 @@ def copies_in_graph(text: str, shape: tuple[int, ...]) -> list[str]:
     ("with_slots", "nested"),
     [
         (True, True),
-        *slow((False, False), (True, False), (False, True)),
+        *slow((False, False)),
+        *long((True, False), (False, True)),
     ],
 )
 def test_no_copy_of_a_cache(make_model, make_prompts, nested, with_slots):

@@ -11,7 +11,7 @@ from fx_passes import Recorder, recording
 from fx_passes.forms import calls, config_of_replays, forms_of, replayed, with_forms
 from graphs import DecodeSession, dump
 from graphs.capture.recorder import Step
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 
 REPLAYS = {"fused_mlp": "replays", "norm_products": "replays"}
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
@@ -247,8 +247,7 @@ def test_a_second_form_that_fails(make_model, monkeypatch, failing):
         asked.warm_up()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("again", ["another dumps", "all is forgotten"])
+@pytest.mark.parametrize("again", [*slow("another dumps"), *long("all is forgotten")])
 def test_compiled_again_outside_of_a_warm_up(make_model, monkeypatch, taken, tmp_path, again):
     """A session's calls say by themselves that it captures."""
     monkeypatch.setattr("fx_passes.forms.takes_fused", lambda w, device: True)

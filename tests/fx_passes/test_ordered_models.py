@@ -9,14 +9,14 @@ import attn_ops.ops.products.fused_products as fused
 import attn_ops.ops.products.skinny_mm as skinny
 from fx_passes import Recorder, recording
 from graphs import DecodeSession
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 from tests.kit.models import build_model
 
 PASSES = ("skinny_products.takes_ordered", "rms_norms.takes_ordered")
 SUMS = ("aten.mean", "aten.sum", "aten.var_mean", "aten.rsqrt", "aten.mm", "aten.addmm", "aten.bmm")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", *slow("llama", "gemma2", "phi3")])
+@pytest.mark.parametrize("name", ["qwen3", *slow("gemma3"), *long("llama", "gemma2", "phi3")])
 def test_no_sum_is_left(name, monkeypatch):
     """As on a Hopper GPU, whose products are stood for by PyTorch's."""
     for one in PASSES:

@@ -6,6 +6,7 @@ import torch
 import fx_passes
 from fx_passes import PassConfig, recording
 from fx_passes.pipeline import run_dynamo_stage
+from tests.kit.marks import long, slow
 from tests.kit.sessions import chunked, tokens_of
 
 SLOW = pytest.mark.slow
@@ -38,9 +39,7 @@ def matches(recorder):
     return [p.matches > 0 for p in recorder.passes if p.pass_name == "fast_prefill"]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(n, marks=SLOW) for n in ("qwen3", "gemma3n", "gemma4"))]
-)
+@pytest.mark.parametrize("name", ["llama", *slow("gemma4"), *long("qwen3", "gemma3n")])
 def test_sessions_generate_the_same(make_model, num_graphs, name):
     """One compiled model in all modes; tied, Gemma would repeat its last token."""
     model = make_model(name, tie_word_embeddings=False)
@@ -74,9 +73,7 @@ def test_sessions_by_inductor(make_model, num_graphs):
     assert num_graphs() - before == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(n, marks=SLOW) for n in ("gemma3n", "gemma4"))]
-)
+@pytest.mark.parametrize("name", ["llama", *slow("gemma4"), *long("gemma3n")])
 def test_chunks_of_a_prompt_compute_no_logits(make_model, num_graphs, name):
     """Three chunks of 16 tokens want none, the fourth wants one: behind the last cache write the
     model sees no row. One compiled model in all modes; replays are compared with calls.

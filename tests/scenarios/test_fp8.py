@@ -17,6 +17,7 @@ from attn_ops.integrations import transformers as integration
 from graphs import DecodeSession, Verifier
 from graphs.app.parity import keeping_logits
 from tests.kit.compile import graphs_are_compiled_anew
+from tests.kit.marks import long, slow
 
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PROMPTS = [[3], [5, 9], list(range(17)), list(range(40, 0, -1))]
@@ -201,8 +202,7 @@ def test_scales_reach_a_compiled_session(make_model):
     assert outputs[2] not in outputs[:2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e5m2", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_cache_dtype", [*slow("fp8_e5m2"), *long("fp8_e4m3")])
 def test_no_copy_of_a_cache(make_model, kv_cache_dtype):
     """No tensor and no loop of the cache's size in Inductor's code."""
     model = make_model("llama")

@@ -81,8 +81,8 @@ def test_the_passes_change_no_token(family, num_graphs):
 @pytest.mark.parametrize(
     ("family", "fast_prefill"),
     [
-        *slow(("deepseek_v2", "off"), ("deepseek_v3", "auto")),
-        *long(("deepseek_v2", "auto"), ("deepseek_v3", "off")),
+        *slow(("deepseek_v3", "auto")),
+        *long(("deepseek_v2", "off"), ("deepseek_v2", "auto"), ("deepseek_v3", "off")),
         *long(*itertools.product(FAMILIES[2:], ["off", "auto"])),
     ],
 )
@@ -108,8 +108,7 @@ def test_fast_prefill_leaves_rows_out_of_the_last_attention():
     assert "1 of 2 attentions for logits rows only" in str(summary)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", [*slow("deepseek_v2"), *long("deepseek_v3")])
 def test_the_kernel_of_norm_and_rope_writes_the_cache(family):
     """No key or value of all heads is computed, and no complex number stands in a layer."""
     model = build_model(family, num_layers=1)

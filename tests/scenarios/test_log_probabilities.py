@@ -5,6 +5,7 @@ import torch
 
 from tests.fuzz import options
 from tests.fuzz.__main__ import parser
+from tests.kit.marks import long, slow
 from tests.kit.models import build_model
 from tests.kit.sessions import captured, make_session
 
@@ -31,7 +32,7 @@ def run_mix():
     return options.search(parser().parse_args(["options", "--device", "cpu"]))
 
 
-@pytest.mark.parametrize("seeds", [range(24), pytest.param(range(24, 200), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(12), *slow(range(12, 60)), *long(range(60, 400))])
 def test_random_mixes(run_mix, seeds):
     for seed in seeds:
         run_mix(seed)

@@ -93,8 +93,7 @@ def test_torchao(by_torchao, llama):
     check(by_torchao(llama, "PerRow", filter_fn=is_projection), 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["fp8_row", "fp8_static"])
+@pytest.mark.parametrize("scheme", [*slow("fp8_row"), *long("fp8_static")])
 def test_latent_attention_of_a_quantized_model(scheme):
     """Its output is rounded behind W_UV; attention is that of latents."""
     model = build_model("deepseek_v3", v_head_dim=16).to(torch.bfloat16)

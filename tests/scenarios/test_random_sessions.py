@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fuzz.sessions import results_alone, run_session
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 from tests.kit.models import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,7 +19,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "number"), [("any", 12), ("sharing", 10), *slow(*((kind, 25) for kind in KINDS))]
+    ("kind", "number"),
+    [
+        ("any", 6),
+        ("sharing", 5),
+        *slow(*((kind, 10) for kind in KINDS)),
+        *long(*((kind, 50) for kind in KINDS)),
+    ],
 )
 def test_tokens_are_those_of_requests_alone(kind, number):
     """`python -m tests.fuzz sessions` runs thousands."""

@@ -13,6 +13,7 @@ import graphs
 from attn_ops.integrations.transformers import carry_keywords, register
 from attn_ops.integrations.transformers.keywords import KeywordCarrier, carried
 from attn_ops.integrations.transformers.own_attention import register_classes
+from tests.kit.marks import long, slow
 
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97}
 LAYERED = TINY | {"intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 128}
@@ -100,8 +101,7 @@ def test_layers_of_images_keep_their_own_attention():
     assert classes["attn_ops"] is classes["eager"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["stablelm", "gptj"])
+@pytest.mark.parametrize("model_type", [*slow("stablelm"), *long("gptj")])
 def test_compiled_without_breaks_or_recompiles(model_type):
     torch._dynamo.reset()
     model = torch.compile(model_of(model_type, "attn_ops"), backend="attn_ops", fullgraph=True)

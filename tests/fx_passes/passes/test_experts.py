@@ -10,6 +10,7 @@ from fx_passes import PassConfig, attn_ops, recording
 from fx_passes.failures import RefusedError
 from fx_passes.ordered import check_ordered
 from fx_passes.passes.experts import Experts
+from tests.kit.marks import long, slow
 from tests.kit.models import build_model
 
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -220,8 +221,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("implementation", [*slow("grouped_mm"), *long("batched_mm")])
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, implementation):
     """Each layer has one match, equal layers are compiled once, and no length compiles again."""

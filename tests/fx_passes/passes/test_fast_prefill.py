@@ -52,7 +52,7 @@ OTHERS = [name for name in (*FAMILIES, *OWN) if name not in QUICK]
     ("name", "rounds", "seed"),
     [
         *((name, 3, 0) for name in QUICK),
-        *(pytest.param(name, n, 2, marks=pytest.mark.slow) for name, n in ROUNDS.items()),
+        *long(*((name, n, 2) for name, n in ROUNDS.items())),
     ],
 )
 def test_random_batches(make_model, num_graphs, name, rounds, seed):
@@ -65,7 +65,7 @@ def test_random_batches(make_model, num_graphs, name, rounds, seed):
     assert num_graphs() - before == 1
 
 
-@pytest.mark.parametrize("name", [*slow(*QUICK), *long(*OTHERS)])
+@pytest.mark.parametrize("name", [*slow(*QUICK[:1]), *long(*QUICK[1:], *OTHERS)])
 def test_random_batches_by_inductor(make_model, num_graphs, name):
     """Beside the unrewritten model by Inductor. With a layer or two, nothing would be compiled like
     the layers of the other: what is compiled as one piece is fused, and rounds, in its own way.
@@ -152,8 +152,7 @@ def test_models_lose_all_layers_behind_the_last_write(name, attentions, products
     assert (facts["num_products"], facts["of_products"]) == products
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("name", [*long("gemma3n"), *slow("gemma4")])
 def test_gemma_loses_its_sharing_layers(make_model, name):
     """All of them, and of the last that writes all but k and v."""
     model: Any = build(make_model, name)

@@ -22,6 +22,7 @@ from lm_eval.tasks import TaskManager
 
 from graphs.app.presets import source
 from graphs.integrations.lm_eval import AttnOpsLM
+from tests.kit.marks import long
 from tests.kit.models import build_model
 from tests.kit.text import TEXTS, small_tokenizer
 
@@ -343,7 +344,7 @@ def run(program: list[str], home: Path) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_line(folder, tasks, theirs, tmp_path):
     """Its own defaults: the model is compiled, and lm-eval names a GPU that is not here."""
     program = ["-m", "graphs.integrations.lm_eval", "run", "--model", "attn-ops"]
@@ -404,7 +405,7 @@ def trained() -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_fewshot", "chat"), [(0, True), (2, False), (2, True)])
+@pytest.mark.parametrize(("num_fewshot", "chat"), [*long((0, True), (2, False)), (2, True)])
 def test_a_trained_model_answers_as_with_hf(trained, tmp_path, num_fewshot, chat):
     text = (ROOT / "LICENSE").read_text()[:700]
     docs = [{"country": a, "city": b, "text": text} for a, b in COUNTRIES.items()]

@@ -166,7 +166,7 @@ def test_kernels_keep_what_the_sort_keeps(shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "scale"), [((4, 7), 0.3), *slow(*zip(SHAPES, (0.0, 20.0, 0.3), strict=True))]
+    ("shape", "scale"), [((4, 7), 0.3), *long(*zip(SHAPES, (0.0, 20.0, 0.3), strict=True))]
 )
 def test_thresholds_together_are_those_apart(shape, scale):
     """Equal numbers, infinities, all of a row far below its largest, and rows that keep all."""

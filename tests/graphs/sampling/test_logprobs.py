@@ -32,7 +32,7 @@ def kernel_log_probs(logits, tokens, k):
         (40, 0),
         (40, 5),
         pytest.param(2100, 20, marks=pytest.mark.slow),
-        pytest.param(2100, 64, marks=pytest.mark.slow),
+        pytest.param(2100, 64, marks=pytest.mark.long),
     ],
 )
 def test_equal_to_float64(compute, vocab_size, k):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn_ops.backends.triton import fixed
-from tests.kit.marks import slow
+from tests.kit.marks import long, slow
 from tests.kit.rows_alone import Rows
 
 ASKED = [
@@ -19,7 +19,9 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("asked", [ASKED[2], *slow(*ASKED[:2], *ASKED[3:])], ids=str)
+@pytest.mark.parametrize(
+    "asked", [ASKED[2], *slow(ASKED[3]), *long(*ASKED[:2], *ASKED[4:])], ids=str
+)
 def test_a_row_is_the_same_in_every_step(asked: dict) -> None:
     rows = Rows([530, 1, 30], (4, 2), 16, torch.float32, "cpu", **asked)
     for what, got, want in rows.steps(splits=(1, 3), batches=(3,), chunks=(16,)):

@@ -44,7 +44,6 @@ REASONS = (
     ("position_ids must count from 0", "their own `generate` counts positions otherwise"),
     ("model must be a decoder alone", "an encoder with a decoder"),
     ("position_bias must be None", "attention with a position bias"),
-    ("layer_idx must be from 0", "layers that share one attention"),
     ("No module named 'scipy'", "Transformers asks for scipy"),
     ("max_tokens must be at most the model's", "their config has no number of positions"),
     ("must attend over a key a row", "they attend over other rows than a sequence's own"),

@@ -33,9 +33,7 @@ def surroundings(device: torch.device) -> Iterator[None]:
 def exclusive(
     method: Callable[Concatenate[Owner, P], R],
 ) -> Callable[Concatenate[Owner, P], R]:
-    """Run a method in its owner's `surroundings`, while it holds the owner's `lock`.
-
-    The owner's `begin` is told of it first.
+    """Run a method in its owner's `surroundings`, with its `lock`, behind its `begin`.
 
     Raises:
         RuntimeError: another thread runs such a method, or a hook or an observer calls the session
@@ -47,8 +45,7 @@ def exclusive(
         if self.lock.locked():
             raise RuntimeError(
                 f"{method.__name__}() must be called by one thread at a time, and not from inside "
-                f"of a step, got a call while another runs; supported: graphs.AsyncSession, which "
-                "takes calls of any thread"
+                "of a step, got a call while another runs; supported: graphs.AsyncSession"
             )
         with self.lock, surroundings(self.device):
             self.begin(method.__name__, args, kwargs)

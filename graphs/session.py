@@ -569,10 +569,9 @@ class DecodeSession:
     ) -> list[Result]:
         """Queue requests, step until they have ended, and forget them."""
         requests: list[Request] = []
-        silent = None if self.ranks is None else self.ranks.is_silent
-        bar = tqdm(desc="generate", unit="request", disable=silent, leave=False)
+        silent = self.ranks and self.ranks.is_silent
         try:
-            with bar:
+            with tqdm(desc="generate", unit="request", disable=silent, leave=False) as bar:
                 with uninterrupted():
                     requests = queue()
                 bar.reset(len(requests))

@@ -18,9 +18,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from attn_ops.integrations.transformers.forward import KeywordsMissing
 from attn_ops.integrations.transformers.keywords import carry_keywords, select_logits
 from attn_ops.integrations.transformers.latent import check_expansion
-from attn_ops.integrations.transformers.layers import LogitsOfAllRows, blocksparse, shares_cache
+from attn_ops.integrations.transformers.layers import blocksparse, shares_cache
 from attn_ops.integrations.transformers.masks import check_masks
-from attn_ops.integrations.transformers.probe import ProbedCall
+from attn_ops.integrations.transformers.probe import LogitsOfAllRows, ProbedCall
 from attn_ops.integrations.transformers.rows import (
     NUM_ROWS,
     Forward,

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from attn_ops.block_layout import BlockLayout, BlocksparseParams, BlockTables
+from attn_ops.integrations.transformers.probe import LogitsOfAllRows
 from attn_ops.metadata.features import FeatureArguments
 
 NAME = "attn_ops"
@@ -141,10 +142,6 @@ def _sharing_modes(config: Any) -> list[str | None]:
 def has_latent(layer: Any) -> bool:
     """Whether the layer's class expands latents, as DeepSeek-V2's does."""
     return hasattr(type(layer), "expand_kv")
-
-
-class LogitsOfAllRows(ValueError):
-    """A model has ignored `logits_to_keep`."""
 
 
 def check_logits(logits: torch.Tensor, num_rows: int) -> None:

@@ -15,6 +15,10 @@ from attn_ops.metadata import AttentionSpec
 from attn_ops.states import StateSpec
 
 
+class LogitsOfAllRows(ValueError):
+    """A model has ignored `logits_to_keep`."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProbedCall:
     """One call of the attention function."""

@@ -56,7 +56,8 @@ def test_tokens_and_logits_are_those_of_transformers(make, name):
         results = session.generate(PROMPTS, 8)
     parity = compare(reference, PROMPTS, results, [rows for _, rows in sorted(logits.items())])
     assert parity.num_identical == len(PROMPTS)
-    assert parity.max_logits_difference < 2e-4
+    # Zamba's own cached float32 is 2.1e-4 from float64, ours 1.7e-4.
+    assert parity.max_logits_difference < (5e-4 if name == "zamba" else 2e-4)
     assert parity.num_distinct_tokens > 8
     assert is_empty(session)
     states = session.cache.states

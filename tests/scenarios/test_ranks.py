@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.marks import long, slow
 from tests.kit.models import build_model
 from tests.kit.sessions import make_session
 
@@ -98,7 +99,7 @@ def test_calls_of_one_rank_are_made_on_all(tmp_path):
         assert error.startswith(message)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_drawn_tokens_are_equal(tmp_path):
     model = saved("llama", tmp_path)
     asked = {"temperature": 0.9, "top_k": 20, "seed": 3}
@@ -106,14 +107,13 @@ def test_drawn_tokens_are_equal(tmp_path):
     assert [rank["tokens"] for rank in run(tmp_path, 2, asked=asked)[0]] == [wanted, wanted]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"without_last": 1}, "ranks must run the same calls on the same requests"),
-        ({"options_of": {"1": {"seed": 5}}}, "got other settings of the session on rank"),
-        ({"ends": 1}, "one has ended, hangs, or makes other calls"),
-        ({"options": {"compile_cache": "x"}}, "compile_cache must be the same decision on every"),
+        *slow(({"without_last": 1}, "ranks must run the same calls on the same requests")),
+        *long(({"options_of": {"1": {"seed": 5}}}, "got other settings of the session on rank")),
+        *slow(({"ends": 1}, "one has ended, hangs, or makes other calls")),
+        *long(({"options": {"compile_cache": "x"}}, "compile_cache must be the same decision on")),
     ],
     ids=["another request", "another option", "a rank that ended", "a cache of one's own"],
 )
@@ -170,7 +170,7 @@ def test_the_command():
     assert report["session"]["rank"] == "0 of 2"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_heads_that_ranks_do_not_divide(tmp_path):
     saved("llama", tmp_path)
     for rank in run(tmp_path, 3)[0]:

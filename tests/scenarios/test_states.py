@@ -388,11 +388,7 @@ def test_models_go_on_as_before(make):
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [
-        *((name, 12) for name in FAMILIES),
-        *slow(*((n, 25) for n in FAMILIES)),
-        *long(*((n, 150) for n in FAMILIES)),
-    ],
+    [*((name, 12) for name in FAMILIES), *long(*((name, 150) for name in FAMILIES))],
 )
 def test_random_sessions(make, name, number):
     """Chunks of every size, preemption, drafts, stops, discards, interrupts, checked replays.

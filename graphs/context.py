@@ -33,7 +33,7 @@ def surroundings(device: torch.device) -> Iterator[None]:
 def exclusive(
     method: Callable[Concatenate[Owner, P], R],
 ) -> Callable[Concatenate[Owner, P], R]:
-    """Run a method in its owner's `surroundings`, with its `lock`, behind its `begin`.
+    """Run a method in its owner's `surroundings`, with its `lock`, behind its `_begin`.
 
     Raises:
         RuntimeError: another thread runs such a method, or a hook or an observer calls the session
@@ -48,7 +48,7 @@ def exclusive(
                 "of a step, got a call while another runs; supported: graphs.AsyncSession"
             )
         with self.lock, surroundings(self.device):
-            self.begin(method.__name__, args, kwargs)
+            self._begin(method.__name__, args, kwargs)
             return method(self, *args, **kwargs)
 
     return alone

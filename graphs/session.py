@@ -520,7 +520,7 @@ class DecodeSession:
             "this process; keep the SessionOptions, and make a new one of model and options"
         )
 
-    def begin(self, name: str, *arguments: Any) -> None:
+    def _begin(self, name: str, *arguments: Any) -> None:
         """Before each `exclusive` method: forget requests that were left, tell other ranks."""
         tell = (lambda *call: None) if self.ranks is None else self.ranks.tell
         while self._left:

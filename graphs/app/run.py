@@ -68,17 +68,7 @@ def run(
     switches = _switches(fast_prefill, quantize)
     tokenizer, subject = tokenizer_of(model), _subject(model, device, dtype, quantize)
     asked = _prompts(prompts, tokenizer, subject.config.get_text_config().vocab_size)
-    longest = max(map(len, asked.token_ids))
-    batch = min(8, len(asked.token_ids))
-    options: dict[str, Any] = {
-        "max_batch_size": batch,
-        "max_tokens": longest + max_new_tokens,
-        "max_tokens_per_step": max(batch, longest // 3),
-        "backend": backend,
-        "seed": seed,
-    }
-    if num_ranks() > 1 and next(subject.parameters()).is_cuda:
-        options["cache_tokens"] = 2 * batch * options["max_tokens"]  # the same on every rank
+    options = {**_sizes(asked, max_new_tokens), "backend": backend, "seed": seed}
     uncaptured = {"cudagraph_mode": CUDAGraphMode.NONE, **options}
     eager = DecodeSession(subject, **uncaptured)
     compiled: Any = torch.compile(
@@ -95,7 +85,7 @@ def run(
     reference = Reference(subject, in_fp8=quantize != "off")
     parity = _parity(session, called, reference, asked.token_ids, max_new_tokens)
     steps = StepTimes(
-        batch=batch,
+        batch=options["max_batch_size"],
         eager_ms=_step_ms(eager),
         compiled_ms=_step_ms(called),
         captured_ms=_step_ms(session) if session.graphs is not None else None,
@@ -113,6 +103,19 @@ def run(
     )
 
 
+def _sizes(asked: Prompts, max_new_tokens: int) -> dict[str, Any]:
+    """Options of the session; on ranks the cache has the same size on each."""
+    longest = max(map(len, asked.token_ids))
+    batch = min(8, len(asked.token_ids))
+    max_tokens = longest + max_new_tokens
+    return {
+        "max_batch_size": batch,
+        "max_tokens": max_tokens,
+        "max_tokens_per_step": max(batch, longest // 3),
+        "cache_tokens": 2 * batch * max_tokens if num_ranks() > 1 else None,
+    }
+
+
 def _switches(fast_prefill: str, quantize: str) -> dict[str, Any]:
     """Options of the passes, checked."""
     _check_known("quantize", quantize, QUANTIZE)
@@ -126,12 +129,12 @@ def _switches(fast_prefill: str, quantize: str) -> dict[str, Any]:
 def _subject(model: str, device: str | None, dtype: str | None, quantize: str) -> Any:
     """The model, on its device and quantized."""
     _check_known("dtype", dtype, (None, *DTYPES))
-    _check_known("quantize with ranks", quantize, ("off",) if num_ranks() > 1 else QUANTIZE)
     where = device_of(device)
     if quantize != "off" and where.type == "cuda":
         dtype = dtype or "bfloat16"
         _check_known("dtype with quantize on a GPU", dtype, ["bfloat16"])
     if num_ranks() > 1:
+        _check_known("quantize with ranks", quantize, ["off"])
         return split(functools.partial(load, model), device_of_rank(device), dtype)
     subject = load(model, where, dtype=dtype)
     if quantize != "off":

@@ -30,7 +30,6 @@ IDLE = datetime.timedelta(days=365)
 SHORT = 512
 """Bytes of a call that is told in one message, as that of `step`."""
 
-
 _LOG = logging.getLogger(__name__)
 
 
@@ -102,7 +101,7 @@ class Ranks:
 
         Raises:
             ValueError: an argument, such as a function of one process, cannot be sent.
-            RuntimeError: another rank does not listen.
+            RanksDiffer: another rank does not listen.
         """
         if not self._leads:
             return

@@ -5,17 +5,15 @@ import json
 import pytest
 
 from benchmarks import generate_batch, lm_eval, sleep
-from tests.kit.marks import long, slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "sizes", "number"),
     [
-        *slow((sleep, ["--gib", "0.001", "--batch", "4", "--rounds", "2"], 3)),
-        *long(
-            (generate_batch, ["--requests", "4", "--longest", "32", "--new", "8"], 2),
-            (lm_eval, ["--questions", "8", "--context", "40", "--batch-sizes", "4"], 2),
-        ),
+        (sleep, ["--gib", "0.001", "--batch", "4", "--rounds", "2"], 3),
+        (generate_batch, ["--requests", "4", "--longest", "32", "--new", "8"], 2),
+        (lm_eval, ["--questions", "8", "--context", "40", "--batch-sizes", "4"], 2),
     ],
     ids=["sleep", "generate_batch", "lm_eval"],
 )

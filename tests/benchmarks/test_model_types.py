@@ -24,6 +24,7 @@ EQUAL = [
     *("stablelm", "nemotron"),  # drop keywords
     *("gptj", "gpt_neo", "falcon"),  # classes of their own
     "gpt_neox",
+    "whisper",
     *(
         "qwen3_next",
         "kimi_linear",

@@ -8,7 +8,7 @@ import torch
 from benchmarks import state_layers
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_runs(tmp_path, monkeypatch):
     path = tmp_path / "figures.json"
     monkeypatch.setattr("sys.argv", ["it", "--device", "cpu", "--json", str(path)])

@@ -3,9 +3,11 @@
 torchrun --nproc-per-node 2 tests/scenarios/ranks_program.py FOLDER SETTINGS
 """
 
+import datetime
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -14,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from attn_ops.integrations.transformers import register
 from graphs import AsyncSession, DecodeSession, Generation, follow, lead
+from graphs.step import ranks
+from graphs.step.ranks import RanksDiffer
 
 
 def calls_of_one_rank(session, prompts) -> tuple[list[Generation], list[str]]:
@@ -45,6 +49,26 @@ def calls_of_one_rank(session, prompts) -> tuple[list[Generation], list[str]]:
     return results, errors
 
 
+def left_alone(session, prompts) -> list[str]:
+    """What the rank that leads gets where the other one follows no more, but has not ended."""
+    errors = []
+    if dist.get_rank():
+        session.ranks.listen(first=False)
+        time.sleep(20)
+        return errors
+    try:
+        with lead(session):
+            for _ in range(2):
+                try:
+                    session.generate(prompts, 8)
+                except RanksDiffer as error:
+                    errors.append(str(error))
+            raise KeyError("the caller's")
+    except KeyError as error:
+        errors.append(str(error))
+    return errors
+
+
 def main() -> None:
     folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
@@ -54,9 +78,10 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
     register()
-    for name in wanted["names"]:
+    ranks.PATIENCE = datetime.timedelta(seconds=wanted.get("patience", 30))
+    for name, own in wanted["jobs"].items():
         try:
-            found = decoded(folder / name, wanted)
+            found = decoded(folder / name, wanted | own)
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"}
         (folder / name / f"{dist.get_rank()}.json").write_text(json.dumps(found))
@@ -79,6 +104,8 @@ def decoded(folder: Path, wanted: dict) -> dict:
     if rank == wanted.get("ends"):
         os._exit(0)  # any other code, and torchrun ends the others
     results, errors = [], []
+    if wanted.get("deserts"):
+        return {"left": left_alone(session, prompts)}
     if not wanted.get("leads"):
         results = session.generate(prompts, 8, **wanted.get("asked", {}))
     elif rank:

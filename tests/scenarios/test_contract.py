@@ -58,6 +58,15 @@ def test_a_model_that_ignores_logits_to_keep(model, compiled):
     assert len(model.lm_head._forward_pre_hooks) == 1
 
 
+def test_two_models_that_ignore_logits_to_keep_and_share_a_head(model):
+    want = tokens_of(chunked(copy.deepcopy(model)).generate(PROMPTS, 6))
+    other = of_class(copy.deepcopy(model), forward=ignores_rows)
+    other.lm_head = model.lm_head
+    of_class(model, forward=ignores_rows)
+    for one in (model, other, model):
+        assert tokens_of(chunked(one).generate(PROMPTS, 6)) == want
+
+
 def test_a_model_that_ignores_logits_to_keep_and_names_no_head(model):
     of_class(model, forward=ignores_rows, get_output_embeddings=lambda self: None)
     refuses(model, r"logits must have shape \[1, .*logits_to_keep")

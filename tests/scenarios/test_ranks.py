@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.marks import long, slow
 from tests.kit.models import build_model
 from tests.kit.sessions import make_session
 
@@ -16,9 +15,13 @@ ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 9, 3], [7] * 20, [1], [11, 12]]
 
 
-def run(folder, ranks, names=("model",), **wanted) -> list[list[dict]]:
-    """What each rank wrote of each model; {} of one that ended before."""
-    settings = {"prompts": PROMPTS, "options": {"max_tokens_per_step": 16}, "names": names} | wanted
+def run(folder, ranks, jobs=None, **wanted) -> list[list[dict]]:
+    """What each rank wrote of each job; {} of one that ended before.
+
+    `jobs`: by the folder of a model, what is wanted of it; None: one, "model".
+    """
+    jobs = jobs or {"model": {}}
+    settings = {"prompts": PROMPTS, "options": {"max_tokens_per_step": 16}, "jobs": jobs} | wanted
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     path = str(ROOT / "tests" / "scenarios" / "ranks_program.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
@@ -28,53 +31,71 @@ def run(folder, ranks, names=("model",), **wanted) -> list[list[dict]]:
         check=False, timeout=240,
     )  # fmt: skip
     found = []
-    for name in names:
+    for name in jobs:
         paths = [folder / name / f"{rank}.json" for rank in range(ranks)]
         found.append([json.loads(p.read_text()) if p.exists() else {} for p in paths])
         assert any(found[-1]), done.stderr[-2000:]
     return found
 
 
-def saved(name, folder, place="model"):
-    model = build_model(name)
+def saved(name, folder, place="model", **sizes):
+    model = build_model(name, **sizes)
     model.save_pretrained(folder / place)
     return model
 
 
-def are_those_of_one_rank(folder, ranks, names):
-    """The sessions of one rank, and the heads of each rank, by name."""
+def check_families(folder, ranks, names, **others):
+    """Sessions of one rank, the heads of each rank, and what came of other jobs."""
     sessions = {name: make_session(saved(name, folder, name)) for name in names}
+    found = run(folder, ranks, {name: {} for name in names} | others)
     heads = {}
-    for name, found in zip(names, run(folder, ranks, names), strict=True):
+    for name, of_ranks in zip(names, found, strict=False):
         wanted = [result.token_ids for result in sessions[name].generate(PROMPTS, 8)]
-        assert [rank.get("error") for rank in found] == [None] * ranks, name
-        assert [rank["tokens"] for rank in found] == [wanted] * ranks, name
-        heads[name] = found[0]["heads"]
-    return sessions, heads
+        assert [rank.get("error") for rank in of_ranks] == [None] * ranks, name
+        assert [rank["tokens"] for rank in of_ranks] == [wanted] * ranks, name
+        heads[name] = of_ranks[0]["heads"]
+    return sessions, heads, found[len(names) :]
 
 
 @pytest.mark.slow
 def test_tokens_are_those_of_one_rank(tmp_path):
     """Transformers splits no attention of GPT-OSS and Phi-3."""
     names = ("llama", "qwen3", "gemma3", "deepseek_v2", "gpt_oss", "qwen2_moe", "phi3")
-    sessions, heads = are_those_of_one_rank(tmp_path, 2, names)
+    sessions, heads, _ = check_families(tmp_path, 2, names)
     for name, session in sessions.items():
         parts = 1 if name in ("gpt_oss", "phi3") else 2
         assert heads[name][0] == session.specs[0].num_heads // parts, name
 
 
 @pytest.mark.slow
-def test_compiled_merged_and_shared(tmp_path):
-    model = saved("llama", tmp_path)
-    wanted = [r.token_ids for r in make_session(model).generate(PROMPTS, 8)]
+def test_options_of_sessions(tmp_path):
+    """Compiled, merged, shared and drawn tokens; and what ranks may not decide alone."""
+    asked = {"temperature": 0.9, "top_k": 20, "seed": 3}
     options = {
         "merge_projections": True, "share_prefixes": True, "decode_steps": 4,
         "debug": "eager_replay", "verify": "first",
     }  # fmt: skip
-    for rank in run(tmp_path, 2, compile=True, options=options)[0]:
+    jobs = {
+        "drawn": {"asked": asked},
+        "compiled": {"compile": True, "options": options},
+        "seeds": {"options_of": {"1": {"seed": 5}}},
+        "caches": {"options": {"compile_cache": "x"}},
+    }
+    for place in jobs:
+        model = saved("llama", tmp_path, place)
+    drawn, compiled, seeds, caches = run(tmp_path, 2, jobs)
+    session = make_session(model)
+    wanted = [r.token_ids for r in session.generate(PROMPTS, 8, **asked)]
+    assert [rank["tokens"] for rank in drawn] == [wanted, wanted]
+    wanted = [r.token_ids for r in session.generate(PROMPTS, 8)]
+    for rank in compiled:
         assert rank["tokens"] == wanted, rank
         assert (rank["breaks"], rank["recompiles"]) == (0, 0)
         assert rank["parts"]
+    for rank in seeds:
+        assert "got other settings of the session on rank" in rank["error"]
+    for rank in caches:
+        assert "compile_cache must be the same decision on every" in rank["error"]
 
 
 @pytest.mark.slow
@@ -99,23 +120,25 @@ def test_calls_of_one_rank_are_made_on_all(tmp_path):
         assert error.startswith(message)
 
 
-@pytest.mark.long
-def test_drawn_tokens_are_equal(tmp_path):
-    model = saved("llama", tmp_path)
-    asked = {"temperature": 0.9, "top_k": 20, "seed": 3}
-    wanted = [r.token_ids for r in make_session(model).generate(PROMPTS, 8, **asked)]
-    assert [rank["tokens"] for rank in run(tmp_path, 2, asked=asked)[0]] == [wanted, wanted]
+@pytest.mark.slow
+def test_a_rank_that_leads_does_not_wait_for_ever(tmp_path):
+    saved("llama", tmp_path)
+    ((first, second),) = run(tmp_path, 2, deserts=True, patience=4)
+    no_answer, unled, own = first["left"]
+    assert no_answer.startswith("generate must be heard by all ranks within 4 s, got no answer")
+    assert "has no answer from the others within 4 s" in unled
+    assert own == '"the caller\'s"'
+    assert second == {"left": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        *slow(({"without_last": 1}, "ranks must run the same calls on the same requests")),
-        *long(({"options_of": {"1": {"seed": 5}}}, "got other settings of the session on rank")),
-        *slow(({"ends": 1}, "one has ended, hangs, or makes other calls")),
-        *long(({"options": {"compile_cache": "x"}}, "compile_cache must be the same decision on")),
+        ({"without_last": 1}, "ranks must run the same calls on the same requests"),
+        ({"ends": 1}, "one has ended, hangs, or makes other calls"),
     ],
-    ids=["another request", "another option", "a rank that ended", "a cache of one's own"],
+    ids=["another request", "a rank that ended"],
 )
 def test_ranks_that_disagree_are_told(fault, message, tmp_path):
     saved("llama", tmp_path)
@@ -126,10 +149,13 @@ def test_ranks_that_disagree_are_told(fault, message, tmp_path):
 
 @pytest.mark.slow
 def test_fewer_key_and_value_heads_than_ranks(tmp_path):
-    """Two of them, on four ranks: a pair of ranks has the same one."""
+    """Two of them, on four ranks: a pair of ranks has the same one. Fewer heads are refused."""
     names = ("llama", "qwen3", "gemma3")
-    _, heads = are_those_of_one_rank(tmp_path, 4, names)
+    saved("llama", tmp_path, "few", num_attention_heads=2)
+    _, heads, (few,) = check_families(tmp_path, 4, names, few={})
     assert [heads[name] for name in names] == [[1, 1]] * 3
+    for rank in few:
+        assert "must be a multiple of the ranks, and num_key_value_heads a" in rank["error"]
 
 
 def program(*command: str) -> str:
@@ -168,10 +194,3 @@ def test_the_command():
     report = json.loads(printed)
     assert report["parity"]["ok"]
     assert report["session"]["rank"] == "0 of 2"
-
-
-@pytest.mark.long
-def test_heads_that_ranks_do_not_divide(tmp_path):
-    saved("llama", tmp_path)
-    for rank in run(tmp_path, 3)[0]:
-        assert "must be a multiple of the ranks, and num_key_value_heads a" in rank["error"]

@@ -169,7 +169,6 @@ def test_an_fp8_cache_costs_little(model, tokenizer):
     assert abs(difference) < 0.05
 
 
-@pytest.mark.long
 def test_bfloat16_rounds_no_worse_than_transformers(model, tokenizer):
     """Mean error of log-probabilities of real text, beside float32."""
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))[:5]

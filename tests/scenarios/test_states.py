@@ -56,7 +56,7 @@ def test_tokens_and_logits_are_those_of_transformers(make, name):
         results = session.generate(PROMPTS, 8)
     parity = compare(reference, PROMPTS, results, [rows for _, rows in sorted(logits.items())])
     assert parity.num_identical == len(PROMPTS)
-    # Zamba's own cached float32 is 2.1e-4 from float64, ours 1.7e-4.
+    # Zamba's logits are less exact in float32, in Transformers too.
     assert parity.max_logits_difference < (5e-4 if name == "zamba" else 2e-4)
     assert parity.num_distinct_tokens > 8
     assert is_empty(session)
@@ -388,7 +388,11 @@ def test_models_go_on_as_before(make):
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [*((name, 12) for name in FAMILIES), *long(*((name, 150) for name in FAMILIES))],
+    [
+        *((name, 12) for name in FAMILIES),
+        *slow(*((name, 25) for name in FAMILIES)),
+        *long(*((name, 150) for name in FAMILIES)),
+    ],
 )
 def test_random_sessions(make, name, number):
     """Chunks of every size, preemption, drafts, stops, discards, interrupts, checked replays.

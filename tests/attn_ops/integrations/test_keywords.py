@@ -147,6 +147,25 @@ def test_one_thread_at_a_time():
     assert carrier.keywords == {"attn_metadata": "first"}
 
 
+def test_forwards_of_others_are_left_alone():
+    """Training and `generate` beside a session's forward, and what Ctrl-C has left."""
+    carrier = KeywordCarrier(("attn_metadata",))
+    carrier.take(None, (), {"attn_metadata": "first"})
+
+    def trains():
+        carrier.take(None, (), {"labels": 1})
+        carrier.drop(None, (), None)
+
+    thread = threading.Thread(target=trains)
+    thread.start()
+    thread.join()
+    assert carrier.keywords == {"attn_metadata": "first"}
+    carrier.take(None, (), {"attn_metadata": "second"})
+    assert carrier.keywords == {"attn_metadata": "second"}
+    carrier.drop(None, (), None)
+    assert carrier.keywords is None
+
+
 def test_a_hook_that_is_added_to_a_carrying_model_is_seen():
     """The carrier's hooks were there before the session remembered the model's."""
     model = model_of("stablelm", "attn_ops")

@@ -201,7 +201,7 @@ def test_training_is_left():
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_gemma_3n(make_model):
     """The prediction of every kind of layer. Angles of RoPE, one product for all tokens, change in
     columns: they are a product as late as here with torch 2.11, and stay one.

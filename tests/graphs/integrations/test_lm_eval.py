@@ -344,7 +344,7 @@ def run(program: list[str], home: Path) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_line(folder, tasks, theirs, tmp_path):
     """Its own defaults: the model is compiled, and lm-eval names a GPU that is not here."""
     program = ["-m", "graphs.integrations.lm_eval", "run", "--model", "attn-ops"]

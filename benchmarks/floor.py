@@ -7,6 +7,7 @@ of both sides, whose inputs are quantized already; the head is bf16.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -151,10 +152,12 @@ def floor_graph(
     batch: int,
     context: int,
     block_size: int = 16,
+    reduce: Callable[[torch.Tensor], object] = lambda rows: None,
 ) -> torch.cuda.CUDAGraph:
     """The floor for `batch` requests of `context` tokens.
 
-    `caches` are [P, 2, B, K, H]; the requests own blocks 1, 2, 3, ...
+    `caches` are [P, 2, B, K, H]; the requests own blocks 1, 2, 3, ... `reduce` sums rows over
+    ranks, behind the two products of a layer that have a part of each sum.
     """
     library = vllm_flash_attn()
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -190,9 +193,9 @@ def floor_graph(
                 block_table=table, scheduler_metadata=plans[window], fa_version=3,
                 window_size=sizes[window],
             )  # fmt: skip
-            o(*x_a)
+            reduce(o(*x_a))
             gate_up(*x_h)
-            down(*x_i)
+            reduce(down(*x_i))
         weights.lm_head(*x_last)
 
     return capture(step)

@@ -15,6 +15,7 @@ pytestmark = [
 ]
 
 OPTIONS = {"backend": "TRITON", "cache_tokens": 2048, "max_tokens_per_step": 16}
+ON_GPUS = {"device": "cuda", "compile": True}
 
 
 @pytest.mark.parametrize("options", [{}, {"decode_steps": 4}, {"merge_projections": True}], ids=str)
@@ -23,9 +24,26 @@ def test_tokens_are_those_of_one_gpu(make_model, tmp_path, family, options):
     model = cases.wide(make_model, family, dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
     wanted = cases.tokens(cases.small(model, cudagraph_mode="NONE").generate(PROMPTS, 8))
-    more = {"device": "cuda", "compile": True, "options": OPTIONS | {"verify": "always"} | options}
-    (found,) = run(tmp_path, 2, **more)
+    (found,) = run(tmp_path, 2, **ON_GPUS, options=OPTIONS | {"verify": "always"} | options)
     assert [rank.get("error") for rank in found] == [None, None]
     assert [rank["tokens"] for rank in found] == [wanted, wanted]
     assert all(rank["captured"] > 0 and rank["verified"] > 0 for rank in found)
     assert all(rank["breaks"] == rank["recompiles"] == 0 for rank in found)
+
+
+def test_ten_thousand_steps(make_model, tmp_path):
+    """One rank's tokens are the other's; 500 steps are verified."""
+    model = cases.wide(make_model, "llama", dtype=torch.float32, max_position_embeddings=16384)
+    options = OPTIONS | {"max_tokens": 10_100, "cache_tokens": 24_000}
+    jobs = {
+        "long": {"new": 10_000, "prompts": PROMPTS[:2], "options": options},
+        "verified": {"new": 510, "options": options | {"verify": "always"}},
+    }
+    for name in jobs:
+        model.save_pretrained(tmp_path / name)
+    long, verified = run(tmp_path, 2, jobs, **ON_GPUS, asked={"ignore_eos": True})
+    for ranks in (long, verified):
+        assert [rank.get("error") for rank in ranks] == [None, None]
+        assert ranks[0]["tokens"] == ranks[1]["tokens"]
+    assert all(rank["captured"] >= 9_990 for rank in long)
+    assert all(rank["verified"] >= 500 for rank in verified)

@@ -97,7 +97,7 @@ def decoded(folder: Path, wanted: dict) -> dict:
     if wanted.get("compile"):
         model = torch.compile(model, backend="attn_ops", fullgraph=True)
     options = wanted["options"] | wanted.get("options_of", {}).get(str(rank), {})
-    session = DecodeSession(model, max_batch_size=4, max_tokens=64, **options)
+    session = DecodeSession(model, max_batch_size=4, **{"max_tokens": 64, **options})
     prompts = wanted["prompts"]
     if rank == wanted.get("without_last"):
         prompts = prompts[:-1]
@@ -107,7 +107,7 @@ def decoded(folder: Path, wanted: dict) -> dict:
     if wanted.get("deserts"):
         return {"left": left_alone(session, prompts)}
     if not wanted.get("leads"):
-        results = session.generate(prompts, 8, **wanted.get("asked", {}))
+        results = session.generate(prompts, wanted.get("new", 8), **wanted.get("asked", {}))
     elif rank:
         follow(session)
         follow(session)

@@ -10,6 +10,7 @@ while one rank at a time is late by up to a millisecond, and counts those that a
 """
 
 import argparse
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -17,25 +18,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 
-from attn_ops.ops import collectives
+from attn_ops.ops import collectives  # noqa: F401  registers the operator
 from benchmarks.harness import Bar, capture, finish, median_ms, origin, parser_of
 
 SIZES = [8 << 10, 64 << 10, 512 << 10, 2 << 20, 16 << 20]
 IN_A_GRAPH = 20
 
 
+# Cached: allocated once, as a captured graph needs it.
+@functools.cache
+def symmetric_bytes(group: str, device: torch.device) -> torch.Tensor:
+    """As many as the largest sum has, where PyTorch's kernels of all ranks can read them."""
+    shared = symmetric_memory.empty(SIZES[-1], dtype=torch.uint8, device=device)
+    symmetric_memory.rendezvous(shared, group)
+    return shared
+
+
 def ways(x: torch.Tensor, group: str) -> dict[str, Callable[[], Any]]:
-    shared = collectives._shared_memory(group, x.device)
-    found: dict[str, Callable[[], Any]] = {
+    place = symmetric_bytes(group, x.device)[: x.nbytes].view(x.dtype)
+    return {
         "ours": lambda: torch.ops.attn_ops.all_reduce(x, group),
         "nccl": lambda: dist.all_reduce(x),
+        "one shot": lambda: torch.ops.symm_mem.one_shot_all_reduce(place, "sum", group),
+        "two shots": lambda: torch.ops.symm_mem.two_shot_all_reduce_(place, "sum", group),
     }
-    if shared is not None:
-        place = shared[: x.nbytes].view(x.dtype)
-        found["one shot"] = lambda: torch.ops.symm_mem.one_shot_all_reduce(place, "sum", group)
-        found["two shots"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(place, "sum", group)
-    return found
 
 
 def microseconds(run: Callable[[], Any]) -> float:

@@ -24,7 +24,7 @@ from attn_ops.integrations import transformers as integration
 from attn_ops.integrations.merged import merge_projections
 from attn_ops.integrations.transformers import num_ranks
 from attn_ops.integrations.transformers.sharded import keep_parts
-from attn_ops.ops import collectives
+from benchmarks.all_reduce import symmetric_bytes
 from benchmarks.decode_step import build, ours_ms, profile, session_of
 from benchmarks.floor import Shape, Weights, floor_graph
 from benchmarks.harness import Bar, finish, free, median_ms, model_of, origin, parser_of
@@ -84,8 +84,7 @@ def part_of(shape: Shape, ranks: int) -> Shape:
 
 def one_shot(rows: torch.Tensor) -> torch.Tensor:
     group = dist.group.WORLD.group_name  # type: ignore
-    shared = collectives._shared_memory(group, rows.device)
-    place = shared[: rows.nbytes].view(rows.dtype).view(rows.shape)
+    place = symmetric_bytes(group, rows.device)[: rows.nbytes].view(rows.dtype).view(rows.shape)
     return torch.ops.symm_mem.one_shot_all_reduce_copy(place, rows, "sum", group)
 
 
@@ -125,7 +124,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.workload:
         seconds[f"{ranks} ranks"] = seconds_of(model, workload, args.device)
     if on_gpu:
-        ours, caches = steps(model, args.profile if first else None)
+        ours, caches = steps(model, args.profile and f"{args.profile}.{dist.get_rank()}")
         shape = part_of(Shape.of(config), ranks)
         weights = Weights(shape)
         for case, ms, row, asked in zip(CASES, ours, rows.values(), BARS[args.model], strict=True):
@@ -162,7 +161,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--workload", action="store_true", help="512 requests as well")
     parser.add_argument("--no-single", action="store_true", help="without one GPU's figures")
-    parser.add_argument("--profile", default=None, help="write kernel times of batch 1 here")
+    parser.add_argument("--profile", default=None, help="kernel times of batch 1, a file a rank")
     args = model_of(parser)
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -6,12 +6,15 @@ is allocated at the first call, so before any capture; anything else goes by the
 """
 
 import functools
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from attn_ops.ops.library import operator
+
+_LOG = logging.getLogger(__name__)
 
 
 def _group(name: str) -> Any:
@@ -28,54 +31,42 @@ def _like_gathered(x: torch.Tensor, group: str) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] * _group(group).size()))
 
 
-ONE_SHOT_BYTES = 64 << 10
-"""Up to which each rank reads all that the others have; above, it sums a part for all of them.
-
-On two H200 one shot takes 6.4, 7.0 and 9.5 us for 8, 64 and 512 KB, two shots 6.3, 7.1 and 7.6, and
-NCCL 12.6, 13.3 and 15.5.
-"""
-
-MOST_BYTES = 32 << 20
-"""Of a tensor that is reduced so."""
-
-
 @operator(fake=_like_reduced)
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     """The sum of every rank's x, of one shape and dtype: the same bits on all ranks."""
-    by_memory = x.is_cuda and x.dtype in (torch.bfloat16, torch.float32) and x.nbytes % 16 == 0
-    if by_memory and 0 < x.nbytes <= MOST_BYTES:
-        shared = _shared_memory(group, x.device)
+    if x.is_cuda and x.numel() and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        shared = shared_memory(group, x.device)
         if shared is not None:
-            return _reduced_by_memory(x.contiguous(), shared, group)
+            from attn_ops.ops.triton.collectives import launch_all_reduce
+
+            return launch_all_reduce(x.contiguous().view(-1), shared).view(x.shape)
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_group(group))
     return total
 
 
-def _reduced_by_memory(x: torch.Tensor, shared: torch.Tensor, group: str) -> torch.Tensor:
-    place = shared[: x.nbytes].view(x.dtype).view(x.shape)
-    if x.nbytes <= ONE_SHOT_BYTES:
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(place, x, "sum", group)
-    place.copy_(x)
-    out = torch.empty_like(x)
-    return torch.ops.symm_mem.two_shot_all_reduce_out(place, "sum", group, out)
-
-
 # Cached: allocated once; captured graphs hold its address.
 @functools.cache
-def _shared_memory(group: str, device: torch.device) -> torch.Tensor | None:
-    """Bytes that all ranks of the group can read; None: some rank's GPU cannot read the others'."""
+def shared_memory(group: str, device: torch.device) -> Any:
+    """What all ranks of the group can read and write; None: some rank's GPU cannot."""
     import torch.distributed._symmetric_memory as symmetric
 
-    shared = None
+    from attn_ops.ops.triton.collectives import PROGRAMS, Shared, num_bytes
+
+    ranks = _group(group)
+    can_share, found = torch.zeros((), device=device), None
     try:
-        shared = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(shared, group)  # pyright: ignore[reportArgumentType]
-        can_read = torch.ones((), device=device)
-    except RuntimeError:
-        can_read = torch.zeros((), device=device)
-    dist.all_reduce(can_read, dist.ReduceOp.MIN, group=_group(group))  # all ranks go one way
-    return shared if bool(can_read) else None
+        held = symmetric.empty(num_bytes(ranks.size()), dtype=torch.uint8, device=device).zero_()
+        handle = symmetric.rendezvous(held, group)  # pyright: ignore[reportArgumentType]
+        bases = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        epochs = torch.zeros(2, PROGRAMS, dtype=torch.int64, device=device)
+        found = Shared(bases, (epochs[0], epochs[1]), ranks.rank(), (held, handle))
+        can_share.fill_(1)
+    except RuntimeError as error:
+        _LOG.warning("ranks share no memory, sums go by the group's backend: %s", error)
+    # All ranks go one way, after every block is zero.
+    dist.all_reduce(can_share, dist.ReduceOp.MIN, group=ranks)
+    return found if bool(can_share) else None
 
 
 @operator(fake=_like_gathered)

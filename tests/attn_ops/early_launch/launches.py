@@ -139,6 +139,17 @@ def experts() -> None:
         launch_experts(*given, constants=ExpertsConstants(*form))
 
 
+def ranks() -> None:
+    from attn_ops.ops.triton.collectives import PROGRAMS, Shared, launch_all_reduce
+
+    epochs = torch.zeros(2, PROGRAMS, dtype=torch.int64)
+    for number in (2, 3):
+        shared = Shared(torch.zeros(number, dtype=torch.int64), (epochs[0], epochs[1]), 1, None)
+        for length in (4096, 1 << 19):
+            launch_all_reduce(torch.zeros(length, dtype=BF16), shared)
+    launch_all_reduce(torch.zeros(4096), shared)
+
+
 def states() -> None:
     from attn_ops.ops.triton import states as kernels
 
@@ -203,6 +214,7 @@ def planted() -> None:
 
 
 GROUPS: dict[str, Callable[[], None]] = {
+    "ranks": ranks,
     "triton": triton,
     "blocksparse": blocksparse,
     "mla": mla,

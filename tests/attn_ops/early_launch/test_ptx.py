@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 ROOT = Path(__file__).parents[3]
 QUICK = ("planted", "products")
-OTHERS = ("triton", "blocksparse", "mla", "query", "states", "step", "experts")
+OTHERS = ("ranks", "triton", "blocksparse", "mla", "query", "states", "step", "experts")
 
 
 def compiled(*groups: str) -> list[dict]:

@@ -118,12 +118,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     config = MODELS[args.model](args.layers) if on_gpu else tiny_llama(args.layers or 2)
     workload = Workload() if on_gpu else SMALL
-    rows: dict[str, Any] = {f"{b}x{c}": {} for b, c in CASES}
+    has_steps = on_gpu and not args.no_steps
+    rows: dict[str, Any] = {f"{b}x{c}": {} for b, c in CASES if has_steps}
     model, bars = compiled(split(config, device)), []
     seconds = {}
     if args.workload:
         seconds[f"{ranks} ranks"] = seconds_of(model, workload, args.device)
-    if on_gpu:
+    if has_steps:
         ours, caches = steps(model, args.profile and f"{args.profile}.{dist.get_rank()}")
         shape = part_of(Shape.of(config), ranks)
         weights = Weights(shape)
@@ -143,7 +144,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             seconds["one"] = seconds_of(whole, workload, args.device)
             faster = seconds["one"] / seconds[f"{ranks} ranks"]
             bars.append(Bar("workload, one GPU's seconds over ours", ">=", 1.6, faster))
-        if on_gpu:
+        if has_steps:
             for ms, row in zip(steps(whole, None)[0], rows.values(), strict=True):
                 row["one GPU"] = ms
             if bar := SPEEDUPS.get(args.model):
@@ -151,7 +152,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 bars.append(dataclasses.replace(bar, measured=faster))
     command = f"torchrun --nproc-per-node {ranks} -m benchmarks.tensor_parallel"
     note = f"{args.model}, {config.num_hidden_layers} layers, {ranks} ranks; ms of a decode step."
-    found = {"command": f"{command} --model {args.model}", "note": note, **origin(args)}
+    given = " --workload" * args.workload + " --no-steps" * args.no_steps
+    found = {"command": f"{command} --model {args.model}{given}", "note": note, **origin(args)}
     if args.workload:
         rows["workload, s"] = seconds
     return found | {"rows": rows, "bars": [bar.as_dict() for bar in bars]}
@@ -160,6 +162,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--workload", action="store_true", help="512 requests as well")
+    parser.add_argument("--no-steps", action="store_true", help="the workload alone")
     parser.add_argument("--no-single", action="store_true", help="without one GPU's figures")
     parser.add_argument("--profile", default=None, help="kernel times of batch 1, a file a rank")
     args = model_of(parser)

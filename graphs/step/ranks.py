@@ -49,7 +49,7 @@ class Ranks:
         is_silent: True where another rank shows progress, else None.
 
     Raises:
-        ValueError: a rank has other settings.
+        RanksDiffer: a rank has other settings, or another model.
     """
 
     def __init__(self, model: Any, settings: Iterable[Any]) -> None:
@@ -59,8 +59,7 @@ class Ranks:
         self.is_silent = True if dist.get_rank() != self._members[0] else None
         self._have_met = self._leads = False
         self._calls: Any = None
-        names = [name for name, _ in model.named_parameters()]
-        self._compare("settings of the session", (*settings, *names))
+        self._compare("settings of the session or another model", (*settings, *_signs(model)))
 
     def meet(self) -> None:
         """Before the model is first called: every rank is there."""
@@ -175,6 +174,16 @@ class Ranks:
                 "ranks must run the same calls on the same requests, got other "
                 f"{what} on rank {rank} than elsewhere"
             )
+
+
+def _signs(model: Any) -> Iterator[Any]:
+    """What tells a model from another, and is the same on all ranks: not its parts."""
+    config = model.config.to_dict()
+    yield {key: config[key] for key in sorted(config) if key[0] != "_" and "distributed" not in key}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if "Norm" in type(module).__name__ and weight is not None:  # each rank has it whole
+            yield name, float(weight.double().sum()), float(weight.double().square().sum())
 
 
 def ranks_of(model: Any, options: SessionOptions) -> Ranks | None:

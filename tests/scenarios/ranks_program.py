@@ -69,6 +69,10 @@ def left_alone(session, prompts) -> list[str]:
     return errors
 
 
+def raising(tokens, logits):
+    raise ZeroDivisionError("of one rank")
+
+
 def main() -> None:
     folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
@@ -91,6 +95,8 @@ def main() -> None:
 def decoded(folder: Path, wanted: dict) -> dict:
     """What a session of the model in a folder has done."""
     rank = dist.get_rank()
+    if rank == wanted.get("has_other"):
+        folder = folder.parent / wanted["other"]
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="attn_ops", tp_plan="auto", dtype=torch.float32
     ).eval()
@@ -99,15 +105,24 @@ def decoded(folder: Path, wanted: dict) -> dict:
     options = wanted["options"] | wanted.get("options_of", {}).get(str(rank), {})
     session = DecodeSession(model, max_batch_size=4, **{"max_tokens": 64, **options})
     prompts = wanted["prompts"]
+    asked, new = dict(wanted.get("asked", {})), wanted.get("new", 8)
     if rank == wanted.get("without_last"):
         prompts = prompts[:-1]
+    if rank == wanted.get("longer"):
+        new += 1
+    if rank == wanted.get("draws"):
+        asked |= {"temperature": 1.0, "seed": 7}
+    if rank == wanted.get("raises"):
+        asked["logits_processor"] = raising
+    if rank == wanted.get("hangs"):
+        time.sleep(60)
     if rank == wanted.get("ends"):
         os._exit(0)  # any other code, and torchrun ends the others
     results, errors = [], []
     if wanted.get("deserts"):
         return {"left": left_alone(session, prompts)}
     if not wanted.get("leads"):
-        results = session.generate(prompts, wanted.get("new", 8), **wanted.get("asked", {}))
+        results = session.generate(prompts, new, **asked)
     elif rank:
         follow(session)
         follow(session)

@@ -24,7 +24,7 @@ _INNER: dict[Any, int] = {  # the argument whose last dimension is summed over
     aten._scaled_mm.default: 0,
 }
 _LIBRARY = ("convolution", "_grouped_mm", "_scaled_grouped_mm", "_int_mm", "scaled_dot_product")
-_RANKS = ("attn_ops::all_reduce", "c10d_functional::all_reduce")  # by an algorithm for each size
+_RANKS = "c10d_functional::all_reduce"  # by an algorithm for each size
 _FAMILIES = ("attn_ops::gated_delta", "attn_ops::kda", "attn_ops::ssd", "attn_ops::selective")
 
 
@@ -94,7 +94,12 @@ def _by_library(node: Node) -> bool:
         rows = node.args[_INNER[node.target]]
         return not (isinstance(rows, Node) and value_of(rows).shape[-1] == 1)  # no sum at all
     name = str(getattr(node.target, "_schema", node.target)).partition("(")[0]
-    return any(word in name for word in (*_LIBRARY, *_RANKS, *_FAMILIES))
+    if name == "attn_ops::all_reduce":
+        from attn_ops.ops.collectives import by_kernels
+
+        rows, group = node.args
+        return not by_kernels(value_of(cast(Node, rows)), cast(str, group))
+    return any(word in name for word in (*_LIBRARY, _RANKS, *_FAMILIES))
 
 
 def _shapes(node: Node) -> list[list[object]]:

@@ -34,15 +34,20 @@ def _like_gathered(x: torch.Tensor, group: str) -> torch.Tensor:
 @operator(fake=_like_reduced)
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     """The sum of every rank's x, of one shape and dtype: the same bits on all ranks."""
-    if x.is_cuda and x.numel() and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
-        shared = shared_memory(group, x.device)
-        if shared is not None:
-            from attn_ops.ops.triton.collectives import launch_all_reduce
+    if by_kernels(x, group) and x.numel():
+        from attn_ops.ops.triton.collectives import launch_all_reduce
 
-            return launch_all_reduce(x.contiguous().view(-1), shared).view(x.shape)
+        total = launch_all_reduce(x.contiguous().view(-1), shared_memory(group, x.device))
+        return total.view(x.shape)
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_group(group))
     return total
+
+
+def by_kernels(x: torch.Tensor, group: str) -> bool:
+    """Whether kernels of ours sum such an x, in the order of ranks for any number of rows."""
+    kinds = (torch.bfloat16, torch.float16, torch.float32)
+    return x.is_cuda and x.dtype in kinds and shared_memory(group, x.device) is not None
 
 
 # Cached: allocated once; captured graphs hold its address.

@@ -8,6 +8,7 @@ gets its requests on one rank alone tells the others its calls: `lead` there, `f
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import logging
 import pickle
@@ -54,7 +55,7 @@ class Ranks:
 
     def __init__(self, model: Any, settings: Iterable[Any]) -> None:
         self._members = ranks_of_model(model)
-        self._group: Any = dist.new_group(self._members, timeout=PATIENCE, backend="gloo")
+        self._group = _group_of(tuple(self._members), PATIENCE)
         self.place = f"{dist.get_rank()} of {num_ranks(model)}"
         self.is_silent = True if dist.get_rank() != self._members[0] else None
         self._have_met = self._leads = False
@@ -92,7 +93,7 @@ class Ranks:
                 f"{dist.get_rank()}, which would {'lead' if first else 'follow'}"
             )
         if self._calls is None:
-            self._calls = dist.new_group(self._members, timeout=IDLE, backend="gloo")
+            self._calls = _group_of(tuple(self._members), IDLE)
         self._leads = first
 
     def tell(self, name: str, *arguments: Any) -> None:
@@ -125,6 +126,7 @@ class Ranks:
                 work.wait(PATIENCE)  # pyright: ignore[reportOptionalMemberAccess]
         except RuntimeError as error:
             self._leads, self._calls = False, None
+            _group_of.cache_clear()
             raise RanksDiffer(
                 f"{name} must be heard by all ranks within {PATIENCE.seconds} s, got no answer: "
                 f"one has ended, hangs, or follows no more ({error})"
@@ -164,6 +166,7 @@ class Ranks:
             # The least of the numbers, and of the negative ones: equal where all are.
             dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
         except RuntimeError as error:
+            _group_of.cache_clear()  # gloo's connections are closed
             raise RanksDiffer(
                 f"rank {rank} has no answer from the others within {PATIENCE.seconds} s: one has "
                 f"ended, hangs, or makes other calls ({error})"
@@ -174,6 +177,12 @@ class Ranks:
                 "ranks must run the same calls on the same requests, got other "
                 f"{what} on rank {rank} than elsewhere"
             )
+
+
+# Cached: a group keeps a thread and connections for as long as the process lives.
+@functools.cache
+def _group_of(members: tuple[int, ...], timeout: datetime.timedelta) -> Any:
+    return dist.new_group(list(members), timeout=timeout, backend="gloo")
 
 
 def _signs(model: Any) -> Iterator[Any]:

@@ -30,6 +30,8 @@ def main() -> None:
     alone = results_alone(whole)
     for seed in range(number):
         run_session(split, alone, seed)
+        if seed % 50 == 49 and dist.get_rank() == 0:
+            print(f"{seed + 1} of {number}", flush=True)
     print(f"rank {dist.get_rank()}: {number} right", flush=True)
     os._exit(0)
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.nn import functional
 
-from attn_ops.ops import collectives  # noqa: F401  registers all_reduce
+from attn_ops.ops import collectives
 from fx_passes.config import PassConfig
 from fx_passes.failures import RefusedError, refusal
 from fx_passes.inductor_slot import AtenPipeline
@@ -47,17 +48,26 @@ def test_others_are_refused(aten_graph, function, args, named):
     assert isinstance(refusal(caught.value), RefusedError)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "_c10d_functional.all_reduce"])
-def test_sums_over_ranks_are_refused(name):
-    """Libraries choose their order by the size, which is that of the batch."""
-    space = torch.ops._c10d_functional if "." in name else torch.ops.attn_ops
+def sum_over_ranks(operator, *args):
     graph = Graph()
     x = graph.placeholder("x")
-    x.meta["val"] = X
-    args = (x, "sum", "group") if "." in name else (x, "group")
-    graph.output(graph.call_function(space.all_reduce.default, args))
-    with pytest.raises(RefusedError, match=r"batch_invariant must be False for.*all_reduce"):
-        check_ordered(graph, "any")
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(3, 16, dtype=torch.bfloat16, device="cuda")
+    graph.output(graph.call_function(operator.default, (x, *args)))
+    return graph
+
+
+@pytest.mark.parametrize("shared", [None, object()], ids=["apart", "shared"])
+def test_sums_over_ranks_are_refused_but_ours(monkeypatch, shared):
+    """Libraries choose their order by the size, which is that of the batch."""
+    monkeypatch.setattr(collectives, "shared_memory", lambda group, device: shared)
+    theirs = sum_over_ranks(torch.ops._c10d_functional.all_reduce, "sum", "group")
+    ours = sum_over_ranks(torch.ops.attn_ops.all_reduce, "group")
+    for graph in (theirs, ours) if shared is None else (theirs,):
+        with pytest.raises(RefusedError, match=r"batch_invariant must be False for.*all_reduce"):
+            check_ordered(graph, "any")
+    if shared is not None:
+        check_ordered(ours, "any")
 
 
 def norm(x, weight, wide=False):

@@ -47,3 +47,22 @@ def test_ten_thousand_steps(make_model, tmp_path):
         assert ranks[0]["tokens"] == ranks[1]["tokens"]
     assert all(rank["captured"] >= 9_990 for rank in long)
     assert all(rank["verified"] >= 500 for rank in verified)
+
+
+def test_a_row_does_not_depend_on_its_batch(make_model, tmp_path):
+    """Neither do its sums over ranks, which two kernels compute by their size."""
+    model = cases.wide(make_model, "llama", max_position_embeddings=2048)
+    long = [[3 + i % 200 for i in range(n)] for n in (700, 90, 33, 1, 512, 300)]
+    options = {"backend": None, "batch_invariant": True, "max_batch_size": 8, "max_tokens": 1024}
+    options |= {"cache_tokens": 8192}
+    asked = {"ignore_eos": True, "logprobs": 3}
+    jobs = {"together": {"prompts": long}, "alone": {"prompts": long[:1]}}
+    for name in jobs:
+        model.save_pretrained(tmp_path / name)
+    given = {"options": options, "asked": asked, "new": 24, "dtype": "bfloat16"}
+    together, alone = run(tmp_path, 2, jobs, **ON_GPUS, **given)
+    for ranks in (together, alone):
+        assert [rank.get("error") for rank in ranks] == [None, None]
+        assert ranks[0]["logprobs"] == ranks[1]["logprobs"]
+    assert together[0]["tokens"][0] == alone[0]["tokens"][0]
+    assert together[0]["logprobs"][0] == alone[0]["logprobs"][0]

@@ -98,12 +98,15 @@ def decoded(folder: Path, wanted: dict) -> dict:
     if rank == wanted.get("has_other"):
         folder = folder.parent / wanted["other"]
     model = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="attn_ops", tp_plan="auto", dtype=torch.float32
+        folder,
+        attn_implementation="attn_ops",
+        tp_plan="auto",
+        dtype=getattr(torch, wanted.get("dtype", "float32")),
     ).eval()
     if wanted.get("compile"):
         model = torch.compile(model, backend="attn_ops", fullgraph=True)
     options = wanted["options"] | wanted.get("options_of", {}).get(str(rank), {})
-    session = DecodeSession(model, max_batch_size=4, **{"max_tokens": 64, **options})
+    session = DecodeSession(model, **{"max_batch_size": 4, "max_tokens": 64, **options})
     prompts = wanted["prompts"]
     asked, new = dict(wanted.get("asked", {})), wanted.get("new", 8)
     if rank == wanted.get("without_last"):
@@ -115,7 +118,7 @@ def decoded(folder: Path, wanted: dict) -> dict:
     if rank == wanted.get("raises"):
         asked["logits_processor"] = raising
     if rank == wanted.get("hangs"):
-        time.sleep(60)
+        time.sleep(20)
     if rank == wanted.get("ends"):
         os._exit(0)  # any other code, and torchrun ends the others
     results, errors = [], []
@@ -134,6 +137,10 @@ def decoded(folder: Path, wanted: dict) -> dict:
     spec = session.specs[0]
     return {
         "tokens": [result.token_ids for result in results],
+        "logprobs": [
+            [entry[token].logprob for token, entry in zip(r.token_ids, r.logprobs or ())]  # noqa: B905
+            for r in results
+        ],
         "errors": errors,
         "steps": sum(session.num_steps.values()),
         "captured": session.num_steps["captured"],

@@ -13,10 +13,12 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
+from attn_ops.metadata.common import CommonAttentionMetadata
 from attn_ops.ops import states as ops
 from attn_ops.states import StateSpec, allocated
 from benchmarks.harness import (
@@ -183,6 +185,26 @@ def microseconds(name: str, number: int, device: str) -> tuple[float, int]:
     return 1e3 * median_ms(graph.replay) / NUM_LAUNCHES, num_bytes
 
 
+def of_a_prompt(name: str, length: int, device: str) -> dict[str, float]:
+    """Microseconds of a call with one request of so many rows: row by row, and by chunks."""
+    from attn_ops.ops.triton.chunks import long_prompts
+
+    sizes = TINY[name] if device == "cpu" else {}
+    layer = LAYERS[name](length, 1, device, torch.bfloat16, **sizes)
+    starts = torch.tensor([0, length], dtype=torch.int32)
+    slots, lens = torch.ones(1, dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    batch = [x.to(device) for x in (slots, starts, lens)]
+    found, computed = {}, torch.zeros(1, dtype=torch.int32)
+    for way, known in (("by rows, us", None), ("by chunks, us", starts)):
+        step = SimpleNamespace(query_start_loc_cpu=known, num_computed_tokens_cpu=computed)
+        with long_prompts(cast(CommonAttentionMetadata, step)):
+            if device == "cuda":
+                found[way] = round(1e3 * median_ms(lambda: layer.run(*batch)), 1)
+            else:
+                layer.run(*batch)
+    return found
+
+
 SWEPT = ((1024, 1), (1024, 2), (2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8), (8192, 4),
          (8192, 8), (16384, 8))  # fmt: skip
 """Numbers of a state that a program holds, and its warps."""
@@ -235,12 +257,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if number >= 64:
                 bars.append(Bar(f"{name}, {number}: part of a copy's bandwidth", ">=", 0.85, part))
             free()
+        for length in args.prompts:
+            rows[f"{name}, a prompt of {length}"] = of_a_prompt(name, length, args.device)
+            free()
     copied = "not measured" if bandwidth is None else f"{bandwidth / 1e12:.2f} TB/s"
     note = (
         "Rule, requests with one row each: microseconds of a launch in a CUDA graph over inputs "
         f"that are in no cache; bf16 rows, float32 states. A copy: {copied}."
     )
-    command = f"python -m benchmarks.state_layers --device {args.device}"
+    prompts = f" --prompts {' '.join(map(str, args.prompts))}" if args.prompts else ""
+    command = f"python -m benchmarks.state_layers --device {args.device}{prompts}"
     found = origin(args) | {"command": command, "note": note, "rows": rows}
     return found | {"bars": [bar.as_dict() for bar in bars]}
 
@@ -249,6 +275,7 @@ def main() -> None:
     found = parser_of(__doc__)
     found.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     found.add_argument("--rules", nargs="+", choices=list(LAYERS), help="default: all")
+    found.add_argument("--prompts", type=int, nargs="*", default=[], help="rows of one request")
     found.add_argument("--sweep", action="store_true", help="time other tiles, and print them")
     args = found.parse_args()
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ class Calls(NamedTuple):
     replayed: bool = False  # they want the form of replays
     captures: bool = False  # such calls are captured, too: what is compiled may have that form
     invariant: bool = False  # what is compiled must have rows that do not depend on each other
+    counts: list[int] | None = None  # its first number counts calls of what is compiled so
 
 
 _ORDINARY = Calls()
@@ -40,7 +41,7 @@ _calls: contextvars.ContextVar[Calls] = contextvars.ContextVar("attn_ops_calls",
 
 
 @contextlib.contextmanager
-def calls(**purpose: bool) -> Iterator[None]:
+def calls(**purpose: Any) -> Iterator[None]:
     """Calls inside are for what fields of `Calls` say."""
     token = _calls.set(_calls.get()._replace(**purpose))
     try:
@@ -95,16 +96,12 @@ def with_forms(called: Callable[..., Any], other: Callable[..., Any] | None) -> 
     return run
 
 
-num_invariant_calls = [0]
-"""Calls of models compiled with `batch_invariant`: a session's may have been compiled before,
-without. Global, as `_calls` is."""
-
-
 def counted(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The same; each call counts as one of `num_invariant_calls`."""
+    """The same, compiled with `batch_invariant`: its calls count."""
 
     def run(*args: Any) -> Any:
-        num_invariant_calls[0] += 1
+        if (told := _calls.get().counts) is not None:
+            told[0] += 1
         return compiled(*args)
 
     run._boxed_call = getattr(compiled, "_boxed_call", False)  # pyright: ignore

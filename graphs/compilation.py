@@ -16,7 +16,7 @@ from tqdm import tqdm
 from attn_ops import Backend, dynamic_batch
 from fx_passes.backend import attn_ops
 from fx_passes.failures import refusal
-from fx_passes.forms import num_invariant_calls
+from fx_passes.forms import calls
 from fx_passes.inductor_slot import SLOT, AtenPipeline
 from fx_passes.observe import CompileCounters, Recorder, recorders, recording
 from graphs.capture.failures import break_reason
@@ -128,12 +128,12 @@ class Compilation:
         self.runner.model = cast(Any, self.cache.model)
 
     def _call_model(self) -> None:
-        before, num_calls = dict(counters["graph_break"]), num_invariant_calls[0]
+        before, invariant_calls = dict(counters["graph_break"]), [0]
         try:
-            with paused_collector():
+            with paused_collector(), calls(counts=invariant_calls):
                 self.seconds = self.runner.compile(dynamic_batch)
             loaded = self.cache is not None and self.cache.outcome.startswith("loaded")
-            if self.runner.batch_invariant and num_calls == num_invariant_calls[0] and not loaded:
+            if self.runner.batch_invariant and invariant_calls == [0] and not loaded:
                 raise ValueError(
                     f"batch_invariant must be False for {self._model_name}, which was compiled "
                     "before without it; call torch._dynamo.reset() first"

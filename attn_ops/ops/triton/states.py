@@ -3,7 +3,8 @@
 A program owns a part of one request's state. It reads that part once, follows the request's rows
 from `starts[s]` to `starts[s + 1]`, which only the device knows, and writes it once. A decode is
 one turn of that loop; a prompt is as many as it has rows, one after the other, which is right but
-slow. Padding neither reads nor writes a state, so a captured launch may run on padding alone.
+slow: only a convolution has programs for parts of a prompt. Padding neither reads nor writes a
+state, so a captured launch may run on padding alone.
 Programs of one request stand beside each other in the grid: so they go over its state in one
 stream, of which each takes parts of rows.
 
@@ -12,7 +13,7 @@ G heads of keys or groups of heads, K key size, V value size, N state size. Argu
 `attn_ops.ops.states`. Strides may be any; they come as one tuple a tensor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,13 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.ops.triton.chunks import (
+    Others,
+    Prompts,
+    delta_rule_by_chunks,
+    prompts_of,
+    ssd_by_chunks,
+)
 
 
 class Tile(NamedTuple):
@@ -41,6 +49,10 @@ TILES: dict[str, Tile] = {
 4,096 numbers of four warps are 32 registers of each thread. Four channels of a convolution are 8
 bytes of every input in bfloat16, and the most whose weights a thread reads from few lines.
 """
+
+
+ROWS = 64
+"""Of a prompt, that a program of a convolution goes through; more in prompts of more than 1,024."""
 
 
 # -- what all rules share --------------------------------------------------------------------------
@@ -157,10 +169,11 @@ def causal_conv1d_kernel(
     ACC: tl.constexpr,  # what sums are computed in
     PDL: tl.constexpr,  # launched early
 ):
-    """Grid (ceil(C / BLOCK_C), 1, S). Inputs before the request's rows are its state.
+    """Grid (ceil(C / BLOCK_C), row blocks, S). Inputs before the request's rows are its state.
 
-    A vector has one number a channel, so that threads read what stands beside each other: in rows,
-    and in states as a `StatePool` has them.
+    The first block of rows alone reads the state, so it alone may write it. A vector has one number
+    a channel, so that threads read what stands beside each other: in rows, and in states
+    as a `StatePool` has them.
     """
     wait_for_inputs(PDL)
     slot, first, length, num_seen, zero_first, zero_end = request_rows(
@@ -176,7 +189,9 @@ def causal_conv1d_kernel(
     state_ptr_C = pool_ptr_C + slot * states_strides[0]
     x_ptr_C = x_ptr + first * x_strides[0] + c_C * x_strides[1]
     old_C = inside_C & (num_seen != 0)
-    for n in range(0, length):
+    block = tl.program_id(1)
+    part = tl.maximum(tl.cdiv(length, tl.num_programs(1)), L)  # rows of a block
+    for n in range(block * part, tl.minimum((block + 1) * part, length)):
         inputs_LC = ()
         for l in tl.static_range(0, L):
             row = n + (l - (L - 1))  # of the request's
@@ -197,7 +212,7 @@ def causal_conv1d_kernel(
         for l in tl.static_range(1, L):
             ptr_C = pool_ptr_C + (l - 1) * states_strides[2]
             keep_behind(first + n, kept_ptr, ptr_C, states_strides[0], inputs_LC[l], inside_C)
-        if n == length - 1:
+        if (n == length - 1) & (block == 0):
             tl.debug_barrier()  # an input moves to a place that another thread has read
             for l in tl.static_range(1, L):
                 tl.store(
@@ -205,7 +220,14 @@ def causal_conv1d_kernel(
                     inputs_LC[l].to(states_ptr.dtype.element_ty),
                     mask=inside_C,
                 )
-    zero_rows(out_ptr + c_C, C, zero_first, zero_end, inside_C)
+    if block == 0:
+        if part < length:
+            tl.debug_barrier()
+            for l in tl.static_range(1, L):
+                last_C = tl.load(x_ptr_C + (length + l - L) * x_strides[0], mask=inside_C)
+                ptr_C = state_ptr_C + (l - 1) * states_strides[2]
+                tl.store(ptr_C, last_C.to(states_ptr.dtype.element_ty), mask=inside_C)
+        zero_rows(out_ptr + c_C, C, zero_first, zero_end, inside_C)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -480,8 +502,10 @@ def launch_causal_conv1d(
     block = min(tile.numbers, triton.next_power_of_2(channels))
     packed = length in (2, 4) and weight.is_contiguous() and weight.data_ptr() % 8 == 0
     packed = packed and length * weight.itemsize == 8
+    more_rows = x.shape[0] - batch[0].numel()  # than one a request: there is a prompt
+    blocks = min(16, max(1, triton.cdiv(more_rows, ROWS)))
     return _launch(
-        causal_conv1d_kernel, x, (triton.cdiv(channels, block), 1), (x, weight, bias), states,
+        causal_conv1d_kernel, x, (triton.cdiv(channels, block), blocks), (x, weight, bias), states,
         batch, num_warps=tile.warps, C=channels, L=length, BLOCK_C=block, SILU=silu, PACKED=packed,
     )  # fmt: skip
 
@@ -502,8 +526,13 @@ def launch_delta_rule(
     tile = TILES["kda" if g.dim() == 3 else "gated_delta_rule"]
     padded, block = _tile(tile, keys, size)
     programs = (triton.cdiv(size, block), heads)
+
+    def by_chunks(prompts: Prompts, out: torch.Tensor) -> None:
+        delta_rule_by_chunks(prompts, out, q, k, v, g, beta, normalized, states, batch[0])
+
     return _launch(
-        delta_rule_kernel, v, programs, (q, k, v, g, beta), states, batch, num_warps=tile.warps,
+        delta_rule_kernel, v, programs, (q, k, v, g, beta), states, batch, by_chunks,
+        num_warps=tile.warps,
         H=heads, GROUP=heads // q.shape[1], K=keys, V=size, BLOCK_K=padded, BLOCK_V=block,
         SCALE=keys**-0.5, KEY_DECAY=g.dim() == 3, NORMALIZED=normalized,
     )  # fmt: skip
@@ -522,16 +551,22 @@ def launch_ssd(
     prompt_lens: torch.Tensor | None,
     states: torch.Tensor,
     batch: Batch,
+    step_sizes: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """`ssd_state_update`."""
+    """`ssd_state_update`; `step_sizes` computes dt as the rule uses it."""
     (heads, size), (groups, width) = x.shape[1:], B.shape[1:]
     tile = TILES["ssd"]
     padded, block = _tile(tile, width, size)
     low, high = (None, None) if prompt_lens is None else prompt_dt
     programs = (triton.cdiv(size, block), heads)
-    tensors = (x, dt, A, B, C, D, dt_bias, prompt_lens)
+    tensors = (x, dt, A, B, C, D, dt_bias)
+
+    def by_chunks(prompts: Prompts, out: torch.Tensor) -> None:
+        ssd_by_chunks(prompts, out, x, step_sizes(), A, B, C, D, states, batch[0])
+
     return _launch(
-        ssd_kernel, x, programs, tensors, states, batch, num_warps=tile.warps,
+        ssd_kernel, x, programs, tensors, states, batch, by_chunks, (prompt_lens,),
+        num_warps=tile.warps,
         H=heads, GROUP=heads // groups, V=size, N=width, BLOCK_V=block, BLOCK_N=padded,
         SOFTPLUS=softplus, DT_MIN=low, DT_MAX=high,
     )  # fmt: skip
@@ -574,6 +609,8 @@ def _launch(
     tensors: Sequence[torch.Tensor | None],
     states: torch.Tensor,
     batch: Batch,
+    by_chunks: Callable[[Prompts, torch.Tensor], None] | None = None,
+    of_requests: Sequence[torch.Tensor | None] = (),
     **constants: Any,
 ) -> torch.Tensor:
     """What a kernel computes, of the shape and dtype of `like`.
@@ -581,6 +618,8 @@ def _launch(
     Args:
         programs: of each request.
         tensors: which the kernel takes with their strides.
+        by_chunks: computes long prompts, in place of the kernel.
+        of_requests: more tensors, with a number for each request.
         constants: of the kernel, beside those that all have.
     """
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -588,11 +627,20 @@ def _launch(
     assert slots is not None, "only kept may be None"
     if out.numel() == 0 or slots.numel() == 0:
         return out.zero_()
-    strides = [(0,) if x is None else x.stride() for x in (*tensors, states)]
+    prompts = None if by_chunks is None else prompts_of(like, kept)
+    parts = [Others(0, slots.numel(), out.shape[0])] if prompts is None else prompts.others
+    all_tensors = (*tensors, *of_requests, states)
+    strides = [(0,) if x is None else x.stride() for x in all_tensors]
     accumulator = tl.float64 if like.dtype == torch.float64 else tl.float32
     with torch.cuda.device_of(out):  # Triton launches on the current device
-        kernel[(*programs, slots.numel())](
-            out, *tensors, states, slots, starts, seq_lens, kept, out.shape[0], *strides,
-            ACC=accumulator, **constants, **early_launch(out.device),
-        )  # fmt: skip
+        for first, end, end_row in parts:
+            numbers = [None if x is None else x[first:end] for x in of_requests]
+            places = slots[first:end], starts[first : end + 1], seq_lens[first:end]
+            kernel[(*programs, end - first)](
+                out, *tensors, *numbers, states, *places, kept, end_row, *strides,
+                ACC=accumulator, **constants, **early_launch(out.device),
+            )  # fmt: skip
+    if prompts is not None and by_chunks is not None:
+        by_chunks(prompts, out)
+        out[prompts.num_rows :].zero_()
     return out

@@ -3,10 +3,14 @@
 They run on a GPU, and interpreted on a machine without one.
 """
 
+import sys
+import types
+
 import pytest
 import torch
 
 from attn_ops.ops import states as ops
+from attn_ops.ops.triton import chunks
 from tests.attn_ops.ops.test_states import LENGTHS, RULES, Conv, Ssd, arguments, batch, numbers
 from tests.kit.state_kernels import launched
 
@@ -233,3 +237,84 @@ def test_sizes_that_are_no_powers_of_two(sizes):
     dt, A = numbers(rows, v), -numbers(v, k).abs()
     given = [value[:, 0], dt, A, q[:, 0], key[:, 0], None, None, None, True]
     compare(ops.selective_state_update, given, numbers(3, v, k), requests)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_parts_of_a_prompt_have_programs(monkeypatch, rows, keeps):
+    """Of a convolution; the first of them alone reads and writes the state."""
+    monkeypatch.setattr(pytest.importorskip("attn_ops.ops.triton.states"), "ROWS", rows)
+    lengths = [37, 1, 0, 4, 2, 13]
+    slots, computed = [7, 2, 5, 1, 8, 3], [0, 4, 3, 9, 0, 2]
+    case = Conv(sum(lengths) + 2)
+    states = poisoned(case, slots=slots, computed=computed, number=80)
+    requests = batch(lengths, computed, slots, padding=2)
+    if keeps:
+        kept = torch.arange(10, 10 + sum(lengths) + 2)
+        requests = (*requests, kept.where(kept % 5 == 0, 0))
+    compare(case.operator, arguments(case), states, requests)
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """flash-linear-attention's functions as its pages describe them, by our plain PyTorch."""
+
+    def by_rows(operator, transposed, *given, initial_state, cu_seqlens, cu_seqlens_cpu):
+        assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
+        states = initial_state.transpose(-1, -2) if transposed else initial_state
+        states, lens = torch.cat([states[:1], states]), cu_seqlens_cpu.diff()
+        slots = torch.arange(1, len(lens) + 1)
+        y = operator(*given, states, slots, cu_seqlens_cpu, lens + 1)
+        return y[None], states[1:].transpose(-1, -2) if transposed else states[1:]
+
+    def delta(operator):
+        def run(q, k, v, g, beta, output_final_state, use_qk_l2norm_in_kernel, **more):
+            given = (q[0], k[0], v[0], g[0], beta[0], use_qk_l2norm_in_kernel)
+            assert output_final_state
+            return by_rows(operator, False, *given, **more)
+
+        return run
+
+    def simple(q, k, v, g, scale, output_final_state, **more):
+        assert (scale, output_final_state) == (1.0, True)
+        # x is v / dt there: here dt is the decay, A = 1, and what is added is divided by it.
+        step = g[0]
+        given = ((v[0].float() / step[..., None]), step, torch.ones(v.shape[2]), k[0], q[0])
+        return by_rows(
+            ops.ssd_state_update, True, *given, *[None, None, False, None, None, None], **more
+        )
+
+    gated, kda = delta(ops.gated_delta_rule), delta(ops.kda)
+    functions = {
+        "gated_delta_rule": {"chunk_gated_delta_rule": gated}, "kda": {"chunk_kda": kda},
+        "simple_gla": {"chunk_simple_gla": simple},
+    }  # fmt: skip
+    for name, held in functions.items():
+        module = types.ModuleType(f"fla.ops.{name}")
+        vars(module).update(held)
+        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
+    monkeypatch.setattr(chunks, "_is_installed", lambda: True)
+    monkeypatch.setattr(chunks, "LONG", 3)
+
+
+def known(starts, computed):
+    """What the host knows of a batch."""
+    return types.SimpleNamespace(query_start_loc_cpu=starts, num_computed_tokens_cpu=computed)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule is not Conv])
+def test_long_prompts_by_chunks(fla, rule):
+    """Between decodes and short prompts, which go on by rows; one begins, one goes on."""
+    lengths, slots, computed = [1, 5, 2, 1, 9, 0], [7, 2, 5, 1, 8, 3], [6, 0, 3, 9, 4, 2]
+    case = rule(sum(lengths) + 2)
+    states = poisoned(case, BF16, slots, computed).float()
+    requests = batch(lengths, computed, slots, padding=2)
+    starts, lens = requests[1][:-1], requests[2][:-1]  # without padding
+    with chunks.long_prompts(known(starts, lens - starts.diff())):
+        prompts = chunks.prompts_of(torch.zeros(1, dtype=BF16), None)
+        assert prompts is not None
+        assert prompts.requests == [1, 4]
+        assert [tuple(one) for one in prompts.others] == [(0, 1, 1), (2, 4, 9), (5, 6, 18)]
+        compare(case.operator, cast(arguments(case), BF16), states, requests, BOUNDS[BF16])
+    with chunks.long_prompts(known(None, None)):
+        assert chunks.prompts_of(torch.zeros(1, dtype=BF16), None) is None

@@ -1,6 +1,7 @@
 """A model split over two GPUs of one host decodes what one of them decodes.
 
-Needs two GPUs; a test takes a minute (predicted, not run yet).
+Needs two GPUs. On two H200 ten thousand steps took 51 s (2026-11-27), and of the first test Llama's
+three ways ran. The others, and the last test, have not run.
 """
 
 import pytest
@@ -18,17 +19,24 @@ OPTIONS = {"backend": "TRITON", "cache_tokens": 2048, "max_tokens_per_step": 16}
 ON_GPUS = {"device": "cuda", "compile": True}
 
 
-@pytest.mark.parametrize("options", [{}, {"decode_steps": 4}, {"merge_projections": True}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_tokens_are_those_of_one_gpu(make_model, tmp_path, family, options):
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen2_moe"])
+def test_tokens_are_those_of_one_gpu(make_model, tmp_path, family):
     model = cases.wide(make_model, family, dtype=torch.float32)
-    model.save_pretrained(tmp_path / "model")
+    ways = {
+        "plain": {},
+        "several steps": {"decode_steps": 4},
+        "merged": {"merge_projections": True},
+    }
+    jobs = {}
+    for name, options in ways.items():
+        jobs[name] = {"options": OPTIONS | {"verify": "always"} | options}
+        model.save_pretrained(tmp_path / name)
     wanted = cases.tokens(cases.small(model, cudagraph_mode="NONE").generate(PROMPTS, 8))
-    (found,) = run(tmp_path, 2, **ON_GPUS, options=OPTIONS | {"verify": "always"} | options)
-    assert [rank.get("error") for rank in found] == [None, None]
-    assert [rank["tokens"] for rank in found] == [wanted, wanted]
-    assert all(rank["captured"] > 0 and rank["verified"] > 0 for rank in found)
-    assert all(rank["breaks"] == rank["recompiles"] == 0 for rank in found)
+    for found in run(tmp_path, 2, jobs, **ON_GPUS):
+        assert [rank.get("error") for rank in found] == [None, None]
+        assert [rank["tokens"] for rank in found] == [wanted, wanted]
+        assert all(rank["captured"] > 0 and rank["verified"] > 0 for rank in found)
+        assert all(rank["breaks"] == rank["recompiles"] == 0 for rank in found)
 
 
 def test_ten_thousand_steps(make_model, tmp_path):

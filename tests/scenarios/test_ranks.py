@@ -28,7 +28,7 @@ def run(folder, ranks, jobs=None, **wanted) -> list[list[dict]]:
     command += ["--standalone", path, str(folder)]
     done = subprocess.run(
         [*command, json.dumps(settings)], env=environment, capture_output=True, text=True,
-        check=False, timeout=240,
+        check=False, timeout=400,
     )  # fmt: skip
     found = []
     for name in jobs:
@@ -180,6 +180,17 @@ def test_fewer_key_and_value_heads_than_ranks(tmp_path):
     assert [heads[name] for name in names] == [[1, 1]] * 3
     for rank in few:
         assert "must be a multiple of the ranks, and num_key_value_heads a" in rank["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_more_families_on_four_ranks(tmp_path):
+    """Experts, latent attention, sinks."""
+    names = ("deepseek_v2", "gpt_oss", "qwen2_moe")
+    sessions, heads, _ = check_families(tmp_path, 4, names)
+    for name, session in sessions.items():
+        parts = 1 if name == "gpt_oss" else 4
+        assert heads[name][0] == session.specs[0].num_heads // parts, name
 
 
 def program(*command: str) -> str:

@@ -2,7 +2,8 @@
 
 A group is given by its name, as `torch.distributed` knows it, so that graphs and their keys hold
 text. GPUs of one host reduce by memory that all ranks can read (PyTorch's symmetric memory), which
-is allocated at the first call, so before any capture; anything else goes by the group's backend.
+is allocated when a model's parts are taken, so before anything compiles or is captured; anything
+else goes by the group's backend.
 """
 
 import functools

@@ -8,10 +8,10 @@ gets its requests on one rank alone tells the others its calls: `lead` there, `f
 import contextlib
 import dataclasses
 import datetime
-import functools
 import hashlib
 import logging
 import pickle
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -55,7 +55,7 @@ class Ranks:
 
     def __init__(self, model: Any, settings: Iterable[Any]) -> None:
         self._members = ranks_of_model(model)
-        self._group = _group_of(tuple(self._members), PATIENCE)
+        self._group = self._new_group(PATIENCE)
         self.place = f"{dist.get_rank()} of {num_ranks(model)}"
         self.is_silent = True if dist.get_rank() != self._members[0] else None
         self._have_met = self._leads = False
@@ -93,7 +93,7 @@ class Ranks:
                 f"{dist.get_rank()}, which would {'lead' if first else 'follow'}"
             )
         if self._calls is None:
-            self._calls = _group_of(tuple(self._members), IDLE)
+            self._calls = self._new_group(IDLE)
         self._leads = first
 
     def tell(self, name: str, *arguments: Any) -> None:
@@ -126,7 +126,6 @@ class Ranks:
                 work.wait(PATIENCE)  # pyright: ignore[reportOptionalMemberAccess]
         except RuntimeError as error:
             self._leads, self._calls = False, None
-            _group_of.cache_clear()
             raise RanksDiffer(
                 f"{name} must be heard by all ranks within {PATIENCE.seconds} s, got no answer: "
                 f"one has ended, hangs, or follows no more ({error})"
@@ -157,6 +156,12 @@ class Ranks:
         self.tell("")
         self._leads = False
 
+    def _new_group(self, timeout: datetime.timedelta) -> Any:
+        """It ends with this object: it has a thread, and sessions come and go."""
+        group: Any = dist.new_group(self._members, timeout=timeout, backend="gloo")
+        weakref.finalize(self, dist.destroy_process_group, group).atexit = False
+        return group
+
     def _compare(self, what: str, said: Any) -> None:
         rank = dist.get_rank()
         digest = hashlib.blake2b(repr(said).encode(), digest_size=7).digest()
@@ -166,7 +171,6 @@ class Ranks:
             # The least of the numbers, and of the negative ones: equal where all are.
             dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
         except RuntimeError as error:
-            _group_of.cache_clear()  # gloo's connections are closed
             raise RanksDiffer(
                 f"rank {rank} has no answer from the others within {PATIENCE.seconds} s: one has "
                 f"ended, hangs, or makes other calls ({error})"
@@ -179,16 +183,11 @@ class Ranks:
             )
 
 
-# Cached: a group keeps a thread and connections for as long as the process lives.
-@functools.cache
-def _group_of(members: tuple[int, ...], timeout: datetime.timedelta) -> Any:
-    return dist.new_group(list(members), timeout=timeout, backend="gloo")
-
-
 def _signs(model: Any) -> Iterator[Any]:
     """What tells a model from another, and is the same on all ranks: not its parts."""
     config = model.config.to_dict()
     yield {key: config[key] for key in sorted(config) if key[0] != "_" and "distributed" not in key}
+    yield [name for name, _ in model.named_parameters()]
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if "Norm" in type(module).__name__ and weight is not None:  # each rank has it whole

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from attn_ops.integrations.transformers import register
-from graphs import AsyncSession, DecodeSession, Generation, follow, lead
+from graphs import AsyncSession, DecodeSession, Generation, RequestError, follow, lead
 from graphs.step import ranks
 from graphs.step.ranks import RanksDiffer
 
@@ -124,7 +124,15 @@ def decoded(folder: Path, wanted: dict) -> dict:
     results, errors = [], []
     if wanted.get("deserts"):
         return {"left": left_alone(session, prompts)}
-    if not wanted.get("leads"):
+    if wanted.get("again"):
+        try:
+            session.generate(prompts, new, **asked)
+        except (RanksDiffer, RequestError) as error:
+            errors.append(str(error))
+        dist.barrier()  # both go on
+        session = DecodeSession(model, max_batch_size=4, max_tokens=64)
+        results = session.generate(prompts, new)
+    elif not wanted.get("leads"):
         results = session.generate(prompts, new, **asked)
     elif rank:
         follow(session)

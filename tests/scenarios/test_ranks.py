@@ -172,6 +172,15 @@ def test_a_rank_that_does_not_go_on_is_told(fault, tmp_path):
 
 
 @pytest.mark.slow
+def test_sessions_after_one_that_has_failed(tmp_path):
+    model = saved("llama", tmp_path)
+    wanted = [r.token_ids for r in make_session(model).generate(PROMPTS, 8)]
+    (found,) = run(tmp_path, 2, patience=6, raises=1, again=True)
+    assert [len(rank["errors"]) for rank in found] == [1, 1]
+    assert [rank["tokens"] for rank in found] == [wanted, wanted]
+
+
+@pytest.mark.slow
 def test_fewer_key_and_value_heads_than_ranks(tmp_path):
     """Two of them, on four ranks: a pair of ranks has the same one. Fewer heads are refused."""
     names = ("llama", "qwen3", "gemma3")

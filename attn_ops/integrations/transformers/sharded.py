@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attn_ops.ops.collectives import all_gather, all_reduce
+from attn_ops.ops.collectives import all_gather, all_reduce, shared_memory
 
 
 class ReducedLinear(nn.Linear):
@@ -137,6 +137,8 @@ def _settle(module: Any, style: Any, mesh: Any) -> bool:
     elif kind not in ("MlaKvAProjParallel", "ReplicatedWithGradAllReduce"):  # those: of gradients
         return False
     del module.forward
+    if module.weight.is_cuda:
+        shared_memory(group, module.weight.device)  # of all ranks, so before anything compiles
     return True
 
 

@@ -531,7 +531,8 @@ def launch_delta_rule(
         delta_rule_by_chunks(prompts, out, q, k, v, g, beta, normalized, states, batch[0])
 
     return _launch(
-        delta_rule_kernel, v, programs, (q, k, v, g, beta), states, batch, by_chunks,
+        delta_rule_kernel, v, programs, (q, k, v, g, beta), states, batch,
+        by_chunks if keys <= 256 else None,  # as fla has it
         num_warps=tile.warps,
         H=heads, GROUP=heads // q.shape[1], K=keys, V=size, BLOCK_K=padded, BLOCK_V=block,
         SCALE=keys**-0.5, KEY_DECAY=g.dim() == 3, NORMALIZED=normalized,

@@ -137,7 +137,7 @@ def _settle(module: Any, style: Any, mesh: Any) -> bool:
     elif kind not in ("MlaKvAProjParallel", "ReplicatedWithGradAllReduce"):  # those: of gradients
         return False
     del module.forward
-    if module.weight.is_cuda:
+    if isinstance(module, (ReducedLinear, ReducedEmbedding)) and module.weight.is_cuda:
         shared_memory(group, module.weight.device)  # of all ranks, so before anything compiles
     return True
 

@@ -635,8 +635,10 @@ def _launch(
     accumulator = tl.float64 if like.dtype == torch.float64 else tl.float32
     with torch.cuda.device_of(out):  # Triton launches on the current device
         for first, end, end_row in parts:
-            numbers = [None if x is None else x[first:end] for x in of_requests]
-            places = slots[first:end], starts[first : end + 1], seq_lens[first:end]
+            numbers, places = of_requests, (slots, starts, seq_lens)
+            if prompts is not None:
+                numbers = [None if x is None else x[first:end] for x in of_requests]
+                places = slots[first:end], starts[first : end + 1], seq_lens[first:end]
             kernel[(*programs, end - first)](
                 out, *tensors, *numbers, states, *places, kept, end_row, *strides,
                 ACC=accumulator, **constants, **early_launch(out.device),

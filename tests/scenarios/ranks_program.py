@@ -92,8 +92,8 @@ def main() -> None:
     os._exit(0)  # a rank that has failed waits for nobody
 
 
-def decoded(folder: Path, wanted: dict) -> dict:
-    """What a session of the model in a folder has done."""
+def made(folder: Path, wanted: dict) -> DecodeSession:
+    """This rank's session of the model in a folder."""
     rank = dist.get_rank()
     if rank == wanted.get("has_other"):
         folder = folder.parent / wanted["other"]
@@ -106,7 +106,12 @@ def decoded(folder: Path, wanted: dict) -> dict:
     if wanted.get("compile"):
         model = torch.compile(model, backend="attn_ops", fullgraph=True)
     options = wanted["options"] | wanted.get("options_of", {}).get(str(rank), {})
-    session = DecodeSession(model, **{"max_batch_size": 4, "max_tokens": 64, **options})
+    return DecodeSession(model, **{"max_batch_size": 4, "max_tokens": 64, **options})
+
+
+def decoded(folder: Path, wanted: dict) -> dict:
+    """What a session of the model in a folder has done."""
+    rank, session = dist.get_rank(), made(folder, wanted)
     prompts = wanted["prompts"]
     asked, new = dict(wanted.get("asked", {})), wanted.get("new", 8)
     if rank == wanted.get("without_last"):
@@ -130,7 +135,7 @@ def decoded(folder: Path, wanted: dict) -> dict:
         except (RanksDiffer, RequestError) as error:
             errors.append(str(error))
         dist.barrier()  # both go on
-        session = DecodeSession(model, max_batch_size=4, max_tokens=64)
+        session = DecodeSession(session.original, max_batch_size=4, max_tokens=64)
         results = session.generate(prompts, new)
     elif not wanted.get("leads"):
         results = session.generate(prompts, new, **asked)

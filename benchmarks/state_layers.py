@@ -10,15 +10,15 @@ operators are plain PyTorch, sizes are tiny and figures mean nothing.
 
 import argparse
 import dataclasses
+import functools
+import importlib.util
 import math
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from attn_ops.metadata.common import CommonAttentionMetadata
 from attn_ops.ops import states as ops
 from attn_ops.states import StateSpec, allocated
 from benchmarks.harness import (
@@ -177,32 +177,83 @@ def microseconds(name: str, number: int, device: str) -> tuple[float, int]:
     copies = min(MOST_COPIES, max(2, math.ceil(CACHE_BYTES / num_bytes)))
     layers = [first, *(first.copied() for _ in range(copies - 1))]
 
+    return _launches_us([functools.partial(layer.run, *batch) for layer in layers]), num_bytes
+
+
+def _launches_us(calls: list[Callable[[], Any]]) -> float:
+    """Microseconds of one, in a graph that goes over them."""
+    for call in calls[:1] * 2:
+        call()  # compiles
+
     def run() -> None:
         for i in range(NUM_LAUNCHES):
-            layers[i % copies].run(*batch)
+            calls[i % len(calls)]()
 
-    graph = capture(run)
-    return 1e3 * median_ms(graph.replay) / NUM_LAUNCHES, num_bytes
+    return 1e3 * median_ms(capture(run).replay) / NUM_LAUNCHES
+
+
+def fla_us(name: str, number: int) -> float | None:
+    """Microseconds of a decode of so many requests by flash-linear-attention, where it has one."""
+    first = LAYERS[name](number, number, "cuda", torch.bfloat16)
+    copies = min(MOST_COPIES, max(2, math.ceil(CACHE_BYTES / first.num_bytes)))
+    layers = [first, *(first.copied() for _ in range(copies - 1))]
+    calls = [call for layer in layers if (call := by_fla(name, layer, prompt=False))]
+    return _launches_us(calls) if calls else None
 
 
 def of_a_prompt(name: str, length: int, device: str) -> dict[str, float]:
-    """Microseconds of a call with one request of so many rows: row by row, and by chunks."""
-    from attn_ops.ops.triton.chunks import long_prompts
+    """Microseconds of a graph with one request of so many rows: ours, row by row, and fla's."""
+    from attn_ops.ops.triton import chunks
 
     sizes = TINY[name] if device == "cpu" else {}
     layer = LAYERS[name](length, 1, device, torch.bfloat16, **sizes)
     starts = torch.tensor([0, length], dtype=torch.int32)
     slots, lens = torch.ones(1, dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
     batch = [x.to(device) for x in (slots, starts, lens)]
-    found, computed = {}, torch.zeros(1, dtype=torch.int32)
-    for way, known in (("by rows, us", None), ("by chunks, us", starts)):
-        step = SimpleNamespace(query_start_loc_cpu=known, num_computed_tokens_cpu=computed)
-        with long_prompts(cast(CommonAttentionMetadata, step)):
-            if device == "cuda":
-                found[way] = round(1e3 * median_ms(lambda: layer.run(*batch)), 1)
-            else:
-                layer.run(*batch)
+    if device == "cpu":
+        layer.run(*batch)
+        return {}
+    ways: dict[str, Callable[[], Any]] = {"us": lambda: layer.run(*batch)}
+    if fla := by_fla(name, layer, prompt=True):
+        ways["by fla, us"] = fla
+    found = {}
+    for way, run in ways.items():
+        for _ in range(2):  # compiles
+            run()
+        found[way] = round(1e3 * median_ms(capture(run).replay), 1)
+    usual, chunks.LONG = chunks.LONG, length + 1
+    found["by rows, us"] = round(1e3 * median_ms(capture(ways["us"]).replay), 1)
+    chunks.LONG = usual
     return found
+
+
+def by_fla(name: str, layer: Layer, *, prompt: bool) -> Callable[[], Any] | None:
+    """flash-linear-attention's kernels: one request's prompt, or a decode of each; None: none.
+
+    States lie in a row, so that it reads no slots, and it returns new ones.
+    """
+    if importlib.util.find_spec("fla") is None or name not in ("gated_delta_rule", "kda"):
+        return None
+    from fla.ops import gated_delta_rule, kda
+
+    q, k, v, g, beta, normalized = layer.given
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    given = [x.unsqueeze(0 if prompt else 1) for x in (q, k, v, g.float(), beta)]
+    kinds = {
+        ("gated_delta_rule", True): gated_delta_rule.chunk_gated_delta_rule,
+        ("gated_delta_rule", False): gated_delta_rule.fused_recurrent_gated_delta_rule,
+        ("kda", True): kda.chunk_kda,
+        ("kda", False): kda.fused_recurrent_kda,
+    }
+    function, states = kinds[name, prompt], layer.states[1:].contiguous()
+
+    def run() -> Any:
+        return function(
+            *given, initial_state=states, output_final_state=True,
+            use_qk_l2norm_in_kernel=normalized,
+        )  # fmt: skip
+
+    return run
 
 
 SWEPT = ((1024, 1), (1024, 2), (2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8), (8192, 4),
@@ -254,6 +305,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             percent = None if part is None else round(100 * part, 1)
             row = {"us": round(us, 2), "MB": round(num_bytes / 1e6, 2), "% of a copy": percent}
             rows[f"{name}, {number}"] = row
+            if args.device == "cuda" and (theirs := fla_us(name, number)):
+                row["fla, us"] = round(theirs, 2)
             if number >= 64:
                 bars.append(Bar(f"{name}, {number}: part of a copy's bandwidth", ">=", 0.85, part))
             free()

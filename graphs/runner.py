@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from attn_ops.integrations.transformers import (
     state_layers,
 )
 from attn_ops.integrations.transformers.rotary import SHIFT
-from attn_ops.ops.triton.chunks import long_prompts
 from attn_ops.ops.write_kv import SlotMapping
 from attn_ops.states import StatePool
 from fx_passes.forms import calls, replayed
@@ -408,8 +406,7 @@ class StepRunner:
         compiled = "input_ids" in inputs  # with embeddings Dynamo would compile once more
         model = self.model if compiled else self.inputs.model
         try:
-            known = nullcontext() if self.cache.states is None else long_prompts(metadata.common)
-            with calls(captures=self.graphs is not None, invariant=self.batch_invariant), known:
+            with calls(captures=self.graphs is not None, invariant=self.batch_invariant):
                 logits_1RV = model(**inputs).logits
         except (Unsupported, FailOnRecompileLimitHit) as error:
             raise untraced(self.model, error) from error

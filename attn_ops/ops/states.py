@@ -23,7 +23,6 @@ computes each rule, without the host (`triton.states`). Elsewhere it is plain Py
 kernels are compared with.
 """
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -245,16 +244,16 @@ def ssd_state_update(
     Returns:
         [T, H, V].
     """
-    limits = (prompt_dt_min, prompt_dt_max)
-    of_step = (dt, dt_bias, softplus, limits, prompt_lens, starts, seq_lens)
     if x.device.type == "cuda":
         from attn_ops.ops.triton.states import launch_ssd
 
-        inputs = (x, dt, A, B, C, D, dt_bias, softplus, limits, prompt_lens, states)
-        steps = functools.partial(step_sizes, *of_step)
-        return launch_ssd(*inputs, (slots, starts, seq_lens, kept), steps)
+        inputs = (x, dt, A, B, C, D, dt_bias, softplus, (prompt_dt_min, prompt_dt_max))
+        return launch_ssd(*inputs, prompt_lens, states, (slots, starts, seq_lens, kept))
     requests, dtype = _Requests(slots, starts, seq_lens, kept), _wide(x)
-    dt = step_sizes(*of_step)
+    dt = _step_size(dt, dt_bias, softplus, dtype)
+    if prompt_lens is not None and (prompt_dt_min is not None or prompt_dt_max is not None):
+        clamped = dt.clamp(prompt_dt_min, prompt_dt_max)
+        dt = torch.where(_in_prompt(prompt_lens, starts, seq_lens, len(x))[:, None], clamped, dt)
     B, C = (y.to(dtype).repeat_interleave(x.shape[1] // B.shape[1], 1) for y in (B, C))
     decay = (dt * A.to(dtype)).exp()
     state, out = requests.states(states, dtype), _like_first(x).zero_()
@@ -329,23 +328,6 @@ def _step_size(
     """In the dtype of dt, as models compute it, and then wider."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return (F.softplus(dt) if softplus else dt).to(dtype)
-
-
-def step_sizes(
-    dt: torch.Tensor,
-    bias: torch.Tensor | None,
-    softplus: bool,
-    prompt_limits: tuple[float | None, float | None],
-    prompt_lens: torch.Tensor | None,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-) -> torch.Tensor:
-    """dt [T, H] as `ssd_state_update` uses it, in float32 at least."""
-    dt = _step_size(dt, bias, softplus, _wide(dt))
-    if prompt_lens is None or prompt_limits == (None, None):
-        return dt
-    in_prompt = _in_prompt(prompt_lens, starts, seq_lens, len(dt))
-    return torch.where(in_prompt[:, None], dt.clamp(*prompt_limits), dt)
 
 
 def _in_prompt(

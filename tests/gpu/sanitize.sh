@@ -8,7 +8,7 @@ python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # memcheck then sees every tensor as an allocation
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/triton_sanitize}
-groups="decode prefill quantize output merge metadata mla products experts sampling"
+groups="decode prefill quantize output merge metadata mla products experts states sampling"
 tools=${*:-memcheck initcheck racecheck}
 
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)

@@ -242,6 +242,18 @@ def experts() -> None:
         finite(mixture(x, up, down, *given), mixture(x, turned, down, *given, *biases, **gate))
 
 
+def states() -> None:
+    """Decodes beside prompts, long ones in blocks whose last has one row."""
+    from benchmarks.state_layers import LAYERS
+
+    lens = torch.tensor([1, 65, 0, 1, 33, 5])
+    starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
+    slots, seq_lens = torch.arange(1, 7).int(), (lens + torch.tensor([3, 0, 2, 9, 1, 0])).int()
+    for layer in LAYERS.values():
+        one = layer(int(lens.sum()), 6, "cuda", torch.bfloat16)
+        finite(one.run(slots.cuda(), starts.cuda(), seq_lens.cuda()), one.states)
+
+
 def sampling() -> None:
     """All kinds of sampling, of a vocabulary that no block divides."""
     from graphs.sampling import FIELDS, sample
@@ -275,6 +287,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "blocksparse": blocksparse,
     "products": products,
     "experts": experts,
+    "states": states,
     "sampling": sampling,
 }
 

@@ -1,7 +1,8 @@
 """A model split over two GPUs of one host decodes what one of them decodes.
 
-Needs two GPUs. On two H200 ten thousand steps took 51 s (2026-11-27, commit 7a326f0), and of the
-first test Llama's three ways ran. The others, and the last test, have not run.
+Needs two GPUs, and 50 to 120 s a test. On two H200 (2026-11-27, commit 11077c9) Llama's passed, and
+Qwen2-MoE's first with the commit behind it; Qwen 3's, Gemma 2's and Qwen2-MoE's last have not run
+since they were mended.
 """
 
 import pytest
@@ -21,6 +22,8 @@ ON_GPUS = {"device": "cuda", "compile": True}
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen2_moe"])
 def test_tokens_are_those_of_one_gpu(make_model, tmp_path, family):
+    """In float32, in which grouped products of experts cannot be captured: those of pairs can."""
+    loaded = {"experts_implementation": "batched_mm"} if family == "qwen2_moe" else {}
     model = cases.wide(make_model, family, dtype=torch.float32)
     ways = {
         "plain": {},
@@ -32,7 +35,7 @@ def test_tokens_are_those_of_one_gpu(make_model, tmp_path, family):
         jobs[name] = {"options": OPTIONS | {"verify": "always"} | options}
         model.save_pretrained(tmp_path / name)
     wanted = cases.tokens(cases.small(model, cudagraph_mode="NONE").generate(PROMPTS, 8))
-    for found in run(tmp_path, 2, jobs, **ON_GPUS):
+    for found in run(tmp_path, 2, jobs, **ON_GPUS, loaded=loaded):
         assert [rank.get("error") for rank in found] == [None, None]
         assert [rank["tokens"] for rank in found] == [wanted, wanted]
         assert all(rank["captured"] > 0 and rank["verified"] > 0 for rank in found)
@@ -57,9 +60,12 @@ def test_ten_thousand_steps(make_model, tmp_path):
     assert all(rank["verified"] >= 500 for rank in verified)
 
 
-def test_a_row_does_not_depend_on_its_batch(make_model, tmp_path):
-    """Neither do its sums over ranks, which two kernels compute by their size."""
-    model = cases.wide(make_model, "llama", max_position_embeddings=2048)
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+def test_a_row_does_not_depend_on_its_batch(make_model, tmp_path, family):
+    """Neither do its experts, nor its sums over ranks, which two kernels compute by their size."""
+    sizes = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    sizes = {"max_position_embeddings": 2048} | (sizes if family == "qwen2_moe" else {})
+    model = cases.wide(make_model, family, **sizes)
     long = [[3 + i % 200 for i in range(n)] for n in (700, 90, 33, 1, 512, 300)]
     options = {"backend": None, "batch_invariant": True, "max_batch_size": 8, "max_tokens": 1024}
     options |= {"cache_tokens": 8192}

@@ -1,13 +1,10 @@
 """Kernels of layers with a state, called as their operators are."""
 
-import functools
 import inspect
 from typing import Any
 
 import pytest
 import torch
-
-from attn_ops.ops.states import step_sizes
 
 OPERATORS = (
     "causal_conv1d_update",
@@ -30,10 +27,7 @@ def launched(operator: Any, *args: Any) -> torch.Tensor:
     if operator.__name__ == "causal_conv1d_update":
         return kernels.launch_causal_conv1d(*given[:3], given[3] is not None, pool, places)
     if operator.__name__ == "ssd_state_update":
-        limits, prompt_lens = tuple(given[8:10]), given[10]
-        of_step = (given[1], *given[6:8], limits, prompt_lens, starts, seq_lens)
-        steps = functools.partial(step_sizes, *of_step)
-        return kernels.launch_ssd(*given[:8], limits, prompt_lens, pool, places, steps)
+        return kernels.launch_ssd(*given[:8], tuple(given[8:10]), given[10], pool, places)
     if operator.__name__ == "selective_state_update":
         return kernels.launch_selective(*given, pool, places)
     return kernels.launch_delta_rule(*given, pool, places)

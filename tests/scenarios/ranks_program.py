@@ -102,9 +102,11 @@ def made(folder: Path, wanted: dict) -> DecodeSession:
         attn_implementation="attn_ops",
         tp_plan="auto",
         dtype=getattr(torch, wanted.get("dtype", "float32")),
+        **wanted.get("loaded", {}),
     ).eval()
     if wanted.get("compile"):
-        model = torch.compile(model, backend="attn_ops", fullgraph=True)
+        passes = wanted.get("passes")
+        model = torch.compile(model, backend="attn_ops", fullgraph=True, options=passes)
     options = wanted["options"] | wanted.get("options_of", {}).get(str(rank), {})
     return DecodeSession(model, **{"max_batch_size": 4, "max_tokens": 64, **options})
 
@@ -161,6 +163,7 @@ def decoded(folder: Path, wanted: dict) -> dict:
         "heads": [spec.num_heads, spec.num_kv_heads],
         "breaks": session.counters.num_breaks,
         "recompiles": session.counters.num_recompiles,
+        "matches": session.compile_record.matches(),
         "parts": all(type(p) is torch.nn.Parameter for p in session.original.parameters()),
     }
 

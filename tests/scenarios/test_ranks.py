@@ -99,6 +99,22 @@ def test_options_of_sessions(tmp_path):
 
 
 @pytest.mark.slow
+def test_compiled_families(tmp_path):
+    """Scaled embeddings, norms of heads and experts compile as layers of one rank do."""
+    families = {"gemma2": {}, "qwen3": {}, "qwen2_moe": {"passes": {"experts": "always"}}}
+    sessions = {name: make_session(saved(name, tmp_path, name)) for name in families}
+    options = {"max_tokens_per_step": 16, "debug": "eager_replay", "verify": "first"}
+    found = run(tmp_path, 2, families, compile=True, options=options)
+    for (name, session), of_ranks in zip(sessions.items(), found, strict=True):
+        wanted = [result.token_ids for result in session.generate(PROMPTS, 8)]
+        for rank in of_ranks:
+            assert rank.get("error") is None, name
+            assert rank["tokens"] == wanted, name
+            assert (rank["breaks"], rank["recompiles"], rank["parts"]) == (0, 0, True), name
+            assert (rank["matches"].get("experts", 0) > 0) == (name == "qwen2_moe"), name
+
+
+@pytest.mark.slow
 def test_calls_of_one_rank_are_made_on_all(tmp_path):
     model = saved("llama", tmp_path)
     wanted = [r.token_ids for r in make_session(model).generate(PROMPTS, 8)]

@@ -5,6 +5,7 @@ Transformers keeps a part as a DTensor, whose address cannot be read, and wraps 
 addresses, versions of weights, merged projections and sizes of memory are those of any model.
 """
 
+import functools
 import inspect
 from typing import Any
 
@@ -39,7 +40,10 @@ class GatheredLinear(nn.Linear):
 
 
 class ReducedEmbedding(nn.Embedding):
-    """Has some tokens of a vocabulary: rows of others are zero, and all are summed."""
+    """Has some tokens of a vocabulary: rows of others are zero, and all are summed.
+
+    A row is what the model's own class of embedding makes of it: Gemma's scales it.
+    """
 
     group: str
     first_token: int
@@ -47,8 +51,24 @@ class ReducedEmbedding(nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         own = ids - self.first_token
         is_own = (own >= 0) & (own < self.weight.shape[0])
-        rows = F.embedding(torch.where(is_own, own, 0), self.weight)
+        rows = super().forward(torch.where(is_own, own, 0))
         return all_reduce(torch.where(is_own[..., None], rows, 0), self.group)
+
+
+class ReducedExperts(nn.Module):
+    """Has some columns of every expert's gate: what experts give is summed over the ranks."""
+
+    group: str
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        return all_reduce(super().forward(*args, **more), self.group)
+
+
+# Cached: Dynamo compiles anew for another class.
+@functools.cache
+def _reduced(reduced: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    """A model's own kind of layer, summed over the ranks."""
+    return type(reduced.__name__, (reduced, kind), {})
 
 
 def num_ranks(model: Any) -> int:
@@ -66,14 +86,15 @@ def keep_parts(model: Any) -> list[str]:
     """Make every part a plain parameter; harmless if repeated.
 
     Returns:
-        Layers that stay as Transformers made them, which is right too: with experts, or parts of
-        different sizes.
+        Layers that stay as Transformers made them, which is right too: with parts of different
+        sizes.
 
     Raises:
         ValueError: heads cannot be split over the ranks.
     """
     left = []
     for name, module in list(model.named_modules()):
+        _drop_gradient_hooks(module)
         wrapped = vars(module).get("forward")
         if not inspect.isfunction(wrapped):
             continue
@@ -89,6 +110,13 @@ def keep_parts(model: Any) -> list[str]:
         if not _settle(module, style, mesh):
             left.append(f"{name} ({type(style).__name__})")
     return left
+
+
+def _drop_gradient_hooks(module: Any) -> None:
+    """Transformers 5.17 sums gradients of norms by hooks, which Dynamo does not trace."""
+    for key, hook in list(module._backward_hooks.items()):
+        if getattr(hook, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
+            del module._backward_hooks[key]
 
 
 def _split_heads(layer: Any, name: str, module: Any, mesh: Any) -> None:
@@ -130,21 +158,35 @@ def _settle(module: Any, style: Any, mesh: Any) -> bool:
         _take_part(module)
         module.in_features = module.weight.shape[1]
         module.__class__, module.group, module.first_column = ReducedLinear, group, first
-    elif kind == "EmbeddingParallel" and type(module) is nn.Embedding and style.shard_dim == 0:
+    elif isinstance(module, nn.Embedding) and _splits_vocabulary(style):
         first = rank * -(-module.num_embeddings // mesh.size())
         _take_part(module)
-        module.__class__, module.group, module.first_token = ReducedEmbedding, group, first
+        module.padding_idx = None  # of gradients, and may be of another rank
+        module.__class__ = _reduced(ReducedEmbedding, type(module))
+        module.group, module.first_token = group, first
+    elif kind == "MoeExpertsParallel":
+        if any(hasattr(held, "to_local") for held in module.parameters()):  # else: whole
+            _take_part(module)
+            module.__class__, module.group = _reduced(ReducedExperts, type(module)), group
     elif kind not in ("MlaKvAProjParallel", "ReplicatedWithGradAllReduce"):  # those: of gradients
         return False
     del module.forward
-    if isinstance(module, (ReducedLinear, ReducedEmbedding)) and module.weight.is_cuda:
-        shared_memory(group, module.weight.device)  # of all ranks, so before anything compiles
+    if isinstance(module, (ReducedLinear, ReducedEmbedding, ReducedExperts)):
+        device = next(module.parameters()).device
+        if device.type == "cuda":
+            shared_memory(group, device)  # of all ranks, so before anything compiles
     return True
 
 
 def _gathers(style: Any) -> bool:
     """Whether every rank gets the whole output."""
     return type(style.output_layouts).__name__ != "Shard"
+
+
+def _splits_vocabulary(style: Any) -> bool:
+    """Whether ranks have some tokens each; Transformers 5.17 names the style after matrices."""
+    kind = type(style).__name__
+    return kind == "RowwiseParallel" or (kind == "EmbeddingParallel" and style.shard_dim == 0)
 
 
 def _take_part(module: nn.Module) -> None:

@@ -1,97 +1,396 @@
-"""Long prompts of layers with a state, by flash-linear-attention's kernels (`attn-ops[fla]`).
+"""Prompts of layers with a state, a block of rows at a time: products of matrices.
 
-Those compute a chunk of rows by products, where ours go from row to row. They need to know on the
-host where rows begin, so a call is told of its long prompts by `long_prompts`. Captured steps, rows
-in float32, and prompts whose states behind single rows are kept, go from row to row.
+What a state becomes over a block of rows, and what the rows read of it, are products with the state
+before the block, so a program goes from block to block where kernels of `triton.states` go from row
+to row: https://arxiv.org/abs/2412.06464 (delta rules), https://arxiv.org/abs/2405.21060 (Mamba-2).
+What needs no state is computed for all blocks at a time before. Where rows begin and end is read on
+the device here too. Operands of products have the dtype of rows, so this is for bfloat16 and
+float16, and for K up to 128 and N up to 256: what a program holds fits into the shared memory of
+GPUs that have 99 KB. Decodes and short prompts of a batch stay with kernels of `triton.states`.
+
+Names of sizes are those of `triton.states`; R rows of a block.
 """
 
-import contextlib
-import contextvars
-import functools
-import importlib.util
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
 import torch
+import triton
+import triton.language as tl
 
-from attn_ops.metadata.common import CommonAttentionMetadata
+from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.ops.triton.state_rows import Batch, step_size
 
-LONG = 128
-"""Rows of a request from which on they are a long prompt; not measured yet."""
+LONG = 32
+"""Rows of a request from which on this is worth it: a row by itself takes 1.3 us."""
+
+ROWS = 32
+"""Of a block."""
+
+ROWS_OF_KDA = 16
+"""Its pairs of rows have a decay for every key, so that they are no product: fewer are better."""
+
+WIDTH = 32
+"""Columns of a delta rule's state, or rows of Mamba-2's, that a program holds."""
+
+WARPS = 4
 
 
-class Others(NamedTuple):
-    """Requests beside each other that are no long prompts."""
-
-    first: int
-    end: int
-    end_row: int
-
-
-class Prompts:
-    """The long prompts of a batch.
-
-    Args:
-        starts: [S + 1], where each request's rows begin.
-        computed: [S], tokens of each request before these rows.
+@triton.jit
+def long_request(slots_ptr, starts_ptr, seq_lens_ptr, num_requests, LONG: tl.constexpr):
+    """The program's request, the n-th of those with LONG rows or more: its number, slot, first row,
+    number of rows, tokens that its state has seen. No rows: there are fewer, or it is padding.
     """
-
-    def __init__(self, starts: Sequence[int], computed: Sequence[int]) -> None:
-        lens = [end - first for first, end in itertools.pairwise(starts)]
-        self.requests = [s for s, length in enumerate(lens) if length >= LONG]
-        self.num_rows = starts[-1]
-        self.begin = [computed[s] == 0 for s in self.requests]
-        self.rows = [range(starts[s], starts[s + 1]) for s in self.requests]
-        edges = [-1, *self.requests, len(lens)]
-        pairs = itertools.pairwise(edges)
-        self.others = [Others(a + 1, b, starts[b]) for a, b in pairs if a + 1 < b]
-        ends = torch.tensor([0, *map(len, self.rows)], device="cpu")
-        self.lens = ends.cumsum(0)  # as the kernels take them, on the CPU
-        self._on_device: tuple[torch.Tensor, ...] = ()
-
-    def on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """requests [L], whether each begins [L, 1, 1, 1], rows [N], and lens, on a device."""
-        if not self._on_device:  # all layers of a step ask for the same
-            rows = [row for rows in self.rows for row in rows]
-            found = [torch.tensor(x, device="cpu") for x in (self.requests, self.begin, rows)]
-            found[1] = found[1].view(-1, 1, 1, 1)
-            self._on_device = tuple(x.to(device) for x in (*found, self.lens))
-        return self._on_device
+    wanted = tl.program_id(2) + 1
+    request, num_found = num_requests, 0
+    for s in range(0, num_requests, 128):
+        s_S = s + tl.arange(0, 128)
+        inside_S = s_S < num_requests
+        first_S = tl.load(starts_ptr + s_S, mask=inside_S, other=0)
+        is_long_S = tl.load(starts_ptr + s_S + 1, mask=inside_S, other=0) - first_S >= LONG
+        number_S = num_found + tl.cumsum(is_long_S.to(tl.int32), 0)
+        is_it_S = is_long_S & (number_S == wanted)
+        request = tl.minimum(request, tl.min(tl.where(is_it_S, s_S, num_requests)))
+        num_found += tl.sum(is_long_S.to(tl.int32))
+    found = request < num_requests
+    slot = tl.load(slots_ptr + request, mask=found, other=0).to(tl.int64)
+    first = tl.load(starts_ptr + request, mask=found, other=0).to(tl.int64)
+    end = tl.load(starts_ptr + request + 1, mask=found, other=0).to(tl.int64)
+    length = tl.where(slot > 0, end - first, 0)
+    num_seen = tl.load(seq_lens_ptr + request, mask=found, other=0).to(tl.int64) - length
+    return request, slot, first, length, num_seen
 
 
-_prompts: contextvars.ContextVar[Prompts | None] = contextvars.ContextVar("prompts", default=None)
-"""Of the call that is made. Global: compiled code hands operators tensors alone."""
+@triton.jit
+def rows_of_head(ptr, strides, row_R, head, x_X, inside_RX):
+    """[R, X] of a head of [T, H, X], and 0 where `inside_RX` says so."""
+    ptr_RX = ptr + row_R[:, None] * strides[0] + head * strides[1] + x_X[None, :] * strides[2]
+    return tl.load(ptr_RX, mask=inside_RX, other=0.0)
 
 
-@contextlib.contextmanager
-def long_prompts(batch: CommonAttentionMetadata) -> Iterator[None]:
-    """Calls inside are of the batch; one that is recorded has no mirrors on the CPU."""
-    starts, computed, found = batch.query_start_loc_cpu, batch.num_computed_tokens_cpu, None
-    if starts is not None and computed is not None and _is_installed():
-        found = Prompts(starts.tolist(), computed.tolist())
-    token = _prompts.set(found if found and found.requests else None)
-    try:
-        yield
-    finally:
-        _prompts.reset(token)
+@triton.jit
+def normal(x_RK):
+    return x_RK * tl.rsqrt(tl.sum(x_RK * x_RK, 1) + 1e-6)[:, None]
 
 
-# Cached: each step asks.
-@functools.cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("fla") is not None
+@triton.jit
+def inverse_of_one_and(lower_RR, r_R, ROWS: tl.constexpr):
+    """The inverse of 1 + lower, which has numbers below its diagonal alone.
+
+    In blocks of 16 by its series, which ends there; numbers in it grow to some thousands where all
+    keys are alike, and of larger blocks they would be too large to cancel.
+    """
+    inner_RR = tl.where(r_R[:, None] // 16 == r_R[None, :] // 16, lower_RR, 0.0)
+    one_RR = (r_R[:, None] == r_R[None, :]).to(lower_RR.dtype)
+    found_RR, power_RR = one_RR - inner_RR, inner_RR
+    for _ in tl.static_range(3):
+        power_RR = tl.dot(power_RR, power_RR, input_precision="tf32x3")
+        found_RR += tl.dot(found_RR, power_RR, input_precision="tf32x3")
+    if ROWS > 16:
+        outer_RR = tl.dot(found_RR, lower_RR - inner_RR, input_precision="tf32x3")
+        whole_RR = found_RR
+        if ROWS > 32:
+            twice_RR = tl.dot(outer_RR, outer_RR, input_precision="tf32x3")
+            whole_RR += tl.dot(twice_RR, found_RR, input_precision="tf32x3")
+        found_RR = whole_RR - tl.dot(outer_RR, whole_RR, input_precision="tf32x3")
+    return found_RR
 
 
-def prompts_of(rows: torch.Tensor, kept: torch.Tensor | None) -> Prompts | None:
-    """Those of the call that is made, which these kernels may compute."""
+@triton.jit(do_not_specialize=["num_requests"])
+def delta_rule_blocks_kernel(
+    read_ptr,  # [T, H, K] contiguous, as all that is written
+    queries_ptr,  # [T, H, K]
+    left_ptr,  # [T, H, K]
+    written_ptr,  # [T, H, V]
+    scores_ptr,  # [T, H, R]
+    decays_ptr,  # [T // R + S + 1, H], or [.., H, K] with KEY_DECAY; float32
+    q_ptr,  # [T, G, K]
+    k_ptr,  # [T, G, K]
+    v_ptr,  # [T, H, V]
+    g_ptr,  # [T, H], or [T, H, K] with KEY_DECAY
+    beta_ptr,  # [T, H]
+    slots_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    num_requests,  # S
+    q_strides,
+    k_strides,
+    v_strides,
+    g_strides,
+    beta_strides,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,  # H / G
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,  # V, and more
+    ROWS: tl.constexpr,
+    LONG: tl.constexpr,
+    SCALE: tl.constexpr,  # of q
+    KEY_DECAY: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What rows of a block have to do with each other, whatever the state is. Grid (parts, H, long
+    requests at most).
+
+    A row changes the state by `value - what the state has at its key`, less what the block's rows
+    before it have changed there: a system of equations. Its solution for a state S is
+    `written - read S`. A row's result is `queries S + scores changes`, and behind the block the
+    state is `decays S + left^T changes`.
+    """
+    wait_for_inputs(PDL)
+    request, _slot, first, length, _num_seen = long_request(
+        slots_ptr, starts_ptr, seq_lens_ptr, num_requests, LONG
+    )
+    head = tl.program_id(1)
+    key_head = head // GROUP
+    r_R, k_K, v_V = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    DTYPE: tl.constexpr = read_ptr.dtype.element_ty
+    for block in range(tl.program_id(0), tl.cdiv(length, ROWS), tl.num_programs(0)):
+        row_R = first + block * ROWS + r_R
+        inside_R = row_R < first + length
+        inside_RK = inside_R[:, None] & (k_K < K)[None, :]
+        inside_RV = inside_R[:, None] & (v_V < V)[None, :]
+        q_RK = rows_of_head(q_ptr, q_strides, row_R, key_head, k_K, inside_RK).to(tl.float32)
+        k_RK = rows_of_head(k_ptr, k_strides, row_R, key_head, k_K, inside_RK).to(tl.float32)
+        if NORMALIZED:
+            q_RK, k_RK = normal(q_RK), normal(k_RK)
+        q_RK *= SCALE
+        number = first // ROWS + block + request  # that no other block has
+        if KEY_DECAY:
+            g_RK = rows_of_head(g_ptr, g_strides, row_R, head, k_K, inside_RK).to(tl.float32)
+            since_RX, whole_X = tl.cumsum(g_RK, 0), tl.sum(g_RK, 0)
+            tl.store(decays_ptr + (number * H + head) * K + k_K, tl.exp(whole_X), mask=k_K < K)
+            g_K = tl.zeros([BLOCK_K], tl.float32)
+            keys_RJ = tl.zeros([ROWS, ROWS], tl.float32)
+            scores_RJ = tl.zeros([ROWS, ROWS], tl.float32)
+            for j in range(0, tl.minimum(ROWS, length - block * ROWS)):
+                row = first + block * ROWS + j
+                g_ptr_K = g_ptr + row * g_strides[0] + head * g_strides[1] + k_K * g_strides[2]
+                g_K += tl.load(g_ptr_K, mask=k_K < K, other=0.0).to(tl.float32)
+                k_ptr_K = k_ptr + row * k_strides[0] + key_head * k_strides[1] + k_K * k_strides[2]
+                key_K = tl.load(k_ptr_K, mask=k_K < K, other=0.0).to(tl.float32)
+                if NORMALIZED:
+                    key_K *= tl.rsqrt(tl.sum(key_K * key_K) + 1e-6)
+                decayed_RK = tl.exp(tl.where((r_R >= j)[:, None], since_RX - g_K[None, :], 0.0))
+                decayed_RK *= key_K[None, :]
+                is_j_1J = (r_R == j)[None, :]
+                keys_RJ = tl.where(is_j_1J, tl.sum(k_RK * decayed_RK, 1)[:, None], keys_RJ)
+                scores_RJ = tl.where(is_j_1J, tl.sum(q_RK * decayed_RK, 1)[:, None], scores_RJ)
+        else:
+            g_ptr_R = g_ptr + row_R * g_strides[0] + head * g_strides[1]
+            g_R = tl.load(g_ptr_R, mask=inside_R, other=0.0).to(tl.float32)
+            since_R, whole = tl.cumsum(g_R, 0), tl.sum(g_R, 0)
+            tl.store(decays_ptr + number * H + head, tl.exp(whole))
+            since_RX, whole_X = since_R[:, None], whole[None]
+            decay_RJ = since_RX - since_R[None, :]
+            decay_RJ = tl.exp(tl.where(r_R[:, None] >= r_R[None, :], decay_RJ, 0.0))
+            key_KJ = tl.trans(k_RK.to(DTYPE))
+            keys_RJ = tl.dot(k_RK.to(DTYPE), key_KJ) * decay_RJ
+            scores_RJ = tl.dot(q_RK.to(DTYPE), key_KJ) * decay_RJ
+        at_RK = (row_R[:, None] * H + head) * K + k_K[None, :]
+        queries_RK, left_RK = q_RK * tl.exp(since_RX), k_RK * tl.exp(whole_X[None, :] - since_RX)
+        tl.store(queries_ptr + at_RK, queries_RK.to(DTYPE), mask=inside_RK)
+        tl.store(left_ptr + at_RK, left_RK.to(DTYPE), mask=inside_RK)
+        scores_RJ = tl.where(r_R[:, None] >= r_R[None, :], scores_RJ, 0.0)
+        at_RJ = (row_R[:, None] * H + head) * ROWS + r_R[None, :]
+        tl.store(scores_ptr + at_RJ, scores_RJ.to(DTYPE), mask=inside_R[:, None])
+        beta_ptr_R = beta_ptr + row_R * beta_strides[0] + head * beta_strides[1]
+        beta_R = tl.load(beta_ptr_R, mask=inside_R, other=0.0).to(tl.float32)
+        keys_RJ = tl.where(r_R[:, None] > r_R[None, :], keys_RJ * beta_R[:, None], 0.0)
+        solve_RJ = (inverse_of_one_and(keys_RJ, r_R, ROWS) * beta_R[None, :]).to(DTYPE)
+        read_RK = tl.dot(solve_RJ, (k_RK * tl.exp(since_RX)).to(DTYPE))
+        tl.store(read_ptr + at_RK, read_RK.to(DTYPE), mask=inside_RK)
+        v_RV = rows_of_head(v_ptr, v_strides, row_R, head, v_V, inside_RV)
+        at_RV = (row_R[:, None] * H + head) * V + v_V[None, :]
+        tl.store(written_ptr + at_RV, tl.dot(solve_RJ, v_RV).to(DTYPE), mask=inside_RV)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def delta_rule_chunks_kernel(
+    out_ptr,  # [T, H, V] contiguous
+    read_ptr,  # of the kernel above
+    queries_ptr,
+    left_ptr,
+    written_ptr,
+    scores_ptr,
+    decays_ptr,
+    states_ptr,  # [P, H, K, V]
+    slots_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    num_requests,  # S
+    states_strides,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    LONG: tl.constexpr,
+    KEY_DECAY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`delta_rule_kernel` by blocks. Grid (ceil(V / BLOCK_V), H, long requests at most)."""
+    wait_for_inputs(PDL)
+    request, slot, first, length, num_seen = long_request(
+        slots_ptr, starts_ptr, seq_lens_ptr, num_requests, LONG
+    )
+    head = tl.program_id(1)
+    r_R, k_K = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    v_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside_K, inside_V = k_K < K, v_V < V
+    inside_KV = inside_K[:, None] & inside_V[None, :]
+    state_ptr_KV = states_ptr + slot * states_strides[0] + head * states_strides[1]
+    state_ptr_KV += k_K[:, None] * states_strides[2] + v_V[None, :] * states_strides[3]
+    DTYPE: tl.constexpr = read_ptr.dtype.element_ty
+    if length > 0:
+        mask_KV = inside_KV & (num_seen != 0)
+        state_KV = tl.load(state_ptr_KV, mask=mask_KV, other=0.0).to(tl.float32)
+        number = first // ROWS + request
+        for block in range(0, tl.cdiv(length, ROWS)):
+            row_R = first + block * ROWS + r_R
+            inside_R = row_R < first + length
+            inside_RK = inside_R[:, None] & inside_K[None, :]
+            inside_RV = inside_R[:, None] & inside_V[None, :]
+            at_RK = (row_R[:, None] * H + head) * K + k_K[None, :]
+            at_RV = (row_R[:, None] * H + head) * V + v_V[None, :]
+            at_RJ = (row_R[:, None] * H + head) * ROWS + r_R[None, :]
+            read_RK = tl.load(read_ptr + at_RK, mask=inside_RK, other=0.0)
+            written_RV = tl.load(written_ptr + at_RV, mask=inside_RV, other=0.0)
+            held_KV = state_KV.to(DTYPE)
+            change_RV = (written_RV - tl.dot(read_RK, held_KV)).to(DTYPE)
+            queries_RK = tl.load(queries_ptr + at_RK, mask=inside_RK, other=0.0)
+            scores_RJ = tl.load(scores_ptr + at_RJ, mask=inside_R[:, None], other=0.0)
+            y_RV = tl.dot(scores_RJ, change_RV, tl.dot(queries_RK, held_KV))
+            tl.store(out_ptr + at_RV, y_RV.to(out_ptr.dtype.element_ty), mask=inside_RV)
+            if KEY_DECAY:
+                decays_ptr_K = decays_ptr + ((number + block) * H + head) * K + k_K
+                state_KV *= tl.load(decays_ptr_K, mask=inside_K, other=0.0)[:, None]
+            else:
+                state_KV *= tl.load(decays_ptr + (number + block) * H + head)
+            left_RK = tl.load(left_ptr + at_RK, mask=inside_RK, other=0.0)
+            state_KV = tl.dot(tl.trans(left_RK), change_RV, state_KV)
+        tl.store(state_ptr_KV, state_KV.to(states_ptr.dtype.element_ty), mask=inside_KV)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def ssd_chunks_kernel(
+    out_ptr,  # [T, H, V] contiguous
+    x_ptr,  # [T, H, V]
+    dt_ptr,  # [T, H]
+    A_ptr,  # [H]
+    B_ptr,  # [T, G, N]
+    C_ptr,  # [T, G, N]
+    D_ptr,  # [H] or None
+    dt_bias_ptr,  # [H] or None
+    prompt_lens_ptr,  # [S], if step sizes are clamped
+    states_ptr,  # [P, H, V, N]
+    slots_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    num_requests,  # S
+    x_strides,
+    dt_strides,
+    A_strides,
+    B_strides,
+    C_strides,
+    D_strides,
+    dt_bias_strides,
+    prompt_lens_strides,
+    states_strides,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,  # H / G
+    V: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    LONG: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    DT_MIN: tl.constexpr,  # in rows of prompts; None: no bound
+    DT_MAX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`ssd_kernel` by blocks. Grid (ceil(V / BLOCK_V), H, long requests at most)."""
+    wait_for_inputs(PDL)
+    request, slot, first, length, num_seen = long_request(
+        slots_ptr, starts_ptr, seq_lens_ptr, num_requests, LONG
+    )
+    head = tl.program_id(1)
+    group = head // GROUP
+    r_R, n_N = tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
+    v_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside_V, inside_N = v_V < V, n_N < N
+    inside_VN = inside_V[:, None] & inside_N[None, :]
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    state_ptr_VN = states_ptr + slot * states_strides[0] + head * states_strides[1]
+    state_ptr_VN += v_V[:, None] * states_strides[2] + n_N[None, :] * states_strides[3]
+    if length > 0:
+        A = tl.load(A_ptr + head * A_strides[0]).to(tl.float32)
+        if DT_MIN is not None or DT_MAX is not None:
+            prompt_len_ptr = prompt_lens_ptr + request * prompt_lens_strides[0]
+            num_prompt = tl.load(prompt_len_ptr).to(tl.int64) - num_seen  # rows of the prompt
+        mask_VN = inside_VN & (num_seen != 0)
+        state_VN = tl.load(state_ptr_VN, mask=mask_VN, other=0.0).to(tl.float32)
+        up_to_RJ = r_R[:, None] >= r_R[None, :]
+        for begin in range(0, length, ROWS):
+            inside_R = begin + r_R < length
+            row_R = first + begin + r_R
+            inside_RN = inside_R[:, None] & inside_N[None, :]
+            inside_RV = inside_R[:, None] & inside_V[None, :]
+            x_RV = rows_of_head(x_ptr, x_strides, row_R, head, v_V, inside_RV)
+            B_RN = rows_of_head(B_ptr, B_strides, row_R, group, n_N, inside_RN)
+            C_RN = rows_of_head(C_ptr, C_strides, row_R, group, n_N, inside_RN)
+            dt_ptr_R = dt_ptr + row_R * dt_strides[0] + head * dt_strides[1]
+            dt_R = tl.load(dt_ptr_R, mask=inside_R, other=0.0)
+            bias_at = head * dt_bias_strides[0]
+            dt_R = step_size(dt_R, dt_bias_ptr, bias_at, length > 0, SOFTPLUS, tl.float32)
+            if DT_MIN is not None:
+                in_prompt_R = begin + r_R < num_prompt
+                dt_R = tl.where(
+                    in_prompt_R & (dt_R < DT_MIN), tl.full((), DT_MIN, tl.float32), dt_R
+                )
+            if DT_MAX is not None:
+                in_prompt_R = begin + r_R < num_prompt
+                dt_R = tl.where(
+                    in_prompt_R & (dt_R > DT_MAX), tl.full((), DT_MAX, tl.float32), dt_R
+                )
+            dt_R = tl.where(inside_R, dt_R, 0.0)
+            since_R, whole = tl.cumsum(dt_R * A, 0), tl.sum(dt_R * A)
+            added_RV = x_RV * dt_R[:, None]
+            decay_RJ = tl.exp(tl.where(up_to_RJ, since_R[:, None] - since_R[None, :], 0.0))
+            scores_RJ = tl.where(up_to_RJ, tl.dot(C_RN, tl.trans(B_RN)) * decay_RJ, 0.0)
+            y_RV = tl.dot(C_RN, tl.trans(state_VN.to(DTYPE))) * tl.exp(since_R)[:, None]
+            y_RV = tl.dot(scores_RJ.to(DTYPE), added_RV.to(DTYPE), y_RV)
+            left_RV = (added_RV * tl.exp(whole - since_R)[:, None]).to(DTYPE)
+            state_VN = tl.dot(tl.trans(left_RV), B_RN, state_VN * tl.exp(whole))
+            if D_ptr is not None:
+                y_RV += x_RV * tl.load(D_ptr + head * D_strides[0]).to(tl.float32)
+            out_ptr_RV = out_ptr + (row_R[:, None] * H + head) * V + v_V[None, :]
+            tl.store(out_ptr_RV, y_RV.to(out_ptr.dtype.element_ty), mask=inside_RV)
+        tl.store(state_ptr_VN, state_VN.to(states_ptr.dtype.element_ty), mask=inside_VN)
+
+
+# -- launches --------------------------------------------------------------------------------------
+
+
+def may_have_long(rows: torch.Tensor, batch: Batch) -> bool:
+    """Whether a batch may have prompts for these kernels, as far as the host knows."""
     is_half = rows.dtype in (torch.bfloat16, torch.float16)
-    recorded = rows.is_cuda and torch.cuda.is_current_stream_capturing()
-    return _prompts.get() if is_half and kept is None and not recorded else None
+    return is_half and batch[3] is None and _most_long(rows, batch[0]) > 0
 
 
-def delta_rule_by_chunks(
-    prompts: Prompts,
+def _most_long(rows: torch.Tensor, slots: torch.Tensor) -> int:
+    """How many long requests there may be: others have a row at least."""
+    return min(slots.numel(), max(0, rows.shape[0] - slots.numel()) // (LONG - 1))
+
+
+def _sizes(whole: int, part: int) -> tuple[int, int]:
+    """Of the sides of a state that a program holds: one whole, and columns of the other."""
+    whole, part = (max(16, triton.next_power_of_2(size)) for size in (whole, part))
+    return whole, min(part, WIDTH)
+
+
+def launch_delta_rule(
     out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -100,28 +399,39 @@ def delta_rule_by_chunks(
     beta: torch.Tensor,
     normalized: bool,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    batch: Batch,
 ) -> None:
-    """Rows of long prompts of `gated_delta_rule`, or of `kda`; arguments as of the operators."""
-    if g.dim() == 3:
-        from fla.ops.kda import chunk_kda as by_chunks
-    else:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as by_chunks
-    requests, begin, rows, lens = prompts.on(out.device)
-    places = slots[requests].long()
-    q, k = (x[rows].repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
-    given = (q, k, v[rows], g[rows].float(), beta[rows])
-    y, last = by_chunks(
-        *(x.unsqueeze(0) for x in given),
-        initial_state=states[places].float().masked_fill(begin, 0), output_final_state=True,
-        use_qk_l2norm_in_kernel=normalized, cu_seqlens=lens, cu_seqlens_cpu=prompts.lens,
-    )  # fmt: skip
-    out[rows] = y[0].to(out.dtype)
-    states[places] = last.to(states.dtype)
+    """Rows of long requests of `gated_delta_rule`; of `kda` where g has three dimensions."""
+    (num_rows, heads, size), keys = v.shape, q.shape[2]
+    slots, starts, seq_lens = (x.contiguous() for x in batch[:3])
+    padded, block = _sizes(keys, size)
+    block_rows = ROWS_OF_KDA if g.dim() == 3 else ROWS
+    by_key = [v.new_empty((num_rows, heads, keys)) for _ in range(3)]
+    scores = v.new_empty((num_rows, heads, block_rows))
+    num_blocks = num_rows // block_rows + slots.numel() + 1
+    decays = v.new_empty((num_blocks, *g.shape[1:]), dtype=torch.float32)
+    parts = (*by_key, torch.empty_like(out), scores, decays)
+    strides = [x.stride() for x in (q, k, v, g, beta)]
+    places, long = (slots, starts, seq_lens, slots.numel()), _most_long(v, slots)
+    shared = {
+        "H": heads, "K": keys, "V": size, "BLOCK_K": padded, "ROWS": block_rows, "LONG": LONG,
+        "KEY_DECAY": g.dim() == 3, "num_warps": WARPS,
+    }  # fmt: skip
+    with torch.cuda.device_of(out):
+        # Of a request: as many as it may have blocks, but few programs that find nothing to do.
+        programs = min(triton.cdiv(num_rows, block_rows), max(4, 256 // long))
+        delta_rule_blocks_kernel[(programs, heads, long)](
+            *parts, q, k, v, g, beta, *places, *strides,
+            GROUP=heads // q.shape[1], BLOCK_V=max(16, triton.next_power_of_2(size)),
+            SCALE=keys**-0.5, NORMALIZED=normalized, **shared, **early_launch(out.device),
+        )  # fmt: skip
+        delta_rule_chunks_kernel[(triton.cdiv(size, block), heads, long)](
+            out, *parts, states, *places, states.stride(), BLOCK_V=block, **shared,
+            **early_launch(out.device),
+        )  # fmt: skip
 
 
-def ssd_by_chunks(
-    prompts: Prompts,
+def launch_ssd(
     out: torch.Tensor,
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -129,25 +439,23 @@ def ssd_by_chunks(
     B: torch.Tensor,
     C: torch.Tensor,
     D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    prompt_lens: torch.Tensor | None,
+    softplus: bool,
+    limits: tuple[float | None, float | None],
     states: torch.Tensor,
-    slots: torch.Tensor,
+    batch: Batch,
 ) -> None:
-    """Rows of long prompts of `ssd_state_update`; `dt` [T, H] float32 is ready for use.
-
-    It is linear attention with a decay a head: keys are B, values dt x, queries C.
-    """
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    requests, begin, rows, lens = prompts.on(out.device)
-    places = slots[requests].long()
-    k, q = (y[rows].repeat_interleave(x.shape[1] // y.shape[1], 1) for y in (B, C))
-    step, values = dt[rows], x[rows]
-    given = (q, k, (values * step.unsqueeze(-1)).to(x.dtype), step * A.float())
-    initial = states[places].float().masked_fill(begin, 0).transpose(-1, -2).contiguous()
-    y, last = chunk_simple_gla(
-        *(one.unsqueeze(0) for one in given), scale=1.0, initial_state=initial,
-        output_final_state=True, cu_seqlens=lens, cu_seqlens_cpu=prompts.lens,
-    )  # fmt: skip
-    y = y[0] if D is None else y[0] + values * D[:, None]
-    out[rows] = y.to(out.dtype)
-    states[places] = last.transpose(-1, -2).to(states.dtype)
+    """Rows of long requests of `ssd_state_update`."""
+    (heads, size), (groups, width) = x.shape[1:], B.shape[1:]
+    padded, block = _sizes(width, size)
+    tensors = (x, dt, A, B, C, D, dt_bias, prompt_lens, states)
+    strides = [(0,) if x is None else x.stride() for x in tensors]
+    slots, starts, seq_lens = (x.contiguous() for x in batch[:3])
+    with torch.cuda.device_of(out):
+        ssd_chunks_kernel[(triton.cdiv(size, block), heads, _most_long(x, slots))](
+            out, *tensors, slots, starts, seq_lens, slots.numel(), *strides,
+            H=heads, GROUP=heads // groups, V=size, N=width, BLOCK_V=block, BLOCK_N=padded,
+            ROWS=ROWS, LONG=LONG, SOFTPLUS=softplus, DT_MIN=limits[0], DT_MAX=limits[1],
+            num_warps=WARPS, **early_launch(out.device),
+        )  # fmt: skip

@@ -3,8 +3,8 @@
 A program owns a part of one request's state. It reads that part once, follows the request's rows
 from `starts[s]` to `starts[s + 1]`, which only the device knows, and writes it once. A decode is
 one turn of that loop; a prompt is as many as it has rows, one after the other, which is right but
-slow: only a convolution has programs for parts of a prompt. Padding neither reads nor writes a
-state, so a captured launch may run on padding alone.
+slow: a convolution has programs for parts of a prompt, and `triton.chunks` other kernels for long
+ones. Padding neither reads nor writes a state, so a captured launch may run on padding alone.
 Programs of one request stand beside each other in the grid: so they go over its state in one
 stream, of which each takes parts of rows.
 
@@ -13,7 +13,7 @@ G heads of keys or groups of heads, K key size, V value size, N state size. Argu
 `attn_ops.ops.states`. Strides may be any; they come as one tuple a tensor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,14 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from attn_ops.ops.triton.chunks import (
-    Others,
-    Prompts,
-    delta_rule_by_chunks,
-    prompts_of,
-    ssd_by_chunks,
+from attn_ops.ops.triton import chunks
+from attn_ops.ops.triton.state_rows import (
+    Batch,
+    keep_behind,
+    request_rows,
+    silu,
+    step_size,
+    zero_rows,
 )
 
 
@@ -53,69 +55,6 @@ bytes of every input in bfloat16, and the most whose weights a thread reads from
 
 ROWS = 64
 """Of a prompt, that a program of a convolution goes through; more in prompts of more than 1,024."""
-
-
-# -- what all rules share --------------------------------------------------------------------------
-
-
-@triton.jit
-def request_rows(slots_ptr, starts_ptr, seq_lens_ptr, num_rows):
-    """The program's request: slot, first row, number of rows, tokens that its state has seen.
-
-    And the rows that it fills with 0: its own if it is padding, and behind the last request all
-    that are left.
-    """
-    request = tl.program_id(2)
-    slot = tl.load(slots_ptr + request).to(tl.int64)
-    first = tl.load(starts_ptr + request).to(tl.int64)
-    end = tl.load(starts_ptr + request + 1).to(tl.int64)
-    num_seen = tl.load(seq_lens_ptr + request).to(tl.int64) - (end - first)
-    padding = slot <= 0
-    length = tl.where(padding, 0, end - first)
-    zero_first = tl.where(padding, first, end)
-    zero_end = tl.where(request == tl.num_programs(2) - 1, num_rows, end)
-    return slot, first, length, num_seen, zero_first, zero_end
-
-
-@triton.jit
-def zero_rows(out_ptr_X, stride, first, end, inside_X):
-    for n in range(0, end - first):
-        tl.store(out_ptr_X + (first + n) * stride, 0.0, mask=inside_X)
-
-
-@triton.jit
-def keep_behind(row, kept_ptr, pool_ptr_X, stride, state_X, inside_X):
-    """Keep the state behind a row in the slot that is named for it, if one is; `pool_ptr_X`: in
-    the null slot.
-    """
-    if kept_ptr is not None:
-        slot = tl.load(kept_ptr + row).to(tl.int64)
-        if slot > 0:
-            ptr_X = pool_ptr_X + slot * stride
-            tl.store(ptr_X, state_X.to(ptr_X.dtype.element_ty), mask=inside_X)
-
-
-@triton.jit
-def silu(x, ACC: tl.constexpr):
-    one = tl.full((), 1.0, ACC)
-    return x / (one + tl.exp(-x))
-
-
-@triton.jit
-def step_size(dt, bias_ptr, bias_at, inside, SOFTPLUS: tl.constexpr, ACC: tl.constexpr):
-    """Rounded to the dtype of dt where PyTorch rounds."""
-    DTYPE: tl.constexpr = dt.dtype
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + bias_at, mask=inside, other=0.0).to(DTYPE)
-        dt = (dt.to(ACC) + bias.to(ACC)).to(DTYPE)
-    if SOFTPLUS:
-        x = dt.to(ACC)
-        e = tl.exp(tl.minimum(x, 20.0))
-        u = e + 1.0
-        # log(1 + e) that keeps its digits where e is small (Kahan): Triton has no log1p.
-        soft = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-        dt = tl.where(x > 20.0, x, soft).to(DTYPE)
-    return dt.to(ACC)
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -177,7 +116,7 @@ def causal_conv1d_kernel(
     """
     wait_for_inputs(PDL)
     slot, first, length, num_seen, zero_first, zero_end = request_rows(
-        slots_ptr, starts_ptr, seq_lens_ptr, num_rows
+        slots_ptr, starts_ptr, seq_lens_ptr, num_rows, None
     )
     c_C = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_C = c_C < C
@@ -259,13 +198,14 @@ def delta_rule_kernel(
     SCALE: tl.constexpr,  # of q
     KEY_DECAY: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    LONG: tl.constexpr,  # rows of requests that other kernels compute
     ACC: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (ceil(V / BLOCK_V), H, S). Columns of a state do not meet."""
     wait_for_inputs(PDL)
     slot, first, length, num_seen, zero_first, zero_end = request_rows(
-        slots_ptr, starts_ptr, seq_lens_ptr, num_rows
+        slots_ptr, starts_ptr, seq_lens_ptr, num_rows, LONG
     )
     head = tl.program_id(1)
     key_head = head // GROUP
@@ -347,13 +287,14 @@ def ssd_kernel(
     SOFTPLUS: tl.constexpr,
     DT_MIN: tl.constexpr,  # in rows of prompts; None: no bound
     DT_MAX: tl.constexpr,
+    LONG: tl.constexpr,  # rows of requests that other kernels compute
     ACC: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (ceil(V / BLOCK_V), H, S). Rows of a state do not meet."""
     wait_for_inputs(PDL)
     slot, first, length, num_seen, zero_first, zero_end = request_rows(
-        slots_ptr, starts_ptr, seq_lens_ptr, num_rows
+        slots_ptr, starts_ptr, seq_lens_ptr, num_rows, LONG
     )
     head = tl.program_id(1)
     group = head // GROUP
@@ -438,7 +379,7 @@ def selective_kernel(
     """Grid (ceil(C / BLOCK_C), 1, S). Channels do not meet."""
     wait_for_inputs(PDL)
     slot, first, length, num_seen, zero_first, zero_end = request_rows(
-        slots_ptr, starts_ptr, seq_lens_ptr, num_rows
+        slots_ptr, starts_ptr, seq_lens_ptr, num_rows, None
     )
     c_C = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     n_N = tl.arange(0, BLOCK_N)
@@ -484,9 +425,6 @@ def selective_kernel(
 
 # -- launches --------------------------------------------------------------------------------------
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""slots, starts, seq_lens, and kept."""
-
 
 def launch_causal_conv1d(
     x: torch.Tensor,
@@ -523,20 +461,19 @@ def launch_delta_rule(
     """`gated_delta_rule`; `kda` where g has three dimensions."""
     heads, size = v.shape[1:]
     keys = q.shape[2]
+    has_long = keys <= 128 and chunks.may_have_long(v, batch)
     tile = TILES["kda" if g.dim() == 3 else "gated_delta_rule"]
     padded, block = _tile(tile, keys, size)
     programs = (triton.cdiv(size, block), heads)
-
-    def by_chunks(prompts: Prompts, out: torch.Tensor) -> None:
-        delta_rule_by_chunks(prompts, out, q, k, v, g, beta, normalized, states, batch[0])
-
-    return _launch(
-        delta_rule_kernel, v, programs, (q, k, v, g, beta), states, batch,
-        by_chunks if keys <= 256 else None,  # as fla has it
-        num_warps=tile.warps,
+    out = _launch(
+        delta_rule_kernel, v, programs, (q, k, v, g, beta), states, batch, num_warps=tile.warps,
         H=heads, GROUP=heads // q.shape[1], K=keys, V=size, BLOCK_K=padded, BLOCK_V=block,
         SCALE=keys**-0.5, KEY_DECAY=g.dim() == 3, NORMALIZED=normalized,
+        LONG=chunks.LONG if has_long else None,
     )  # fmt: skip
+    if has_long:
+        chunks.launch_delta_rule(out, q, k, v, g, beta, normalized, states, batch)
+    return out
 
 
 def launch_ssd(
@@ -552,25 +489,24 @@ def launch_ssd(
     prompt_lens: torch.Tensor | None,
     states: torch.Tensor,
     batch: Batch,
-    step_sizes: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """`ssd_state_update`; `step_sizes` computes dt as the rule uses it."""
+    """`ssd_state_update`."""
+    limits = (None, None) if prompt_lens is None else prompt_dt
+    tensors = (x, dt, A, B, C, D, dt_bias, prompt_lens)
     (heads, size), (groups, width) = x.shape[1:], B.shape[1:]
+    has_long = width <= 256 and chunks.may_have_long(x, batch)
     tile = TILES["ssd"]
     padded, block = _tile(tile, width, size)
-    low, high = (None, None) if prompt_lens is None else prompt_dt
-    programs = (triton.cdiv(size, block), heads)
-    tensors = (x, dt, A, B, C, D, dt_bias)
-
-    def by_chunks(prompts: Prompts, out: torch.Tensor) -> None:
-        ssd_by_chunks(prompts, out, x, step_sizes(), A, B, C, D, states, batch[0])
-
-    return _launch(
-        ssd_kernel, x, programs, tensors, states, batch, by_chunks, (prompt_lens,),
+    out = _launch(
+        ssd_kernel, x, (triton.cdiv(size, block), heads), tensors, states, batch,
         num_warps=tile.warps,
         H=heads, GROUP=heads // groups, V=size, N=width, BLOCK_V=block, BLOCK_N=padded,
-        SOFTPLUS=softplus, DT_MIN=low, DT_MAX=high,
+        SOFTPLUS=softplus, DT_MIN=limits[0], DT_MAX=limits[1],
+        LONG=chunks.LONG if has_long else None,
     )  # fmt: skip
+    if has_long:
+        chunks.launch_ssd(out, *tensors, softplus, limits, states, batch)
+    return out
 
 
 def launch_selective(
@@ -610,8 +546,6 @@ def _launch(
     tensors: Sequence[torch.Tensor | None],
     states: torch.Tensor,
     batch: Batch,
-    by_chunks: Callable[[Prompts, torch.Tensor], None] | None = None,
-    of_requests: Sequence[torch.Tensor | None] = (),
     **constants: Any,
 ) -> torch.Tensor:
     """What a kernel computes, of the shape and dtype of `like`.
@@ -619,8 +553,6 @@ def _launch(
     Args:
         programs: of each request.
         tensors: which the kernel takes with their strides.
-        by_chunks: computes long prompts, in place of the kernel.
-        of_requests: more tensors, with a number for each request.
         constants: of the kernel, beside those that all have.
     """
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -628,22 +560,11 @@ def _launch(
     assert slots is not None, "only kept may be None"
     if out.numel() == 0 or slots.numel() == 0:
         return out.zero_()
-    prompts = None if by_chunks is None else prompts_of(like, kept)
-    parts = [Others(0, slots.numel(), out.shape[0])] if prompts is None else prompts.others
-    all_tensors = (*tensors, *of_requests, states)
-    strides = [(0,) if x is None else x.stride() for x in all_tensors]
+    strides = [(0,) if x is None else x.stride() for x in (*tensors, states)]
     accumulator = tl.float64 if like.dtype == torch.float64 else tl.float32
     with torch.cuda.device_of(out):  # Triton launches on the current device
-        for first, end, end_row in parts:
-            numbers, places = of_requests, (slots, starts, seq_lens)
-            if prompts is not None:
-                numbers = [None if x is None else x[first:end] for x in of_requests]
-                places = slots[first:end], starts[first : end + 1], seq_lens[first:end]
-            kernel[(*programs, end - first)](
-                out, *tensors, *numbers, states, *places, kept, end_row, *strides,
-                ACC=accumulator, **constants, **early_launch(out.device),
-            )  # fmt: skip
-    if prompts is not None and by_chunks is not None:
-        by_chunks(prompts, out)
-        out[prompts.num_rows :].zero_()
+        kernel[(*programs, slots.numel())](
+            out, *tensors, states, slots, starts, seq_lens, kept, out.shape[0], *strides,
+            ACC=accumulator, **constants, **early_launch(out.device),
+        )  # fmt: skip
     return out

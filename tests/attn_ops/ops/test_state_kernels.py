@@ -3,15 +3,21 @@
 They run on a GPU, and interpreted on a machine without one.
 """
 
-import sys
-import types
-
 import pytest
 import torch
 
 from attn_ops.ops import states as ops
-from attn_ops.ops.triton import chunks
-from tests.attn_ops.ops.test_states import LENGTHS, RULES, Conv, Ssd, arguments, batch, numbers
+from tests.attn_ops.ops.test_states import (
+    LENGTHS,
+    RULES,
+    Conv,
+    Delta,
+    Kda,
+    Ssd,
+    arguments,
+    batch,
+    numbers,
+)
 from tests.kit.state_kernels import launched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -239,82 +245,70 @@ def test_sizes_that_are_no_powers_of_two(sizes):
     compare(ops.selective_state_update, given, numbers(3, v, k), requests)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_parts_of_a_prompt_have_programs(monkeypatch, rows, keeps):
-    """Of a convolution; the first of them alone reads and writes the state."""
-    monkeypatch.setattr(pytest.importorskip("attn_ops.ops.triton.states"), "ROWS", rows)
-    lengths = [37, 1, 0, 4, 2, 13]
-    slots, computed = [7, 2, 5, 1, 8, 3], [0, 4, 3, 9, 0, 2]
-    case = Conv(sum(lengths) + 2)
-    states = poisoned(case, slots=slots, computed=computed, number=80)
-    requests = batch(lengths, computed, slots, padding=2)
-    if keeps:
-        kept = torch.arange(10, 10 + sum(lengths) + 2)
-        requests = (*requests, kept.where(kept % 5 == 0, 0))
-    compare(case.operator, arguments(case), states, requests)
+BY_BLOCKS = [Delta, Kda, Ssd]
+LONG, SLOTS_OF_LONG, SEEN = [1, 70, 0, 1, 33, 5], [7, 2, 5, 1, 8, 3], [5, 0, 2, 9, 64, 0]
+"""Two prompts of several blocks of rows: one begins, one goes on; others share blocks with them."""
 
 
 @pytest.fixture
-def fla(monkeypatch):
-    """flash-linear-attention's functions as its pages describe them, by our plain PyTorch."""
-
-    def by_rows(operator, transposed, *given, initial_state, cu_seqlens, cu_seqlens_cpu):
-        assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
-        states = initial_state.transpose(-1, -2) if transposed else initial_state
-        states, lens = torch.cat([states[:1], states]), cu_seqlens_cpu.diff()
-        slots = torch.arange(1, len(lens) + 1)
-        y = operator(*given, states, slots, cu_seqlens_cpu, lens + 1)
-        return y[None], states[1:].transpose(-1, -2) if transposed else states[1:]
-
-    def delta(operator):
-        def run(q, k, v, g, beta, output_final_state, use_qk_l2norm_in_kernel, **more):
-            given = (q[0], k[0], v[0], g[0], beta[0], use_qk_l2norm_in_kernel)
-            assert output_final_state
-            return by_rows(operator, False, *given, **more)
-
-        return run
-
-    def simple(q, k, v, g, scale, output_final_state, **more):
-        assert (scale, output_final_state) == (1.0, True)
-        # x is v / dt there: here dt is the decay, A = 1, and what is added is divided by it.
-        step = g[0]
-        given = ((v[0].float() / step[..., None]), step, torch.ones(v.shape[2]), k[0], q[0])
-        return by_rows(
-            ops.ssd_state_update, True, *given, *[None, None, False, None, None, None], **more
-        )
-
-    gated, kda = delta(ops.gated_delta_rule), delta(ops.kda)
-    functions = {
-        "gated_delta_rule": {"chunk_gated_delta_rule": gated}, "kda": {"chunk_kda": kda},
-        "simple_gla": {"chunk_simple_gla": simple},
-    }  # fmt: skip
-    for name, held in functions.items():
-        module = types.ModuleType(f"fla.ops.{name}")
-        vars(module).update(held)
-        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
-    monkeypatch.setattr(chunks, "_is_installed", lambda: True)
-    monkeypatch.setattr(chunks, "LONG", 3)
+def by_blocks(monkeypatch):
+    """Kernels that go by blocks, for rows of any dtype; interpreted, products are not rounded."""
+    chunks = pytest.importorskip("attn_ops.ops.triton.chunks")
+    monkeypatch.setattr(chunks, "may_have_long", lambda rows, batch: True)
 
 
-def known(starts, computed):
-    """What the host knows of a batch."""
-    return types.SimpleNamespace(query_start_loc_cpu=starts, num_computed_tokens_cpu=computed)
+@pytest.mark.parametrize("rule", BY_BLOCKS)
+def test_prompts_by_blocks(by_blocks, rule):
+    case, bound = rule(sum(LONG) + 4), 1e-4 if DEVICE == "cpu" else 1e-2
+    given = cast(arguments(case), F32)
+    if rule is Ssd:
+        given[8:11] = [0.5, 0.6, torch.tensor([9, 60, 5, 3, 70, 2, 0])]
+    states = poisoned(case, F32, SLOTS_OF_LONG, SEEN)
+    requests = batch(LONG, SEEN, SLOTS_OF_LONG, padding=3)
+    out, after = compare(case.operator, given, states, requests, bound)
+    assert not out[sum(LONG) :].any()
+    unowned = [slot for slot in range(9) if slot not in SLOTS_OF_LONG]
+    assert after[unowned].isnan().all()
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule is not Conv])
-def test_long_prompts_by_chunks(fla, rule):
-    """Between decodes and short prompts, which go on by rows; one begins, one goes on."""
-    lengths, slots, computed = [1, 5, 2, 1, 9, 0], [7, 2, 5, 1, 8, 3], [6, 0, 3, 9, 4, 2]
-    case = rule(sum(lengths) + 2)
-    states = poisoned(case, BF16, slots, computed).float()
-    requests = batch(lengths, computed, slots, padding=2)
-    starts, lens = requests[1][:-1], requests[2][:-1]  # without padding
-    with chunks.long_prompts(known(starts, lens - starts.diff())):
-        prompts = chunks.prompts_of(torch.zeros(1, dtype=BF16), None)
-        assert prompts is not None
-        assert prompts.requests == [1, 4]
-        assert [tuple(one) for one in prompts.others] == [(0, 1, 1), (2, 4, 9), (5, 6, 18)]
-        compare(case.operator, cast(arguments(case), BF16), states, requests, BOUNDS[BF16])
-    with chunks.long_prompts(known(None, None)):
-        assert chunks.prompts_of(torch.zeros(1, dtype=BF16), None) is None
+@pytest.mark.parametrize("rule", BY_BLOCKS)
+def test_a_request_that_is_nan_stays_alone(by_blocks, rule):
+    case = rule(sum(LONG))
+    for x in case.by_row:
+        x[71:73] = float("nan")  # of the fourth request, and the next one's first row
+    states = poisoned(case, F32, SLOTS_OF_LONG, SEEN)
+    requests = batch(LONG, SEEN, SLOTS_OF_LONG)
+    out = on_device(case.operator, cast(arguments(case), F32), states, requests)
+    assert out[71].isnan().all()
+    assert not out[:71].isnan().any()
+    assert not out[-5:].isnan().any()
+
+
+@pytest.mark.parametrize("operator", [ops.gated_delta_rule, ops.kda])
+def test_keys_that_are_alike(by_blocks, operator):
+    """Nothing is forgotten, each row corrects what the one before wrote: sums that cancel."""
+    rows = 64
+    key = numbers(1, 1, 16).expand(rows, 1, 16).float()
+    g = torch.zeros(rows, 1, *([16] if operator is ops.kda else []))
+    given = [key, key, numbers(rows, 1, 16).float(), g, torch.ones(rows, 1), True]
+    requests = batch([rows], [0], [1])
+    bound = 1e-3 if DEVICE == "cpu" else 2e-2
+    compare(operator, given, torch.zeros(2, 1, 16, 16), requests, bound)
+
+
+@pytest.mark.parametrize("rule", BY_BLOCKS)
+def test_long_prompts_in_float16_go_by_blocks(monkeypatch, rule):
+    """Alone, so that the launch of others finds none that is long."""
+    chunks = pytest.importorskip("attn_ops.ops.triton.chunks")
+    case, launch = rule(65), f"launch_{'ssd' if rule is Ssd else 'delta_rule'}"
+    states, requests = poisoned(case, F32, [1, 2], [3, 0]), batch([1, 64], [3, 0], [1, 2])
+    given, (slots, *_) = cast(arguments(case), F16), requests
+    compare(case.operator, given, states, requests, BOUNDS[F16])
+    monkeypatch.setattr(chunks, launch, lambda *args: None)
+    out = on_device(case.operator, given, states.clone(), requests)
+    want = case.operator(*given, states.clone(), *requests)
+    torch.testing.assert_close(out[:1], want[:1], atol=1e-2, rtol=1e-2)
+    assert chunks.may_have_long(case.by_row[0].half(), (*requests, None))
+    assert not chunks.may_have_long(case.by_row[0], (*requests, None))  # wider
+    assert not chunks.may_have_long(case.by_row[0].half(), (*requests, slots))  # states are kept
+    assert not chunks.may_have_long(case.by_row[0][:33].half(), (*requests, None))

@@ -4,12 +4,9 @@ Compared with plain PyTorch on the CPU in float64. Small sizes of every kind:
 tests/attn_ops/ops/test_state_kernels.py, which runs on a GPU too.
 """
 
-import types
-
 import pytest
 import torch
 
-from attn_ops.ops.triton import chunks
 from benchmarks.state_layers import LAYERS, Layer
 
 pytestmark = pytest.mark.gpu
@@ -76,19 +73,25 @@ def test_a_captured_launch_is_right_for_other_requests(name):
 
 
 @pytest.mark.parametrize("name", ["gated_delta_rule", "kda", "ssd_state_update"])
-def test_long_prompts_by_chunks(name):
-    """By kernels of flash-linear-attention, beside decodes that go on by ours."""
-    pytest.importorskip("fla")
+def test_long_prompts_by_blocks(name):
+    """Beside decodes, called and captured; and nearly what the kernels give row by row."""
     lens, seen = torch.tensor([1, 200, 1, 0, 333, 5]), torch.tensor([5, 0, 7, 9, 64, 0])
     layer = poisoned(LAYERS[name](int(lens.sum()), 9, "cuda", torch.bfloat16))
     starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
     requests = [torch.tensor([3, 1, 8, 2, 7, 5]).int(), starts, (lens + seen).int()]
     layer.states[7] = layer.states[3]  # it goes on
-    wide = layer.moved("cpu", torch.float64)
+    wide, before = layer.moved("cpu", torch.float64), layer.states.clone()
     want = wide.run(*requests)
-    known = types.SimpleNamespace(query_start_loc_cpu=starts, num_computed_tokens_cpu=seen)
-    with chunks.long_prompts(known):
-        assert chunks.prompts_of(layer.given[0], None) is not None
-        out = layer.run(*(x.cuda() for x in requests))
+    on_gpu = [x.cuda() for x in requests]
+    out = layer.run(*on_gpu)
     close(out, want, torch.bfloat16)
     close(layer.states, wide.states, torch.bfloat16)
+    after = layer.states.clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = layer.run(*on_gpu)
+    layer.states.copy_(before)
+    graph.replay()
+    torch.testing.assert_close(again, out, rtol=0, atol=0)
+    torch.testing.assert_close(layer.states, after, rtol=0, atol=0, equal_nan=True)

@@ -30,9 +30,9 @@ from attn_ops.integrations.merged import merge_projections
 from benchmarks.floor import (
     Shape,
     Weights,
-    experts_limit_ms,
     floor_graph,
     has_experts,
+    limit_ms,
     physical_limit_ms,
 )
 from benchmarks.harness import copy_bandwidth, median_ms, write
@@ -120,6 +120,8 @@ def filled_graph(session: DecodeSession, batch: int, context: int) -> CapturedSt
     host["position_ids"].fill_(context - 1)
     host["input_ids"].random_(0, session.vocab_size)
     table = torch.arange(1, batch * blocks + 1, dtype=torch.int32).view(batch, blocks)
+    if "state_slots" in host:
+        host["state_slots"].copy_(torch.arange(1, batch + 1))
     host["block_table"].zero_()
     host["block_table"][:, :blocks] = table
     offset = (context - 1) % session.cache.block_size
@@ -215,7 +217,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if has_experts(config):
         for batch, context in cases:
             row = rows[f"{batch}x{context}"]
-            row["limit"], row["experts"] = experts_limit_ms(
+            row["limit"], row["experts"] = limit_ms(
                 model, caches, batch, context, result["copy_bytes_per_second"]
             )
             row["ours/limit"] = row["ours"] / row["limit"]

@@ -8,7 +8,7 @@ of both sides, whose inputs are quantized already; the head is bf16.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,8 +51,9 @@ class Shape:
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
-    """Of each layer; None: it sees all keys."""
+    """Of each layer with keys; None: it sees all of them."""
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    kinds = [kind for kind in kinds if kind != "linear_attention"]
     return tuple(config.sliding_window if k == "sliding_attention" else None for k in kinds)
 
 
@@ -60,29 +61,33 @@ def has_experts(config: Any) -> bool:
     return hasattr(config, "num_experts_per_tok")
 
 
-def experts_limit_ms(
+def limit_ms(
     model: torch.nn.Module,
     caches: list[torch.Tensor],
     batch: int,
     context: int,
     bytes_per_second: float,
 ) -> tuple[float, float]:
-    """A step's limit for a model with experts, and the mean of experts a layer that are chosen.
+    """A step's limit, and the mean of experts a layer that are chosen; 0 where there are none.
 
-    Each token chooses its experts at random. Counted are the bytes of all weights but the
-    embedding, those of experts by the chosen part, and those of keys and values.
+    Each token chooses its experts at random. Counted are the bytes of all weights but of an
+    embedding that is not the head too, those of experts by the chosen part, and those of keys and
+    values.
     """
     config: Any = model.config
-    total = next(
-        getattr(config, name)
-        for name in ("num_local_experts", "num_experts", "n_routed_experts")
-        if hasattr(config, name)
-    )
-    chosen = total * (1 - (1 - config.num_experts_per_tok / total) ** batch)
+    total, chosen = 1, 0.0
+    if has_experts(config):
+        total = next(
+            getattr(config, name)
+            for name in ("num_local_experts", "num_experts", "n_routed_experts")
+            if hasattr(config, name)
+        )
+        chosen = total * (1 - (1 - config.num_experts_per_tok / total) ** batch)
     num_bytes = 0.0
     embedding: Any = model.get_input_embeddings()
+    is_head = embedding.weight is cast(Any, model.get_output_embeddings()).weight
     for weight in model.parameters():
-        if weight is not embedding.weight:
+        if weight is not embedding.weight or is_head:
             is_expert = weight.dim() > 1 and weight.shape[0] == total and weight.numel() > 2**22
             num_bytes += weight.nbytes * (chosen / total if is_expert else 1)
     for cache, window in zip(caches, windows_of(config), strict=True):

@@ -84,6 +84,18 @@ def qwen3_30b_a3b(layers: int | None = None) -> Any:
     )  # fmt: skip
 
 
+def qwen3_5_4b(layers: int | None = None) -> Any:
+    """Three of four layers keep a state: the gated delta rule."""
+    from transformers import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(
+        hidden_size=2560, intermediate_size=9216, num_hidden_layers=layers or 32,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=256, vocab_size=248320,
+        linear_num_value_heads=32, linear_num_key_heads=16, max_position_embeddings=16384,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+
+
 def mixtral_8x7b(layers: int | None = None) -> Any:
     """8 of its 32 layers: one GPU holds them. 8 experts, 2 a token."""
     from transformers import MixtralConfig
@@ -125,6 +137,7 @@ MODELS: dict[str, Callable[[int | None], Any]] = {
     "gpt-oss-120b": gpt_oss_120b,
     "llama-3-70b": llama_3_70b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
+    "qwen3.5-4b": qwen3_5_4b,
     "mixtral-8x7b": mixtral_8x7b,
     "deepseek-v3-like": deepseek_v3_like,
 }

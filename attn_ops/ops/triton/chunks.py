@@ -374,14 +374,13 @@ def ssd_chunks_kernel(
 
 
 def may_have_long(rows: torch.Tensor, batch: Batch) -> bool:
-    """Whether a batch may have prompts for these kernels, as far as the host knows."""
+    """Whether to launch these kernels for a batch: what is long else goes by rows too."""
     is_half = rows.dtype in (torch.bfloat16, torch.float16)
-    return is_half and batch[3] is None and _most_long(rows, batch[0]) > 0
+    return is_half and batch[3] is None and rows.shape[0] - batch[0].numel() >= LONG - 1
 
 
 def _most_long(rows: torch.Tensor, slots: torch.Tensor) -> int:
-    """How many long requests there may be: others have a row at least."""
-    return min(slots.numel(), max(0, rows.shape[0] - slots.numel()) // (LONG - 1))
+    return min(slots.numel(), rows.shape[0] // LONG)
 
 
 def _sizes(whole: int, part: int) -> tuple[int, int]:

@@ -297,6 +297,15 @@ def test_keys_that_are_alike(by_blocks, operator):
 
 
 @pytest.mark.parametrize("rule", BY_BLOCKS)
+def test_long_prompts_between_requests_without_rows(rule):
+    lengths, computed = [0, 32, 0, 0, 40, 0, 0, 0], [3, 5, 1, 2, 0, 4, 6, 1]
+    case = rule(sum(lengths))
+    slots = list(range(1, 9))
+    states, requests = poisoned(case, F32, slots, computed), batch(lengths, computed, slots)
+    compare(case.operator, cast(arguments(case), F16), states, requests, BOUNDS[F16])
+
+
+@pytest.mark.parametrize("rule", BY_BLOCKS)
 def test_long_prompts_in_float16_go_by_blocks(monkeypatch, rule):
     """Alone, so that the launch of others finds none that is long."""
     chunks = pytest.importorskip("attn_ops.ops.triton.chunks")

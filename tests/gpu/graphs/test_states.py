@@ -49,11 +49,63 @@ MODELS: dict[str, dict[str, Any]] = {
 """A type of every rule: gated delta rule, KDA, Mamba-2 (twice), convolutions alone, Mamba."""
 
 
-def wide(name: str, dtype: torch.dtype, device: str = "cuda") -> Any:
-    model = build_state_model(name, **MODELS[name])
+_DEFAULT = {"layer_types": None, "vocab_size": 32000}
+_QWEN = _DEFAULT | {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    **_HEADS,
+}
+REAL: dict[str, dict[str, Any]] = {
+    "qwen3_next": _QWEN
+    | {
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "qwen3_5_text": _QWEN
+    | {"hidden_size": 2560, "intermediate_size": 9216, "num_key_value_heads": 4},
+    "kimi_linear": _LATENT
+    | {
+        "vocab_size": 32000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "linear_num_heads": 32,
+        "moe_intermediate_size": 1024,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": None,
+    },
+    "nemotron_h": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+    },
+}
+"""Four layers of Qwen3-Next-80B, Qwen3.5-4B, Kimi-Linear-48B and Nemotron-H-8B."""
+
+
+def wide(
+    name: str, dtype: torch.dtype, device: str = "cuda", sizes: dict[str, Any] | None = None
+) -> Any:
+    with torch.device(device if sizes else "cpu"):  # real ones are filled on the GPU
+        model = build_state_model(name, **(sizes or MODELS[name]))
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.08)
+            parameter.data.normal_(0, 0.02 if sizes else 0.08)
     return model.to(device, dtype)
 
 
@@ -152,6 +204,21 @@ def test_100_random_steps_verified(name, dtype, decode_steps):
     assert session.verifier.num_checked >= 100
     assert cases.num_compiled() == num_compiled, "nothing is compiled behind the warm-up"
     assert all(t[0].isnan().all() for t in states.tensors.values()), "nobody's slot"
+    assert is_empty(session)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_500_random_steps_of_real_sizes_verified(name):
+    """Prompts are long enough for kernels that go by blocks of rows."""
+    model = cases.compiled(wide(name, torch.bfloat16, sizes=REAL[name]))
+    session = poisoned(small(name, model, verify="always", max_tokens=512, max_tokens_per_step=256))
+    session.warm_up()
+    visitors = cases.Visitors(session, max_prompt=400)
+    while session.num_steps["captured"] < 500:
+        visitors.step()
+    visitors.drain()
+    assert session.verifier is not None
+    assert session.verifier.num_checked >= 500
     assert is_empty(session)
 
 

@@ -18,9 +18,10 @@ twice.
 All operators take three tensors of the batch, int32 or int64: slots [S], starts [S + 1], and
 seq_lens [S], the tokens of each request with these rows. A fourth, kept [T], may name slots that
 keep the states behind single rows too, 0 for none; they are no slots of the batch's requests.
-Results have the dtype of x or v; sums are computed in float32 at least. On CUDA a Triton kernel
-computes each rule, without the host (`triton.states`). Elsewhere it is plain PyTorch, which the
-kernels are compared with.
+The first request's rows begin at row 0. Results have the dtype of x or v; sums are computed in
+float32 at least, of operands in bfloat16 where prompts in it are long (`triton.chunks`). On CUDA a
+Triton kernel computes each rule, without the host (`triton.states`). Elsewhere it is plain PyTorch,
+which the kernels are compared with.
 """
 
 from collections.abc import Iterator

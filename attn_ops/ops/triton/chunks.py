@@ -4,11 +4,14 @@ What a state becomes over a block of rows, and what the rows read of it, are pro
 before the block, so a program goes from block to block where kernels of `triton.states` go from row
 to row: https://arxiv.org/abs/2412.06464 (delta rules), https://arxiv.org/abs/2405.21060 (Mamba-2).
 What needs no state is computed for all blocks at a time before. Where rows begin and end is read on
-the device here too. Operands of products have the dtype of rows, so this is for bfloat16 and
-float16, and for K up to 128 and N up to 256: what a program holds fits into the shared memory of
-GPUs that have 99 KB. Decodes and short prompts of a batch stay with kernels of `triton.states`.
+the device here too. Operands of products, states and scores among them, have the dtype of rows, so
+this is for bfloat16: float16 has too small a range. What a program holds fits into the 99 KB of
+shared memory that small GPUs have for K up to 128 and N up to 256. Decodes and short prompts of a
+batch stay with kernels of `triton.states`. A row that is not finite spoils its whole block, of its
+own request, also the rows before it.
 
-Names of sizes are those of `triton.states`; R rows of a block.
+Names of sizes are those of `triton.states`; R rows of a block, J the same rows as columns, and X is
+K where every key has a decay, else 1.
 """
 
 import torch
@@ -19,7 +22,7 @@ from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
 from attn_ops.ops.triton.state_rows import Batch, step_size
 
 LONG = 32
-"""Rows of a request from which on this is worth it: a row by itself takes 1.3 us."""
+"""Rows of a request from which on this is worth it: on an H100 20 to 33 us, 1.3 a row without."""
 
 ROWS = 32
 """Of a block."""
@@ -35,8 +38,9 @@ WARPS = 4
 
 @triton.jit
 def long_request(slots_ptr, starts_ptr, seq_lens_ptr, num_requests, LONG: tl.constexpr):
-    """The program's request, the n-th of those with LONG rows or more: its number, slot, first row,
-    number of rows, tokens that its state has seen. No rows: there are fewer, or it is padding.
+    """The program's request, the n-th of those with LONG rows or more, padding too: its number,
+    slot, first row, number of rows, tokens that its state has seen. No rows: there are fewer, or it
+    is padding.
     """
     wanted = tl.program_id(2) + 1
     request, num_found = num_requests, 0
@@ -66,31 +70,35 @@ def rows_of_head(ptr, strides, row_R, head, x_X, inside_RX):
 
 
 @triton.jit
+def bounded(g):
+    """What exp makes 0 of, it does from -100 on: sums keep their digits. NaN stays."""
+    return tl.where(g < -100.0, -100.0, g)
+
+
+@triton.jit
 def normal(x_RK):
     return x_RK * tl.rsqrt(tl.sum(x_RK * x_RK, 1) + 1e-6)[:, None]
 
 
 @triton.jit
-def inverse_of_one_and(lower_RR, r_R, ROWS: tl.constexpr):
+def inverse_of_one_and(lower_RJ, r_R, ROWS: tl.constexpr):
     """The inverse of 1 + lower, which has numbers below its diagonal alone.
 
-    In blocks of 16 by its series, which ends there; numbers in it grow to some thousands where all
-    keys are alike, and of larger blocks they would be too large to cancel.
+    In blocks of 4 by its series, which ends there; then two blocks become one, again and again. A
+    series over more rows has powers that grow, where keys are alike, and cancel.
     """
-    inner_RR = tl.where(r_R[:, None] // 16 == r_R[None, :] // 16, lower_RR, 0.0)
-    one_RR = (r_R[:, None] == r_R[None, :]).to(lower_RR.dtype)
-    found_RR, power_RR = one_RR - inner_RR, inner_RR
-    for _ in tl.static_range(3):
-        power_RR = tl.dot(power_RR, power_RR, input_precision="tf32x3")
-        found_RR += tl.dot(found_RR, power_RR, input_precision="tf32x3")
-    if ROWS > 16:
-        outer_RR = tl.dot(found_RR, lower_RR - inner_RR, input_precision="tf32x3")
-        whole_RR = found_RR
-        if ROWS > 32:
-            twice_RR = tl.dot(outer_RR, outer_RR, input_precision="tf32x3")
-            whole_RR += tl.dot(twice_RR, found_RR, input_precision="tf32x3")
-        found_RR = whole_RR - tl.dot(outer_RR, whole_RR, input_precision="tf32x3")
-    return found_RR
+    inner_RJ = tl.where(r_R[:, None] // 4 == r_R[None, :] // 4, lower_RJ, 0.0)
+    square_RJ = tl.dot(inner_RJ, inner_RJ, input_precision="tf32x3")
+    found_RJ = (r_R[:, None] == r_R[None, :]).to(lower_RJ.dtype) - inner_RJ
+    found_RJ += tl.dot(found_RJ, square_RJ, input_precision="tf32x3")
+    for double in tl.static_range(3, 6):
+        if ROWS >= 2**double:
+            is_one = r_R[:, None] >> double == r_R[None, :] >> double
+            were_two = r_R[:, None] >> (double - 1) != r_R[None, :] >> (double - 1)
+            between_RJ = tl.where(is_one & were_two, lower_RJ, 0.0)
+            taken_RJ = tl.dot(found_RJ, between_RJ, input_precision="tf32x3")
+            found_RJ -= tl.dot(taken_RJ, found_RJ, input_precision="tf32x3")
+    return found_RJ
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -128,8 +136,8 @@ def delta_rule_blocks_kernel(
     NORMALIZED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What rows of a block have to do with each other, whatever the state is. Grid (parts, H, long
-    requests at most).
+    """What rows of a block have to do with each other, whatever the state is. Grid (programs, H,
+    long requests at most).
 
     A row changes the state by `value - what the state has at its key`, less what the block's rows
     before it have changed there: a system of equations. Its solution for a state S is
@@ -154,18 +162,19 @@ def delta_rule_blocks_kernel(
         if NORMALIZED:
             q_RK, k_RK = normal(q_RK), normal(k_RK)
         q_RK *= SCALE
-        number = first // ROWS + block + request  # that no other block has
+        place = first // ROWS + block + request  # that no other block has
         if KEY_DECAY:
             g_RK = rows_of_head(g_ptr, g_strides, row_R, head, k_K, inside_RK).to(tl.float32)
+            g_RK = bounded(g_RK)
             since_RX, whole_X = tl.cumsum(g_RK, 0), tl.sum(g_RK, 0)
-            tl.store(decays_ptr + (number * H + head) * K + k_K, tl.exp(whole_X), mask=k_K < K)
+            tl.store(decays_ptr + (place * H + head) * K + k_K, tl.exp(whole_X), mask=k_K < K)
             g_K = tl.zeros([BLOCK_K], tl.float32)
             keys_RJ = tl.zeros([ROWS, ROWS], tl.float32)
             scores_RJ = tl.zeros([ROWS, ROWS], tl.float32)
             for j in range(0, tl.minimum(ROWS, length - block * ROWS)):
                 row = first + block * ROWS + j
                 g_ptr_K = g_ptr + row * g_strides[0] + head * g_strides[1] + k_K * g_strides[2]
-                g_K += tl.load(g_ptr_K, mask=k_K < K, other=0.0).to(tl.float32)
+                g_K += bounded(tl.load(g_ptr_K, mask=k_K < K, other=0.0).to(tl.float32))
                 k_ptr_K = k_ptr + row * k_strides[0] + key_head * k_strides[1] + k_K * k_strides[2]
                 key_K = tl.load(k_ptr_K, mask=k_K < K, other=0.0).to(tl.float32)
                 if NORMALIZED:
@@ -177,9 +186,9 @@ def delta_rule_blocks_kernel(
                 scores_RJ = tl.where(is_j_1J, tl.sum(q_RK * decayed_RK, 1)[:, None], scores_RJ)
         else:
             g_ptr_R = g_ptr + row_R * g_strides[0] + head * g_strides[1]
-            g_R = tl.load(g_ptr_R, mask=inside_R, other=0.0).to(tl.float32)
+            g_R = bounded(tl.load(g_ptr_R, mask=inside_R, other=0.0).to(tl.float32))
             since_R, whole = tl.cumsum(g_R, 0), tl.sum(g_R, 0)
-            tl.store(decays_ptr + number * H + head, tl.exp(whole))
+            tl.store(decays_ptr + place * H + head, tl.exp(whole))
             since_RX, whole_X = since_R[:, None], whole[None]
             decay_RJ = since_RX - since_R[None, :]
             decay_RJ = tl.exp(tl.where(r_R[:, None] >= r_R[None, :], decay_RJ, 0.0))
@@ -245,7 +254,7 @@ def delta_rule_chunks_kernel(
     if length > 0:
         mask_KV = inside_KV & (num_seen != 0)
         state_KV = tl.load(state_ptr_KV, mask=mask_KV, other=0.0).to(tl.float32)
-        number = first // ROWS + request
+        place = first // ROWS + request
         for block in range(0, tl.cdiv(length, ROWS)):
             row_R = first + block * ROWS + r_R
             inside_R = row_R < first + length
@@ -263,10 +272,10 @@ def delta_rule_chunks_kernel(
             y_RV = tl.dot(scores_RJ, change_RV, tl.dot(queries_RK, held_KV))
             tl.store(out_ptr + at_RV, y_RV.to(out_ptr.dtype.element_ty), mask=inside_RV)
             if KEY_DECAY:
-                decays_ptr_K = decays_ptr + ((number + block) * H + head) * K + k_K
+                decays_ptr_K = decays_ptr + ((place + block) * H + head) * K + k_K
                 state_KV *= tl.load(decays_ptr_K, mask=inside_K, other=0.0)[:, None]
             else:
-                state_KV *= tl.load(decays_ptr + (number + block) * H + head)
+                state_KV *= tl.load(decays_ptr + (place + block) * H + head)
             left_RK = tl.load(left_ptr + at_RK, mask=inside_RK, other=0.0)
             state_KV = tl.dot(tl.trans(left_RK), change_RV, state_KV)
         tl.store(state_ptr_KV, state_KV.to(states_ptr.dtype.element_ty), mask=inside_KV)
@@ -338,8 +347,8 @@ def ssd_chunks_kernel(
             inside_RN = inside_R[:, None] & inside_N[None, :]
             inside_RV = inside_R[:, None] & inside_V[None, :]
             x_RV = rows_of_head(x_ptr, x_strides, row_R, head, v_V, inside_RV)
-            B_RN = rows_of_head(B_ptr, B_strides, row_R, group, n_N, inside_RN)
-            C_RN = rows_of_head(C_ptr, C_strides, row_R, group, n_N, inside_RN)
+            B_RN = rows_of_head(B_ptr, B_strides, row_R, group, n_N, inside_RN).to(DTYPE)
+            C_RN = rows_of_head(C_ptr, C_strides, row_R, group, n_N, inside_RN).to(DTYPE)
             dt_ptr_R = dt_ptr + row_R * dt_strides[0] + head * dt_strides[1]
             dt_R = tl.load(dt_ptr_R, mask=inside_R, other=0.0)
             bias_at = head * dt_bias_strides[0]
@@ -355,7 +364,8 @@ def ssd_chunks_kernel(
                     in_prompt_R & (dt_R > DT_MAX), tl.full((), DT_MAX, tl.float32), dt_R
                 )
             dt_R = tl.where(inside_R, dt_R, 0.0)
-            since_R, whole = tl.cumsum(dt_R * A, 0), tl.sum(dt_R * A)
+            decay_R = bounded(dt_R * A)
+            since_R, whole = tl.cumsum(decay_R, 0), tl.sum(decay_R)
             added_RV = x_RV * dt_R[:, None]
             decay_RJ = tl.exp(tl.where(up_to_RJ, since_R[:, None] - since_R[None, :], 0.0))
             scores_RJ = tl.where(up_to_RJ, tl.dot(C_RN, tl.trans(B_RN)) * decay_RJ, 0.0)
@@ -374,9 +384,13 @@ def ssd_chunks_kernel(
 
 
 def may_have_long(rows: torch.Tensor, batch: Batch) -> bool:
-    """Whether to launch these kernels for a batch: what is long else goes by rows too."""
-    is_half = rows.dtype in (torch.bfloat16, torch.float16)
-    return is_half and batch[3] is None and rows.shape[0] - batch[0].numel() >= LONG - 1
+    """Whether to launch these kernels; without them, long requests go by rows too.
+
+    They leave no states behind single rows. As many rows as requests are taken for decodes.
+    """
+    slots, kept = batch[0], batch[3]
+    is_prompt = rows.shape[0] != slots.numel() and _most_long(rows, slots) > 0
+    return rows.dtype == torch.bfloat16 and kept is None and is_prompt
 
 
 def _most_long(rows: torch.Tensor, slots: torch.Tensor) -> int:

@@ -6,7 +6,6 @@ products of the layers by cuBLAS, and flash-linear-attention's kernels of the ru
 installed, else ours, in a CUDA graph.
 """
 
-import itertools
 from typing import Any
 
 import torch
@@ -88,14 +87,20 @@ def main() -> None:
     session.release()
     del session, compiled
     free()
-    bars = [Bar(f"ours / bytes: {name}", "<=", BARS[name], rows[name]["ratio"]) for name in BARS]
+    bars = [
+        Bar(f"ours / bytes: {name}", "<=", BARS[name], rows[name]["ratio"])
+        for name in BARS
+        if name in rows
+    ]
     for length in args.prompts:
         row = rows[str(length)]
         row["products"] = products_ms(model, length)
         row["rule"], row["rule by"] = rule_ms(config, length)
         row["ratio"] = row["ours"] / (row["products"] + row["rule"])
         bars.append(Bar(f"a prompt of {length}", "<=", PROMPT_BAR, row["ratio"]))
-    shown = itertools.chain(["python -m benchmarks.state_model --model", args.model], args.cases)
+    shown = ["python -m benchmarks.state_model --model", args.model, "--cases", *args.cases]
+    shown += ["--prompts", *map(str, args.prompts)]
+    shown += [] if args.layers is None else ["--layers", str(args.layers)]
     note = f"Milliseconds; a copy moves {bandwidth / 1e12:.2f} TB/s; states {kept} bytes a request."
     finish(args, {
         "command": " ".join(shown), "note": note, **origin(args), "rows": rows,

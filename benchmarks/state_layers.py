@@ -175,10 +175,14 @@ def microseconds(name: str, number: int, device: str) -> tuple[float, int]:
         begin = time.perf_counter()
         first.run(*batch)
         return 1e6 * (time.perf_counter() - begin), num_bytes
-    copies = min(MOST_COPIES, max(2, math.ceil(CACHE_BYTES / num_bytes)))
-    layers = [first, *(first.copied() for _ in range(copies - 1))]
+    calls = [functools.partial(layer.run, *batch) for layer in _copies(first)]
+    return _launches_us(calls), num_bytes
 
-    return _launches_us([functools.partial(layer.run, *batch) for layer in layers]), num_bytes
+
+def _copies(first: Layer) -> list[Layer]:
+    """A layer and others like it, so many that none is in a cache when its turn comes again."""
+    copies = min(MOST_COPIES, max(2, math.ceil(CACHE_BYTES / first.num_bytes)))
+    return [first, *(first.copied() for _ in range(copies - 1))]
 
 
 def _launches_us(calls: list[Callable[[], Any]]) -> float:
@@ -196,9 +200,7 @@ def _launches_us(calls: list[Callable[[], Any]]) -> float:
 
 def fla_us(name: str, number: int) -> float | None:
     """Microseconds of a decode of so many requests by flash-linear-attention, where it has one."""
-    first = LAYERS[name](number, number, "cuda", torch.bfloat16)
-    copies = min(MOST_COPIES, max(2, math.ceil(CACHE_BYTES / first.num_bytes)))
-    layers = [first, *(first.copied() for _ in range(copies - 1))]
+    layers = _copies(LAYERS[name](number, number, "cuda", torch.bfloat16))
     calls = [call for layer in layers if (call := by_fla(name, layer, prompt=False))]
     return _launches_us(calls) if calls else None
 

@@ -37,6 +37,16 @@ def test_layers_with_a_window_read_no_more_than_it():
     assert shape.kv_elements(4096) == (8 * 4096 + 40 * 1024) * elements
 
 
+def test_a_step_reads_a_head_that_is_the_embedding():
+    """And keys of the layers that have some: two of eight."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(MODELS["qwen3.5-4b"](8)).bfloat16()
+        caches = [torch.empty(8, 2, 16, 4, 256, dtype=torch.bfloat16) for _ in range(2)]
+    weights = sum(p.nbytes for p in model.parameters())
+    limit, chosen = limit_ms(model, caches, 3, 100, 1000.0)
+    assert (round(limit), chosen) == (weights + 3 * 2 * 2 * 4 * 256 * 100 * 2, 0.0)
+
+
 def test_a_step_reads_the_experts_that_are_chosen():
     """All weights but the embedding at 1,024 rows; of Qwen3 8 of 128 experts a layer at one."""
     with torch.device("meta"):

@@ -27,7 +27,8 @@ def traced_for_any_size() -> Iterator[None]:
     - The meta of _scaled_mm asks whether there is one scale of the rows (`_checked_for_any_size`).
     - A reshape asks whether it is a view, of a slice of each row too (`_reshaped_for_any_size`).
     - The meta of copy asks whether its target is dense (`_copied_for_any_size`).
-    - Inductor asks whether a view drops the rows, and goes another way if not (`_check_equals`).
+    - Inductor asks whether a view drops the rows, and goes another way if not (`_equal_by_hints`),
+      and in torch 2.11 which views of a tensor overlap (`_overlap_if_unknown`).
     """
     overlap = mock.patch.object(torch, "_debug_has_internal_overlap", return_value=2)
     strides = mock.patch.object(fake_impls, "_compute_stride", _strides_of_any_size)
@@ -35,7 +36,7 @@ def traced_for_any_size() -> Iterator[None]:
     reshape = mock.patch.object(torch.Tensor, "reshape", _reshaped_for_any_size)
     copy = {torch.ops.aten.copy.default: _copied_for_any_size}
     copies = mock.patch.dict(fake_impls.op_implementations_dict, copy)
-    with overlap, strides, scaled, reshape, copies, _equal_by_hints():
+    with overlap, strides, scaled, reshape, copies, _equal_by_hints(), _overlap_if_unknown():
         yield
 
 
@@ -122,4 +123,22 @@ def _equal_by_hints() -> Iterator[None]:
         check(sizes, left, right)
 
     with mock.patch.object(SizeVarAllocator, "check_equals", check_equals):
+        yield
+
+
+@contextlib.contextmanager
+def _overlap_if_unknown() -> Iterator[None]:
+    """Tensors whose sizes are not known overlap, as far as writes in place are concerned.
+
+    Qwen3.5 writes every third column of its RoPE.
+    """
+    from torch._inductor.fx_passes import reinplace
+
+    compute: Any = reinplace.compute_overlapping_tensors
+
+    def overlapping(tensors: list[torch.Tensor], *rest: Any, **named: Any) -> set[int]:
+        known = all(type(n) is int for x in tensors for n in (*x.shape, *x.stride()))
+        return compute(tensors, *rest, **named) if known else set(range(len(tensors)))
+
+    with mock.patch.object(reinplace, "compute_overlapping_tensors", overlapping):
         yield

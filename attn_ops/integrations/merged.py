@@ -17,14 +17,24 @@ from torch import nn
 from torch.nn import functional as F
 
 GROUPS = (
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),  # OLMo hybrid
+    ("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj"),  # Kimi Linear
+    ("q_proj", "k_proj", "v_proj", "b_proj", "g_proj"),  # Bailing hybrid
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("q_proj", "kv_a_proj_with_mqa"),  # latent attention whose queries have no latent
     ("gate_proj", "up_proj"),
+    ("w1", "w3"),  # LFM2
 )
-"""Names of sibling linear layers that read the same input in Transformers' models."""
+"""Names of sibling linear layers that read the same input in Transformers' models.
+
+A layer is in the first group of its parent that has it.
+"""
 
 _FORWARD = nn.Linear.forward
+_NO_SIBLINGS = "no layers are siblings by the names in `attn_ops.integrations.merged.GROUPS`"
 
 
 class MergedSlice(nn.Linear):
@@ -180,7 +190,7 @@ def merged_in_words(model: nn.Module, wanted: bool | str, *, compiled: bool) -> 
     count = sum(isinstance(module, MergedWeights) for module in model.modules())
     if count:
         return f"{count} groups of projections share a product"
-    return f"not merged: {why or f'no layers are siblings named {_names()}'}"
+    return f"not merged: {why or _NO_SIBLINGS}"
 
 
 def why_unmerged(model: nn.Module, device: torch.device, *, compiled: bool) -> str | None:
@@ -195,23 +205,21 @@ def why_unmerged(model: nn.Module, device: torch.device, *, compiled: bool) -> s
     except ValueError:
         return "the weights are quantized"
     merged = any(isinstance(module, MergedSlice) for module in model.modules())
-    return None if groups or merged else f"no layers are siblings named {_names()}"
-
-
-def _names() -> str:
-    return " or ".join(", ".join(names) for names in GROUPS)
+    return None if groups or merged else _NO_SIBLINGS
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     children = [x for m in model.modules() for x in (*m._modules.values(), *m._parameters.values())]
     holders = collections.Counter(map(id, children))
     for parent in model.modules():
+        grouped: set[str] = set()
         for names in GROUPS:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
-            if not all(map(_is_plain, layers)) or not _alike(layers):
+            if not grouped.isdisjoint(names) or not all(map(_is_plain, layers)):
                 continue
             held = [x for layer in layers for x in (layer, *layer.parameters())]
-            if all(holders[id(x)] == 1 for x in held):
+            if _alike(layers) and all(holders[id(x)] == 1 for x in held):
+                grouped.update(names)
                 yield parent, names
 
 

@@ -20,7 +20,8 @@ from fx_passes.passes.rms_norms import (
     half_of,
     is_tensor,
     is_whole,
-    norm_of,
+    norm_arguments,
+    norm_before,
     product_of,
     sizes_of,
 )
@@ -113,14 +114,10 @@ class FusedMlp(Pass):
             return False
         with graph.inserting_before(node):
             first, second = (as_rows(graph, cast(Node, x), mlp.up.x) for x in mlp.total.args)
-            args = (first, second, mlp.norm.weight, mlp.norm.eps, mlp.up.w, mlp.down.w)
-            new = graph.create_node(
-                "call_function",
-                _MLP,
-                args,
-                {"ordered": True} if self.ordered else {},
-                name="gated_mlp",
-            )
+            weight, named = norm_arguments(mlp.norm)
+            args = (first, second, weight, mlp.norm.eps, mlp.up.w, mlp.down.w)
+            named |= {"ordered": True} if self.ordered else {}
+            new = graph.create_node("call_function", _MLP, args, named, name="gated_mlp")
             new.meta["val"] = torch.empty_like(value_of(first))
             result = new
             if value_of(node).dim() != 2:
@@ -147,7 +144,7 @@ def _mlp_of(node: Node) -> Mlp | None:
             continue
         if not half_of(pair[0], merged, second=False) or not half_of(pair[1], merged, second=True):
             continue
-        norm = norm_of(behind_views(up.x))
+        norm = norm_before(up.x)
         if norm is None or norm.source is not total or len(_terms(total)) != 2:
             continue
         flat = value_of(total).dim() == 2

@@ -13,7 +13,8 @@ from fx_passes.passes.rms_norms import (
     behind_views,
     fuses,
     is_whole,
-    norm_of,
+    norm_arguments,
+    norm_before,
     product_of,
     sizes_of,
 )
@@ -76,8 +77,7 @@ class NormProducts(Pass):
         product = product_of(node)
         if product is None:
             return False
-        found = behind_views(product.x)
-        norm = norm_of(found)
+        found, norm = behind_views(product.x), norm_before(product.x)
         if norm is None or not is_whole(value_of(norm.source)):
             return False
         if value_of(norm.source).dim() != 2 and sizes_of(product.x) is None:
@@ -93,15 +93,11 @@ class NormProducts(Pass):
             return False
         with graph.inserting_before(node):
             rows = as_rows(graph, norm.source, product.x)
-            args = (rows, norm.weight, norm.eps, product.w)
+            weight, named = norm_arguments(norm)
+            args = (rows, weight, norm.eps, product.w)
             args += () if product.bias is None else (product.bias,)
-            new = graph.create_node(
-                "call_function",
-                _NORM_MM,
-                args,
-                {"ordered": True} if self.ordered else {},
-                name="norm_mm",
-            )
+            named |= {"ordered": True} if self.ordered else {}
+            new = graph.create_node("call_function", _NORM_MM, args, named, name="norm_mm")
         new.meta = {key: what for key, what in node.meta.items() if key != "eager_input_vals"}
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -107,6 +107,24 @@ def norm_of(node: Any, *, wide_weight: bool = False) -> Norm | None:
     return None
 
 
+def norm_before(product: Any) -> Norm | None:
+    """The RMSNorm that a product is of, by a weight in the rows' dtype or in float32."""
+    rows = behind_views(product)
+    return norm_of(rows) or norm_of(rows, wide_weight=True)
+
+
+def norm_arguments(norm: Norm) -> tuple[Node, dict[str, Any]]:
+    """The weight that the model holds, and `norm_offset` where a number is added in float32."""
+    total = norm.weight
+    if total.target is not aten.add.Tensor or total.kwargs or len(total.args) != 2:
+        return norm.weight, {}
+    weight, offset = total.args
+    wide = value_of(total).dtype.itemsize >= torch.float32.itemsize
+    if not wide or not isinstance(offset, float | int) or not isinstance(weight, Node):
+        return norm.weight, {}
+    return unconverted(weight, value_of(weight).dtype), {"norm_offset": float(offset)}
+
+
 def factors(node: Any) -> list[tuple[Node, Node]]:
     """Both orders of a product of two tensors."""
     if not isinstance(node, Node) or node.target is not aten.mul.Tensor:

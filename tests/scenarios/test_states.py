@@ -178,7 +178,8 @@ def test_compiled_once(make, name, number):
     model = make(name)
     want = tokens_of(make_session(model).generate(PROMPTS, 8))
     compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
-    session = poisoned(captured_lazily(compiled, max_tokens_per_step=7))
+    session = captured_lazily(compiled, max_tokens_per_step=7, merge_projections=True)
+    poisoned(session)
     assert tokens_of(session.generate(PROMPTS, 8)) == want
     counters = session.counters
     assert (counters.num_graphs, counters.num_breaks, counters.num_recompiles) == (1, 0, 0)

@@ -27,6 +27,7 @@ def _check(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    norm_offset: float = 0.0,
     ordered: bool = False,
 ) -> None:
     """Raise a ValueError that names the first argument that does not fit."""
@@ -54,6 +55,7 @@ def norm_mm(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    norm_offset: float = 0.0,
     ordered: bool = False,
 ) -> torch.Tensor:
     """RMSNorm(x) @ w + bias.
@@ -67,6 +69,7 @@ def norm_mm(
         eps: added to the mean square of a row.
         w: [K, M] in x's dtype, a transposed weight: the kernel takes stride 1 along K.
         bias: [M].
+        norm_offset: added to `norm_weight`, as Gemma has it.
         ordered: a row's result never depends on the other rows, as `skinny_mm` has it.
 
     Returns:
@@ -76,12 +79,13 @@ def norm_mm(
         ValueError: shapes or dtypes do not fit; `ordered` cannot be had.
     """
     if ordered and x.shape[0] > 0:
-        return ordered_product(normed(x, None, norm_weight, eps)[1], w, bias)
+        return ordered_product(normed(x, None, norm_weight, eps, norm_offset)[1], w, bias)
     if _is_fused(x, w):
         from attn_ops.ops.triton.fused_products import launch_fused
 
-        return launch_fused(x, w, norm_weight=norm_weight, eps=eps, bias=bias)
-    return product(normed(x, None, norm_weight, eps)[1], w, bias)
+        norm = {"norm_weight": norm_weight, "norm_offset": norm_offset, "eps": eps}
+        return launch_fused(x, w, bias=bias, **norm)
+    return product(normed(x, None, norm_weight, eps, norm_offset)[1], w, bias)
 
 
 def _check_mlp(
@@ -92,6 +96,7 @@ def _check_mlp(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     *,
+    norm_offset: float = 0.0,
     ordered: bool = False,
 ) -> None:
     """Raise a ValueError that names the first argument that does not fit."""
@@ -118,6 +123,7 @@ def gated_mlp(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     *,
+    norm_offset: float = 0.0,
     ordered: bool = False,
 ) -> torch.Tensor:
     """h + (SiLU(y @ gate) * (y @ up)) @ w_down, with h = x + residual and y = RMSNorm(h).
@@ -130,6 +136,7 @@ def gated_mlp(
         eps: added to the mean square of a row.
         w_gate_up: [K, 2 * F], the gate's columns before those of up.
         w_down: [F, K].
+        norm_offset: added to `norm_weight`, as Gemma has it.
         ordered: a row's result never depends on the other rows, as `skinny_mm` has it.
 
     Returns:
@@ -139,15 +146,15 @@ def gated_mlp(
         ValueError: shapes or dtypes do not fit; `ordered` cannot be had.
     """
     if ordered and x.shape[0] > 0:
-        return _ordered_mlp(x, residual, norm_weight, eps, w_gate_up, w_down)
+        rows = normed(x, residual, norm_weight, eps, norm_offset)
+        return _ordered_mlp(*rows, w_gate_up, w_down)
     if _is_fused(x, w_gate_up, w_down) and residual.stride(1) == 1:
         from attn_ops.ops.triton.fused_products import launch_fused
 
-        gated = launch_fused(
-            x, w_gate_up, addend=residual, norm_weight=norm_weight, eps=eps, gated=True
-        )
+        norm = {"norm_weight": norm_weight, "norm_offset": norm_offset, "eps": eps}
+        gated = launch_fused(x, w_gate_up, addend=residual, gated=True, **norm)
         return launch_fused(gated, w_down, residuals=(x, residual))
-    total, rows = normed(x, residual, norm_weight, eps)
+    total, rows = normed(x, residual, norm_weight, eps, norm_offset)
     gated = _gated(product(rows, w_gate_up))
     autocast = gated.dtype != total.dtype
     if autocast or is_skinny(gated.shape[0], w_down, gated.device):
@@ -156,17 +163,11 @@ def gated_mlp(
 
 
 def _ordered_mlp(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
+    total: torch.Tensor, rows: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor
 ) -> torch.Tensor:
-    """`gated_mlp` with the norm as a kernel of its own, which has one order for any rows."""
-    total, rows = normed(x, residual, norm_weight, eps)
-    fits = all(takes_ordered(w, x.device) for w in (w_gate_up, w_down))
-    if fits and x.shape[0] <= MOST_ROWS_WITHOUT_NORM:
+    """`gated_mlp` behind a norm by a kernel of its own, which has one order for any rows."""
+    fits = all(takes_ordered(w, rows.device) for w in (w_gate_up, w_down))
+    if fits and rows.shape[0] <= MOST_ROWS_WITHOUT_NORM:
         from attn_ops.ops.triton.fused_products import launch_fused
 
         gated = launch_fused(rows, w_gate_up, gated=True)

@@ -86,14 +86,18 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def normed(
-    x: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    addend: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + addend [T, K], and its RMSNorm; x itself without an addend."""
+    """x + addend [T, K], and its RMSNorm by weight + offset; x itself without an addend."""
     if by_kernels(x) and (addend is None or addend.stride(1) == 1):
         from attn_ops.ops.triton.rows import launch_rms_norm
 
-        return launch_rms_norm(x, addend, weight, eps)
+        return launch_rms_norm(x, addend, weight, eps, offset)
     total = x if addend is None else x + addend
     wide = widened(total)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return total, (wide * widened(weight)).to(x.dtype)
+    return total, (wide * (widened(weight) + offset)).to(x.dtype)

@@ -12,6 +12,10 @@ MANY_OUTPUTS = 16384
 """Outputs from which the kernel is fast with more rows in bf16, and the library in FP8."""
 
 
+_PROCESSORS = 132
+"""Of a Hopper GPU: programs of the largest tiles that run at one time."""
+
+
 class SkinnyConstants(NamedTuple):
     """Constants of a launch."""
 
@@ -34,17 +38,28 @@ def skinny_constants(m: int, fp8: bool, num_rows: int = 1) -> SkinnyConstants:
     In bfloat16 all forms give the same bits; in FP8 they depend on the weight alone. One row of a
     weight of 28672 x 4096 takes 57 us in bfloat16, 30 in FP8 (one H200, Triton 3.6, 2026-11-22).
     64 rows of one of 4096 x 14336 take 45.8 us where cuBLAS takes 48.4, 128 rows 48.4 where it
-    takes 53.1, and 256 rows 58.7 where it takes 57.5 (H100, 2026-11-26).
+    takes 53.1, and 256 rows 58.7 where it takes 57.5 (H100, 2026-11-26). Of 14 sizes between 2048
+    and 28672 outputs 15 forms were tried at one row (H100, 2026-11-28): 18432 x 2560, gated, takes
+    36.0 us, and 40.1 by the largest tiles; 12352 x 2560 23.4, and 24.4 by those of 6144 outputs.
     """
     if fp8:
         return SkinnyConstants(64, 256, 4, 4 if m >= MANY_OUTPUTS else 6, prefetch=1)
     if m >= MANY_OUTPUTS:
+        if _leaves_few(m):
+            return SkinnyConstants(128, 64, 4, 4, prefetch=1)
         return SkinnyConstants(128, 128, 8, 4, prefetch=1)
     if num_rows > 16:
         return _of_more_rows(m, num_rows)
-    if m > 4096:
+    if 4096 < m <= 8192:
         return SkinnyConstants(64, 256, 4, 3)
-    return SkinnyConstants(32, 256, 4, 6, 1)
+    if 3072 < m <= 4096:
+        return SkinnyConstants(32, 256, 4, 6, 1)
+    return SkinnyConstants(64, 128, 4, 6, 1)
+
+
+def _leaves_few(m: int) -> bool:
+    """Whether the largest tiles of m outputs fill the GPU once, and then less than half of it."""
+    return _PROCESSORS < -(-m // 128) < _PROCESSORS * 3 // 2
 
 
 def _of_more_rows(m: int, num_rows: int) -> SkinnyConstants:
@@ -64,8 +79,8 @@ def most_rows(w: torch.Tensor) -> int:
     if w.dtype == torch.float8_e4m3fn:
         return 32 if many else 64
     if many:
-        return 64
-    return 128 if 2048 < w.shape[1] <= 4096 else 16
+        return 16 if _leaves_few(w.shape[1]) else 64
+    return 128 if 3072 <= w.shape[1] <= 4096 else 16
 
 
 # Cached: a property of the device, asked by each product.

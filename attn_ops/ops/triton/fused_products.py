@@ -1,6 +1,6 @@
 """Products of few rows with what stands before and behind them, in one kernel.
 
-    y = (x + addend) * rsqrt(mean square + eps) * norm_weight        before, of the rows' K inputs
+    y = (x + addend) * rsqrt(mean square + eps) * (norm_weight + offset)   before: rows of K
     out = y @ w.T, or SiLU(y @ gate.T) * (y @ up.T)                  the product
     out + residual + addend                                          behind
 
@@ -47,6 +47,7 @@ def fused_kernel(
     stride_residual,
     stride_more,
     eps,
+    offset,  # added to norm_weight
     M,  # F if GATED
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -93,7 +94,7 @@ def fused_kernel(
             wide_TK = x_TK.to(tl.float32)
             square_TK += wide_TK * wide_TK
             norm_K = tl.load(norm_weight_ptr + begin + k_K, mask=begin + k_K < K, other=0.0)
-            x_TK = (wide_TK * norm_K.to(tl.float32)[None, :]).to(x_TK.dtype)
+            x_TK = (wide_TK * (norm_K.to(tl.float32) + offset)[None, :]).to(x_TK.dtype)
         if WIDEN:
             w_MK, x_TK = w_MK.to(tl.float32), x_TK.to(tl.float32)
         if ROWS_FIRST:
@@ -129,6 +130,7 @@ def launch_fused(
     *,
     addend: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
+    norm_offset: float = 0.0,
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
     gated: bool = False,
@@ -140,8 +142,8 @@ def launch_fused(
 
     Args:
         x, addend: [T, K], summed; rows with contiguous columns, as `residuals` have.
-        norm_weight: [K] of an RMSNorm of the sum, with `eps`. x times it, before it is divided by
-            the row's norm, must be in the range of x's dtype.
+        norm_weight: [K] of an RMSNorm of the sum, with `eps`; `norm_offset` is added to it. x times
+            the weight, before it is divided by the row's norm, must be in the range of x's dtype.
         bias: [M].
         gated: SiLU of the first half of the outputs, times the second half.
         residuals: up to two [T, outputs], summed, and added to the result.
@@ -181,6 +183,6 @@ def launch_fused(
             w,
             out if bias is None else bias.contiguous(),
             residual, more, num_rows, x.stride(0), stands_for.stride(0), w.stride(1),
-            residual.stride(0), more.stride(0), eps, outputs, **arguments,
+            residual.stride(0), more.stride(0), eps, norm_offset, outputs, **arguments,
         )  # fmt: skip
     return out

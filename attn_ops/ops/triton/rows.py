@@ -25,6 +25,7 @@ def rms_norm_kernel(
     stride_x,
     stride_addend,
     eps,
+    offset,  # added to the weight
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
@@ -42,6 +43,7 @@ def rms_norm_kernel(
         tl.store(sum_ptr + row * K + k_K, x_K, mask=inside_K)
     wide_K = x_K.to(tl.float32)
     weight_K = tl.load(weight_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
+    weight_K += offset
     y_K = wide_K * tl.rsqrt(tl.sum(wide_K * wide_K, 0) / K + eps) * weight_K
     tl.store(out_ptr + row * K + k_K, y_K.to(out_ptr.dtype.element_ty), mask=inside_K)
 
@@ -66,7 +68,11 @@ def silu_mul_kernel(
 
 
 def launch_rms_norm(
-    x: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    addend: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + addend [T, K], and its norm, contiguous; T is at least 1. Columns are contiguous."""
     num_rows, k = x.shape
@@ -76,8 +82,8 @@ def launch_rms_norm(
     block = triton.next_power_of_2(k)
     with torch.cuda.device_of(x):
         quick(rms_norm_kernel, (num_rows,))(
-            out, total, x, added, weight.contiguous(), x.stride(0), added.stride(0), eps, K=k,
-            BLOCK_K=block,
+            out, total, x, added, weight.contiguous(), x.stride(0), added.stride(0), eps, offset,
+            K=k, BLOCK_K=block,
             HAS_ADDEND=addend is not None, num_warps=min(max(block // 512, 1), 16),
             **early_launch(x.device),
         )  # fmt: skip

@@ -40,3 +40,17 @@ def test_wrong_scales_are_still_refused():
     oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
     with oblivious, traced_for_any_size(), pytest.raises(RuntimeError, match="scal"):
         product(columns=3)
+
+
+def test_views_of_any_number_of_rows_overlap():
+    """Inductor asks so before it writes in place, as every third column of Qwen3.5's RoPE."""
+    from torch._inductor.fx_passes import reinplace
+
+    env = ShapeEnv()
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = FakeTensorMode(shape_env=env).from_tensor(torch.empty(7, K), symbolic_context=context)
+    known = torch.empty(4, K)
+    with traced_for_any_size():
+        assert reinplace.compute_overlapping_tensors([x, x]) == {0, 1}
+        assert reinplace.compute_overlapping_tensors([known[:, :3], known[:, 3:]]) == set()
+    assert not env.guards

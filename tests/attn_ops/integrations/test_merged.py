@@ -11,6 +11,7 @@ from attn_ops.integrations.merged import MergedSlice, merge_projections
 from attn_ops.integrations.merged_views import check_merged
 from graphs import DecodeSession
 from tests.kit.models import build_model
+from tests.kit.state_models import build_state_model
 
 
 def test_assigned_weights_reach_the_merged_product():
@@ -111,7 +112,7 @@ def test_quantized_weights_are_left_alone_unasked():
     assert merged.why_unmerged(model, cuda, compiled=True) is None
     model.q_proj.weight = nn.Parameter(torch.ones(4, 4).as_subclass(Wrapped))
     assert merged.why_unmerged(model, cuda, compiled=True) == "the weights are quantized"
-    assert "no layers are siblings named q_proj" in str(
+    assert "no layers are siblings by the names" in str(
         merged.why_unmerged(nn.Linear(2, 2), cuda, compiled=True)
     )
 
@@ -134,6 +135,26 @@ def test_merging_changes_no_eager_number_and_no_key(make_model, make_prompts, na
     assert [n for n, _ in model.named_parameters()] == names
     assert all(torch.equal(after[n], state[n]) for n in state)
     assert merge_projections(model) == 0, "merging again changes nothing"
+
+
+STATES = {  # of layers with a state: groups, and the siblings of one
+    "qwen3_next": (8, "in_proj_qkvz_in_proj_ba"),
+    "qwen3_5_text": (8, "in_proj_qkv_in_proj_z_in_proj_b_in_proj_a"),
+    "olmo_hybrid": (8, "q_proj_k_proj_v_proj_a_proj_b_proj_g_proj"),
+    "kimi_linear": (8, "q_proj_k_proj_v_proj_b_proj_g_a_proj"),
+    "bailing_hybrid": (8, "q_proj_k_proj_v_proj_b_proj_g_proj"),
+    "lfm2": (5, "w1_w3"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_siblings_are_in_one_group_each(name):
+    model = build_state_model(name)
+    groups, siblings = STATES[name]
+    assert merge_projections(model) == groups
+    found = [n for n, _ in model.named_modules() if n.endswith("_merged")]
+    assert len(found) == groups
+    assert any(n.endswith(f".{siblings}_merged") for n in found)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -73,6 +73,20 @@ def test_norm_of_a_sum_and_a_gate(rows, k, f):
     close(launch(x, w, addend=residual, norm_weight=weight, eps=EPS, gated=True), wanted)
 
 
+def test_a_number_added_to_the_weight():
+    """Gemma's norms: by the kernels and by what stands for them."""
+    x, residual, weight, w, down = inputs(3, 64, 40)
+    wanted = normed(x, weight.double() + 1) @ w.double()
+    close(launch(x, w, norm_weight=weight, norm_offset=1.0, eps=EPS), wanted)
+    close(norm_mm(x, weight, EPS, w, norm_offset=1.0), wanted)
+    wanted = mlp(x, residual, weight.double() + 1, w, down)
+    close(gated_mlp(x, residual, weight, EPS, w, down, norm_offset=1.0), wanted, 4e-2)
+    from attn_ops.ops.triton.rows import launch_rms_norm
+
+    rows = launch_rms_norm(x, None, weight, EPS, 1.0)[1]
+    torch.testing.assert_close(rows.double(), normed(x, weight.double() + 1), atol=2e-2, rtol=2e-2)
+
+
 def test_vectors_with_strides():
     """A norm's weight and a bias that are columns of something else."""
     from attn_ops.ops.triton.rows import launch_rms_norm

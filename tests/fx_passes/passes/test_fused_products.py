@@ -19,7 +19,13 @@ def norm(x, g, eps=1e-6):
     return g * wide.to(x.dtype)
 
 
-def mlp(x, g, w, d, act=functional.silu):
+def norm_of_gemma(x, g, eps=1e-6):
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (1.0 + g.float())).type_as(x)
+
+
+def mlp(x, g, w, d, act=functional.silu, norm=norm):
     h = x.sin() + x
     both = functional.linear(norm(h, g), w)
     return h + functional.linear(act(both[..., :48]) * both[..., 48:], d)
@@ -129,10 +135,29 @@ def test_other_norms_are_left(aten_graph, contract, other):
     run(NormProducts, contract, aten_graph, function, X, G, W, matches=0)
 
 
-def test_a_weight_of_one_more(aten_graph, contract):
-    """Gemma's: the sum is computed in front."""
-    after = run(NormProducts, contract, aten_graph, lambda x, g, w: norm(x, 1 + g) @ w.t(), X, G, W)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_of_one_more(aten_graph, contract, dtype):
+    """Gemma's and Qwen3.5's."""
+    args = [t.to(dtype) for t in (X, G, W, D)]
+
+    def function(x, g, w):
+        return norm_of_gemma(x, g) @ w.t()
+
+    after = run(NormProducts, contract, aten_graph, function, *args[:3])
     assert "attn_ops.norm_mm" in after
+    assert "norm_offset = 1.0" in after
+    assert "aten.add" not in after
+    after = run(FusedMlp, contract, aten_graph, lambda *a: mlp(*a, norm=norm_of_gemma), *args)
+    assert "attn_ops.gated_mlp" in after
+    assert "norm_offset = 1.0" in after
+    assert "aten.rsqrt" not in after
+
+
+def test_a_sum_that_is_rounded_is_computed_in_front(aten_graph, contract):
+    args = [t.to(torch.bfloat16) for t in (X, G, W)]
+    after = run(NormProducts, contract, aten_graph, lambda x, g, w: norm(x, 1 + g) @ w.t(), *args)
+    assert "attn_ops.norm_mm" in after
+    assert "norm_offset" not in after
 
 
 @pytest.mark.skipped_when(

@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """A type of every rule: gated delta rule, KDA, Mamba-2 (twice), convolutions alone, Mamba."""
 
 
-_DEFAULT = {"layer_types": None, "vocab_size": 32000}
+_DEFAULT = {"layer_types": None, "vocab_size": 32000, "max_position_embeddings": 4096}
 _QWEN = _DEFAULT | {
     "hidden_size": 2048,
     "num_attention_heads": 16,
@@ -71,6 +71,7 @@ REAL: dict[str, dict[str, Any]] = {
     "kimi_linear": _LATENT
     | {
         "vocab_size": 32000,
+        "max_position_embeddings": 4096,
         "hidden_size": 2304,
         "intermediate_size": 9216,
         "num_attention_heads": 32,
@@ -84,6 +85,7 @@ REAL: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {
         "vocab_size": 32000,
+        "max_position_embeddings": 4096,
         "hidden_size": 4096,
         "intermediate_size": 21504,
         "num_attention_heads": 32,

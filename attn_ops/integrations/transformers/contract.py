@@ -275,7 +275,7 @@ def _check_state_layers(run: Run, names: dict[int, str]) -> None:
     for layer, args, kwargs in run.state_layers:
         specs = [spec for spec in run.states if spec.place[1] == layer.layer_idx]
         own, ours = in_both_ways(layer, args, kwargs, specs)
-        if own.shape != ours.shape or differ(own[0], ours[0]):
+        if own.shape != ours.shape or differ(own[0], ours[0], own.dtype):
             raise ValueError(
                 f"{names[id(layer)]} must compute what {', '.join(OURS)} say, as "
                 "attn_ops.ops.states documents them, got a layer whose own code computes another "

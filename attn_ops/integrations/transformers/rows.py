@@ -52,6 +52,7 @@ class Run:
     """What one forward showed."""
 
     calls: list[ProbedCall]
+    dtype: torch.dtype  # of the model; logits are often made wider at its end
     logits: torch.Tensor  # [R, V]
     rows: torch.Tensor  # [T]: number of each row in the first run
     logits_rows: torch.Tensor  # [R]
@@ -174,7 +175,9 @@ class Probes:
                     f"{rows.numel()} tokens; supported: no virtual tokens (prompt tuning)"
                 )
         check_logits(logits, wanted.numel())
-        return Run(probe.calls, logits[0], rows, wanted, probe.states, probe.state_layers)
+        return Run(
+            probe.calls, self.model.dtype, logits[0], rows, wanted, probe.states, probe.state_layers
+        )
 
 
 def module_names(model: Any) -> dict[int, str]:
@@ -284,7 +287,7 @@ def _first_difference(first: Run, second: Run, spoilt: int | None) -> tuple[str,
     before = first.logits[second.rows[second.logits_rows[kept]]]
     pairs.append(("row of logits", before, second.logits[kept]))
     for name, before, now in pairs:
-        kind = differ(before, now)
+        kind = differ(before, now, first.dtype)
         if kind:
             return name, kind
     return None
@@ -295,7 +298,7 @@ def _of_row_alone(one: Run, other: Run, row: int) -> str | None:
 
     Both runs are of the same rows in the same order, so only rounding may differ.
     """
-    tolerance = 1e-5 if _is_exact(one.logits.dtype) else 2e-2
+    tolerance = 1e-5 if _is_exact(one.dtype) else 2e-2
     rows = torch.arange(one.rows.numel(), device=one.rows.device)
     pairs = [
         (name, rows, x, y) for (name, x), (_, y) in zip(one.traces(), other.traces(), strict=False)
@@ -308,8 +311,11 @@ def _of_row_alone(one: Run, other: Run, row: int) -> str | None:
     return None
 
 
-def differ(before: torch.Tensor, now: torch.Tensor) -> str:
-    """Compare [T, ...] row by row: "" for equal, "all" where each row is NaN, else "some"."""
+def differ(before: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> str:
+    """Compare [T, ...] row by row: "" for equal, "all" where each row is NaN, else "some".
+
+    Both are computed in `dtype`, whatever they are.
+    """
     if not before.numel():
         return ""
     if before.shape != now.shape:
@@ -320,7 +326,7 @@ def differ(before: torch.Tensor, now: torch.Tensor) -> str:
         return "all" if lost.equal(known) else "some"
     if not known.any():
         return ""
-    is_exact = _is_exact(before.dtype)
+    is_exact = _is_exact(dtype)
     changed = _changed(before[known], now[known], 1e-3 if is_exact else 5e-2)
     # In low precision a router's tie may fall the other way for a few rows.
     return "some" if changed.float().mean() > (0 if is_exact else 0.25) else ""

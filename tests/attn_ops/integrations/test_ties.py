@@ -63,3 +63,26 @@ def test_routers_that_see_other_rows_are_refused(monkeypatch):
     with_scores(monkeypatch, lambda y: y - y.mean(0, keepdim=True))
     with pytest.raises(ValueError, match="rows of a batch must meet in attention only"):
         session(model)
+
+
+class Wide(torch.nn.Module):
+    """A head whose logits are made float32 behind products that round by the number of rows."""
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.head(x)
+        noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(y.shape[1]))
+        return (y + 0.005 * y.abs().max() * noise.to(y.dtype)).float()
+
+
+def test_wide_logits_of_a_narrow_model_may_be_rounded():
+    """As Nemotron-H makes them."""
+    model = mixtral(layers=1)
+    model.lm_head = Wide(model.lm_head)
+    session(model)
+    model.float()
+    with pytest.raises(ValueError, match="rows of a batch must meet in attention only"):
+        session(model)

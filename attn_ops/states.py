@@ -27,6 +27,7 @@ class StateSpec:
     shape: tuple[int, ...]  # of a request
     dtype: torch.dtype
     prompt_dt: tuple[float | None, float | None] = (None, None)  # see `ssd_state_update`
+    by_columns: bool = False  # in memory: what kernels sum over lies side by side
 
     @property
     def num_bytes(self) -> int:
@@ -35,12 +36,13 @@ class StateSpec:
 
 
 def allocated(spec: StateSpec, num_slots: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[P, *shape] of zeros. Inputs of a convolution have channels beside each other in memory.
+    """[P, *shape] of zeros; `by_columns` with the last two dimensions in the other order in memory.
 
-    So a kernel reads an input of many channels at once, as it does of new rows.
+    So a kernel reads an input of many channels of a convolution at once, as it does of new rows,
+    and a warp holds whole columns of a delta rule's state, which it sums over.
     """
     order = list(range(1 + len(spec.shape)))
-    if spec.place[0] == "conv":
+    if spec.by_columns:
         order[-2:] = reversed(order[-2:])
     sizes = (num_slots, *spec.shape)
     return torch.empty_permuted(sizes, order, dtype=spec.dtype, device=device).zero_()

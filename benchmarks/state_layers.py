@@ -89,8 +89,13 @@ def conv(rows: int, slots: int, device: str, dtype: torch.dtype, channels: int =
     """4 inputs of each channel."""
     new = _Numbers(device, dtype)
     given = (new(rows, channels), new(channels, 4), None, "silu")
-    states = allocated(StateSpec(("conv", 0, 0), (channels, 3), dtype), slots + 1, device)
-    return Layer(ops.causal_conv1d_update, given, states.normal_())
+    return Layer(ops.causal_conv1d_update, given, _columns((channels, 3), dtype, slots, device))
+
+
+def _columns(shape: tuple[int, ...], dtype: torch.dtype, slots: int, device: str) -> torch.Tensor:
+    """States as a `StatePool` has them that are held by columns."""
+    spec = StateSpec(("recurrent", 0, 0), shape, dtype, by_columns=True)
+    return allocated(spec, slots + 1, device).normal_()
 
 
 def delta(
@@ -101,7 +106,7 @@ def delta(
     keys = max(1, heads // 2)
     inputs = (new(rows, keys, size), new(rows, keys, size), new(rows, heads, size))
     gates = (-new(rows, heads, dtype=torch.float32).abs(), new(rows, heads).sigmoid())
-    states = new(slots + 1, heads, size, size, dtype=torch.float32)
+    states = _columns((heads, size, size), torch.float32, slots, device)
     return Layer(ops.gated_delta_rule, (*inputs, *gates, True), states)
 
 
@@ -111,7 +116,7 @@ def kda(
     new = _Numbers(device, dtype)
     inputs = [new(rows, heads, size) for _ in range(3)]
     gates = (-new(rows, heads, size, dtype=torch.float32).abs(), new(rows, heads).sigmoid())
-    states = new(slots + 1, heads, size, size, dtype=torch.float32)
+    states = _columns((heads, size, size), torch.float32, slots, device)
     return Layer(ops.kda, (*inputs, *gates, True), states)
 
 

@@ -63,8 +63,10 @@ class State:
             raise ValueError(f"a part of a state must be state[:, number], got {index}")
         return self.cache.state((kind, layer, number))
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The pool, of states of this shape."""
+    def tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, by_columns: bool = False
+    ) -> torch.Tensor:
+        """The pool, of states of this shape, in memory as `StateSpec` says."""
         return self.pool
 
     def to(self, *args: Any, **kwargs: Any) -> "State":
@@ -219,8 +221,10 @@ class ProbedState(State):
         self.place, self.cache, self.probe, self.batch = place, cache, probe, batch
         self.prompt_lens, self.prompt_dt = None, (None, None)
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        self.probe.states.append(StateSpec(self.place, shape, dtype))
+    def tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, by_columns: bool = False
+    ) -> torch.Tensor:
+        self.probe.states.append(StateSpec(self.place, shape, dtype, by_columns=by_columns))
         device = self.batch[0].device
         return torch.full((NULL_SLOT + 2, *shape), float("nan"), dtype=dtype, device=device)
 
@@ -238,7 +242,7 @@ def _causal_conv1d_update(
 ) -> torch.Tensor:
     """hidden_states [T, C, 1]."""
     shape = (weight.shape[0], weight.shape[-1] - 1)
-    pool = conv_state.tensor(shape, hidden_states.dtype)
+    pool = conv_state.tensor(shape, hidden_states.dtype, by_columns=True)
     x_TC = hidden_states.squeeze(-1)
     out_TC = ops.causal_conv1d_update(x_TC, weight, bias, activation, pool, *conv_state.batch)
     # By unsqueeze(-1) a reshape that follows would ask whether T is 1.
@@ -258,7 +262,8 @@ def _delta_rule(
 ) -> tuple[torch.Tensor, State]:
     """query, key [T, 1, G, K], value [T, 1, H, V], g [T, 1, H] or [T, 1, H, K], beta [T, 1, H]."""
     q, k, v, g, beta = (x.squeeze(1) for x in (query, key, value, g, beta))
-    pool = initial_state.tensor((v.shape[1], k.shape[2], v.shape[2]), torch.float32)
+    shape = (v.shape[1], k.shape[2], v.shape[2])
+    pool = initial_state.tensor(shape, torch.float32, by_columns=True)
     rule = ops.gated_delta_rule if g.dim() == 2 else ops.kda
     out = rule(q, k, v, g, beta, use_qk_l2norm_in_kernel, pool, *initial_state.batch)
     return out.unsqueeze(1), initial_state
@@ -367,10 +372,7 @@ def state_specs(model: Any) -> list[StateSpec]:
         positions = torch.arange(2, device=device)[None]
         model(input_ids=ids, position_ids=positions, attn_metadata=probe, kv_caches=[], **more)
     limits = {index: _prompt_dt(layer) for index, layer in layers.items()}
-    return [
-        StateSpec(spec.place, spec.shape, spec.dtype, limits[spec.place[1]])
-        for spec in probe.states
-    ]
+    return [dataclasses.replace(spec, prompt_dt=limits[spec.place[1]]) for spec in probe.states]
 
 
 def cache_name(model: Any) -> str:

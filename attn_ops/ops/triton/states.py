@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 TILES: dict[str, Tile] = {
     "causal_conv1d": Tile(512, 4),
     "gated_delta_rule": Tile(4096, 4),
-    "kda": Tile(2048, 2),
+    "kda": Tile(4096, 4),
     "ssd": Tile(4096, 4),
     "selective": Tile(4096, 2),
 }

@@ -36,8 +36,12 @@ def test_the_states_of_layers():
     half = copy.deepcopy(model).bfloat16()
     dtypes = {spec.place[0]: spec.dtype for spec in integration.state_specs(half)}
     assert dtypes == {"conv": torch.bfloat16, "recurrent": torch.float32}
-    limits = {s.prompt_dt for s in integration.state_specs(build_state_model("nemotron_h"))}
-    assert limits == {(0.001, None)}
+    specs = integration.state_specs(build_state_model("nemotron_h"))
+    assert {spec.prompt_dt for spec in specs} == {(0.001, None)}
+    assert {spec.place[0]: spec.by_columns for spec in specs} == {"conv": True, "recurrent": False}
+    pool = StatePool(integration.state_specs(model), num_requests=2)
+    assert pool.tensors["conv", 0, 0].stride() == (3 * 128, 1, 128)
+    assert pool.tensors["recurrent", 0, 0].stride() == (4 * 256, 256, 1, 16)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "nemotron_h"])

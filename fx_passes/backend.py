@@ -5,6 +5,7 @@ Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeli
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -96,7 +97,10 @@ def attn_ops(
         inductor_mended(),
         strides_ordered_without_guards(),
         early.compiling(),
+        warnings.catch_warnings(),
     ):
+        # Of RoPE's angles, which a model computes in float32 for good reason.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         try:
             compiled = compile_regions(gm, example_inputs, compile_piece)
             if keeper is not None:

@@ -1,11 +1,13 @@
 """The pipeline: order, third parties' passes, cache key, the user's pass and options."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 
+import fx_passes.backend
 from fx_passes import (
     PassConfig,
     options,
@@ -171,3 +173,25 @@ def test_options_run_our_passes_in_plain_inductor():
 
 def test_the_backend_is_known_by_name():
     assert "attn_ops" in torch._dynamo.list_backends(), "install the distribution: make setup"
+
+
+def test_torch_gives_no_advice_about_tensor_cores(monkeypatch):
+    """RoPE's angles are float32 products: nothing a user should change."""
+    compile_fx = fx_passes.backend.compile_fx
+
+    def advises(*args, **more):
+        warnings.warn(
+            "TensorFloat32 tensor cores for float32 matrix multiplication ...", stacklevel=2
+        )
+        warnings.warn("something else", stacklevel=2)
+        return compile_fx(*args, **more)
+
+    monkeypatch.setattr("fx_passes.backend.compile_fx", advises)
+    torch._dynamo.reset()
+    run = torch.compile(torch.sin, backend="attn_ops")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run(torch.ones(2))
+    texts = [str(one.message) for one in found]
+    assert "something else" in texts
+    assert not any("TensorFloat32" in text for text in texts)

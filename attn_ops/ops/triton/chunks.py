@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.ops.triton.state_rows import Batch, step_size
 
 LONG = 32
@@ -433,12 +433,12 @@ def launch_delta_rule(
     with torch.cuda.device_of(out):
         # Of a request: as many as it may have blocks, but few programs that find nothing to do.
         programs = min(triton.cdiv(num_rows, block_rows), max(4, 256 // long))
-        delta_rule_blocks_kernel[(programs, heads, long)](
+        quick(delta_rule_blocks_kernel, (programs, heads, long))(
             *parts, q, k, v, g, beta, *places, *strides,
             GROUP=heads // q.shape[1], BLOCK_V=max(16, triton.next_power_of_2(size)),
             SCALE=keys**-0.5, NORMALIZED=normalized, **shared, **early_launch(out.device),
         )  # fmt: skip
-        delta_rule_chunks_kernel[(triton.cdiv(size, block), heads, long)](
+        quick(delta_rule_chunks_kernel, (triton.cdiv(size, block), heads, long))(
             out, *parts, states, *places, states.stride(), BLOCK_V=block, **shared,
             **early_launch(out.device),
         )  # fmt: skip
@@ -466,7 +466,7 @@ def launch_ssd(
     strides = [(0,) if x is None else x.stride() for x in tensors]
     slots, starts, seq_lens = (x.contiguous() for x in batch[:3])
     with torch.cuda.device_of(out):
-        ssd_chunks_kernel[(triton.cdiv(size, block), heads, _most_long(x, slots))](
+        quick(ssd_chunks_kernel, (triton.cdiv(size, block), heads, _most_long(x, slots)))(
             out, *tensors, slots, starts, seq_lens, slots.numel(), *strides,
             H=heads, GROUP=heads // groups, V=size, N=width, BLOCK_V=block, BLOCK_N=padded,
             ROWS=ROWS, LONG=LONG, SOFTPLUS=softplus, DT_MIN=limits[0], DT_MAX=limits[1],

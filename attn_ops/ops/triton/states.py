@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.ops.triton import chunks
 from attn_ops.ops.triton.state_rows import (
     Batch,
@@ -53,8 +53,11 @@ bytes of every input in bfloat16, and the most whose weights a thread reads from
 """
 
 
-ROWS = 64
-"""Of a prompt, that a program of a convolution goes through; more in prompts of more than 1,024."""
+ROWS = 16
+"""Of a prompt, that a program of a convolution goes through, one after the other."""
+
+MOST_PARTS = 512
+"""Of the prompts of a step, unless each request has 16: parts that nothing is in cost time, too."""
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -441,7 +444,8 @@ def launch_causal_conv1d(
     packed = length in (2, 4) and weight.is_contiguous() and weight.data_ptr() % 8 == 0
     packed = packed and length * weight.itemsize == 8
     more_rows = x.shape[0] - batch[0].numel()  # than one a request: there is a prompt
-    blocks = min(16, max(1, triton.cdiv(more_rows, ROWS)))
+    most = max(16, MOST_PARTS // max(1, batch[0].numel()))
+    blocks = min(most, max(1, triton.cdiv(more_rows, ROWS)))
     return _launch(
         causal_conv1d_kernel, x, (triton.cdiv(channels, block), blocks), (x, weight, bias), states,
         batch, num_warps=tile.warps, C=channels, L=length, BLOCK_C=block, SILU=silu, PACKED=packed,
@@ -563,7 +567,7 @@ def _launch(
     strides = [(0,) if x is None else x.stride() for x in (*tensors, states)]
     accumulator = tl.float64 if like.dtype == torch.float64 else tl.float32
     with torch.cuda.device_of(out):  # Triton launches on the current device
-        kernel[(*programs, slots.numel())](
+        quick(kernel, (*programs, slots.numel()))(
             out, *tensors, states, slots, starts, seq_lens, kept, out.shape[0], *strides,
             ACC=accumulator, **constants, **early_launch(out.device),
         )  # fmt: skip

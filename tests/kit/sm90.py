@@ -40,6 +40,7 @@ class Compiled:
     ptx: str
     pointers: dict[int, str]  # parameters that are addresses, by place
     launched_early: bool
+    constants_alone_by_name: bool  # so that `quick` may keep it
 
 
 @contextlib.contextmanager
@@ -53,8 +54,9 @@ def compiling() -> Iterator[list[Compiled]]:
         name = f"{self.fn.__module__}.{self.fn.__name__}"
         pointers = _pointers(kernel.src)
         early = bool(kwargs.get("launch_pdl"))
+        rest = all(parameter.is_constexpr for parameter in self.params[len(args) :])
         # None: a launcher that kept the kernel would launch it the next time.
-        found.append(Compiled(name, kernel.asm["ptx"], pointers, early))
+        found.append(Compiled(name, kernel.asm["ptx"], pointers, early, rest))
 
     def without_binary(self: Any, made: dict[str, Any], *args: Any) -> None:
         stages(self, made, *args)

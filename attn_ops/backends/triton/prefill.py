@@ -38,7 +38,7 @@ from attn_ops.backends.triton.tiles import (
     readable,
     widened,
 )
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 
 MAX_SPLIT_ROWS = 64
@@ -656,7 +656,7 @@ def _attend(
     arguments, flags = option_arguments(options, unused=out)
     num_head_tiles = keys.num_kv_heads * triton.cdiv(group, heads)
     num_row_tiles = num_rows // (block_m // heads) + common.num_reqs + 1
-    prefill_kernel[(num_row_tiles * num_head_tiles, launch.num_splits)](
+    quick(prefill_kernel, (num_row_tiles * num_head_tiles, launch.num_splits))(
         part,
         part_lse,
         q,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_ops.early_launch import is_in_turn, why_not_early
 
@@ -87,4 +88,11 @@ def _alike(x: Any) -> Any:
         return float
     if isinstance(x, torch.Tensor):
         return (x.dtype, x.data_ptr() % 16 == 0)
+    if kind is TensorDescriptor:
+        rest = (v for name, v in vars(x).items() if name not in _OF_A_LAUNCH)
+        return (x.base.dtype, *x.block_shape, *rest)
     return tuple(map(_alike, x)) if kind is tuple else x
+
+
+_OF_A_LAUNCH = ("base", "shape", "strides", "block_shape")
+"""Of a descriptor: not compiled for, but for the last one, which is a list."""

@@ -234,7 +234,9 @@ GROUPS: dict[str, Callable[[], None]] = {
 def described(kernel: Compiled) -> dict[str, object]:
     free = NEVER_WRITTEN.get(kernel.name, {"w_ptr"} if "faulty" in kernel.name else set())
     wrong = faults(kernel.ptx, kernel.pointers, free)
-    return {"name": kernel.name, "early": kernel.launched_early, "faults": wrong}
+    by_position = kernel.constants_alone_by_name
+    said = {"name": kernel.name, "early": kernel.launched_early, "faults": wrong}
+    return said | {"by_position": by_position}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_ops.early_launch.triton import launch
 from attn_ops.early_launch.triton.launch import quick
@@ -86,3 +87,18 @@ def test_a_value_that_is_given_by_name_is_not_kept():
     for a in (3, 5):
         quick(kernel, (1,))(X, 3, A=a, B=1)
     assert kernel.num_asked == 2
+
+
+def test_descriptors_are_alike_by_their_blocks_and_dtypes():
+    """Not by what they describe, which is another tensor in every launch."""
+    kernel = Kernel()
+
+    def of(rows: int, block: int, dtype: torch.dtype = torch.float16) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(torch.zeros(rows, 64, dtype=dtype), [block, 64])
+
+    for rows in (32, 48):
+        quick(kernel, (1,))(X, of(rows, 16), B=1, A=2)
+    assert (kernel.num_asked, len(kernel.launches)) == (1, 1)
+    quick(kernel, (1,))(X, of(32, 32), B=1, A=2)
+    quick(kernel, (1,))(X, of(32, 16, torch.bfloat16), B=1, A=2)
+    assert kernel.num_asked == 3

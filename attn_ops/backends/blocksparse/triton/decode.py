@@ -27,7 +27,7 @@ from attn_ops.backends.triton.decode import (
 from attn_ops.backends.triton.decode_parts import combine_row, store_padding, store_range
 from attn_ops.backends.triton.tiles import LOG2_E, first_logits, readable
 from attn_ops.block_layout.tables import UNIT_HEADS
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 
 assert UNIT_HEADS == MAX_HEADS, "a unit of the tables is the query heads of a program"
@@ -257,7 +257,7 @@ def decode_attention(
     chosen, num_splits = work.constants, work.num_splits
     _, _, unit_starts, unit_entries = layout
     sizes = {"SPARSE_SIZE": sparse_size, "TILE": divisor(sparse_size, chosen.keys)}
-    decode_kernel[(max(common.num_reqs, q.shape[0]) * work.units, num_splits)](
+    quick(decode_kernel, (max(common.num_reqs, q.shape[0]) * work.units, num_splits))(
         work.out, work.part, work.part_lse, q, readable(kv_cache, options),
         common.query_start_loc, common.seq_lens, common.block_table_tensor,
         unit_starts, unit_entries,
@@ -288,7 +288,7 @@ def combine(
     """The parts of `work` into the requests' rows of its output and of `lse`."""
     padded_head_size = work.shape["PADDED_HEAD_SIZE"]
     names = ("NUM_HEADS", "GROUP", "HEADS", "HEAD_SIZE", "PADDED_HEAD_SIZE")
-    combine_kernel[(common.num_reqs, work.shape["NUM_HEADS"])](
+    quick(combine_kernel, (common.num_reqs, work.shape["NUM_HEADS"]))(
         work.out, work.part, work.part_lse, common.query_start_loc, common.seq_lens,
         unit_starts, unit_entries, unit_starts.shape[1] - 1, work.num_splits,
         work.out if lse is None else lse,

@@ -42,7 +42,7 @@ from attn_ops.backends.triton.tiles import (
     padded_head_size,
     widened,
 )
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.metadata import CommonAttentionMetadata
 
 
@@ -320,7 +320,7 @@ def prefill_attention(
     part, part_lse = empty_row_parts(out, q.shape, launch.num_splits)
     arguments, flags = option_arguments(options, unused=out)
     num_row_tiles = num_rows // block_m + 2 * common.num_reqs + 2
-    prefill_kernel[(num_row_tiles * num_heads, launch.num_splits)](
+    quick(prefill_kernel, (num_row_tiles * num_heads, launch.num_splits))(
         part, part_lse, q, keys.k, keys.v, *(rows or (keys.k, keys.v)),
         common.query_start_loc, common.seq_lens, keys.table,
         starts, columns, *q.stride()[:2], *keys.strides, starts.shape[1] - 1, common.num_reqs,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 
 LARGEST = tl.constexpr(448.0)
 """Of E4M3."""
@@ -233,7 +233,7 @@ def quantize_tokens(
     scale_SK = torch.empty(num_reqs, num_kv_heads, dtype=torch.float32, device=q.device)
     block_m, width = triton.next_power_of_2(group), triton.next_power_of_2(head_size)
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        quantize_tokens_kernel[(num_reqs, num_kv_heads)](
+        quick(quantize_tokens_kernel, (num_reqs, num_kv_heads))(
             out_TNH, scale_SK, q, query_start_loc, q.stride(0), q.stride(1),
             NUM_HEADS=num_heads, GROUP=group, HEAD_SIZE=head_size, PADDED_HEAD_SIZE=width,
             BLOCK_M=block_m, ROUND=knobs.runtime.interpret,

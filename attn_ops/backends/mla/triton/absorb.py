@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.backends.triton.tiles import widened
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -88,7 +88,7 @@ def absorb(
     launch = launch or absorb_launch(num_rows, q_nope.dtype)
     tile = min(launch.latents, max(triton.next_power_of_2(latent), 16))
     grid = (triton.cdiv(latent, tile), num_heads, triton.cdiv(num_rows, launch.rows))
-    absorb_kernel[grid](
+    quick(absorb_kernel, grid)(
         out,
         q_nope,
         w_uk,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 
 VALUES = 8192
 """Loaded at a time: 64 registers of a thread. Each further time is one more wait for memory."""
@@ -98,7 +98,7 @@ def combine(
     out = torch.empty(num_rows, num_heads, latent, dtype=dtype, device=part.device)
     columns = 64 if num_splits > 64 else 128 if num_splits > 16 else 512
     tile = min(triton.next_power_of_2(latent), columns)
-    combine_kernel[(num_rows * num_heads, triton.cdiv(latent, tile))](
+    quick(combine_kernel, (num_rows * num_heads, triton.cdiv(latent, tile)))(
         out,
         part,
         part_lse,

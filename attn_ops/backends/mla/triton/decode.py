@@ -27,7 +27,7 @@ from attn_ops.backends.mla.triton.launch import (
     has_room,
 )
 from attn_ops.backends.triton.tiles import LN_2, LOG2_E, num_sms, widened
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 
 
 @triton.jit(
@@ -251,7 +251,7 @@ def mla_parts(
     part = torch.empty(*shape, latent, dtype=dtype, device=ql_nope.device)
     part_lse = torch.empty(shape, dtype=torch.float32, device=part.device) if split else lse
     grid = max(num_reqs * row_tiles, triton.cdiv(num_rows * num_heads, launch.rows))
-    decode_kernel[(grid, num_splits)](
+    quick(decode_kernel, (grid, num_splits))(
         part,
         part if part_lse is None else part_lse,
         ql_nope,

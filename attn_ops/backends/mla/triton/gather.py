@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 
 ROWS = 32
 """Of a program."""
@@ -99,7 +99,7 @@ def gather_latents(
     if num_rows == 0 or num_reqs == 0:
         return
     scaled = fp8 is not None and kv_scale is not None
-    gather_kernel[(triton.cdiv(num_rows, ROWS),)](
+    quick(gather_kernel, (triton.cdiv(num_rows, ROWS),))(
         out,
         kv_cache if fp8 is None else kv_cache.view(fp8),
         block_table,

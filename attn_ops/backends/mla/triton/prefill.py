@@ -15,7 +15,7 @@ import triton.language as tl
 
 from attn_ops.backends.triton.prefill import find_request
 from attn_ops.backends.triton.tiles import LN_2, LOG2_E, widened
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def mla_prefill(
     launch = launch or prefill_launch(
         max_q, q.dtype, aligned=all(stride % 16 == 0 for stride in strides)
     )
-    prefill_kernel[(num_rows // launch.rows + num_reqs + 1, num_heads)](
+    quick(prefill_kernel, (num_rows // launch.rows + num_reqs + 1, num_heads))(
         out,
         q,
         k,

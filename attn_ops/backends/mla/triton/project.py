@@ -14,7 +14,7 @@ from attn_ops.backends.mla.triton.combine import combine, merged_parts
 from attn_ops.backends.mla.triton.decode import Parts, mla_parts
 from attn_ops.backends.mla.triton.launch import DecodeLaunch
 from attn_ops.backends.triton.tiles import LN_2, widened
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 
 MAX_PASSES = 2
 """Over the ranges, that `project` makes itself: each waits for memory, in every program of a head.
@@ -168,7 +168,7 @@ def combine_project(
     split = parts.lse is not None
     out = torch.empty(num_rows, num_heads, value, dtype=dtype, device=device)
     grid = (triton.cdiv(value, chosen.values), num_heads, triton.cdiv(num_rows, chosen.rows))
-    project_kernel[grid](
+    quick(project_kernel, grid)(
         out,
         parts.part,
         parts.lse if parts.lse is not None else out,

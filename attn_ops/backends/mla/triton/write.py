@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def write_latents(
         return
     scaled = fp8 is not None and scale is not None
     with torch.cuda.device_of(kv_cache):
-        write_kernel[(slots.shape[0],)](
+        quick(write_kernel, (slots.shape[0],))(
             kv_cache if fp8 is None else kv_cache.view(fp8),
             kv_c,
             k_pe,

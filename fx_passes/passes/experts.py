@@ -14,7 +14,16 @@ from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 from fx_passes.config import PassConfig
 from fx_passes.passes.expert_gates import Gate, gate_of, same_of
-from fx_passes.passes.rms_norms import CONVERT, factors, is_tensor
+from fx_passes.passes.rms_norms import (
+    CONVERT,
+    as_rows,
+    behind_views,
+    factors,
+    is_tensor,
+    is_whole,
+    sizes_of,
+    terms,
+)
 
 _EXPERTS = torch.ops.attn_ops.experts.default
 _DIVIDE = aten.div.Tensor_mode
@@ -60,7 +69,8 @@ class Experts(Pass):
 
     Transformers sorts pairs of a row and an expert, gathers rows, multiplies them by two grouped
     products and puts them back: a dozen kernels, made for hundreds of rows an expert. The operator
-    has four, which read the weights of chosen experts once where there are few rows.
+    has four, which read the weights of chosen experts once where there are few rows. What the
+    result is added to, such as a layer's input, is added by the last of them.
 
     Before::
 
@@ -125,6 +135,8 @@ class Experts(Pass):
             except NotExpertsError as error:
                 reasons |= dict.fromkeys(_grouped_behind(node), str(error))
         if matches:
+            for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+                _add_inside(graph, node)
             graph.eliminate_dead_code()
         for node in graph.nodes:
             if _is_grouped(node):
@@ -458,6 +470,29 @@ def _by_row(graph: Graph, flat: Node, sizes: list[Any]) -> Node:
     view = graph.call_function(aten.view.default, (flat, sizes))
     view.meta["val"] = value_of(flat).view(-1, top_k)
     return view
+
+
+def _add_inside(graph: Graph, total: Node) -> None:
+    """Let `experts` add what nothing else than `total` adds its result to."""
+    for part, addend in terms(total):
+        experts = behind_views(part)
+        alone = all(len(node.users) == 1 for node in (part, experts))
+        if not alone or experts.target is not _EXPERTS or "residual" in experts.kwargs:
+            continue
+        x, sizes = cast(Node, experts.args[0]), sizes_of(part)
+        flat = value_of(total).dim() == 2
+        if not is_whole(value_of(addend)) or not (flat or (sizes and sizes_of(x))):
+            continue
+        with graph.inserting_before(total):
+            named = {**experts.kwargs, "residual": as_rows(graph, addend, x)}
+            new = graph.create_node("call_function", _EXPERTS, experts.args, named, name="experts")
+            new.meta["val"] = result = value_of(experts)
+            if not flat:
+                new = graph.call_function(aten.view.default, (new, sizes))
+                new.meta["val"] = result.view(value_of(total).shape)
+        total.replace_all_uses_with(new)
+        graph.erase_node(total)
+        return
 
 
 def _ends(end: Node, dtype: torch.dtype) -> list[Node]:

@@ -6,7 +6,6 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.analysis.graph_ops import aten
-from fx_passes.analysis.sizes import equal
 from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
 from fx_passes.config import PassConfig
@@ -18,12 +17,12 @@ from fx_passes.passes.rms_norms import (
     fuses,
     gated_of,
     half_of,
-    is_tensor,
     is_whole,
     norm_arguments,
     norm_before,
     product_of,
     sizes_of,
+    terms,
 )
 
 _MLP = torch.ops.attn_ops.gated_mlp.default
@@ -131,7 +130,7 @@ class FusedMlp(Pass):
 
 def _mlp_of(node: Node) -> Mlp | None:
     """What ends in the addition `node`."""
-    for total, product in _terms(node):
+    for total, product in terms(node):
         down = product_of(behind_views(product))
         if down is None or down.bias is not None:
             continue
@@ -145,7 +144,7 @@ def _mlp_of(node: Node) -> Mlp | None:
         if not half_of(pair[0], merged, second=False) or not half_of(pair[1], merged, second=True):
             continue
         norm = norm_before(up.x)
-        if norm is None or norm.source is not total or len(_terms(total)) != 2:
+        if norm is None or norm.source is not total or len(terms(total)) != 2:
             continue
         flat = value_of(total).dim() == 2
         if not flat and (sizes_of(up.x) is None or sizes_of(product) is None):
@@ -153,18 +152,6 @@ def _mlp_of(node: Node) -> Mlp | None:
         if all(is_whole(value_of(x)) for x in (total, *cast(tuple[Node, ...], total.args))):
             return Mlp(total, norm, up, down, product)
     return None
-
-
-def _terms(node: Node) -> list[tuple[Node, Node]]:
-    """Both orders of a sum of two tensors of one shape and dtype."""
-    if node.target is not aten.add.Tensor or node.kwargs:
-        return []
-    a, b = cast(tuple[Node, Node], node.args)
-    if not is_tensor(a) or not is_tensor(b):
-        return []
-    x, y = value_of(a), value_of(b)
-    same = x.dtype == y.dtype and equal(tuple(x.shape), tuple(y.shape))
-    return [(a, b), (b, a)] if same else []
 
 
 def _read_between(mlp: Mlp, end: Node) -> str | None:

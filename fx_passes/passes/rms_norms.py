@@ -133,6 +133,18 @@ def factors(node: Any) -> list[tuple[Node, Node]]:
     return [(a, b), (b, a)] if is_tensor(a) and is_tensor(b) else []
 
 
+def terms(node: Node) -> list[tuple[Node, Node]]:
+    """Both orders of a sum of two tensors of one shape and dtype."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return []
+    a, b = cast(tuple[Node, Node], node.args)
+    if not is_tensor(a) or not is_tensor(b):
+        return []
+    x, y = value_of(a), value_of(b)
+    same = x.dtype == y.dtype and equal(tuple(x.shape), tuple(y.shape))
+    return [(a, b), (b, a)] if same else []
+
+
 def unconverted(node: Any, dtype: torch.dtype) -> Any:
     """What a conversion converts that keeps values of `dtype`; of `_to_copy`, one of that alone."""
     if not isinstance(node, Node):

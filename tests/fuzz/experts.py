@@ -62,11 +62,13 @@ def compare(rng: random.Random, device: str) -> str:
 
     def of(chosen: slice) -> torch.Tensor:
         given = x[chosen], w_gate_up, w_down, ids[chosen], weights[chosen]
-        return experts(*given, *biases, **gate)
+        more = gate if residual is None else gate | {"residual": residual[chosen]}
+        return experts(*given, *biases, **more)
 
-    x = randn(rows, k)
+    x, residual = randn(rows, k), randn(rows, k) if rng.random() < 0.3 else None
     found = of(slice(None))
     wanted = loop(x, w_gate_up, w_down, ids, weights, biases, gate)
+    wanted = wanted if residual is None else wanted + residual.double()
     bound = BOUNDS[dtype] * max(1.0, wanted.abs().max().item())
     torch.testing.assert_close(found.double(), wanted, atol=bound, rtol=0)
     if takes_experts(w_gate_up, w_down, found.device):

@@ -29,6 +29,7 @@ def _check(
     alpha: float = 1.0,
     limit: float | None = None,
     interleaved: bool = False,
+    residual: torch.Tensor | None = None,
     ordered: bool = False,
 ) -> None:
     """Raise a ValueError that names the first argument that does not fit."""
@@ -57,6 +58,12 @@ def _check(
     for name, other in given.items():
         if other is not None and other.device != x.device:
             raise ValueError(f"{name} must be on x's device {x.device}, got {other.device}")
+    like_x = residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype)
+    if residual is not None and not (like_x and residual.device == x.device):
+        raise ValueError(
+            f"residual must be {x.dtype} of x's shape {list(x.shape)} on {x.device}, got "
+            f"{residual.dtype} {list(residual.shape)} on {residual.device}"
+        )
     _check_gate(activation, alpha, limit)
 
 
@@ -102,6 +109,7 @@ def experts(
     alpha: float = 1.0,
     limit: float | None = None,
     interleaved: bool = False,
+    residual: torch.Tensor | None = None,
     ordered: bool = False,
 ) -> torch.Tensor:
     """The sum over a row's experts of weight * (gate(x @ gate_up[expert].T) @ down[expert].T).
@@ -123,6 +131,7 @@ def experts(
         alpha: of the sigmoid.
         limit: of the gate from above, and of up from both sides, before the activation.
         interleaved: rows of gate and up take turns in w_gate_up and its bias.
+        residual: [T, K] in x's dtype, added to the rounded sum.
         ordered: a row's bits never depend on the other rows; on Hopper GPUs alone.
 
     Returns:
@@ -147,8 +156,9 @@ def experts(
     if by_kernels:
         from attn_ops.ops.triton.experts import launch_experts
 
-        return launch_experts(*given, **gate)
-    return experts_by_torch(*given, **gate)
+        return launch_experts(*given, **gate, residual=residual)
+    total = experts_by_torch(*given, **gate)
+    return total if residual is None else total.add_(residual)
 
 
 def takes_experts(w_gate_up: torch.Tensor, w_down: torch.Tensor, device: torch.device) -> bool:

@@ -25,6 +25,7 @@ from attn_ops.ops.moe.constants import (
     most_blocks,
     rows_of_a_block,
 )
+from attn_ops.ops.triton.fused_products import sum_of
 
 PAIRS_AT_ONCE = (256, 1024, 4096)
 """That a program reads while it sorts: few numbers, as each is compiled."""
@@ -205,11 +206,14 @@ def sum_kernel(
     y_ptr,  # [S, K] contiguous
     ids_ptr,  # [S] integers
     weights_ptr,  # [S]
+    residual_ptr,  # [T, K], rows of stride_residual, if RESIDUAL
+    stride_residual,
     E: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     ROUNDED: tl.constexpr,  # a weighted row is held in the dtype of y
+    RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,  # launched early
 ):
     """Grid (T, ceil(K / BLOCK)): in float32, in the order of a row's experts."""
@@ -226,7 +230,12 @@ def sum_kernel(
         if ROUNDED:
             y_K = y_K.to(y_ptr.dtype.element_ty).to(tl.float32)
         sum_K += y_K
-    tl.store(out_ptr + row * K + k_K, sum_K.to(out_ptr.dtype.element_ty), mask=k_K < K)
+    out_K = sum_K.to(out_ptr.dtype.element_ty)
+    if RESIDUAL:
+        out_K = sum_of(
+            out_K, tl.load(residual_ptr + row * stride_residual + k_K, mask=k_K < K, other=0.0)
+        )
+    tl.store(out_ptr + row * K + k_K, out_K, mask=k_K < K)
 
 
 class Blocks(NamedTuple):
@@ -314,16 +323,22 @@ def launch_product(
 
 
 def launch_sum(
-    y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Rows y [S, K] times weights [T, top_k], summed by row of T -> [T, K]."""
+    """Rows y [S, K] times weights [T, top_k], summed by row of T, plus residual -> [T, K]."""
     (num_rows, top_k), k = weights.shape, y.shape[1]
     out = torch.empty(num_rows, k, dtype=y.dtype, device=y.device)
     rounded = torch.promote_types(y.dtype, weights.dtype) == y.dtype
     with torch.cuda.device_of(y):
         quick(sum_kernel, (num_rows, triton.cdiv(k, BLOCK_SUM)))(
-            out, y, ids, weights, E=num_experts, K=k, TOP_K=top_k, BLOCK=BLOCK_SUM,
-            ROUNDED=rounded, num_warps=4, **early_launch(y.device),
+            out, y, ids, weights, out if residual is None else residual,
+            0 if residual is None else residual.stride(0), E=num_experts, K=k, TOP_K=top_k,
+            BLOCK=BLOCK_SUM, ROUNDED=rounded, RESIDUAL=residual is not None, num_warps=4,
+            **early_launch(y.device),
         )  # fmt: skip
     return out
 
@@ -341,6 +356,7 @@ def launch_experts(
     alpha: float = 1.0,
     limit: float | None = None,
     interleaved: bool = False,
+    residual: torch.Tensor | None = None,
     constants: ExpertsConstants | None = None,
     widen: bool = False,
 ) -> torch.Tensor:
@@ -364,4 +380,6 @@ def launch_experts(
     gate = {"alpha": alpha, "limit": limit, "interleaved": interleaved, "widen": widen}
     h = launch_product(x, w_gate_up, gate_up_bias, blocks, num_pairs, forms[0], activation, **gate)
     y = launch_product(h, w_down, down_bias, blocks, num_pairs, forms[1], widen=widen)
-    return launch_sum(y, ids, weights, num_experts)
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    return launch_sum(y, ids, weights, num_experts, residual)

@@ -133,7 +133,7 @@ def experts() -> None:
     for rows in (1, 3, 130):
         ids = torch.zeros(rows, 2, dtype=torch.int64)
         given = torch.zeros(rows, 320, dtype=BF16), gate_up, down, ids, torch.zeros(rows, 2)
-        launch_experts(*given)
+        launch_experts(*given, residual=given[0])
         launch_experts(given[0], turned, *given[2:], bias, bias[:, :1].expand(4, 320), **gpt_oss)
     for form in ((64, 128, 64, 4, 4), (128, 128, 64, 8, 4)):
         launch_experts(*given, constants=ExpertsConstants(*form))

@@ -86,7 +86,7 @@ class Layer:
 
 def mixture(
     gate=silu, *, biases=False, turned=False, parallel=False, dtype=torch.float32,
-    forward=moe.grouped_mm_experts_forward, after=None,
+    forward=moe.grouped_mm_experts_forward, after=None, added=None,
 ):  # fmt: skip
     """A function of rows and weights, and its arguments; the first columns are the router's."""
     torch.manual_seed(0)
@@ -97,7 +97,9 @@ def mixture(
     def function(x, *weights):
         given = Layer((gate, biases, turned, parallel), weights)
         chosen, ids = torch.topk(x[:, :E].softmax(-1), TOP_K)
-        result = forward(given, x.sin(), ids, chosen).cos()
+        rows = x.sin().unsqueeze(0).view(-1, K) if added else x.sin()
+        result = forward(given, rows, ids, chosen)
+        result = result.cos() if added is None else added(x, result)
         return result if after is None else (result, after())
 
     return function, [one.to(dtype) for one in (X, *weights)]
@@ -128,6 +130,40 @@ def test_products_by_pair(aten_graph, contract, form):
     after, _ = run(contract, aten_graph, forward=moe.batched_mm_experts_forward, **form)
     assert after.count("attn_ops.experts") == 1
     assert "aten.bmm" not in after
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        lambda x, y: x + y,
+        lambda x, y: y.view(1, -1, K) + x.cos().unsqueeze(0),
+        lambda x, y: (x * 2).view(1, -1, K) + y.view(1, -1, K),
+    ],
+    ids=["rows", "a batch", "the other way round"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_behind_is_computed_inside(aten_graph, contract, added, dtype):
+    after, _ = run(contract, aten_graph, added=added, dtype=dtype)
+    assert after.count("attn_ops.experts") == 1
+    assert "residual = " in after
+    assert "aten.add" not in after
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        lambda x, y: x + y + y.sin(),
+        lambda x, y: x[:1] + y,
+        lambda x, y: x.double() + y,
+        lambda x, y: torch.add(x, y, alpha=2),
+        lambda x, y: x.mT.contiguous().mT + y,
+    ],
+    ids=["read twice", "broadcast", "wider", "scaled", "not in rows"],
+)
+def test_other_sums_behind_are_left(aten_graph, contract, added):
+    after, _ = run(contract, aten_graph, added=added)
+    assert after.count("attn_ops.experts") == 1
+    assert "residual = " not in after
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,15 @@ def test_operator(case, dtype, tolerance):
     close(experts(*ours.args, **ours.gate), ours.wanted(), tolerance)
 
 
+@pytest.mark.parametrize("way", [launch, lambda case, **more: experts(*case.args, **more)])
+def test_a_residual_is_added_to_the_rounded_sum(way):
+    case = Case(rows=5)
+    residual = torch.randn(5, 2 * case.k, generator=torch.manual_seed(3))[:, ::2]
+    residual = residual.to(case.x)
+    want = way(case).float() + residual.float()
+    assert torch.equal(way(case, residual=residual), want.to(case.x.dtype))
+
+
 def test_no_rows():
     case = Case(rows=0)
     assert experts(*case.args).shape == (0, case.k)
@@ -243,6 +252,7 @@ def changed(**what):
         ({"alpha": NAN}, "alpha must be finite, and 1 for gelu_tanh, got nan"),
         ({"activation": "gelu_tanh", "alpha": 1.7}, "alpha must be finite, and 1 for gelu_tanh"),
         ({"limit": -1.0}, "limit must be None or over 0, got -1.0"),
+        ({"residual": torch.ones(3, 8)}, r"residual must be torch.float32 of x's shape \[3, 64\]"),
     ],
 )
 def test_refused(what, message):

@@ -85,12 +85,15 @@ def norm_of(node: Any, *, wide_weight: bool = False) -> Norm | None:
     It may be rounded before it is multiplied by the weight, or with `wide_weight` behind that: the
     weight is then in float32. Nothing else reads a value between.
     """
-    if wide_weight and is_tensor(node) and node.target in _CONVERTS:
-        norm = norm_of(node.args[0], wide_weight=True)
-        kept = norm is not None and value_of(node).dtype == value_of(norm.source).dtype
-        return norm if kept else None
-    weighted = factors(node)
-    for weight, rest in weighted:
+    converted = wide_weight and is_tensor(node) and node.target in _CONVERTS
+    norm = _weighted(node.args[0] if converted else node, wide_weight=wide_weight)
+    kept = norm is not None and value_of(node).dtype == value_of(norm.source).dtype
+    return norm if kept else None
+
+
+def _weighted(node: Any, *, wide_weight: bool) -> Norm | None:
+    """The norm of rows in any dtype that a node, in the dtype of its weight, is."""
+    for weight, rest in factors(node):
         if value_of(weight).dim() != 1:
             continue
         dtype = value_of(weight).dtype

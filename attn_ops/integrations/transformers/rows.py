@@ -25,6 +25,8 @@ NUM_ROWS = 12
 Spoil = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A row of embedded tokens in place of one, from it and the one after it."""
 
+_LOGITS = "row of logits"
+
 _OF_ROWS = object()
 """Positions that are the rows' numbers."""
 
@@ -285,9 +287,10 @@ def _first_difference(first: Run, second: Run, spoilt: int | None) -> tuple[str,
     ]
     kept = sound[second.logits_rows]
     before = first.logits[second.rows[second.logits_rows[kept]]]
-    pairs.append(("row of logits", before, second.logits[kept]))
+    pairs.append((_LOGITS, before, second.logits[kept]))
     for name, before, now in pairs:
-        kind = differ(before, now, first.dtype)
+        of_model = name == _LOGITS  # which may be made wider than they were computed
+        kind = differ(before, now, first.dtype if of_model else before.dtype)
         if kind:
             return name, kind
     return None
@@ -303,7 +306,7 @@ def _of_row_alone(one: Run, other: Run, row: int) -> str | None:
     pairs = [
         (name, rows, x, y) for (name, x), (_, y) in zip(one.traces(), other.traces(), strict=False)
     ]
-    pairs.append(("row of logits", one.logits_rows, one.logits, other.logits))
+    pairs.append((_LOGITS, one.logits_rows, one.logits, other.logits))
     for name, numbers, x, y in pairs:
         changed = _changed(x, y, tolerance)
         if changed[numbers == row].any() and not changed[numbers > row].any():
@@ -314,7 +317,7 @@ def _of_row_alone(one: Run, other: Run, row: int) -> str | None:
 def differ(before: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> str:
     """Compare [T, ...] row by row: "" for equal, "all" where each row is NaN, else "some".
 
-    Both are computed in `dtype`, whatever they are.
+    Both are computed in `dtype`, or in their own if that is narrower.
     """
     if not before.numel():
         return ""
@@ -326,7 +329,7 @@ def differ(before: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> str:
         return "all" if lost.equal(known) else "some"
     if not known.any():
         return ""
-    is_exact = _is_exact(dtype)
+    is_exact = _is_exact(dtype) and _is_exact(before.dtype)
     changed = _changed(before[known], now[known], 1e-3 if is_exact else 5e-2)
     # In low precision a router's tie may fall the other way for a few rows.
     return "some" if changed.float().mean() > (0 if is_exact else 0.25) else ""

@@ -12,17 +12,18 @@ X = torch.randn(5, 64)
 G, W, D = torch.randn(64), torch.randn(96, 64) / 8, torch.randn(64, 48) / 8
 
 
-def norm(x, g, eps=1e-6):
+def norm(x, g, eps=1e-6, rounded=True):
     """As Transformers' LlamaRMSNorm computes it."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return g * wide.to(x.dtype)
+    return g * (wide.to(x.dtype) if rounded else wide)
 
 
-def norm_of_gemma(x, g, eps=1e-6):
+def norm_of_gemma(x, g, eps=1e-6, rounded=True):
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * (1.0 + g.float())).type_as(x)
+    wide = wide * (1.0 + g.float())
+    return wide.type_as(x) if rounded else wide
 
 
 def mlp(x, g, w, d, act=functional.silu, norm=norm):
@@ -151,6 +152,17 @@ def test_a_weight_of_one_more(aten_graph, contract, dtype):
     assert "attn_ops.gated_mlp" in after
     assert "norm_offset = 1.0" in after
     assert "aten.rsqrt" not in after
+
+
+@pytest.mark.parametrize("norm", [norm, norm_of_gemma])
+def test_a_norm_that_stays_wide_is_left(aten_graph, contract, norm):
+    """Rows in bfloat16, whose norm and product are in float32."""
+
+    def function(x, g, w):
+        return norm(x, g, rounded=False) @ w.t()
+
+    args = X.to(torch.bfloat16), G, W
+    run(NormProducts, contract, aten_graph, function, *args, matches=0)
 
 
 def test_a_sum_that_is_rounded_is_computed_in_front(aten_graph, contract):

@@ -3,10 +3,11 @@
 Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeline--> Inductor
 """
 
+import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -97,10 +98,8 @@ def attn_ops(
         inductor_mended(),
         strides_ordered_without_guards(),
         early.compiling(),
-        warnings.catch_warnings(),
+        _without_advice(),
     ):
-        # Of RoPE's angles, which a model computes in float32 for good reason.
-        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         try:
             compiled = compile_regions(gm, example_inputs, compile_piece)
             if keeper is not None:
@@ -110,6 +109,14 @@ def attn_ops(
         except BaseException:
             undo()  # whose graph it is may compile it by other means
             raise
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Torch does not warn of float32 products, as of RoPE's angles, which have a good reason."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        yield
 
 
 class SecondForm:

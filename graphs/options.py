@@ -67,9 +67,10 @@ class SessionOptions:
         lazy_capture: capture a size when it is first needed, not all before the first step.
         share_prefixes: a prompt does not compute again what the cache holds of its first tokens;
             requests may opt out. Off, until it is measured on a GPU.
-        merge_projections: q, k, v become one product, and gate, up another; parameters stay, as
-            views of the merged weights (`attn_ops.integrations.merged`). "auto": of a compiled
-            model on a GPU whose weights are not quantized.
+        merge_projections: q, k, v become one product, gate, up another, and so do projections of
+            layers with a state; parameters stay, as views of the merged weights
+            (`attn_ops.integrations.merged`). "auto": of a compiled model on a GPU whose weights are
+            not quantized.
         on_capture_failure: "raise", or "continue": such steps run uncaptured, and are reported.
         compile_cache: a folder for compiled models, which the next process loads instead of
             compiling; None: none. Only its owner may be able to write it: what is in it is run.

@@ -114,9 +114,8 @@ def experts(
 ) -> torch.Tensor:
     """The sum over a row's experts of weight * (gate(x @ gate_up[expert].T) @ down[expert].T).
 
-    On Hopper GPUs four kernels compute it, which read the weights of chosen experts alone and ask
-    the host for nothing. A row's result then depends neither on the other rows nor on how many
-    there are. Elsewhere PyTorch computes it, expert by expert.
+    On Hopper GPUs four kernels read the weights of chosen experts alone. A row's result then
+    depends neither on the other rows nor on how many there are. Elsewhere PyTorch computes it.
 
     Args:
         x: [T, K].
@@ -151,8 +150,8 @@ def experts(
     if x.shape[0] == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     given = (x, w_gate_up, w_down, expert_ids, weights, gate_up_bias, down_bias)
-    gate: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}
-    gate["interleaved"] = interleaved
+    gate: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit,
+                            "interleaved": interleaved}  # fmt: skip
     if by_kernels:
         from attn_ops.ops.triton.experts import launch_experts
 

@@ -143,7 +143,7 @@ def launch_fused(
     Args:
         x, addend: [T, K], summed; rows with contiguous columns, as `residuals` have.
         norm_weight: [K] of an RMSNorm of the sum, with `eps`; `norm_offset` is added to it. x times
-            the weight, before it is divided by the row's norm, must be in the range of x's dtype.
+            both, not yet divided by the row's norm, must be in the range of x's dtype.
         bias: [M].
         gated: SiLU of the first half of the outputs, times the second half.
         residuals: up to two [T, outputs], summed, and added to the result.

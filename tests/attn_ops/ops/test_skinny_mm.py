@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from attn_ops import skinny_mm
-from attn_ops.ops.products.skinny_constants import SkinnyConstants, most_rows
+from attn_ops.ops.products.skinny_constants import (
+    SkinnyConstants,
+    block_of_rows,
+    most_rows,
+    skinny_constants,
+)
 from attn_ops.ops.triton.skinny import launch_skinny
 from tests.kit.operators import opcheck
 
@@ -182,6 +187,20 @@ def test_the_kernel_takes_few_rows_only(monkeypatch):
     assert not module.takes(w.contiguous(), w.device)
     assert not module.takes(w[:100], w.device)
     assert not module.takes(w.float(), w.device)
+
+
+def test_tiles_fill_a_gpu_and_fit_into_it():
+    """18,432 outputs are 144 of the largest tiles: 132 at one time, and 12 that are left."""
+    assert skinny_constants(18432, fp8=False).block_k == 64
+    assert all(skinny_constants(m, fp8=False).block_k == 128 for m in (16384, 28672, 128256))
+    few = torch.empty(18432, 128, dtype=torch.bfloat16, device="meta").t()
+    many = torch.empty(28672, 128, dtype=torch.bfloat16, device="meta").t()
+    assert (most_rows(few), most_rows(many)) == (16, 64)
+    for m in range(16, 40000, 16):
+        for rows in (1, 16, 64, 256):
+            form = skinny_constants(m, fp8=False, num_rows=rows)
+            tiles = (form.block_m + block_of_rows(rows)) * form.block_k * 2  # of the weight and x
+            assert tiles * form.num_stages <= 232448, (m, rows, form)
 
 
 WRONG = {

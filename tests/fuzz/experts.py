@@ -22,24 +22,26 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 def search(args: Any) -> Callable[[int], str]:
     def run(seed: int) -> str:
-        return compare(random.Random(seed), args.device)
+        # A kernel is compiled for its sizes: a hundred cases of a GPU share them.
+        sizes = random.Random(f"sizes {seed // 100 if args.device == 'cuda' else seed}")
+        return compare(random.Random(seed), sizes, args.device)
 
     return run
 
 
-def compare(rng: random.Random, device: str) -> str:
-    """Compute one case both ways; the kind of routing."""
+def compare(rng: random.Random, sizes: random.Random, device: str) -> str:
+    """Compute one case both ways; the kind of routing. What is compiled for is drawn by `sizes`."""
     generator = torch.Generator(device).manual_seed(rng.randrange(2**31))
     step = 16 if device == "cuda" else 8
-    dtype = rng.choice([torch.bfloat16, torch.float16] if device == "cuda" else [torch.float32])
-    k, f = rng.randint(1, 24) * step, rng.randint(1, 24) * step
-    e, rows = rng.choice([1, 2, 5, 8, 64, 128]), rng.choice([1, 2, 3, 17, 64, 200, 1000, 4096])
-    rows, top_k = rows if device == "cuda" else min(rows, 64), min(e, rng.randint(1, 16))
+    dtype = sizes.choice([torch.bfloat16, torch.float16] if device == "cuda" else [torch.float32])
+    k, f = sizes.randint(1, 24) * step, sizes.randint(1, 24) * step
+    e, rows = sizes.choice([1, 2, 5, 8, 64, 128]), rng.choice([1, 2, 3, 17, 64, 200, 1000, 4096])
+    rows, top_k = rows if device == "cuda" else min(rows, 64), min(e, sizes.randint(1, 16))
 
     def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
-    turned, biased = rng.random() < 0.3, rng.random() < 0.4
+    turned, biased = sizes.random() < 0.3, sizes.random() < 0.4
     w_gate_up, w_down = randn(e, 2 * f, k, scale=k**-0.5), randn(e, k, f, scale=f**-0.5)
     if turned:
         w_gate_up, w_down = (w.mT.contiguous().mT for w in (w_gate_up, w_down))
@@ -51,9 +53,9 @@ def compare(rng: random.Random, device: str) -> str:
     if kind == "none among them":
         ids[torch.rand(ids.shape, generator=generator, device=device) < 0.2] = rng.choice([-1, e])
     weights = torch.rand(ids.shape, generator=generator, device=device)
-    weights = weights.to(rng.choice([dtype, torch.float32]))
-    gate: dict[str, Any] = {"activation": rng.choice(["silu", "gelu_tanh", "gpt_oss"])}
-    gate |= {"interleaved": rng.random() < 0.4, "limit": rng.choice([None, 0.7])}
+    weights = weights.to(sizes.choice([dtype, torch.float32]))
+    gate: dict[str, Any] = {"activation": sizes.choice(["silu", "gelu_tanh", "gpt_oss"])}
+    gate |= {"interleaved": sizes.random() < 0.4, "limit": sizes.choice([None, 0.7])}
     gate |= {} if gate["activation"] == "gelu_tanh" else {"alpha": rng.choice([1.0, 1.702])}
     unused = [i for i in range(e) if not (ids == i).any()]
     for tensor in (w_gate_up, w_down, *biases):
@@ -65,7 +67,7 @@ def compare(rng: random.Random, device: str) -> str:
         more = gate if residual is None else gate | {"residual": residual[chosen]}
         return experts(*given, *biases, **more)
 
-    x, residual = randn(rows, k), randn(rows, k) if rng.random() < 0.3 else None
+    x, residual = randn(rows, k), randn(rows, k) if sizes.random() < 0.3 else None
     found = of(slice(None))
     wanted = loop(x, w_gate_up, w_down, ids, weights, biases, gate)
     wanted = wanted if residual is None else wanted + residual.double()

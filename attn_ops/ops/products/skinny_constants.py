@@ -38,20 +38,20 @@ def skinny_constants(m: int, fp8: bool, num_rows: int = 1) -> SkinnyConstants:
     In bfloat16 all forms give the same bits; in FP8 they depend on the weight alone. One row of a
     weight of 28672 x 4096 takes 57 us in bfloat16, 30 in FP8 (one H200, Triton 3.6, 2026-11-22).
     64 rows of one of 4096 x 14336 take 45.8 us where cuBLAS takes 48.4, 128 rows 48.4 where it
-    takes 53.1, and 256 rows 58.7 where it takes 57.5 (H100, 2026-11-26). Of 14 sizes between 2048
-    and 28672 outputs 15 forms were tried at one row (H100, 18dd18f, 2026-11-28, by a script that is
-    not kept): 18432 x 2560, gated, takes 36.0 us, and 40.1 by the largest tiles; 12352 x 2560 takes
-    23.4, and 24.4 by those of 6144 outputs.
+    takes 53.1, and 256 rows 58.7 where it takes 57.5 (H100, 2026-11-26). `benchmarks.product_forms`
+    tries 18 forms with norms, gates and residuals, as decode steps have them.
     """
     if fp8:
         return SkinnyConstants(64, 256, 4, 4 if m >= MANY_OUTPUTS else 6, prefetch=1)
     if m >= MANY_OUTPUTS:
         if _leaves_few(m):
-            return SkinnyConstants(128, 64, 4, 4, prefetch=1)
+            return SkinnyConstants(64, 128, 4, 3, prefetch=1)
         return SkinnyConstants(128, 128, 8, 4, prefetch=1)
     if num_rows > 16:
         return _of_more_rows(m, num_rows)
-    if 4096 < m <= 8192:
+    if m > 8192:
+        return SkinnyConstants(128, 64, 4, 6, 1)
+    if m > 4096:
         return SkinnyConstants(64, 256, 4, 3)
     if m < 2048 or 3072 < m <= 4096:
         return SkinnyConstants(32, 256, 4, 6, 1)

@@ -211,8 +211,16 @@ def test_100_random_steps_verified(name, dtype, decode_steps):
 
 @pytest.mark.parametrize("name", REAL)
 def test_500_random_steps_of_real_sizes_verified(name):
-    """Prompts are long enough for kernels that go by blocks of rows."""
-    model = cases.compiled(wide(name, torch.bfloat16, sizes=REAL[name]))
+    """Prompts are long enough for kernels that go by blocks of rows.
+
+    A replay rounds in another order than a call, so near ties of Kimi's 8 of 256 equally weighted
+    experts fall another way (docs/graphs.md): there a bias chooses them.
+    """
+    whole = wide(name, torch.bfloat16, sizes=REAL[name])
+    for key, buffer in whole.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.copy_(2.0 * torch.randperm(buffer.numel(), device=buffer.device))
+    model = cases.compiled(whole)
     session = poisoned(small(name, model, verify="always", max_tokens=512, max_tokens_per_step=256))
     session.warm_up()
     visitors = cases.Visitors(session, max_prompt=400)

@@ -6,7 +6,6 @@ every backend that has layers, in one `AttentionMetadata`; a call of an operator
 it knows of its layer.
 """
 
-import copyreg
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -124,7 +123,7 @@ def builder_for(
     """A class of builders that declares what the builders of the parts do together."""
     builders = [part.builder for part in parts]
     base = base or CompositeMetadataBuilder
-    return BuilderOfParts(
+    return type(
         base.__name__,
         (base,),
         {
@@ -135,21 +134,6 @@ def builder_for(
             "takes_windows": all(getattr(one, "takes_windows", False) for one in builders),
         },
     )
-
-
-class BuilderOfParts(type):
-    """The class of what `builder_for` makes, which is pickled by its arguments.
-
-    Inductor pickles a batch's metadata, and so its backend, into the key of its cache; where that
-    fails, it compiles again in every process.
-    """
-
-
-def _reduced(builder: Any) -> tuple[Any, ...]:
-    return builder_for, (builder.parts, builder.__base__)
-
-
-copyreg.pickle(BuilderOfParts, _reduced)  # pyright: ignore[reportArgumentType]
 
 
 class CompositeMetadataBuilder(AttentionMetadataBuilder):

@@ -1,7 +1,6 @@
 """Which backend a model gets, why, and what is said about the others."""
 
 import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from attn_ops import (
 )
 from attn_ops.backends import registry
 from attn_ops.backends.flex import flex_backend
-from attn_ops.backends.registry import built_in_names
 
 TORCH = get_backend("TORCH")
 PLAIN = AttentionSpec(4, 2, 64, torch.float16)
@@ -321,12 +319,3 @@ def test_a_broken_entry_point_is_a_reason_and_stops_nobody_else(install):
     assert "libbroken.so" in " ".join(selection.reasons_against["BROKEN"])
     with pytest.raises(ValueError, match=r"libbroken.so"):
         select_backend(PLAIN, block_size=16, device="cpu", backend="BROKEN")
-
-
-@pytest.mark.parametrize("name", built_in_names())
-def test_backends_can_be_pickled(name):
-    """Inductor pickles a batch's backend into the key of its cache."""
-    backend = get_backend(name)
-    loaded = pickle.loads(pickle.dumps(backend))
-    assert (loaded.name, loaded.support) == (backend.name, backend.support)
-    assert loaded.builder.cudagraph_support == backend.builder.cudagraph_support

@@ -191,8 +191,8 @@ def test_the_kernel_takes_few_rows_only(monkeypatch):
 
 def test_tiles_fill_a_gpu_and_fit_into_it():
     """18,432 outputs are 144 of the largest tiles: 132 at one time, and 12 that are left."""
-    assert skinny_constants(18432, fp8=False).block_k == 64
-    assert all(skinny_constants(m, fp8=False).block_k == 128 for m in (16384, 28672, 128256))
+    assert skinny_constants(18432, fp8=False).block_m == 64
+    assert all(skinny_constants(m, fp8=False).block_m == 128 for m in (12352, 16384, 28672, 128256))
     few = torch.empty(18432, 128, dtype=torch.bfloat16, device="meta").t()
     many = torch.empty(28672, 128, dtype=torch.bfloat16, device="meta").t()
     assert (most_rows(few), most_rows(many)) == (16, 64)

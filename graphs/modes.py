@@ -21,7 +21,7 @@ class CUDAGraphMode(Enum):
     FULL = "full"
     """Every step whole, model to sampling."""
     FULL_DECODE_ONLY = "full_decode_only"
-    """Decode steps whole, mixed ones not at all. The default."""
+    """Decode steps whole, mixed ones not at all."""
     FULL_AND_PIECEWISE = "full_and_piecewise"
     """Decode steps whole, mixed ones but for their attention."""
 

@@ -26,6 +26,8 @@ MERGES = ("auto", True, False)
 LOGPROBS = ("raw_logprobs", "processed_logprobs")
 MOST_DRAFT_TOKENS = 32
 MOST_DECODE_STEPS = 1024
+LARGEST_BY_DEFAULT = 512
+"""Tokens of a step with prompts: beyond, launches take less time than the step (8B, H100)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,9 @@ class SessionOptions:
     Attributes:
         max_batch_size: requests that run at a time, at most 65,536; more wait.
         max_tokens: tokens of one request that the cache may hold; a longer prompt is refused.
-        cudagraph_mode: see `CUDAGraphMode`; "auto": FULL_DECODE_ONLY, without a warning where the
-            model is on a CPU. If it cannot be had, `graph_mode_why` says why.
+        cudagraph_mode: see `CUDAGraphMode`; "auto": FULL, with prompts of up to 512 tokens, or
+            FULL_DECODE_ONLY where the backend's prompts cannot be captured; without a warning where
+            the model is on a CPU. If it cannot be had, `graph_mode_why` says why.
         backend: an attention backend, or its name; None lets `select_backend` choose.
         block_size: tokens a block of the cache holds.
         cache_tokens: tokens the cache holds; None: every request of the batch at its longest (with
@@ -49,8 +52,8 @@ class SessionOptions:
         max_tokens_per_step: token budget of a step; longer prompts are computed in chunks.
         capture_sizes: captured batch sizes; default `default_capture_sizes(max_batch_size)`.
         mixed_capture_sizes: tokens of captured steps with prompts in them, where the mode has any;
-            default `default_mixed_sizes(max_tokens_per_step)`, each used where it is faster than
-            calling the step, as timed when it is captured.
+            default `default_mixed_sizes(max_tokens_per_step)`, at most 512 with "auto", each used
+            where it is faster than calling the step, as timed when it is captured.
         seed: of the random numbers of requests that bring no seed of their own.
         kv_cache_dtype: auto, the model's; or fp8_e4m3 (or fp8), fp8_e5m2, scaled by the [1] float32
             tensors `k_scale` and `v_scale` that attention modules may have.
@@ -204,9 +207,8 @@ class SessionOptions:
 
     @property
     def mode(self) -> CUDAGraphMode:
-        if self.any_mode:
-            return CUDAGraphMode.FULL_DECODE_ONLY
-        return CUDAGraphMode.parse(self.cudagraph_mode)
+        """Of "auto" the most that it may be."""
+        return CUDAGraphMode.FULL if self.any_mode else CUDAGraphMode.parse(self.cudagraph_mode)
 
     @property
     def any_mode(self) -> bool:
@@ -223,7 +225,7 @@ class SessionOptions:
         """Tokens of captured steps with prompts: the wanted ones, or `default_mixed_sizes`."""
         most = self.max_tokens_per_step
         if self.mixed_capture_sizes is None:
-            return default_mixed_sizes(most)
+            return default_mixed_sizes(min(most, LARGEST_BY_DEFAULT) if self.any_mode else most)
         sizes = self.mixed_capture_sizes
         return checked_sizes("mixed_capture_sizes", sizes, "max_tokens_per_step", most)
 

@@ -3,14 +3,13 @@
 T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from attn_ops.compat.opaque_until_2_15 import OpaqueBase, register_opaque_reference
+from attn_ops.compat.opaque_until_2_15 import OfABatch, register_opaque_reference
 from attn_ops.metadata.common import CommonAttentionMetadata
 from attn_ops.metadata.fast_prefill import all_rows_are_logits_rows
 from attn_ops.metadata.features import (
@@ -150,7 +149,7 @@ class Views:
     logits_rows: LogitsRows = dataclasses.field(default_factory=LogitsRows)
 
 
-class AttentionMetadata(OpaqueBase):
+class AttentionMetadata(OfABatch):
     """One step's batch for one backend. Opaque to the compiler: no attribute of it is guarded on.
 
     Attributes:
@@ -313,19 +312,6 @@ class AttentionMetadata(OpaqueBase):
         indices = self.common.logits_indices if padded is None else padded
         return 0 if indices is None else indices.shape[0]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For Inductor's cache key, which is pickled: nothing compiled depends on a batch."""
-        return _of_a_batch, (self.backend.name,)
-
-    def __copy__(self) -> "AttentionMetadata":
-        return self.replace()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AttentionMetadata":
-        """What torch traces with, so that nothing is found for the batch itself."""
-        found = memo[id(self)] = self.replace()
-        found.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return found
-
     def __repr__(self) -> str:
         c = self.common
         return (
@@ -333,13 +319,6 @@ class AttentionMetadata(OpaqueBase):
             f"num_tokens={c.num_actual_tokens}, max_query_len={c.max_query_len}, "
             f"max_seq_len={c.max_seq_len})"
         )
-
-
-def _of_a_batch(backend: str) -> None:
-    raise TypeError(
-        f"an AttentionMetadata of {backend} cannot be loaded: it belongs to its batch; "
-        "build another"
-    )
 
 
 METADATA_TYPE = register_opaque_reference(AttentionMetadata)

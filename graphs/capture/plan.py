@@ -334,6 +334,8 @@ class CapturePlan:
             # always refuses batches that its groups are too weak for, and one that needs the
             # lengths on the host has none in a whole graph.
             groups = dict.fromkeys(declared, AttentionCGSupport.ALWAYS)
+        if options.any_mode and not all(takes(level, None) for level in groups.values()):
+            mode = CUDAGraphMode.FULL_DECODE_ONLY
         found = resolve(
             mode, groups, device.type, query_lens, options.strict, debug, options.any_mode
         )

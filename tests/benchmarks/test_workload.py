@@ -56,7 +56,9 @@ def test_idle_is_what_no_interval_covers(tmp_path):
 
 
 def test_launches_are_told_apart(model):
-    session = captured_lazily(model, decode_steps=4, max_tokens_per_step=8)
+    session = captured_lazily(
+        model, decode_steps=4, max_tokens_per_step=8, cudagraph_mode="FULL_DECODE_ONLY"
+    )
     with timed_launches(torch.device("cpu")) as found:
         session.generate([[1, 2], [3] * 20], 9)
     kinds = {kind.kind: kind for kind in by_kind(found)}

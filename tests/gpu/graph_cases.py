@@ -58,6 +58,7 @@ SMALL: dict[str, Any] = {
     "max_tokens": 128,
     "max_tokens_per_step": 32,
     "backend": "TRITON",
+    "cudagraph_mode": "FULL_DECODE_ONLY",
 }
 PROMPTS = [[3], [5, 9], list(range(1, 60)), [1, 2, 3, 4], [7] * 9, [60, 61]]
 

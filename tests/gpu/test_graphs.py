@@ -8,6 +8,7 @@ caught, and captures that fail: test_graph_faults.py.
 import dataclasses
 import gc
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.capture.piecewise import PiecewiseGraph
 from graphs.capture.store import CapturedStep
 from graphs.capture.verified import VerifiedReplay
+from graphs.modes import default_mixed_sizes
 from graphs.sampling.params import Sampling
 from tests.gpu import graph_cases as cases
-from tests.gpu.graph_cases import PROMPTS, small
+from tests.gpu.graph_cases import PROMPTS, small, tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +29,25 @@ MIB = 1 << 20
 
 
 # -- every replay is right -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("backend", [None, "TRITON"])
+def test_short_prompts_are_captured_by_default(make_model, backend, family):
+    """Those are replayed that gain; a request alone draws the same in float32. 40 s each."""
+    model = cases.compiled(cases.wide(make_model, family, dtype=torch.float32))
+    sizes: dict[str, Any] = {"max_batch_size": 8, "max_tokens": 640, "backend": backend}
+    session = DecodeSession(model, **sizes)
+    session.warm_up()
+    assert session.graph_mode is CUDAGraphMode.FULL
+    assert {gain.num_tokens for gain in session.loop.gains} == set(default_mixed_sizes(512))
+    prompts = [[i + 3] * n for i, n in enumerate([1, 16, 17, 60, 64, 200, 511, 512, 513])]
+    want = tokens(DecodeSession(model, cudagraph_mode="NONE", **sizes).generate(prompts, 24))
+    for prompt, alone in zip(prompts, want, strict=True):
+        assert tokens(session.generate([prompt], 24)) == [alone], len(prompt)
+    assert tokens(session.generate(prompts, 24)) == want
+    assert any(c.num_replays for c in session.graphs or () if not c.key.uniform)
+    assert session.counters.num_recompiles == 0
 
 
 @pytest.mark.parametrize(("family", "mode"), [("llama", "FULL"), ("gemma2", "FULL_AND_PIECEWISE")])
@@ -182,6 +203,7 @@ def test_20000_steps_need_no_more_memory(make_model):
     session = DecodeSession(
         cases.compiled(cases.wide(make_model)), max_batch_size=8, max_tokens=512,
         max_tokens_per_step=256, backend="TRITON", decode_steps=8, capture_sizes=[1, 2, 4, 8],
+        cudagraph_mode="FULL_DECODE_ONLY",
     )  # fmt: skip
     session.warm_up()
     for (mode, key), kind in itertools.product(session.plan.first_keys(), Sampling):

@@ -127,10 +127,10 @@ def test_200_random_batches_replayed_equal_eager(compiled, backend):
     """
     model, fast = compiled
     session = DecodeSession(
-        fast, max_batch_size=8, max_tokens=512, backend=backend, capture_sizes=[1, 2, 4, 8]
-    )
+        fast, max_batch_size=8, max_tokens=512, backend=backend, capture_sizes=[1, 2, 4, 8],
+        cudagraph_mode="FULL_DECODE_ONLY", strict=True,
+    )  # fmt: skip
     session.warm_up()
-    assert session.graph_mode is CUDAGraphMode.FULL_DECODE_ONLY
     assert session.graphs is not None
     batches, worst = Batches(session), 0.0
     for _ in range(200):

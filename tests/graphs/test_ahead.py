@@ -100,7 +100,7 @@ def test_a_discarded_request_is_in_flight(model):
 def test_an_observer_sees_every_step_whose_tokens_it_is_told(model):
     """Also of a step that was called before it came."""
     prompts = [[5] * 12, [6] * 40]
-    session = captured_lazily(model, max_tokens_per_step=8)
+    session = captured_lazily(model, cudagraph_mode="FULL_DECODE_ONLY", max_tokens_per_step=8)
     asynchronous(session)
     ids = [session.add(p, 5) for p in prompts]
     for _ in range(3):
@@ -158,7 +158,9 @@ def test_a_new_request_joins_the_next_step(model):
 
 def test_samples_of_a_prompt_share_it_one_launch_after_it(model):
     """They need not wait until its tokens are read."""
-    session = captured_lazily(model, share_prefixes=True, max_tokens_per_step=32)
+    session = captured_lazily(
+        model, cudagraph_mode="FULL_DECODE_ONLY", share_prefixes=True, max_tokens_per_step=32
+    )
     asynchronous(session)
     prompt, sizes = list(range(1, 18)), []
     original = session.loop.launcher.call
@@ -178,7 +180,7 @@ def test_samples_of_a_prompt_share_it_one_launch_after_it(model):
 
 def test_a_launch_that_fails_loses_no_token(model, monkeypatch):
     """Tokens of the steps before come with the next call, then it is launched again."""
-    session = captured_lazily(model, max_tokens_per_step=8)
+    session = captured_lazily(model, cudagraph_mode="FULL_DECODE_ONLY", max_tokens_per_step=8)
     asynchronous(session)
     ids, call = [session.add(p, 6) for p in ([1, 2], [5] * 30)], session.runner.call
     outputs = session.step()

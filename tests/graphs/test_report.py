@@ -139,7 +139,9 @@ def test_released(model):
 
 def test_failures(model):
     """The key, the operator and the line; the other keys go on without the host."""
-    session = captured(model, on_capture_failure="continue", decode_steps=4)
+    session = captured(
+        model, cudagraph_mode="FULL_DECODE_ONLY", on_capture_failure="continue", decode_steps=4
+    )
     graphs = session.graphs
     assert graphs is not None
     recorder: Any = graphs.recorders[CUDAGraphMode.FULL]
@@ -199,7 +201,7 @@ def test_piecewise_decode_steps_need_the_host(model):
 
 
 def test_backends_that_plan_on_the_host(model):
-    session = captured(model, decode_steps=4)
+    session = captured(model, cudagraph_mode="FULL_DECODE_ONLY", decode_steps=4)
     session.builder.prepare_capture = lambda common: session.builder.build(0, common)
     session.generate(PROMPTS, 4)
     report = session.report()
@@ -210,7 +212,13 @@ def test_backends_that_plan_on_the_host(model):
 
 
 def test_batches_beyond_the_largest_graph(model):
-    session = captured(model, decode_steps=4, capture_sizes=[1, 2], lazy_capture=True)
+    session = captured(
+        model,
+        cudagraph_mode="FULL_DECODE_ONLY",
+        decode_steps=4,
+        capture_sizes=[1, 2],
+        lazy_capture=True,
+    )
     assert session.report().decode_steps.why == (
         "no decode step has been captured yet; 1 for more than 2 requests"
     )

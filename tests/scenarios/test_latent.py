@@ -130,7 +130,7 @@ def test_captured_steps(options):
     model = build_model("deepseek_v3")
     session = poisoned(captured(model, **options))
     assert tokens_of(session.generate(PROMPTS, 12)) == expected(model)
-    assert session.num_steps["called"] == 1, "the prompts'"
+    assert session.num_steps["called"] == 0
     assert "TORCH_MLA" in str(session.report())
 
 
@@ -139,7 +139,8 @@ def test_captured_steps(options):
 def test_captured_steps_by_triton(options):
     """Decodes attend over latents, prompts of 16 tokens over expanded keys."""
     model = build_model("deepseek_v3", num_layers=1)
-    session = poisoned(captured(model, backend="TRITON_MLA", block_size=16, **options))
+    options |= {"backend": "TRITON_MLA", "block_size": 16, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    session = poisoned(captured(model, **options))
     assert tokens_of(session.generate(PROMPTS, 6)) == expected(model, 6)
     assert session.num_steps["called"] == 1
 

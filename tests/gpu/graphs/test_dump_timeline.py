@@ -134,7 +134,7 @@ def test_the_trace_loads(dumped, timeline):
 @pytest.mark.parametrize("mode", ["PIECEWISE", "NONE"])
 def test_other_modes(make_model, tmp_path, mode):
     compiled = torch.compile(cases.wide(make_model), backend=fx_passes.attn_ops, fullgraph=True)
-    session = graphs.DecodeSession(compiled, cudagraph_mode=mode, **cases.SMALL)
+    session = graphs.DecodeSession(compiled, **(cases.SMALL | {"cudagraph_mode": mode}))
     with graphs.dump(tmp_path) as directory:
         expected = session.generate(PROMPTS[:3], 6)
     data = whole(directory)

@@ -1,10 +1,14 @@
 """Captured steps with prompts are replayed where that is faster than calling them."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from attn_ops import AttentionSpec, get_backend
 from graphs.capture.gains import Gain
-from graphs.modes import default_mixed_sizes
+from graphs.capture.plan import CapturePlan
+from graphs.modes import CUDAGraphMode, default_mixed_sizes
 from tests.kit.sessions import captured, captured_lazily, uncaptured
 
 PROMPTS = [[3], [5, 9], list(range(1, 18)), [1, 2, 3, 4], [7] * 9]
@@ -105,3 +109,21 @@ def test_default_sizes():
     assert default_mixed_sizes(64) == [16, 32, 64]
     assert default_mixed_sizes(400) == [16, 32, 64, 128, 192, 256, 320, 384, 400]
     assert default_mixed_sizes(8192)[-5:] == [768, 896, 1024, 2048, 8192]
+
+
+def test_by_default_short_prompts_are_captured_where_the_backend_can(model):
+    short, long = (captured(model, max_tokens_per_step=n).plan for n in (256, 2048))
+    assert short.used is long.used is CUDAGraphMode.FULL
+    assert short.dispatcher.mixed_sizes == default_mixed_sizes(256)
+    assert long.dispatcher.mixed_sizes == default_mixed_sizes(512)
+    asked = captured(model, max_tokens_per_step=2048, cudagraph_mode="FULL").plan
+    assert asked.dispatcher.mixed_sizes == default_mixed_sizes(2048)
+    options = dataclasses.replace(long.options, debug=None)
+    cuda, geometry = torch.device("cuda"), [AttentionSpec(4, 2, 16, torch.float32)]
+    for name, mode in {
+        "TRITON": CUDAGraphMode.FULL,
+        "FLASHINFER": CUDAGraphMode.FULL_DECODE_ONLY,
+        "FLEX": CUDAGraphMode.FULL_DECODE_ONLY,
+    }.items():
+        plan = CapturePlan.of(options, get_backend(name), geometry, cuda, None)
+        assert plan.asked is mode, name

@@ -73,6 +73,7 @@ def make_session(make_model):
             max_tokens=64,
             block_size=4,
             capture_sizes=[2, 4],
+            cudagraph_mode="FULL_DECODE_ONLY",
             debug="eager_replay",
         )
         events: list = []

@@ -27,7 +27,7 @@ def test_replays_of_a_key_are_counted(model, verify, wanted, mode):
 
 
 def test_a_graph_made_anew_is_checked_anew(model):
-    session = captured_lazily(model, verify="first")
+    session = captured_lazily(model, cudagraph_mode="FULL_DECODE_ONLY", verify="first")
     for number in (1, 2):
         session.generate(PROMPT, 4)
         session.generate(PROMPT, 4)
@@ -37,7 +37,7 @@ def test_a_graph_made_anew_is_checked_anew(model):
 
 def test_a_refused_replay_is_not_counted(model):
     """The first one that runs is the first one."""
-    session = captured_lazily(model, verify="first")
+    session = captured_lazily(model, cudagraph_mode="FULL_DECODE_ONLY", verify="first")
     request = session.add(PROMPT[0], 4)
     session.step()
     captured = session.runner.captured(DECODE, session.graph_mode.decode_mode())

@@ -38,8 +38,9 @@ class SessionOptions:
         max_batch_size: requests that run at a time, at most 65,536; more wait.
         max_tokens: tokens of one request that the cache may hold; a longer prompt is refused.
         cudagraph_mode: see `CUDAGraphMode`; "auto": FULL, with prompts of up to 512 tokens, or
-            FULL_DECODE_ONLY where the backend's prompts cannot be captured; without a warning where
-            the model is on a CPU. If it cannot be had, `graph_mode_why` says why.
+            FULL_DECODE_ONLY where the backend's prompts cannot be captured, and on several ranks;
+            without a warning where the model is on a CPU. If it cannot be had, `graph_mode_why`
+            says why.
         backend: an attention backend, or its name; None lets `select_backend` choose.
         block_size: tokens a block of the cache holds.
         cache_tokens: tokens the cache holds; None: every request of the batch at its longest (with

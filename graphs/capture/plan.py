@@ -319,8 +319,12 @@ class CapturePlan:
         specs: Sequence[AttentionSpec],
         device: torch.device,
         sizes: dict[str, int] | None,
+        *,
+        split: bool = False,
     ) -> "CapturePlan":
         """Decide. `sizes`: see `memory.sizes_of`.
+
+        By default no prompts are captured of a model `split` over ranks, whose times differ.
 
         Raises:
             ValueError: `strict`, and the mode cannot be had.
@@ -334,7 +338,8 @@ class CapturePlan:
             # always refuses batches that its groups are too weak for, and one that needs the
             # lengths on the host has none in a whole graph.
             groups = dict.fromkeys(declared, AttentionCGSupport.ALWAYS)
-        if options.any_mode and not all(takes(level, None) for level in groups.values()):
+        takes_prompts = not split and all(takes(level, None) for level in groups.values())
+        if options.any_mode and not takes_prompts:
             mode = CUDAGraphMode.FULL_DECODE_ONLY
         found = resolve(
             mode, groups, device.type, query_lens, options.strict, debug, options.any_mode

@@ -127,3 +127,5 @@ def test_by_default_short_prompts_are_captured_where_the_backend_can(model):
     }.items():
         plan = CapturePlan.of(options, get_backend(name), geometry, cuda, None)
         assert plan.asked is mode, name
+    plan = CapturePlan.of(options, get_backend("TRITON"), geometry, cuda, None, split=True)
+    assert plan.asked is CUDAGraphMode.FULL_DECODE_ONLY

@@ -27,7 +27,7 @@ LOGPROBS = ("raw_logprobs", "processed_logprobs")
 MOST_DRAFT_TOKENS = 32
 MOST_DECODE_STEPS = 1024
 LARGEST_BY_DEFAULT = 512
-"""Tokens of a step with prompts: beyond, launches take less time than the step (8B, H100)."""
+"""Tokens of a step with prompts: beyond, a GPU needs longer than the host's launches take."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -111,8 +111,8 @@ class DecodeSession:
         self.backend_selection = selected(self.specs, block_size, self.device, options.backend)
         chosen = self.backend_selection.backend
         self.builder = builder_of(chosen, self.specs, options, self.device)
-        geometry, split = (chosen, self.specs, self.device), self.ranks is not None
-        self.plan = CapturePlan.of(options, *geometry, sizes, split=split)
+        split = self.ranks is not None
+        self.plan = CapturePlan.of(options, chosen, self.specs, self.device, sizes, split=split)
         runner_of = functools.partial(
             StepRunner,
             inputs=inputs,

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from attn_ops.compat.opaque_until_2_15 import OfABatch, register_opaque_reference
+from attn_ops.compat.opaque_until_2_15 import register_opaque_reference
 from attn_ops.metadata.common import CommonAttentionMetadata
 from attn_ops.metadata.fast_prefill import all_rows_are_logits_rows
 from attn_ops.metadata.features import (
@@ -20,6 +20,7 @@ from attn_ops.metadata.features import (
     layer_key,
 )
 from attn_ops.metadata.latent import LatentOptions, latent_key
+from attn_ops.metadata.opaque import OfABatch
 
 M = TypeVar("M")
 """A backend's metadata."""

@@ -1,9 +1,6 @@
 """Metadata builders: what they plan, refuse, reorder and build for capture."""
 
-import copy
 import dataclasses
-import io
-import pickle
 import types
 from typing import Any
 
@@ -260,25 +257,3 @@ def test_slots_of_two_kinds_must_be_given():
     write_kv(k, k, cache, meta, slot_mapping=batch.slot_mapping)
     with pytest.raises(ValueError, match="common_prefix_len must be 0 with window_block_table"):
         backend.builder(backend, [spec], 4, "cpu").build(1, batch)
-
-
-def test_a_batch_is_no_part_of_a_cache_key(make_batch):
-    """Inductor pickles what a graph gets, without looking for circles."""
-    backend, spec = get_backend("TORCH"), AttentionSpec(4, 2, 8, torch.float32)
-    written = []
-    for lengths in ([3], [5, 1]):
-        common = make_batch([1] * len(lengths), lengths).common
-        meta = backend.builder(backend, [spec], 4, "cpu").build(0, common)
-        assert meta.once("a circle", lambda meta=meta: {"of": meta})["of"] is meta
-        stream = io.BytesIO()
-        pickler = pickle.Pickler(stream)
-        pickler.fast = True
-        pickler.dump(meta)
-        written.append(stream.getvalue())
-    assert written[0] == written[1]
-    with pytest.raises(TypeError, match="AttentionMetadata cannot be loaded: it belongs"):
-        pickle.loads(written[0])
-    assert copy.copy(meta).common is meta.common
-    found = copy.deepcopy(meta)
-    assert (found.backend, list(found.plans)) == (meta.backend, [spec])
-    assert found.common.seq_lens.data_ptr() != meta.common.seq_lens.data_ptr()

@@ -158,33 +158,36 @@ def floor_graph(
     context: int,
     block_size: int = 16,
     reduce: Callable[[torch.Tensor], object] = lambda rows: None,
+    query: int = 1,
 ) -> torch.cuda.CUDAGraph:
-    """The floor for `batch` requests of `context` tokens.
+    """The floor for `batch` requests of `context` tokens, the last `query` of them computed.
 
     `caches` are [P, 2, B, K, H]; the requests own blocks 1, 2, 3, ... `reduce` sums rows over
-    ranks, behind the two products of a layer that have a part of each sum.
+    ranks, behind the two products of a layer that have a part of each sum. The head has a row a
+    request.
     """
     library = vllm_flash_attn()
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
-    x_head = torch.randn(batch, shape.hidden, **bf16)
-    x_q = torch.randn(batch, shape.heads, shape.head_size, **bf16)
+    num_rows = batch * query
+    x_rows = torch.randn(num_rows, shape.hidden, **bf16)
+    x_q = torch.randn(num_rows, shape.heads, shape.head_size, **bf16)
     qkv, o, _, down = weights.layers[0]
-    x_h, x_last = qkv.input(x_head), weights.lm_head.input(x_head)
-    x_a = o.input(torch.randn(batch, shape.heads * shape.head_size, **bf16))
-    x_i = down.input(torch.randn(batch, shape.intermediate, **bf16))
+    x_h, x_last = qkv.input(x_rows), weights.lm_head.input(x_rows[:batch])
+    x_a = o.input(torch.randn(num_rows, shape.heads * shape.head_size, **bf16))
+    x_i = down.input(torch.randn(num_rows, shape.intermediate, **bf16))
     blocks = -(-context // block_size)
     table = torch.arange(1, batch * blocks + 1, device="cuda", dtype=torch.int32).view(
         batch, blocks
     )
     lens = torch.full((batch,), context, device="cuda", dtype=torch.int32)
-    starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+    starts = torch.arange(0, num_rows + 1, query, device="cuda", dtype=torch.int32)
 
     sizes = {window: window_sizes(window, causal=True) for window in shape.windows}
 
     def step() -> None:
         plans = {
             window: library.get_scheduler_metadata(
-                batch, 1, context, shape.heads, shape.kv_heads, shape.head_size, lens,
+                batch, query, context, shape.heads, shape.kv_heads, shape.head_size, lens,
                 qkv_dtype=torch.bfloat16, cu_seqlens_q=starts, page_size=block_size, causal=True,
                 window_size=size,
             )
@@ -194,7 +197,7 @@ def floor_graph(
         for (qkv, o, gate_up, down), cache, window in layers:
             qkv(*x_h)
             library.flash_attn_varlen_func(
-                x_q, cache[:, 0], cache[:, 1], 1, starts, context, seqused_k=lens, causal=True,
+                x_q, cache[:, 0], cache[:, 1], query, starts, context, seqused_k=lens, causal=True,
                 block_table=table, scheduler_metadata=plans[window], fa_version=3,
                 window_size=sizes[window],
             )  # fmt: skip

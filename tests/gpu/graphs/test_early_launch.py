@@ -84,11 +84,8 @@ def test_fused_products_are_used(make_model, family, options):
 
 
 def test_fused_products_in_replays_alone(make_model):
-    """A called prompt of few rows runs no kernel of theirs; the decodes behind it do.
-
-    So it is without options.
-    """
-    session = session_of(make_model, verify="first")
+    """A called prompt of few rows runs no kernel of theirs; the decodes behind it do."""
+    session = session_of(make_model, verify="first", cudagraph_mode="FULL_DECODE_ONLY")
     drawn(session)
     assert session.report().num_recompiles == 0
     found = []

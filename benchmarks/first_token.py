@@ -4,8 +4,9 @@
     floor    products by cuBLAS and attention by FA3 of the whole prompt, in one CUDA graph
     called   ours in a session that captures no step with prompts
 
-With `--profile FOLDER` each prompt's kernels, by time, are written there. A session's report says
-how long its captures took, and which steps with prompts are replayed.
+A session of 64 requests, whose steps hold a whole prompt. With `--profile FOLDER` each prompt's
+kernels, by time, are written there. A session's report says how long its captures took, and which
+steps with prompts are replayed.
 """
 
 import contextlib

@@ -2,8 +2,9 @@
 
 python -m tests.fuzz experts --number 5000
 
-Weights of experts that nobody chose are NaN. On a GPU rows, sizes and experts are those of our
-kernels, and a row alone must have the bits that it has among the others.
+Weights of experts that nobody chose are NaN, and so are their scales; some weights are in FP8. On a
+GPU rows, sizes and experts are those of our kernels, and a row alone must have the bits that it has
+among the others.
 """
 
 import random
@@ -46,6 +47,14 @@ def compare(rng: random.Random, sizes: random.Random, device: str) -> str:
     if turned:
         w_gate_up, w_down = (w.mT.contiguous().mT for w in (w_gate_up, w_down))
     biases = (randn(e, 2 * f), randn(e, k)) if biased else (None, None)
+    scales = {}
+    fp8 = sizes.choice(["no", "no", "row", "expert", "block"])
+    if fp8 != "no":
+        for name, w in {"gate_up_scale": w_gate_up, "down_scale": w_down}.items():
+            shape = {"row": (w.shape[1], 1), "expert": (1, 1)}.get(fp8)
+            shape = shape or (-(-w.shape[1] // 128), -(-w.shape[2] // 128))
+            scales[name] = torch.rand(e, *shape, generator=generator, device=device) + 0.5
+        w_gate_up, w_down = (w.to(torch.float8_e4m3fn) for w in (w_gate_up, w_down))
     kind = rng.choice(["random", "few", "one", "none among them"])
     ids = torch.rand(rows, e, generator=generator, device=device).argsort(1)[:, :top_k]
     if kind in ("few", "one"):
@@ -58,26 +67,38 @@ def compare(rng: random.Random, sizes: random.Random, device: str) -> str:
     gate |= {"interleaved": sizes.random() < 0.4, "limit": sizes.choice([None, 0.7])}
     gate |= {} if gate["activation"] == "gelu_tanh" else {"alpha": rng.choice([1.0, 1.702])}
     unused = [i for i in range(e) if not (ids == i).any()]
-    for tensor in (w_gate_up, w_down, *biases):
+    for tensor in (w_gate_up, w_down, *biases, *scales.values()):
         if tensor is not None:
             tensor[unused] = float("nan")
 
     def of(chosen: slice) -> torch.Tensor:
         given = x[chosen], w_gate_up, w_down, ids[chosen], weights[chosen]
-        more = gate if residual is None else gate | {"residual": residual[chosen]}
+        more = gate | scales
+        more |= {} if residual is None else {"residual": residual[chosen]}
         return experts(*given, *biases, **more)
 
     x, residual = randn(rows, k), randn(rows, k) if sizes.random() < 0.3 else None
-    found = of(slice(None))
+    found, by_kernels = of(slice(None)), takes_experts(w_gate_up, w_down, x.device)
+    if scales:
+        w_gate_up = scaled(w_gate_up, scales["gate_up_scale"], fp8)
+        w_down = scaled(w_down, scales["down_scale"], fp8)
     wanted = loop(x, w_gate_up, w_down, ids, weights, biases, gate)
     wanted = wanted if residual is None else wanted + residual.double()
     bound = BOUNDS[dtype] * max(1.0, wanted.abs().max().item())
     torch.testing.assert_close(found.double(), wanted, atol=bound, rtol=0)
-    if takes_experts(w_gate_up, w_down, found.device):
+    if by_kernels:
         begin = rng.randrange(rows)
         part = slice(begin, begin + rng.randint(1, 40))
         assert torch.equal(bits(of(part)), bits(found[part])), "a row depends on the others"
     return kind
+
+
+def scaled(w: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
+    """FP8 weights [E, M, K] times their scales, in float64."""
+    rows = {"row": 1, "expert": w.shape[1], "block": 128}[kind]
+    columns = 128 if kind == "block" else w.shape[2]
+    m, k = (torch.arange(n, device=w.device) for n in w.shape[1:])
+    return w.double() * scale.double()[:, m // rows][:, :, k // columns]
 
 
 def loop(x, w_gate_up, w_down, ids, weights, biases, gate) -> torch.Tensor:

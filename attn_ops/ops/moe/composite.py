@@ -5,6 +5,9 @@ T rows, top_k experts of each, S = T * top_k pairs, E experts, K inputs, M outpu
 
 import torch
 
+BLOCK = 128
+"""Rows and inputs of a weight that share a scale, where scales are of blocks."""
+
 
 def experts_by_torch(
     x: torch.Tensor,
@@ -18,6 +21,8 @@ def experts_by_torch(
     alpha: float,
     limit: float | None,
     interleaved: bool,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attn_ops::experts`: pairs sorted by expert, a product for each expert that has some."""
     num_experts, top_k = w_gate_up.shape[0], expert_ids.shape[1]
@@ -29,29 +34,67 @@ def experts_by_torch(
     ends = torch.searchsorted(sorted_ids, bounds, right=True, out_int32=True)
     of_bias = sorted_ids.clamp(max=num_experts - 1)
 
-    def product(rows: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = _grouped(rows, w, ends)
+    def product(
+        rows: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = _grouped(rows, w, scale, ends)
         return out if bias is None else (out + bias[of_bias]).to(x.dtype)
 
-    both = product(x[order // top_k], w_gate_up, gate_up_bias)
+    both = product(x[order // top_k], w_gate_up, gate_up_bias, gate_up_scale)
     gated = _gated(both, activation, alpha, limit, interleaved)
-    y = product(gated, w_down, down_bias)
+    y = product(gated, w_down, down_bias, down_scale)
     by_pair = torch.empty_like(y)
     by_pair[order] = y
     by_pair = by_pair.masked_fill_(~is_there[:, None], 0)
     return (by_pair * weights.reshape(-1, 1)).view(-1, top_k, x.shape[1]).sum(1).to(x.dtype)
 
 
-def _grouped(rows: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def scale_group(w: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
+    """Rows and inputs of FP8 w [E, M, K] that share an element of its scale [E, R, C].
+
+    Raises:
+        ValueError: there are no such groups.
+    """
+    (m, k), found = w.shape[1:], tuple(scale.shape[1:])
+    if found == (-(-m // BLOCK), -(-k // BLOCK)):
+        return BLOCK, BLOCK
+    if found[1:] == (1,) and found[0] > 0 and m % found[0] == 0:
+        return m // found[0], k
+    raise ValueError(
+        f"a scale of weights [{m}, {k}] must be one a row or a part of all rows, or one a block of "
+        f"{BLOCK} x {BLOCK}, got {list(found)}"
+    )
+
+
+def dequantized(
+    w: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, experts: slice = slice(None)
+) -> torch.Tensor:
+    """Weights [E, M, K] of some experts, times their scales, in a dtype."""
+    if scale is None:
+        return w[experts]
+    (group_m, group_k), (m, k) = scale_group(w, scale), w.shape[1:]
+    by_row = scale[experts].repeat_interleave(group_m, 1)[:, :m]
+    by_weight = by_row.repeat_interleave(group_k, 2)[:, :, :k]
+    return (w[experts].float() * by_weight).to(dtype)
+
+
+def _grouped(
+    rows: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, ends: torch.Tensor
+) -> torch.Tensor:
     """Rows [S, K], sorted by expert, times w [E, M, K]; those of an expert end at `ends` [E]."""
     aligned = rows.shape[1] % 8 == 0 and w.shape[1] % 8 == 0
     if rows.is_cuda and rows.dtype == torch.bfloat16 and aligned:
+        w = dequantized(w, scale, rows.dtype)
         return torch._grouped_mm(rows, w.transpose(1, 2), offs=ends)  # asks the host for nothing
     out = rows.new_zeros(rows.shape[0], w.shape[1])
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         if end > begin:
-            torch.mm(rows[begin:end], w[expert].t(), out=out[begin:end])
+            of_expert = dequantized(w, scale, rows.dtype, slice(expert, expert + 1))[0]
+            torch.mm(rows[begin:end], of_expert.t(), out=out[begin:end])
         begin = end
     return out
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from attn_ops.ops.library import operator
-from attn_ops.ops.moe.composite import experts_by_torch
+from attn_ops.ops.moe.composite import experts_by_torch, scale_group
 from attn_ops.ops.products.skinny_constants import is_measured
 
+FP8 = torch.float8_e4m3fn
+HALVES = (torch.bfloat16, torch.float16)
 ACTIVATIONS = ("silu", "gelu_tanh", "gpt_oss")
 
 
@@ -31,9 +33,13 @@ def _check(
     interleaved: bool = False,
     residual: torch.Tensor | None = None,
     ordered: bool = False,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> None:
     """Raise a ValueError that names the first argument that does not fit."""
-    _check_weights(x, w_gate_up, w_down)
+    _check_weights(x, w_gate_up, w_down, gate_up_scale)
+    _check_scale("gate_up_scale", w_gate_up, gate_up_scale)
+    _check_scale("down_scale", w_down, down_scale)
     (num_experts, both, k), num_rows = w_gate_up.shape, x.shape[0]
     if expert_ids.dim() != 2 or expert_ids.shape[0] != num_rows or expert_ids.shape[1] == 0:
         raise ValueError(
@@ -55,6 +61,7 @@ def _check(
             )
     given = {"w_gate_up": w_gate_up, "w_down": w_down, "expert_ids": expert_ids}
     given |= {"weights": weights, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    given |= {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
     for name, other in given.items():
         if other is not None and other.device != x.device:
             raise ValueError(f"{name} must be on x's device {x.device}, got {other.device}")
@@ -67,21 +74,41 @@ def _check(
     _check_gate(activation, alpha, limit)
 
 
-def _check_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> None:
-    if x.dim() != 2 or not x.is_floating_point():
+def _check_weights(
+    x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, scale: torch.Tensor | None
+) -> None:
+    if x.dim() != 2 or not x.is_floating_point() or x.dtype == FP8:
         raise ValueError(f"x must be floating-point of shape [T, K], got {x.dtype} {list(x.shape)}")
+    dtype = x.dtype if scale is None else FP8
     fits = w_gate_up.dim() == 3 and w_gate_up.shape[2] == x.shape[1] and not w_gate_up.shape[1] % 2
-    if not fits or w_gate_up.dtype != x.dtype:
+    if not fits or w_gate_up.dtype != dtype:
         raise ValueError(
-            f"w_gate_up must be {x.dtype} of shape [E, 2 * F, {x.shape[1]}], "
+            f"w_gate_up must be {dtype} of shape [E, 2 * F, {x.shape[1]}], "
             f"got {w_gate_up.dtype} {list(w_gate_up.shape)}"
         )
     wanted = [w_gate_up.shape[0], x.shape[1], w_gate_up.shape[1] // 2]
-    if list(w_down.shape) != wanted or w_down.dtype != x.dtype:
+    if list(w_down.shape) != wanted or w_down.dtype != dtype:
         raise ValueError(
-            f"w_down must be {x.dtype} of shape [E, K, F] = {wanted}, "
+            f"w_down must be {dtype} of shape [E, K, F] = {wanted}, "
             f"got {w_down.dtype} {list(w_down.shape)}"
         )
+
+
+def _check_scale(name: str, w: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Of a weight [E, M, K]: float32 [E, R, C] if and only if it is FP8."""
+    if scale is None and w.dtype != FP8:
+        return
+    fits = scale is not None and scale.dtype == torch.float32 and scale.dim() == 3
+    if scale is None or not fits or scale.shape[0] != w.shape[0] or w.dtype != FP8:
+        got = None if scale is None else f"{scale.dtype} {list(scale.shape)}"
+        raise ValueError(
+            f"{name} must be torch.float32 of shape [{w.shape[0]}, R, C] for weights in {FP8}, and "
+            f"None for others, got {got} for {w.dtype}"
+        )
+    try:
+        scale_group(w, scale)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _check_gate(activation: str, alpha: float, limit: float | None) -> None:
@@ -111,6 +138,8 @@ def experts(
     interleaved: bool = False,
     residual: torch.Tensor | None = None,
     ordered: bool = False,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum over a row's experts of weight * (gate(x @ gate_up[expert].T) @ down[expert].T).
 
@@ -120,7 +149,8 @@ def experts(
     Args:
         x: [T, K].
         w_gate_up: [E, 2 * F, K] in x's dtype, of any strides: the gate's rows before those of up.
-        w_down: [E, K, F] in x's dtype, of any strides.
+            Or float8_e4m3fn with scales; x is not rounded to FP8.
+        w_down: [E, K, F] in the dtype of w_gate_up, of any strides.
         expert_ids: [T, top_k] int32 or int64. A number that is no expert adds nothing.
         weights: [T, top_k], of the sum.
         gate_up_bias: [E, 2 * F], in the order of w_gate_up's rows.
@@ -132,6 +162,9 @@ def experts(
         interleaved: rows of gate and up take turns in w_gate_up and its bias.
         residual: [T, K] in x's dtype, added to the rounded sum.
         ordered: a row's bits never depend on the other rows; on Hopper GPUs alone.
+        gate_up_scale: [E, R, C] float32, by which FP8 weights are multiplied: one a block of
+            128 x 128, the last ones smaller; or C is 1 and R divides 2 * F, as one a row.
+        down_scale: the same of w_down.
 
     Returns:
         [T, K] contiguous, in x's dtype. The sum is in float32, in the order of a row's experts;
@@ -140,10 +173,11 @@ def experts(
     Raises:
         ValueError: shapes, dtypes or the gate do not fit; `ordered` cannot be had.
     """
-    by_kernels = x.stride(1) == 1 and takes_experts(w_gate_up, w_down, x.device)
+    by_kernels = x.stride(1) == 1 and x.dtype in HALVES
+    by_kernels = by_kernels and takes_experts(w_gate_up, w_down, x.device)
     if ordered and not by_kernels:
         raise ValueError(
-            "w_gate_up and w_down must be bfloat16 or float16 of multiples of 16 inputs on a "
+            "w_gate_up and w_down must be bfloat16, float16 or FP8 of multiples of 16 inputs on a "
             f"Hopper GPU for ordered=True, got {w_gate_up.dtype} {list(w_gate_up.shape)} and "
             f"{list(w_down.shape)} on {x.device}"
         )
@@ -151,7 +185,8 @@ def experts(
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     given = (x, w_gate_up, w_down, expert_ids, weights, gate_up_bias, down_bias)
     gate: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit,
-                            "interleaved": interleaved}  # fmt: skip
+                            "interleaved": interleaved, "gate_up_scale": gate_up_scale,
+                            "down_scale": down_scale}  # fmt: skip
     if by_kernels:
         from attn_ops.ops.triton.experts import launch_experts
 
@@ -170,4 +205,4 @@ def _is_read_fast(w: torch.Tensor) -> bool:
     whole = w.stride(2) == 1 and w.stride(1) % 16 == 0
     turned = w.stride(1) == 1 and w.stride(2) % 16 == 0
     aligned = w.shape[2] % 16 == 0 and w.stride(0) % 16 == 0
-    return w.dtype in (torch.bfloat16, torch.float16) and aligned and (whole or turned)
+    return w.dtype in (*HALVES, FP8) and aligned and (whole or turned)

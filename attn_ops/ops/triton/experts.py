@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.ops.moe.composite import scale_group
 from attn_ops.ops.moe.constants import (
     ExpertsConstants,
     experts_constants,
@@ -102,6 +103,7 @@ def experts_kernel(
     x_ptr,  # [S // SHARED, K], rows of stride_x
     w_ptr,  # [E, M, K], by stride_we, stride_wm, stride_wk
     bias_ptr,  # [E, M], rows of stride_bias, if HAS_BIAS
+    scale_ptr,  # [E, w's rows over SCALE_M, K over SCALE_K] float32 contiguous, if SCALE_M
     pairs_ptr,  # [B, BLOCK_T] int32, if SORTED
     expert_ptr,  # [B] int32 if SORTED; else [S] integers: each pair is a block
     num_blocks,  # B
@@ -121,6 +123,8 @@ def experts_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALE_M: tl.constexpr,  # rows of w that share a scale; 0: there are none
+    SCALE_K: tl.constexpr,  # inputs that do, a multiple of BLOCK_K, or K
     SORTED: tl.constexpr,
     GATED: tl.constexpr,
     ROWS_ALONG: tl.constexpr,  # stride_wm is 1
@@ -166,6 +170,11 @@ def experts_kernel(
     w_ptr_MK = w_ptr + expert * stride_we + w_M.to(tl.int64)[:, None] * stride_wm
     w_ptr_MK += k_K[None, :] * stride_wk
     x_ptr_TK = x_ptr + (pair_T // SHARED)[:, None] * stride_x + k_K[None, :]
+    if SCALE_M:
+        num_w_rows = 2 * M if GATED else M
+        scales_K: tl.constexpr = (K + SCALE_K - 1) // SCALE_K
+        scale_M = expert * tl.cdiv(num_w_rows, SCALE_M) + safe_M // SCALE_M
+        scale_ptr_M = scale_ptr + scale_M * scales_K
     acc_MT = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
     for begin in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -181,9 +190,17 @@ def experts_kernel(
             x_TK = tl.load(x_ptr_TK, mask=inside_T[:, None] & inside_K[None, :], other=0.0)
         if WIDEN:
             w_MK, x_TK = w_MK.to(tl.float32), x_TK.to(tl.float32)
-        acc_MT = tl.dot(w_MK, x_TK.T, acc_MT, input_precision="ieee")
+        elif SCALE_M:  # E4M3 fits into each type of x
+            w_MK = w_MK.to(x_ptr.dtype.element_ty)
+        if SCALE_M and SCALE_K < K:
+            part_MT = tl.dot(w_MK, x_TK.T, input_precision="ieee")
+            acc_MT += part_MT * tl.load(scale_ptr_M + begin // SCALE_K)[:, None]
+        else:
+            acc_MT = tl.dot(w_MK, x_TK.T, acc_MT, input_precision="ieee")
         w_ptr_MK += BLOCK_K * stride_wk
         x_ptr_TK += BLOCK_K
+    if SCALE_M and SCALE_K >= K:
+        acc_MT *= tl.load(scale_ptr_M)[:, None]
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if HAS_BIAS:  # the sum is rounded twice, as a product and an addition do
         bias_M = tl.load(bias_ptr + expert * stride_bias + safe_M).to(tl.float32)
@@ -279,6 +296,7 @@ def launch_product(
     alpha: float = 1.0,
     limit: float | None = None,
     interleaved: bool = False,
+    scale: torch.Tensor | None = None,
     widen: bool = False,
 ) -> torch.Tensor:
     """Rows of x [T, K] or [S, K] times w [E, M, K] of their experts -> [S, M].
@@ -290,6 +308,7 @@ def launch_product(
     out = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)
     columns = constants.block_m // 2 if gated else constants.block_m
     given = bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
+    scale_m, scale_k = (0, k) if scale is None else scale_group(w, scale)
     arguments: dict[str, Any] = {
         "E": num_experts,
         "K": k,
@@ -299,6 +318,8 @@ def launch_product(
         "BLOCK_K": constants.block_k,
         "GROUP": GROUP,
         "HAS_BIAS": bias is not None,
+        "SCALE_M": scale_m,
+        "SCALE_K": scale_k,
         "SORTED": blocks.pairs is not None,
         "GATED": gated,
         "ROWS_ALONG": w.stride(1) == 1,
@@ -314,6 +335,7 @@ def launch_product(
         quick(experts_kernel, (blocks.number * triton.cdiv(outputs, columns),))(
             out, x, w,
             out if given is None else given,
+            out if scale is None else scale.contiguous(),
             blocks.expert if blocks.pairs is None else blocks.pairs,
             blocks.expert, blocks.number, x.stride(0), *w.stride(),
             0 if given is None else given.stride(0),
@@ -357,6 +379,8 @@ def launch_experts(
     limit: float | None = None,
     interleaved: bool = False,
     residual: torch.Tensor | None = None,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
     constants: ExpertsConstants | None = None,
     widen: bool = False,
 ) -> torch.Tensor:
@@ -378,8 +402,13 @@ def launch_experts(
     else:
         blocks = launch_blocks(ids, num_experts, forms[0].block_t)
     gate = {"alpha": alpha, "limit": limit, "interleaved": interleaved, "widen": widen}
-    h = launch_product(x, w_gate_up, gate_up_bias, blocks, num_pairs, forms[0], activation, **gate)
-    y = launch_product(h, w_down, down_bias, blocks, num_pairs, forms[1], widen=widen)
+    h = launch_product(
+        x, w_gate_up, gate_up_bias, blocks, num_pairs, forms[0], activation, scale=gate_up_scale,
+        **gate,
+    )  # fmt: skip
+    y = launch_product(
+        h, w_down, down_bias, blocks, num_pairs, forms[1], scale=down_scale, widen=widen
+    )
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     return launch_sum(y, ids, weights, num_experts, residual)

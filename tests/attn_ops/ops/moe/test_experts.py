@@ -19,6 +19,23 @@ SMALL = ExpertsConstants(16, 32, 32, 4, 2)
 NAN = float("nan")
 
 
+def in_fp8(w, kind):
+    """Weights [E, M, K] in FP8, and random scales of theirs; of a NaN expert they are NaN too."""
+    (e, m, k), generator = w.shape, torch.Generator().manual_seed(7)
+    sizes = {"row": (m, 1), "expert": (1, 1), "half": (2, 1), "block": (-(-m // 128), -(-k // 128))}
+    scale = (torch.rand(e, *sizes[kind], generator=generator) + 0.5).to(w.device)
+    scale[w[:, 0, 0].isnan()] = NAN
+    return w.to(torch.float8_e4m3fn), scale
+
+
+def scaled(w, scale, kind):
+    """Element by element, in float64."""
+    rows = {"row": 1, "expert": w.shape[1], "half": w.shape[1] // 2, "block": 128}[kind]
+    columns = 128 if kind == "block" else w.shape[2]
+    m, k = torch.arange(w.shape[1]) // rows, torch.arange(w.shape[2]) // columns
+    return w.double() * scale.double()[:, m][:, :, k]
+
+
 @dataclasses.dataclass
 class Case:
     """Random rows and weights; experts that nobody chose are NaN."""
@@ -33,6 +50,7 @@ class Case:
     turned: bool = False  # stored as [E, inputs, outputs]
     ids: torch.Tensor | None = None
     gate: dict = dataclasses.field(default_factory=dict)
+    scale: str | None = None  # of FP8 weights: one a row, an expert, a half, or a block
 
     def __post_init__(self):
         def randn(*shape, scale=1.0):
@@ -56,6 +74,10 @@ class Case:
         if self.turned:
             self.w_gate_up = self.w_gate_up.mT.contiguous().mT
             self.w_down = self.w_down.mT.contiguous().mT
+        self.scales = {}
+        if self.scale is not None:
+            self.w_gate_up, self.scales["gate_up_scale"] = in_fp8(self.w_gate_up, self.scale)
+            self.w_down, self.scales["down_scale"] = in_fp8(self.w_down, self.scale)
 
     @property
     def args(self):
@@ -68,6 +90,9 @@ class Case:
     def wanted(self):
         """Pair by pair."""
         x, w_gate_up, w_down, weights = (t.double() for t in (*self.args[:3], self.weights))
+        if self.scales:
+            w_gate_up = scaled(w_gate_up, self.scales["gate_up_scale"], self.scale)
+            w_down = scaled(w_down, self.scales["down_scale"], self.scale)
         more = [None if bias is None else bias.double() for bias in self.biases]
         out = torch.zeros_like(x)
         for row, ids in enumerate(self.ids.tolist()):
@@ -112,6 +137,17 @@ CASES = {
 }
 
 
+FP8_CASES = {
+    f"{kind}, {name}": dataclasses.replace(case, scale=kind)
+    for kind in ("row", "expert", "half", "block")
+    for name, case in {
+        "several blocks": Case(rows=6, k=272, f=136),
+        "one row": Case(rows=1, k=144, f=144, bias=True),
+        "in turns": Case(rows=9, k=256, f=192, turned=True, gate=GPT_OSS),
+    }.items()
+}
+
+
 @pytest.fixture(params=CASES)
 def case(request) -> Case:
     return CASES[request.param]
@@ -149,6 +185,46 @@ def test_a_residual_is_added_to_the_rounded_sum(way):
     residual = residual.to(case.x)
     want = way(case).float() + residual.float()
     assert torch.equal(way(case, residual=residual), want.to(case.x.dtype))
+
+
+@pytest.mark.parametrize("name", FP8_CASES)
+def test_fp8_weights(name):
+    """By kernels and by PyTorch; what nobody chose is NaN, its scales too."""
+    case = FP8_CASES[name]
+    close(launch(case, **case.scales), case.wanted())
+    form = ExpertsConstants(16, 64, 64, 4, 2)
+    close(launch(case, constants=form, **case.scales), case.wanted())
+    close(experts(*case.args, **case.gate, **case.scales), case.wanted())
+    wide = dataclasses.replace(case, dtype=torch.float32)
+    close(experts(*wide.args, **wide.gate, **wide.scales), wide.wanted(), 1e-4)
+
+
+def test_fp8_weights_in_another_strided_scale():
+    case = FP8_CASES["block, several blocks"]
+    turned = {name: s.mT.contiguous().mT for name, s in case.scales.items()}
+    assert torch.equal(launch(case, **turned), launch(case, **case.scales))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate_up_scale": None}, "w_gate_up must be torch.float16"),
+        ({"down_scale": None}, "down_scale must be torch.float32"),
+        ({"down_scale": torch.ones(5, 3, 3)}, "down_scale: a scale of weights"),
+        ({"down_scale": torch.ones(5, 7, 1)}, "down_scale: a scale of weights"),
+        ({"gate_up_scale": torch.ones(4, 1, 1)}, "gate_up_scale must be torch.float32 of shape"),
+        ({"gate_up_scale": torch.ones(5, 1)}, "gate_up_scale must be torch.float32 of shape"),
+        ({"down_scale": torch.ones(5, 1, 1).half()}, "down_scale must be torch.float32 of shape"),
+    ],
+)
+def test_scales_that_do_not_fit(change, message):
+    case = Case(k=272, f=136, scale="block", dtype=torch.float16)
+    change = {name: s if s is None else s.to(DEVICE) for name, s in change.items()}
+    with pytest.raises(ValueError, match=message):
+        experts(*case.args, **case.scales | change)
+    plain = Case(k=272, f=136, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"w_gate_up must be torch\.float8"):
+        experts(*plain.args, **case.scales)
 
 
 def test_no_rows():
@@ -225,6 +301,11 @@ def test_constants():
 def test_opcheck(case):
     case = dataclasses.replace(case, num_experts=2)  # all of them are chosen
     opcheck(torch.ops.attn_ops.experts.default, case.args, case.gate)
+
+
+def test_opcheck_of_fp8():
+    case = Case(k=272, f=136, num_experts=2, scale="block")
+    opcheck(torch.ops.attn_ops.experts.default, case.args, case.scales)
 
 
 def changed(**what):

@@ -135,6 +135,9 @@ def experts() -> None:
         given = torch.zeros(rows, 320, dtype=BF16), gate_up, down, ids, torch.zeros(rows, 2)
         launch_experts(*given, residual=given[0])
         launch_experts(given[0], turned, *given[2:], bias, bias[:, :1].expand(4, 320), **gpt_oss)
+        fp8 = (w.to(torch.float8_e4m3fn) for w in (gate_up, down))
+        scales = {"gate_up_scale": torch.ones(4, 2, 3), "down_scale": torch.ones(4, 320, 1)}
+        launch_experts(given[0], *fp8, *given[3:], **scales)
     for form in ((64, 128, 64, 4, 4), (128, 128, 64, 8, 4)):
         launch_experts(*given, constants=ExpertsConstants(*form))
 

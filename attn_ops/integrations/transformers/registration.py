@@ -1,9 +1,20 @@
-"""Makes attn_ops known to Transformers."""
+"""Makes attn_ops known to Transformers: its attention, and experts in FP8.
 
-from attn_ops.integrations.transformers.experts import register_experts
+Transformers' own experts in FP8 need kernels from a hub; `attn_ops::experts` needs none.
+"""
+
+from typing import Any, cast
+
+import torch
+
 from attn_ops.integrations.transformers.forward import attention_forward, no_mask
 from attn_ops.integrations.transformers.layers import NAME
 from attn_ops.integrations.transformers.own_attention import register_classes
+from attn_ops.ops.moe.composite import BLOCK
+from attn_ops.ops.moe.experts import FP8, experts
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By Transformers' names."""
 
 
 def register() -> None:
@@ -14,4 +25,76 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, no_mask)
     register_classes()
-    register_experts()
+    _register_experts()
+
+
+def _register_experts() -> None:
+    """Of `experts_implementation="attn_ops"` experts in FP8 are ours.
+
+    Others are "grouped_mm", which the pass `experts` replaces.
+    """
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:  # an older one has no such choice
+        return
+    ALL_EXPERTS_FUNCTIONS.register(NAME, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, fp8_experts)
+
+
+def fp8_experts(
+    module: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """What Transformers' `FP8Experts` computes, without rounding its inputs to FP8.
+
+    Args:
+        module: an `FP8Experts`; scales of inputs that it may have are not used.
+        hidden_states: [T, K].
+        top_k_index: [T, top_k]; a number that is no expert adds nothing.
+        top_k_weights: [T, top_k].
+
+    Returns:
+        [T, K] in the dtype of hidden_states.
+
+    Raises:
+        ValueError: the experts are not in FP8, or their gate is not known.
+    """
+    of: Any = module
+    gate = _gate_of(of)
+    weights = {"gate_up": of.gate_up_proj, "down": of.down_proj}
+    scales = {"gate_up": of.gate_up_proj_scale_inv, "down": of.down_proj_scale_inv}
+    for name, w in weights.items():
+        if w.dtype != FP8:
+            raise ValueError(f"{name}_proj must be {FP8}, got {w.dtype}")
+        if of.block_size not in (None, (BLOCK, BLOCK), [BLOCK, BLOCK]):
+            raise ValueError(f"block_size must be ({BLOCK}, {BLOCK}) or None, got {of.block_size}")
+        if of.block_size is not None:  # half of a small gate_up has a scale that nobody reads
+            scales[name] = scales[name][:, : -(-w.shape[1] // BLOCK)]
+        scales[name] = scales[name].float()
+    return experts(
+        hidden_states, weights["gate_up"], weights["down"], top_k_index, top_k_weights,
+        gate_up_scale=scales["gate_up"], down_scale=scales["down"], **gate,
+    )  # fmt: skip
+
+
+def _gate_of(module: Any) -> dict[str, Any]:
+    """The activation and the limits of an `FP8Experts`, as `experts` has them."""
+    if not module.has_gate or module.has_bias or getattr(module, "gate_softcap", None) is not None:
+        raise ValueError(
+            "experts must have a gate, no biases and no soft cap, got "
+            f"{type(module).__name__} with has_gate={module.has_gate}, has_bias={module.has_bias}"
+        )
+    if getattr(module, "swiglu_alpha", None) is not None:
+        more = {"alpha": float(module.swiglu_alpha), "limit": module.swiglu_limit}
+        return {"activation": "gpt_oss", **more}
+    config = module.config
+    name = getattr(config, "hidden_activation", None) or cast(str, config.hidden_act)
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"the activation of experts must be known, got {name!r}; "
+            f"supported: {', '.join(ACTIVATIONS)}"
+        )
+    return {"activation": ACTIVATIONS[name], "limit": getattr(module, "limit", None)}

@@ -48,12 +48,15 @@ def compare(rng: random.Random, sizes: random.Random, device: str) -> str:
         w_gate_up, w_down = (w.mT.contiguous().mT for w in (w_gate_up, w_down))
     biases = (randn(e, 2 * f), randn(e, k)) if biased else (None, None)
     scales = {}
-    fp8 = sizes.choice(["no", "no", "row", "expert", "block"])
+    fp8 = sizes.choice(["no", "no", "no", "row", "expert", "block", "row of blocks"])
+    if fp8 == "block" and min(k, f) <= 128:  # two meanings
+        fp8 = "row"
     if fp8 != "no":
         for name, w in {"gate_up_scale": w_gate_up, "down_scale": w_down}.items():
-            shape = {"row": (w.shape[1], 1), "expert": (1, 1)}.get(fp8)
-            shape = shape or (-(-w.shape[1] // 128), -(-w.shape[2] // 128))
-            scales[name] = torch.rand(e, *shape, generator=generator, device=device) + 0.5
+            rows, columns = -(-w.shape[1] // 128), -(-w.shape[2] // 128)
+            shape = {"row": (w.shape[1], 1), "expert": (1, 1), "block": (rows, columns)}
+            shape["row of blocks"] = (w.shape[1], columns)
+            scales[name] = torch.rand(e, *shape[fp8], generator=generator, device=device) + 0.5
         w_gate_up, w_down = (w.to(torch.float8_e4m3fn) for w in (w_gate_up, w_down))
     kind = rng.choice(["random", "few", "one", "none among them"])
     ids = torch.rand(rows, e, generator=generator, device=device).argsort(1)[:, :top_k]
@@ -95,8 +98,8 @@ def compare(rng: random.Random, sizes: random.Random, device: str) -> str:
 
 def scaled(w: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
     """FP8 weights [E, M, K] times their scales, in float64."""
-    rows = {"row": 1, "expert": w.shape[1], "block": 128}[kind]
-    columns = 128 if kind == "block" else w.shape[2]
+    rows = {"expert": w.shape[1], "block": 128}.get(kind, 1)
+    columns = 128 if "block" in kind else w.shape[2]
     m, k = (torch.arange(n, device=w.device) for n in w.shape[1:])
     return w.double() * scale.double()[:, m // rows][:, :, k // columns]
 

@@ -56,16 +56,21 @@ def scale_group(w: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
     """Rows and inputs of FP8 w [E, M, K] that share an element of its scale [E, R, C].
 
     Raises:
-        ValueError: there are no such groups.
+        ValueError: there are no such groups, or several.
     """
-    (m, k), found = w.shape[1:], tuple(scale.shape[1:])
-    if found == (-(-m // BLOCK), -(-k // BLOCK)):
-        return BLOCK, BLOCK
-    if found[1:] == (1,) and found[0] > 0 and m % found[0] == 0:
-        return m // found[0], k
+    (m, k), (rows, columns) = w.shape[1:], scale.shape[1:]
+    groups = set()
+    if columns == 1 and rows > 0 and m % rows == 0:
+        groups.add(m // rows)
+    if columns == -(-k // BLOCK):
+        groups |= {1} if rows == m else set()
+        groups |= {min(BLOCK, m)} if rows == -(-m // BLOCK) else set()
+    if len(groups) == 1:
+        return groups.pop(), k if columns == 1 else BLOCK
     raise ValueError(
-        f"a scale of weights [{m}, {k}] must be one a row or a part of all rows, or one a block of "
-        f"{BLOCK} x {BLOCK}, got {list(found)}"
+        f"a scale of weights [{m}, {k}] must have a shape of one meaning, got [{rows}, {columns}]; "
+        f"supported: one a row [{m}, {-(-k // BLOCK)}], one a block of {BLOCK} x {BLOCK} "
+        f"[{-(-m // BLOCK)}, {-(-k // BLOCK)}], one a part [R, 1] where R divides {m}"
     )
 
 

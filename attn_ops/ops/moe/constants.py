@@ -35,9 +35,13 @@ def most_blocks(num_pairs: int, num_experts: int, block_t: int) -> int:
 
 
 def experts_constants(
-    k: int, num_pairs: int, num_experts: int, rows_along: bool = False
+    k: int,
+    num_pairs: int,
+    num_experts: int,
+    rows_along: bool = False,
+    scale_k: int | None = None,
 ) -> ExpertsConstants:
-    """For a product of K inputs. All forms give the same bits.
+    """For a product of K inputs. All forms of one `scale_k` give the same bits.
 
     Chosen by `python -m benchmarks.experts_forms` (one H100, 2026-11-27, commit 87843b0) at 1, 8,
     64, 512 and 2,048 rows of Qwen3-30B-A3B and GPT-OSS-20B, whose gate and up stood one behind the
@@ -45,8 +49,15 @@ def experts_constants(
 
     Args:
         rows_along: rows of the weight, not its inputs, lie side by side, as in GPT-OSS.
+        scale_k: inputs of an FP8 weight that share a scale, each multiplied as a sum of its own;
+            None: all of them, or there is none. With any, times were not measured.
     """
     block_t = rows_of_a_block(num_pairs, num_experts)
+    if scale_k is not None:  # two sums a program: 256 rows of the weight would not fit in registers
+        few = block_t < 64
+        return ExpertsConstants(
+            block_t, 64 if few else 128, scale_k, 4 if few else 8, 4 if few else 3
+        )
     if block_t == MOST_ROWS:
         return ExpertsConstants(block_t, 256, 64, 8, 4)
     if block_t == 64:

@@ -162,8 +162,9 @@ def experts(
         interleaved: rows of gate and up take turns in w_gate_up and its bias.
         residual: [T, K] in x's dtype, added to the rounded sum.
         ordered: a row's bits never depend on the other rows; on Hopper GPUs alone.
-        gate_up_scale: [E, R, C] float32, by which FP8 weights are multiplied: one a block of
-            128 x 128, the last ones smaller; or C is 1 and R divides 2 * F, as one a row.
+        gate_up_scale: [E, R, C] float32, by which FP8 weights are multiplied. R: one a row, or a
+            block of 128, the last one smaller; C: 1, or one a block of 128 inputs. Where C is 1,
+            R may be any that divides 2 * F, as 1 or 2. What could be two of these is refused.
         down_scale: the same of w_down.
 
     Returns:

@@ -124,7 +124,7 @@ def experts_kernel(
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALE_M: tl.constexpr,  # rows of w that share a scale; 0: there are none
-    SCALE_K: tl.constexpr,  # inputs that do, a multiple of BLOCK_K, or K
+    SCALE_K: tl.constexpr,  # inputs that do: BLOCK_K, or all
     SORTED: tl.constexpr,
     GATED: tl.constexpr,
     ROWS_ALONG: tl.constexpr,  # stride_wm is 1
@@ -194,7 +194,7 @@ def experts_kernel(
             w_MK = w_MK.to(x_ptr.dtype.element_ty)
         if SCALE_M and SCALE_K < K:
             part_MT = tl.dot(w_MK, x_TK.T, input_precision="ieee")
-            acc_MT += part_MT * tl.load(scale_ptr_M + begin // SCALE_K)[:, None]
+            acc_MT += part_MT * tl.load(scale_ptr_M + begin // BLOCK_K)[:, None]
         else:
             acc_MT = tl.dot(w_MK, x_TK.T, acc_MT, input_precision="ieee")
         w_ptr_MK += BLOCK_K * stride_wk
@@ -309,6 +309,7 @@ def launch_product(
     columns = constants.block_m // 2 if gated else constants.block_m
     given = bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
     scale_m, scale_k = (0, k) if scale is None else scale_group(w, scale)
+    assert scale_k >= k or scale_k == constants.block_k, "bits would depend on the constants"
     arguments: dict[str, Any] = {
         "E": num_experts,
         "K": k,
@@ -394,8 +395,8 @@ def launch_experts(
     ids, weights = expert_ids.contiguous().view(-1), weights.contiguous()
     num_pairs = ids.numel()
     forms = [
-        constants or experts_constants(w.shape[2], num_pairs, num_experts, w.stride(1) == 1)
-        for w in (w_gate_up, w_down)
+        constants or _constants(w, scale, num_pairs)
+        for w, scale in ((w_gate_up, gate_up_scale), (w_down, down_scale))
     ]
     if x.shape[0] == 1:  # experts of a row differ, and there is nothing to sort
         blocks = Blocks(ids, None, rows_of_a_block(1, 1))
@@ -412,3 +413,11 @@ def launch_experts(
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     return launch_sum(y, ids, weights, num_experts, residual)
+
+
+def _constants(w: torch.Tensor, scale: torch.Tensor | None, num_pairs: int) -> ExpertsConstants:
+    """For a product with w [E, M, K]."""
+    num_experts, _, k = w.shape
+    scale_k = k if scale is None else scale_group(w, scale)[1]
+    along = w.stride(1) == 1
+    return experts_constants(k, num_pairs, num_experts, along, scale_k if scale_k < k else None)

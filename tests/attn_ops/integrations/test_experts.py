@@ -1,14 +1,18 @@
 """Experts in FP8 of a Transformers model: by our operator, and dequantized by Transformers."""
 
 import copy
+import json
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from attn_ops.integrations import transformers as integration
 from attn_ops.ops.moe.composite import dequantized
@@ -17,24 +21,29 @@ from graphs import DecodeSession
 PROMPTS = [[3, 5, 7, 11], [2], list(range(20, 60))]
 
 
-def models(block_size, hidden=256, act="silu"):
-    """A Qwen3-MoE whose experts are in FP8, and one that has their values in float32."""
+def qwen(hidden=256, gate=192, act="silu"):
+    """A Qwen3-MoE in float32, and the names of its linear layers."""
     integration.register()
     config = AutoConfig.for_model(
-        "qwen3_moe", hidden_size=hidden, moe_intermediate_size=192, num_attention_heads=4,
+        "qwen3_moe", hidden_size=hidden, moe_intermediate_size=gate, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, vocab_size=128, num_hidden_layers=2, num_experts=4,
         num_experts_per_tok=2, decoder_sparse_step=1, mlp_only_layers=[], hidden_act=act,
     )  # fmt: skip
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(
+    model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="attn_ops"
     )
-    for weight in plain.parameters():
+    for weight in model.parameters():
         if weight.dim() > 1:
             weight.data.normal_(0, 0.08)
-    plain.eval().requires_grad_(False)
+    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    return model.eval().requires_grad_(False), linear
+
+
+def models(block_size, act="silu"):
+    """A Qwen3-MoE whose experts are in FP8, and one that has their values in float32."""
+    plain, others = qwen(act=act)
     quantized = copy.deepcopy(plain)
-    others = [n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)]
     replace_with_fp8_linear(
         quantized,
         modules_to_not_convert=others,
@@ -72,12 +81,76 @@ def test_logits_and_tokens(block_size, act):
     torch.testing.assert_close(experts(x, ids, weights), other(x, ids.clamp(max=3), there))
 
 
+def write_checkpoint(folder, block_size, scale_fmt, **sizes):
+    """As FP8 checkpoints are: of each expert its gate, up and down, with scales of theirs alone."""
+    model, linear = qwen(**sizes)
+    model.save_pretrained(folder)
+    stored = {}
+    for name, w in load_file(folder / "model.safetensors").items():
+        stored[name] = w
+        if ".experts." in name:
+            rows, columns = (1, 1) if block_size is None else (-(-n // 128) for n in w.shape)
+            scale = torch.rand(rows, columns) + 0.5
+            if scale_fmt == "ue8m0":
+                scale = (2.0 ** torch.randint(-2, 2, (rows, columns))).to(torch.float8_e8m0fnu)
+            stored |= {name: w.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "weight_block_size": block_size, "scale_fmt": scale_fmt}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = how | {"modules_to_not_convert": linear}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "scale_fmt", "sizes"),
+    [
+        ([128, 128], "float", {"gate": 256}),
+        ([128, 128], "ue8m0", {"gate": 128}),
+        ([128, 128], "float", {"gate": 96}),  # a block of rows ends with the gate
+        ([128, 128], "float", {"gate": 64, "hidden": 96}),
+        (None, "float", {"gate": 128}),  # a scale of the gate, and one of up
+        (None, "float", {"gate": 96, "hidden": 96}),
+    ],
+)
+def test_a_checkpoint(tmp_path, block_size, scale_fmt, sizes):
+    """Loaded in FP8, and as Transformers dequantizes it where there is no GPU."""
+    write_checkpoint(tmp_path, block_size, scale_fmt, **sizes)
+    how = {"dtype": torch.float32, "attn_implementation": "attn_ops"}
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=FineGrainedFP8Config(dequantize=True), **how
+    )
+    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
+        quantized = AutoModelForCausalLM.from_pretrained(
+            tmp_path, experts_implementation="attn_ops", **how
+        )
+    experts = [model.model.layers[1].mlp.experts for model in (plain, quantized)]
+    assert [one.down_proj.dtype for one in experts] == [torch.float32, torch.float8_e4m3fn]
+    x, ids, weights = torch.randn(5, experts[0].hidden_dim), torch.arange(10) % 4, torch.rand(5, 2)
+    theirs, ours = (one(x, ids.view(5, 2), weights) for one in experts)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_experts_that_are_not_in_fp8():
+    """They take "grouped_mm" by the same name."""
+    model, _ = qwen()
+    x = torch.randn(5, 256), torch.arange(10).view(5, 2) % 4, torch.rand(5, 2)
+    wanted = model.model.layers[0].mlp.experts(*x)
+    model.set_experts_implementation("attn_ops")
+    assert model.config._experts_implementation == "attn_ops"
+    torch.testing.assert_close(model.model.layers[0].mlp.experts(*x), wanted)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"has_gate": False}, "experts must have a gate"),
+        ({"gate_softcap": 30.0}, "experts must have a gate, no biases and no soft cap, got .*30"),
         ({"block_size": (64, 64)}, "block_size must be"),
         ({"down_proj": torch.nn.Parameter(torch.zeros(1, dtype=torch.int8), False)}, "down_proj"),
+        (
+            {"down_proj_scale_inv": torch.nn.Parameter(torch.zeros(4, 2, 2).byte(), False)},
+            "down_proj_scale_inv must be floating-point, got torch.uint8; supported: float32",
+        ),
     ],
 )
 def test_what_is_refused(change, message):

@@ -22,7 +22,9 @@ NAN = float("nan")
 def in_fp8(w, kind):
     """Weights [E, M, K] in FP8, and random scales of theirs; of a NaN expert they are NaN too."""
     (e, m, k), generator = w.shape, torch.Generator().manual_seed(7)
-    sizes = {"row": (m, 1), "expert": (1, 1), "half": (2, 1), "block": (-(-m // 128), -(-k // 128))}
+    rows, columns = -(-m // 128), -(-k // 128)
+    sizes = {"row": (m, 1), "expert": (1, 1), "half": (2, 1), "block": (rows, columns)}
+    sizes["row of blocks"] = (m, columns)
     scale = (torch.rand(e, *sizes[kind], generator=generator) + 0.5).to(w.device)
     scale[w[:, 0, 0].isnan()] = NAN
     return w.to(torch.float8_e4m3fn), scale
@@ -30,8 +32,8 @@ def in_fp8(w, kind):
 
 def scaled(w, scale, kind):
     """Element by element, in float64."""
-    rows = {"row": 1, "expert": w.shape[1], "half": w.shape[1] // 2, "block": 128}[kind]
-    columns = 128 if kind == "block" else w.shape[2]
+    rows = {"expert": w.shape[1], "half": w.shape[1] // 2, "block": 128}.get(kind, 1)
+    columns = 128 if "block" in kind else w.shape[2]
     m, k = torch.arange(w.shape[1]) // rows, torch.arange(w.shape[2]) // columns
     return w.double() * scale.double()[:, m][:, :, k]
 
@@ -50,7 +52,7 @@ class Case:
     turned: bool = False  # stored as [E, inputs, outputs]
     ids: torch.Tensor | None = None
     gate: dict = dataclasses.field(default_factory=dict)
-    scale: str | None = None  # of FP8 weights: one a row, an expert, a half, or a block
+    scale: str | None = None  # of FP8 weights: see `in_fp8`
 
     def __post_init__(self):
         def randn(*shape, scale=1.0):
@@ -139,7 +141,7 @@ CASES = {
 
 FP8_CASES = {
     f"{kind}, {name}": dataclasses.replace(case, scale=kind)
-    for kind in ("row", "expert", "half", "block")
+    for kind in ("row", "expert", "half", "block", "row of blocks")
     for name, case in {
         "several blocks": Case(rows=6, k=272, f=136),
         "one row": Case(rows=1, k=144, f=144, bias=True),
@@ -191,9 +193,8 @@ def test_a_residual_is_added_to_the_rounded_sum(way):
 def test_fp8_weights(name):
     """By kernels and by PyTorch; what nobody chose is NaN, its scales too."""
     case = FP8_CASES[name]
-    close(launch(case, **case.scales), case.wanted())
-    form = ExpertsConstants(16, 64, 64, 4, 2)
-    close(launch(case, constants=form, **case.scales), case.wanted())
+    for form in (ExpertsConstants(16, 32, 128, 4, 2), None):
+        close(launch(case, constants=form, **case.scales), case.wanted())
     close(experts(*case.args, **case.gate, **case.scales), case.wanted())
     wide = dataclasses.replace(case, dtype=torch.float32)
     close(experts(*wide.args, **wide.gate, **wide.scales), wide.wanted(), 1e-4)
@@ -202,7 +203,19 @@ def test_fp8_weights(name):
 def test_fp8_weights_in_another_strided_scale():
     case = FP8_CASES["block, several blocks"]
     turned = {name: s.mT.contiguous().mT for name, s in case.scales.items()}
-    assert torch.equal(launch(case, **turned), launch(case, **case.scales))
+    given, wanted = (launch(case, constants=None, **s) for s in (turned, case.scales))
+    assert torch.equal(given, wanted)
+
+
+def test_blocks_of_inputs_are_summed_apart_whatever_the_rows():
+    """Sums of other lengths, times their scales, would have other bits."""
+    for num_pairs in (8, 100, 1000, 9000, 90000):
+        for rows_along in (False, True):
+            form = experts_constants(2048, num_pairs, 128, rows_along, 128)
+            assert form.block_k == 128
+    case = FP8_CASES["block, several blocks"]
+    with pytest.raises(AssertionError, match="bits would depend on the constants"):
+        launch(case, **case.scales)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +228,7 @@ def test_fp8_weights_in_another_strided_scale():
         ({"gate_up_scale": torch.ones(4, 1, 1)}, "gate_up_scale must be torch.float32 of shape"),
         ({"gate_up_scale": torch.ones(5, 1)}, "gate_up_scale must be torch.float32 of shape"),
         ({"down_scale": torch.ones(5, 1, 1).half()}, "down_scale must be torch.float32 of shape"),
+        ({"down_scale": torch.ones(5, 0, 1)}, r"got \[0, 1\]; supported: one a row \[272, 2\]"),
     ],
 )
 def test_scales_that_do_not_fit(change, message):
@@ -225,6 +239,16 @@ def test_scales_that_do_not_fit(change, message):
     plain = Case(k=272, f=136, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"w_gate_up must be torch\.float8"):
         experts(*plain.args, **case.scales)
+
+
+def test_scales_of_two_meanings():
+    """Two of 192 rows and one block of inputs: of 128 and 64 rows, or of 96 each?"""
+    case = Case(k=64, f=96, scale="half")
+    with pytest.raises(ValueError, match=r"gate_up_scale: .* one meaning, got \[2, 1\]"):
+        experts(*case.args, **case.scales)
+    for kind in ("expert", "row"):
+        case = Case(k=64, f=96, scale=kind)
+        close(experts(*case.args, **case.scales), case.wanted())
 
 
 def test_no_rows():

@@ -93,7 +93,10 @@ def _by_library(node: Node) -> bool:
     if node.target in _INNER:
         rows = node.args[_INNER[node.target]]
         return not (isinstance(rows, Node) and value_of(rows).shape[-1] == 1)  # no sum at all
-    name = str(getattr(node.target, "_schema", node.target)).partition("(")[0]
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and any(argument.name == "ordered" for argument in schema.arguments):
+        return not node.kwargs.get("ordered")  # ours, called by hand or by a model's own code
+    name = str(schema or node.target).partition("(")[0]
     if name == "attn_ops::all_reduce":
         from attn_ops.ops.collectives import by_kernels
 

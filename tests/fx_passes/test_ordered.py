@@ -48,6 +48,23 @@ def test_others_are_refused(aten_graph, function, args, named):
     assert isinstance(refusal(caught.value), RefusedError)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("named", ["experts", "skinny_mm"])
+def test_ours_are_refused_where_nobody_asked_for_an_order(named, ordered):
+    """A model may call them itself; without `ordered` they may leave a sum to a library."""
+    graph, more = Graph(), {"ordered": True} if ordered else {}
+    number = {"experts": 5, "skinny_mm": 2}[named]
+    operator = getattr(torch.ops.attn_ops, named).default
+    inputs = [graph.placeholder(f"x{i}") for i in range(number)]
+    for one in inputs:
+        one.meta["val"] = X
+    graph.output(graph.call_function(operator, tuple(inputs), more))
+    if ordered:
+        return check_ordered(graph, "any")
+    with pytest.raises(RefusedError, match=f"batch_invariant must be False.*{named}"):
+        check_ordered(graph, "any")
+
+
 def sum_over_ranks(operator, *args):
     graph = Graph()
     x = graph.placeholder("x")

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from attn_ops import experts
 from attn_ops.ops.moe.experts import takes_experts
+from tests.kit.fp8 import in_fp8, scaled
 from tests.kit.operators import bits
 
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -47,17 +48,6 @@ def compare(rng: random.Random, sizes: random.Random, device: str) -> str:
     if turned:
         w_gate_up, w_down = (w.mT.contiguous().mT for w in (w_gate_up, w_down))
     biases = (randn(e, 2 * f), randn(e, k)) if biased else (None, None)
-    scales = {}
-    fp8 = sizes.choice(["no", "no", "no", "row", "expert", "block", "row of blocks"])
-    if fp8 == "block" and min(k, f) <= 128:  # two meanings
-        fp8 = "row"
-    if fp8 != "no":
-        for name, w in {"gate_up_scale": w_gate_up, "down_scale": w_down}.items():
-            rows, columns = -(-w.shape[1] // 128), -(-w.shape[2] // 128)
-            shape = {"row": (w.shape[1], 1), "expert": (1, 1), "block": (rows, columns)}
-            shape["row of blocks"] = (w.shape[1], columns)
-            scales[name] = torch.rand(e, *shape[fp8], generator=generator, device=device) + 0.5
-        w_gate_up, w_down = (w.to(torch.float8_e4m3fn) for w in (w_gate_up, w_down))
     kind = rng.choice(["random", "few", "one", "none among them"])
     ids = torch.rand(rows, e, generator=generator, device=device).argsort(1)[:, :top_k]
     if kind in ("few", "one"):
@@ -70,9 +60,16 @@ def compare(rng: random.Random, sizes: random.Random, device: str) -> str:
     gate |= {"interleaved": sizes.random() < 0.4, "limit": sizes.choice([None, 0.7])}
     gate |= {} if gate["activation"] == "gelu_tanh" else {"alpha": rng.choice([1.0, 1.702])}
     unused = [i for i in range(e) if not (ids == i).any()]
-    for tensor in (w_gate_up, w_down, *biases, *scales.values()):
+    for tensor in (w_gate_up, w_down, *biases):
         if tensor is not None:
             tensor[unused] = float("nan")
+    scales, wide = {}, [w_gate_up, w_down]
+    fp8 = scales_of(sizes, min(k, f))
+    if fp8 is not None:
+        w_gate_up, scales["gate_up_scale"] = in_fp8(w_gate_up, fp8, generator)
+        w_down, scales["down_scale"] = in_fp8(w_down, fp8, generator)
+        wide = [scaled(w_gate_up, scales["gate_up_scale"], fp8)]
+        wide += [scaled(w_down, scales["down_scale"], fp8)]
 
     def of(chosen: slice) -> torch.Tensor:
         given = x[chosen], w_gate_up, w_down, ids[chosen], weights[chosen]
@@ -81,27 +78,22 @@ def compare(rng: random.Random, sizes: random.Random, device: str) -> str:
         return experts(*given, *biases, **more)
 
     x, residual = randn(rows, k), randn(rows, k) if sizes.random() < 0.3 else None
-    found, by_kernels = of(slice(None)), takes_experts(w_gate_up, w_down, x.device)
-    if scales:
-        w_gate_up = scaled(w_gate_up, scales["gate_up_scale"], fp8)
-        w_down = scaled(w_down, scales["down_scale"], fp8)
-    wanted = loop(x, w_gate_up, w_down, ids, weights, biases, gate)
+    found = of(slice(None))
+    wanted = loop(x, *wide, ids, weights, biases, gate)
     wanted = wanted if residual is None else wanted + residual.double()
     bound = BOUNDS[dtype] * max(1.0, wanted.abs().max().item())
     torch.testing.assert_close(found.double(), wanted, atol=bound, rtol=0)
-    if by_kernels:
+    if takes_experts(w_gate_up, w_down, x.device):
         begin = rng.randrange(rows)
         part = slice(begin, begin + rng.randint(1, 40))
         assert torch.equal(bits(of(part)), bits(found[part])), "a row depends on the others"
     return kind
 
 
-def scaled(w: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
-    """FP8 weights [E, M, K] times their scales, in float64."""
-    rows = {"expert": w.shape[1], "block": 128}.get(kind, 1)
-    columns = 128 if "block" in kind else w.shape[2]
-    m, k = (torch.arange(n, device=w.device) for n in w.shape[1:])
-    return w.double() * scale.double()[:, m // rows][:, :, k // columns]
+def scales_of(sizes: random.Random, smallest: int) -> str | None:
+    """What shares a scale of FP8 weights, whose sizes are at least `smallest`; None: no FP8."""
+    kind = sizes.choice([None, None, None, "row", "expert", "block", "row of blocks"])
+    return "row" if kind == "block" and smallest <= 128 else kind  # two meanings
 
 
 def loop(x, w_gate_up, w_down, ids, weights, biases, gate) -> torch.Tensor:

@@ -174,8 +174,9 @@ def experts(
     Raises:
         ValueError: shapes, dtypes or the gate do not fit; `ordered` cannot be had.
     """
-    by_kernels = x.stride(1) == 1 and x.dtype in HALVES
-    by_kernels = by_kernels and takes_experts(w_gate_up, w_down, x.device)
+    by_kernels = (
+        x.stride(1) == 1 and x.dtype in HALVES and takes_experts(w_gate_up, w_down, x.device)
+    )
     if ordered and not by_kernels:
         raise ValueError(
             "w_gate_up and w_down must be bfloat16, float16 or FP8 of multiples of 16 inputs on a "
@@ -185,14 +186,14 @@ def experts(
     if x.shape[0] == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     given = (x, w_gate_up, w_down, expert_ids, weights, gate_up_bias, down_bias)
-    gate: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit,
-                            "interleaved": interleaved, "gate_up_scale": gate_up_scale,
-                            "down_scale": down_scale}  # fmt: skip
+    named: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit,
+                             "interleaved": interleaved, "gate_up_scale": gate_up_scale,
+                             "down_scale": down_scale}  # fmt: skip
     if by_kernels:
         from attn_ops.ops.triton.experts import launch_experts
 
-        return launch_experts(*given, **gate, residual=residual)
-    total = experts_by_torch(*given, **gate)
+        return launch_experts(*given, **named, residual=residual)
+    total = experts_by_torch(*given, **named)
     return total if residual is None else total.add_(residual)
 
 

@@ -11,31 +11,13 @@ from torch.nn import functional
 
 from attn_ops import experts
 from attn_ops.ops.moe.constants import ExpertsConstants, experts_constants, most_blocks
+from tests.kit.fp8 import in_fp8, scaled
 from tests.kit.operators import bits, opcheck
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # of the interpreter's products
 SMALL = ExpertsConstants(16, 32, 32, 4, 2)
 NAN = float("nan")
-
-
-def in_fp8(w, kind):
-    """Weights [E, M, K] in FP8, and random scales of theirs; of a NaN expert they are NaN too."""
-    (e, m, k), generator = w.shape, torch.Generator().manual_seed(7)
-    rows, columns = -(-m // 128), -(-k // 128)
-    sizes = {"row": (m, 1), "expert": (1, 1), "half": (2, 1), "block": (rows, columns)}
-    sizes["row of blocks"] = (m, columns)
-    scale = (torch.rand(e, *sizes[kind], generator=generator) + 0.5).to(w.device)
-    scale[w[:, 0, 0].isnan()] = NAN
-    return w.to(torch.float8_e4m3fn), scale
-
-
-def scaled(w, scale, kind):
-    """Element by element, in float64."""
-    rows = {"expert": w.shape[1], "half": w.shape[1] // 2, "block": 128}.get(kind, 1)
-    columns = 128 if "block" in kind else w.shape[2]
-    m, k = torch.arange(w.shape[1]) // rows, torch.arange(w.shape[2]) // columns
-    return w.double() * scale.double()[:, m][:, :, k]
 
 
 @dataclasses.dataclass
@@ -52,7 +34,7 @@ class Case:
     turned: bool = False  # stored as [E, inputs, outputs]
     ids: torch.Tensor | None = None
     gate: dict = dataclasses.field(default_factory=dict)
-    scale: str | None = None  # of FP8 weights: see `in_fp8`
+    scale: str | None = None  # of FP8 weights: one of `tests.kit.fp8.KINDS`
 
     def __post_init__(self):
         def randn(*shape, scale=1.0):
@@ -78,8 +60,10 @@ class Case:
             self.w_down = self.w_down.mT.contiguous().mT
         self.scales = {}
         if self.scale is not None:
-            self.w_gate_up, self.scales["gate_up_scale"] = in_fp8(self.w_gate_up, self.scale)
-            self.w_down, self.scales["down_scale"] = in_fp8(self.w_down, self.scale)
+            self.w_gate_up, self.scales["gate_up_scale"] = in_fp8(
+                self.w_gate_up, self.scale, generator
+            )
+            self.w_down, self.scales["down_scale"] = in_fp8(self.w_down, self.scale, generator)
 
     @property
     def args(self):

@@ -4,7 +4,9 @@ One layer's experts of Qwen3-30B-A3B, GPT-OSS-20B, Mixtral 8x7B and, with 64 of 
 DeepSeek-V3: `attn_ops.experts` beside Transformers' `grouped_mm`, called and compiled. Rows choose
 experts at random. The limit is the longer one of two times: that in which a copy moves as many
 bytes as the chosen experts' weights and the rows have, and that of the products at the peak of the
-tensor cores. On a CPU sizes are tiny, and figures mean nothing.
+tensor cores. `--fp8`: weights in FP8 with a scale a block of 128 x 128, by ours alone, as
+Transformers has no function for them without kernels from a hub. On a CPU sizes are tiny, and
+figures mean nothing.
 """
 
 import argparse
@@ -19,7 +21,8 @@ import torch
 from torch.nn import functional
 
 from attn_ops import experts
-from attn_ops.ops.moe.composite import experts_by_torch
+from attn_ops.ops.moe.composite import BLOCK, experts_by_torch
+from attn_ops.ops.moe.experts import FP8
 from benchmarks.harness import (
     Bar,
     brief,
@@ -52,6 +55,7 @@ class Shape:
     num_experts: int
     top_k: int
     gpt_oss: bool = False  # biases, and weights stored as [E, inputs, outputs]
+    fp8: bool = False  # weights, with a scale a block of 128 x 128
 
 
 SHAPES = {
@@ -79,6 +83,12 @@ class Layer:
         self.down_proj = torch.randn(down, **like).mul_(f**-0.5)
         self.gate_up_proj_bias = torch.randn(e, 2 * f, **like)
         self.down_proj_bias = torch.randn(e, k, **like)
+        self.scales: dict[str, torch.Tensor] = {}
+        if shape.fp8:
+            for name, (m, n) in {"gate_up": (2 * f, k), "down": (k, f)}.items():
+                setattr(self, f"{name}_proj", getattr(self, f"{name}_proj").to(FP8))
+                scale = torch.rand(e, -(-m // BLOCK), -(-n // BLOCK), device=device) + 0.5
+                self.scales[f"{name}_scale"] = scale
 
     def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
         if not self.shape.gpt_oss:
@@ -89,10 +99,10 @@ class Layer:
 
     def ours(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if not self.shape.gpt_oss:
-            return experts(x, self.gate_up_proj, self.down_proj, ids, weights)
+            return experts(x, self.gate_up_proj, self.down_proj, ids, weights, **self.scales)
         stored = self.gate_up_proj.mT, self.down_proj.mT
         biases = self.gate_up_proj_bias, self.down_proj_bias
-        return experts(x, *stored, ids, weights, *biases, **GPT_OSS)
+        return experts(x, *stored, ids, weights, *biases, **GPT_OSS, **self.scales)
 
     def compiled(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Transformers' function by Inductor."""
@@ -132,7 +142,8 @@ def routed(shape: Shape, rows: int, device: str) -> tuple[torch.Tensor, ...]:
 def limit_us(shape: Shape, ids: torch.Tensor, bandwidth: float) -> float:
     """The longer one of moving chosen weights and rows, and of multiplying; microseconds."""
     rows, chosen = ids.shape[0], ids.unique().numel()
-    num_bytes = 2 * (3 * chosen * shape.k * shape.f + 2 * rows * shape.k)
+    of_weight = 1 if shape.fp8 else 2
+    num_bytes = of_weight * 3 * chosen * shape.k * shape.f + 4 * rows * shape.k
     operations = 2 * 3 * ids.numel() * shape.k * shape.f
     return 1e6 * max(num_bytes / bandwidth, operations / PEAK)
 
@@ -155,10 +166,13 @@ def microseconds(run: Callable[[int], object], copies: int, rows: int, device: s
 def times(shape: Shape, rows: int, layers: list[Layer], device: str) -> dict[str, Any]:
     """Ours and Transformers' time, and how far their results are from each other."""
     given = [routed(shape, rows, device) for _ in layers]
-    ours = layers[0].ours(*given[0]).float()
-    theirs = layers[0].theirs(*given[0]).float()
-    found: dict[str, Any] = {"difference": round((ours - theirs).abs().max().item(), 4)}
+    found: dict[str, Any] = {}
     names = ("ours", "theirs", "by_torch", *(("compiled",) if device == "cuda" else ()))
+    if shape.fp8:
+        names = ("ours",)
+    else:
+        ours, theirs = (f(*given[0]).float() for f in (layers[0].ours, layers[0].theirs))
+        found["difference"] = round((ours - theirs).abs().max().item(), 4)
     for name in names:
         calls = [getattr(layer, name) for layer in layers]
         try:
@@ -175,7 +189,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows, bars = {}, []
     for name in args.shapes:
         shape = SHAPES[name] if args.device == "cuda" else TINY[name]
-        smallest = 6 * shape.k * shape.f * min(shape.top_k, shape.num_experts)
+        shape = dataclasses.replace(shape, fp8=args.fp8)
+        smallest = (3 if args.fp8 else 6) * shape.k * shape.f * min(shape.top_k, shape.num_experts)
         copies = min(4, max(2, math.ceil(CACHE_BYTES / smallest)))
         layers = [Layer(shape, args.device) for _ in range(copies)]
         for number in args.rows:
@@ -184,21 +199,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if bandwidth is not None and isinstance(us, float):
                 limit = limit_us(shape, ids, bandwidth)
                 row |= {"limit us": round(limit, 1), "ours / limit": round(us / limit, 2)}
-                others = [row[f"{one} us"] for one in ("theirs", "compiled")]
+                others = [row.get(f"{one} us") for one in ("theirs", "compiled")]
                 best = min([one for one in others if isinstance(one, float)], default=None)
                 most = 1.0 if number <= MOST_CAPTURED else 1.15
                 text = f"{name}, {number} rows: ours over the best of Transformers"
-                bars.append(Bar(text, "<=", most, None if best is None else us / best))
+                if not args.fp8:
+                    bars.append(Bar(text, "<=", most, None if best is None else us / best))
             rows[f"{name}, {number}"] = row
             print(f"{name}, {number}", row, flush=True)
         del layers
         free()
     copied = "not measured" if bandwidth is None else f"{bandwidth / 1e12:.2f} TB/s"
     note = (
-        "Model, rows: microseconds of one layer's experts in bfloat16, whose weights are in no "
-        f"cache; in a CUDA graph up to {MOST_CAPTURED} rows. A copy: {copied}."
+        f"Model, rows: microseconds of one layer's experts in {'FP8' if args.fp8 else 'bfloat16'}, "
+        f"whose weights are in no cache; in a CUDA graph up to {MOST_CAPTURED} rows. A copy: "
+        f"{copied}."
     )
-    command = f"python -m benchmarks.experts --device {args.device}"
+    command = f"python -m benchmarks.experts --device {args.device}{' --fp8' * args.fp8}"
     found = origin(args) | {"command": command, "note": note, "rows": rows}
     return found | {"bars": [bar.as_dict() for bar in bars]}
 
@@ -207,6 +224,7 @@ def main() -> None:
     found = parser_of(__doc__)
     found.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     found.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    found.add_argument("--fp8", action="store_true", help="weights in FP8, by ours alone")
     args = found.parse_args()
     torch.manual_seed(0)
     finish(args, measure(args))

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 
+from attn_ops.ops.moe.composite import dequantized
 from attn_ops.ops.moe.constants import ExpertsConstants
 from benchmarks.experts import GPT_OSS, SHAPES, Layer, routed
 
@@ -17,6 +18,7 @@ REAL = {
     name: dataclasses.replace(shape, num_experts=min(shape.num_experts, 16))
     for name, shape in SHAPES.items()
 }
+REAL |= {f"{name}, FP8": dataclasses.replace(shape, fp8=True) for name, shape in REAL.items()}
 
 
 @pytest.fixture(params=REAL)
@@ -29,8 +31,12 @@ def wanted(layer: Layer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tens
     """Expert by expert in float64, on the GPU."""
     out = torch.zeros_like(x, dtype=torch.float64)
     for expert in ids.unique().tolist():
-        up, down = layer.gate_up_proj[expert].double(), layer.down_proj[expert].double()
-        up, down = (up, down) if layer.is_transposed else (up.t(), down.t())
+        one, scale = slice(expert, expert + 1), layer.scales.get
+        up, down = (
+            w.mT if layer.is_transposed else w for w in (layer.gate_up_proj, layer.down_proj)
+        )
+        up = dequantized(up, scale("gate_up_scale"), torch.float64, one)[0].double().t()
+        down = dequantized(down, scale("down_scale"), torch.float64, one)[0].double().t()
         rows, places = torch.where(ids == expert)
         both = x[rows].double() @ up
         both = both + layer.gate_up_proj_bias[expert] if layer.has_bias else both
@@ -55,7 +61,7 @@ def test_weights_of_unused_experts_are_not_read(layer):
     x, ids, weights = routed(layer.shape, 40, "cuda")
     ids = ids % (layer.num_experts // 2)
     expected = wanted(layer, x, ids, weights)
-    for weight in (layer.gate_up_proj, layer.down_proj):
+    for weight in (layer.gate_up_proj, layer.down_proj, *layer.scales.values()):
         weight[layer.num_experts // 2 :] = float("nan")
     close(layer.ours(x, ids, weights), expected)
 
@@ -82,7 +88,9 @@ def test_all_constants_give_the_same_bits(layer, form):
         up, down, gate = up.mT, down.mT, GPT_OSS
         biases = (layer.gate_up_proj_bias, layer.down_proj_bias)
     args = (given[0], up, down, *given[1:], *biases)
-    found = launch_experts(*args, constants=ExpertsConstants(*form), **gate)
+    if layer.shape.fp8:
+        form = (form[0], min(form[1], 128), 128, form[3], 3)
+    found = launch_experts(*args, constants=ExpertsConstants(*form), **gate, **layer.scales)
     assert torch.equal(found, layer.ours(*given))
 
 
@@ -102,7 +110,7 @@ def test_a_captured_call_takes_changed_inputs(layer, rows):
             changed = (changed[0], changed[1][:1].expand(rows, -1), changed[2])
         for static, new in zip(given, changed, strict=True):
             static.copy_(new)
-        layer.down_proj.mul_(-1)
+        layer.scales.get("down_scale", layer.down_proj).mul_(-1)
         graph.replay()
         assert torch.equal(out, layer.ours(*given))
         close(out, wanted(layer, *given))

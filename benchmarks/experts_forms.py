@@ -2,17 +2,19 @@
 
 Each product by itself, for several layers whose weights are in no cache, in a CUDA graph. Blocks
 have the pairs that `rows_of_a_block` says, half and twice as many. A form that does not fit into
-the shared memory is left out. `attn_ops/ops/moe/constants.py` takes what is found here. On a CPU
-sizes are tiny, and figures mean nothing.
+the shared memory is left out. `attn_ops/ops/moe/constants.py` takes what is found here. `--fp8`:
+weights with a scale a block of 128 x 128. On a CPU sizes are tiny, and figures mean nothing.
 """
 
 import argparse
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from attn_ops.ops.moe.composite import BLOCK
 from attn_ops.ops.moe.constants import ExpertsConstants, experts_constants, rows_of_a_block
 from benchmarks.experts import GPT_OSS, SHAPES, TINY, Layer, microseconds, routed
 from benchmarks.harness import brief, finish, free, origin, parser_of
@@ -22,15 +24,15 @@ NUM_LAYERS = 4
 ROWS = (1, 8, 64, 512, 2048)
 
 
-def forms(block_t: int, tiny: bool) -> Iterator[ExpertsConstants]:
-    """Those with a wgmma's 64 rows for each four warps."""
+def forms(block_t: int, tiny: bool, fp8: bool) -> Iterator[ExpertsConstants]:
+    """Those with a wgmma's 64 rows for each four warps; one block of inputs at once in FP8."""
     if tiny:
-        yield ExpertsConstants(block_t, 64, 32, 4, 2)
+        yield ExpertsConstants(block_t, 64, BLOCK if fp8 else 32, 4, 2)
         return
     sizes = (64, 128) if block_t < 64 else (64, 128, 256)
-    for m, k, stages in itertools.product(sizes, (64, 128, 256), (3, 4, 6)):
+    for m, k, stages in itertools.product(sizes, (BLOCK,) if fp8 else (64, 128, 256), (3, 4, 6)):
         for warps in {4, min(8, m // 16)}:
-            held = 2 * stages * k * (m + block_t)
+            held = stages * k * ((1 if fp8 else 2) * m + 2 * block_t)
             if held <= SHARED_MEMORY and m * block_t <= 256 * 128:
                 yield ExpertsConstants(block_t, m, k, warps, stages)
 
@@ -51,10 +53,11 @@ def products(layer: Layer, given: tuple[torch.Tensor, ...], form: ExpertsConstan
     gate: dict[str, Any] = {"activation": "silu"}
     if layer.shape.gpt_oss:
         biases, gate = (layer.gate_up_proj_bias, layer.down_proj_bias), GPT_OSS
-    more: dict[str, Any] = {"widen": wide}
+    first: dict[str, Any] = {"widen": wide, "scale": layer.scales.get("gate_up_scale"), **gate}
+    second: dict[str, Any] = {"widen": wide, "scale": layer.scales.get("down_scale")}
     return (
-        lambda: launch_product(x, up, biases[0], blocks, pairs, form, **gate, **more),
-        lambda: launch_product(h, down, biases[1], blocks, pairs, form, **more),
+        lambda: launch_product(x, up, biases[0], blocks, pairs, form, **first),
+        lambda: launch_product(h, down, biases[1], blocks, pairs, form, **second),
     )
 
 
@@ -65,7 +68,7 @@ def fastest(
     found: dict[str, list[tuple[float, str]]] = {"product 1": [], "product 2": []}
     given = [routed(layer.shape, rows, device) for layer in layers]
     for block_t in block_ts:
-        for form in forms(block_t, device == "cpu"):
+        for form in forms(block_t, device == "cpu", layers[0].shape.fp8):
             calls = [
                 products(layer, one, form, device == "cpu")
                 for layer, one in zip(layers, given, strict=True)
@@ -85,6 +88,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name in args.shapes:
         shape = SHAPES[name] if args.device == "cuda" else TINY[name]
+        shape = dataclasses.replace(shape, fp8=args.fp8)
         layers = [Layer(shape, args.device) for _ in range(NUM_LAYERS)]
         for number in args.rows:
             pairs = number * shape.top_k
@@ -94,10 +98,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             )
             tried = [16] if number == 1 else tried if block_t > 16 else tried[:2]
             found = fastest(layers, number, args.device, tried)
-            used = [
-                tuple(experts_constants(k, pairs, shape.num_experts, shape.gpt_oss))
-                for k in (shape.k, shape.f)
-            ]
+            chosen = (pairs, shape.num_experts, shape.gpt_oss, BLOCK if args.fp8 else None)
+            used = [tuple(experts_constants(k, *chosen)) for k in (shape.k, shape.f)]
             row: dict[str, Any] = {"in use": [str(one) for one in used]}
             for i, (product, times) in enumerate(found.items()):
                 now = [us for us, form in times if form == str(used[i])]
@@ -107,7 +109,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         del layers
         free()
     note = "Model, rows: microseconds of a product by (block_t, block_m, block_k, warps, stages)."
-    command = f"python -m benchmarks.experts_forms --device {args.device}"
+    command = f"python -m benchmarks.experts_forms --device {args.device}{' --fp8' * args.fp8}"
     return origin(args) | {"command": command, "note": note, "rows": rows, "bars": []}
 
 
@@ -115,6 +117,7 @@ def main() -> None:
     found = parser_of(__doc__)
     found.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     found.add_argument("--shapes", nargs="+", default=["qwen3-30b-a3b"], choices=list(SHAPES))
+    found.add_argument("--fp8", action="store_true", help="weights in FP8")
     args = found.parse_args()
     torch.manual_seed(0)
     finish(args, measure(args))

@@ -50,14 +50,12 @@ def experts_constants(
     Args:
         rows_along: rows of the weight, not its inputs, lie side by side, as in GPT-OSS.
         scale_k: inputs of an FP8 weight that share a scale, each multiplied as a sum of its own;
-            None: all of them, or there is none. With any, times were not measured.
+            None: all of them, or there is none. With any: `--fp8`, 2026-11-28, commit 5e89927, at
+            Qwen3's rows as above and one of DeepSeek-V3.
     """
     block_t = rows_of_a_block(num_pairs, num_experts)
-    if scale_k is not None:  # two sums a program: 256 rows of the weight would not fit in registers
-        few = block_t < 64
-        return ExpertsConstants(
-            block_t, 64 if few else 128, scale_k, 4 if few else 8, 4 if few else 3
-        )
+    if scale_k is not None:  # small: one program's conversions run beside another's products
+        return ExpertsConstants(min(block_t, 64), 64, scale_k, 4, 3)
     if block_t == MOST_ROWS:
         return ExpertsConstants(block_t, 256, 64, 8, 4)
     if block_t == 64:

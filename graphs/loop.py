@@ -193,6 +193,9 @@ class StepLoop:
         keys, guess = self.plan.first_keys(), self.plan.estimated_bytes
         if guess is not None:
             logger.info("capturing %d graphs, estimated at %s", len(keys), human(guess))
+        if self.graphs is not None and self.runner.device.type == "cuda":
+            with self.compilation.counters.watching():
+                self.graphs.rehearse(keys)
         for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
             self._capture(key, mode)
 

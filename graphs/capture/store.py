@@ -1,9 +1,10 @@
 """Captured steps by their keys: captured once, checked and replayed."""
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -68,6 +69,7 @@ class StepGraphs:
         self.keep_failures = keep_failures
         self.failures: dict[BatchDescriptor, CaptureError] = {}
         self._captured: dict[BatchDescriptor, CapturedStep] = {}
+        self._rehearsed = 0.0  # seconds
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -87,8 +89,8 @@ class StepGraphs:
 
     @property
     def seconds(self) -> float:
-        """That all captures took."""
-        return sum(captured.seconds for captured in self)
+        """That all captures took, and compiling their kernels before."""
+        return self._rehearsed + sum(captured.seconds for captured in self)
 
     def get(
         self, key: BatchDescriptor, mode: CUDAGraphMode = CUDAGraphMode.FULL
@@ -113,6 +115,19 @@ class StepGraphs:
             return None
         self._captured[key] = captured
         return captured
+
+    def rehearse(self, keys: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> None:
+        """Compile Triton kernels side by side before steps are captured; others run, on padding."""
+        from attn_ops.early_launch.triton.launch import rehearsal
+
+        begin = time.perf_counter()
+        with rehearsal():
+            for mode, key in keys:
+                step, recorder = self.make_step(key), self.recorders[mode]
+                step.tensors.upload()
+                with contextlib.suppress(Exception):  # the capture says what is wrong
+                    recorder.warm_up(step, recorder.metadata(step))
+        self._rehearsed += time.perf_counter() - begin
 
     def replay(self, captured: CapturedStep, *, weights: bool = True) -> None:
         """Run a graph on what its tensors hold; returns before the device is done.

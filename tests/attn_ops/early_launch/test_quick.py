@@ -11,7 +11,7 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_ops.early_launch.triton import launch
-from attn_ops.early_launch.triton.launch import quick
+from attn_ops.early_launch.triton.launch import is_rehearsal, quick, rehearsal
 
 
 class Compiled(CompiledKernel):
@@ -102,3 +102,18 @@ def test_descriptors_are_alike_by_their_blocks_and_dtypes():
     quick(kernel, (1,))(X, of(32, 32), B=1, A=2)
     quick(kernel, (1,))(X, of(32, 16, torch.bfloat16), B=1, A=2)
     assert kernel.num_asked == 3
+
+
+def test_a_rehearsal_compiles_and_launches_nothing():
+    """What was compiled before neither."""
+    kernel, compiled = Kernel(), []
+    kernel.warmup = lambda *args, grid, **constants: compiled.append((args[1:], grid, constants))
+    quick(kernel, (1,))(X, 3, B=1, A=2)
+    with rehearsal():
+        assert is_rehearsal()
+        for n in (3, 16):
+            quick(kernel, (n,))(X, n, B=1, A=2)
+    assert not is_rehearsal()
+    constants = {"A": 2, "B": 1}
+    assert compiled == [((3,), (3,), constants), ((16,), (16,), constants)]
+    assert (kernel.num_asked, len(kernel.launches)) == (1, 0)

@@ -115,7 +115,7 @@ def test_by_default_short_prompts_are_captured_where_the_backend_can(model):
     short, long = (captured(model, max_tokens_per_step=n).plan for n in (256, 2048))
     assert short.used is long.used is CUDAGraphMode.FULL
     assert short.dispatcher.mixed_sizes == default_mixed_sizes(256)
-    assert long.dispatcher.mixed_sizes == default_mixed_sizes(512)
+    assert long.dispatcher.mixed_sizes == default_mixed_sizes(1024)
     asked = captured(model, max_tokens_per_step=2048, cudagraph_mode="FULL").plan
     assert asked.dispatcher.mixed_sizes == default_mixed_sizes(2048)
     options = dataclasses.replace(long.options, debug=None)

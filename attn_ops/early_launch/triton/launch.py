@@ -55,7 +55,13 @@ constants in the order of the kernel's arguments."""
 
 def is_rehearsal() -> bool:
     """Whether kernels are compiled and do not run: what they would write is not defined."""
-    return active_mode.get() is not None
+    return isinstance(active_mode.get(), _Rehearsal)
+
+
+class _Rehearsal(triton.AsyncCompileMode):
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        super().__init__(pool, ignore_errors=True)
+        self.seen: set[tuple] = set()
 
 
 @contextlib.contextmanager
@@ -65,7 +71,7 @@ def rehearsal() -> Iterator[None]:
     Side by side, as Triton and its assembler let threads run. One that does not compile says so
     when it is launched.
     """
-    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    with ThreadPoolExecutor() as pool, _Rehearsal(pool):
         yield
 
 
@@ -77,9 +83,6 @@ def quick(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """
 
     def launch(*args: Any, **constants: Any) -> None:
-        if is_rehearsal():
-            kernel.warmup(*args, grid=grid, **constants)
-            return
         alike = (
             id(kernel),
             args[0].get_device(),
@@ -87,6 +90,11 @@ def quick(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
             *constants,
             *constants.values(),
         )
+        if isinstance(mode := active_mode.get(), _Rehearsal):
+            if alike not in mode.seen:
+                mode.seen.add(alike)
+                kernel.warmup(*args, grid=grid, **constants)
+            return
         known = _COMPILED.get(alike)
         if known is not None:
             compiled, values = known

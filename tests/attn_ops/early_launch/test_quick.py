@@ -111,7 +111,7 @@ def test_a_rehearsal_compiles_and_launches_nothing():
     quick(kernel, (1,))(X, 3, B=1, A=2)
     with rehearsal():
         assert is_rehearsal()
-        for n in (3, 16):
+        for n in (3, 5, 16):
             quick(kernel, (n,))(X, n, B=1, A=2)
     assert not is_rehearsal()
     constants = {"A": 2, "B": 1}

@@ -52,8 +52,9 @@ class Layer:
     given: tuple[Any, ...]
     states: torch.Tensor
 
-    def run(self, slots: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-        return self.operator(*self.given, self.states, slots, starts, lens)
+    def run(self, *batch: torch.Tensor) -> torch.Tensor:
+        """slots, starts, seq_lens and perhaps kept."""
+        return self.operator(*self.given, self.states, *batch)
 
     def copied(self) -> "Layer":
         given = [x.clone() if isinstance(x, torch.Tensor) else x for x in self.given]

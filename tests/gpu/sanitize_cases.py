@@ -249,9 +249,12 @@ def states() -> None:
     lens = torch.tensor([1, 65, 0, 1, 33, 5])
     starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
     slots, seq_lens = torch.arange(1, 7).int(), (lens + torch.tensor([3, 0, 2, 9, 1, 0])).int()
+    requests = [x.cuda() for x in (slots, starts, seq_lens)]
+    kept = torch.zeros(int(lens.sum()), dtype=torch.int32, device="cuda")
+    kept[torch.tensor([4, 31, 70])] = torch.tensor([7, 8, 9]).int().cuda()
     for layer in LAYERS.values():
-        one = layer(int(lens.sum()), 6, "cuda", torch.bfloat16)
-        finite(one.run(slots.cuda(), starts.cuda(), seq_lens.cuda()), one.states)
+        one = layer(len(kept), 9, "cuda", torch.bfloat16)
+        finite(one.run(*requests), one.run(*requests, kept), one.states)
 
 
 def sampling() -> None:

@@ -76,6 +76,14 @@ def bounded(g):
 
 
 @triton.jit
+def kept_row(kept_R, n):
+    """Of a block's rows behind which the state is kept, the n-th: which it is, and its slot."""
+    number_R = tl.cumsum((kept_R > 0).to(tl.int32), 0)
+    is_it_R = (kept_R > 0) & (number_R == n + 1)
+    return is_it_R, tl.sum(tl.where(is_it_R, kept_R, 0)).to(tl.int64)
+
+
+@triton.jit
 def normal(x_RK):
     return x_RK * tl.rsqrt(tl.sum(x_RK * x_RK, 1) + 1e-6)[:, None]
 
@@ -222,13 +230,19 @@ def delta_rule_chunks_kernel(
     written_ptr,
     scores_ptr,
     decays_ptr,
+    k_ptr,  # as there
+    g_ptr,
     states_ptr,  # [P, H, K, V]
     slots_ptr,
     starts_ptr,
     seq_lens_ptr,
+    kept_ptr,  # [T] or None
     num_requests,  # S
+    k_strides,
+    g_strides,
     states_strides,
     H: tl.constexpr,
+    GROUP: tl.constexpr,  # H / G
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -236,6 +250,7 @@ def delta_rule_chunks_kernel(
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
     KEY_DECAY: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`delta_rule_kernel` by blocks. Grid (ceil(V / BLOCK_V), H, long requests at most)."""
@@ -248,8 +263,9 @@ def delta_rule_chunks_kernel(
     v_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside_K, inside_V = k_K < K, v_V < V
     inside_KV = inside_K[:, None] & inside_V[None, :]
-    state_ptr_KV = states_ptr + slot * states_strides[0] + head * states_strides[1]
-    state_ptr_KV += k_K[:, None] * states_strides[2] + v_V[None, :] * states_strides[3]
+    pool_ptr_KV = states_ptr + head * states_strides[1]
+    pool_ptr_KV += k_K[:, None] * states_strides[2] + v_V[None, :] * states_strides[3]
+    state_ptr_KV = pool_ptr_KV + slot * states_strides[0]
     DTYPE: tl.constexpr = read_ptr.dtype.element_ty
     if length > 0:
         mask_KV = inside_KV & (num_seen != 0)
@@ -271,6 +287,28 @@ def delta_rule_chunks_kernel(
             scores_RJ = tl.load(scores_ptr + at_RJ, mask=inside_R[:, None], other=0.0)
             y_RV = tl.dot(scores_RJ, change_RV, tl.dot(queries_RK, held_KV))
             tl.store(out_ptr + at_RV, y_RV.to(out_ptr.dtype.element_ty), mask=inside_RV)
+            if kept_ptr is not None:
+                kept_R = tl.load(kept_ptr + row_R, mask=inside_R, other=0)
+                for n in range(0, tl.sum((kept_R > 0).to(tl.int32))):
+                    is_it_R, kept_slot = kept_row(kept_R, n)
+                    k_RK = rows_of_head(k_ptr, k_strides, row_R, head // GROUP, k_K, inside_RK)
+                    k_RK = k_RK.to(tl.float32)
+                    if NORMALIZED:
+                        k_RK = normal(k_RK)
+                    if KEY_DECAY:
+                        g_RX = rows_of_head(g_ptr, g_strides, row_R, head, k_K, inside_RK)
+                    else:
+                        g_ptr_R = g_ptr + row_R * g_strides[0] + head * g_strides[1]
+                        g_RX = tl.load(g_ptr_R, mask=inside_R, other=0.0)[:, None]
+                    since_RX = tl.cumsum(bounded(g_RX.to(tl.float32)), 0)
+                    up_to_X = tl.sum(tl.where(is_it_R[:, None], since_RX, 0.0), 0)
+                    before_R = r_R <= tl.sum(tl.where(is_it_R, r_R, 0))
+                    since_RX = tl.where(before_R[:, None], up_to_X[None, :] - since_RX, 0.0)
+                    left_RK = tl.where(before_R[:, None], k_RK * tl.exp(since_RX), 0.0)
+                    decayed_KV = state_KV * tl.exp(up_to_X)[:, None]
+                    behind_KV = tl.dot(tl.trans(left_RK.to(DTYPE)), change_RV, decayed_KV)
+                    kept_ptr_KV = pool_ptr_KV + kept_slot * states_strides[0]
+                    tl.store(kept_ptr_KV, behind_KV.to(states_ptr.dtype.element_ty), mask=inside_KV)
             if KEY_DECAY:
                 decays_ptr_K = decays_ptr + ((place + block) * H + head) * K + k_K
                 state_KV *= tl.load(decays_ptr_K, mask=inside_K, other=0.0)[:, None]
@@ -296,6 +334,7 @@ def ssd_chunks_kernel(
     slots_ptr,
     starts_ptr,
     seq_lens_ptr,
+    kept_ptr,  # [T] or None
     num_requests,  # S
     x_strides,
     dt_strides,
@@ -331,8 +370,9 @@ def ssd_chunks_kernel(
     inside_V, inside_N = v_V < V, n_N < N
     inside_VN = inside_V[:, None] & inside_N[None, :]
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    state_ptr_VN = states_ptr + slot * states_strides[0] + head * states_strides[1]
-    state_ptr_VN += v_V[:, None] * states_strides[2] + n_N[None, :] * states_strides[3]
+    pool_ptr_VN = states_ptr + head * states_strides[1]
+    pool_ptr_VN += v_V[:, None] * states_strides[2] + n_N[None, :] * states_strides[3]
+    state_ptr_VN = pool_ptr_VN + slot * states_strides[0]
     if length > 0:
         A = tl.load(A_ptr + head * A_strides[0]).to(tl.float32)
         if DT_MIN is not None or DT_MAX is not None:
@@ -371,6 +411,18 @@ def ssd_chunks_kernel(
             scores_RJ = tl.where(up_to_RJ, tl.dot(C_RN, tl.trans(B_RN)) * decay_RJ, 0.0)
             y_RV = tl.dot(C_RN, tl.trans(state_VN.to(DTYPE))) * tl.exp(since_R)[:, None]
             y_RV = tl.dot(scores_RJ.to(DTYPE), added_RV.to(DTYPE), y_RV)
+            if kept_ptr is not None:
+                kept_R = tl.load(kept_ptr + row_R, mask=inside_R, other=0)
+                for n in range(0, tl.sum((kept_R > 0).to(tl.int32))):
+                    is_it_R, kept_slot = kept_row(kept_R, n)
+                    up_to = tl.sum(tl.where(is_it_R, since_R, 0.0))
+                    before_R = r_R <= tl.sum(tl.where(is_it_R, r_R, 0))
+                    decay_R = tl.exp(tl.where(before_R, up_to - since_R, 0.0))
+                    left_RV = tl.where(before_R[:, None], added_RV * decay_R[:, None], 0.0)
+                    decayed_VN = state_VN * tl.exp(up_to)
+                    behind_VN = tl.dot(tl.trans(left_RV.to(DTYPE)), B_RN, decayed_VN)
+                    kept_ptr_VN = pool_ptr_VN + kept_slot * states_strides[0]
+                    tl.store(kept_ptr_VN, behind_VN.to(states_ptr.dtype.element_ty), mask=inside_VN)
             left_RV = (added_RV * tl.exp(whole - since_R)[:, None]).to(DTYPE)
             state_VN = tl.dot(tl.trans(left_RV), B_RN, state_VN * tl.exp(whole))
             if D_ptr is not None:
@@ -386,11 +438,13 @@ def ssd_chunks_kernel(
 def may_have_long(rows: torch.Tensor, batch: Batch) -> bool:
     """Whether to launch these kernels; without them, long requests go by rows too.
 
-    They leave no states behind single rows. As many rows as requests are taken for decodes.
+    As many rows as requests are taken for decodes; where states are kept behind rows, up to 8 times
+    as many for decodes with drafts.
     """
     slots, kept = batch[0], batch[3]
-    is_prompt = rows.shape[0] != slots.numel() and _most_long(rows, slots) > 0
-    return rows.dtype == torch.bfloat16 and kept is None and is_prompt
+    rows_of_each, left = divmod(rows.shape[0], max(1, slots.numel()))
+    decodes = not left and rows_of_each <= (1 if kept is None else 8)
+    return rows.dtype == torch.bfloat16 and not decodes and _most_long(rows, slots) > 0
 
 
 def _most_long(rows: torch.Tensor, slots: torch.Tensor) -> int:
@@ -416,7 +470,8 @@ def launch_delta_rule(
 ) -> None:
     """Rows of long requests of `gated_delta_rule`; of `kda` where g has three dimensions."""
     (num_rows, heads, size), keys = v.shape, q.shape[2]
-    slots, starts, seq_lens = (x.contiguous() for x in batch[:3])
+    slots, starts, seq_lens, kept = (None if x is None else x.contiguous() for x in batch)
+    assert slots is not None, "only kept may be None"
     padded, block = _sizes(keys, size)
     block_rows = ROWS_OF_KDA if g.dim() == 3 else ROWS
     by_key = [v.new_empty((num_rows, heads, keys)) for _ in range(3)]
@@ -427,20 +482,21 @@ def launch_delta_rule(
     strides = [x.stride() for x in (q, k, v, g, beta)]
     places, long = (slots, starts, seq_lens, slots.numel()), _most_long(v, slots)
     shared = {
-        "H": heads, "K": keys, "V": size, "BLOCK_K": padded, "ROWS": block_rows, "LONG": LONG,
-        "KEY_DECAY": g.dim() == 3, "num_warps": WARPS,
+        "H": heads, "GROUP": heads // q.shape[1], "K": keys, "V": size, "BLOCK_K": padded,
+        "ROWS": block_rows, "LONG": LONG, "KEY_DECAY": g.dim() == 3, "NORMALIZED": normalized,
+        "num_warps": WARPS,
     }  # fmt: skip
     with torch.cuda.device_of(out):
         # Of a request: as many as it may have blocks, but few programs that find nothing to do.
         programs = min(triton.cdiv(num_rows, block_rows), max(4, 256 // long))
         quick(delta_rule_blocks_kernel, (programs, heads, long))(
             *parts, q, k, v, g, beta, *places, *strides,
-            GROUP=heads // q.shape[1], BLOCK_V=max(16, triton.next_power_of_2(size)),
-            SCALE=keys**-0.5, NORMALIZED=normalized, **shared, **early_launch(out.device),
+            BLOCK_V=max(16, triton.next_power_of_2(size)), SCALE=keys**-0.5, **shared,
+            **early_launch(out.device),
         )  # fmt: skip
         quick(delta_rule_chunks_kernel, (triton.cdiv(size, block), heads, long))(
-            out, *parts, states, *places, states.stride(), BLOCK_V=block, **shared,
-            **early_launch(out.device),
+            out, *parts, k, g, states, *places[:3], kept, places[3], k.stride(), g.stride(),
+            states.stride(), BLOCK_V=block, **shared, **early_launch(out.device),
         )  # fmt: skip
 
 
@@ -464,10 +520,11 @@ def launch_ssd(
     padded, block = _sizes(width, size)
     tensors = (x, dt, A, B, C, D, dt_bias, prompt_lens, states)
     strides = [(0,) if x is None else x.stride() for x in tensors]
-    slots, starts, seq_lens = (x.contiguous() for x in batch[:3])
+    slots, starts, seq_lens, kept = (None if x is None else x.contiguous() for x in batch)
+    assert slots is not None, "only kept may be None"
     with torch.cuda.device_of(out):
         quick(ssd_chunks_kernel, (triton.cdiv(size, block), heads, _most_long(x, slots)))(
-            out, *tensors, slots, starts, seq_lens, slots.numel(), *strides,
+            out, *tensors, slots, starts, seq_lens, kept, slots.numel(), *strides,
             H=heads, GROUP=heads // groups, V=size, N=width, BLOCK_V=block, BLOCK_N=padded,
             ROWS=ROWS, LONG=LONG, SOFTPLUS=softplus, DT_MIN=limits[0], DT_MAX=limits[1],
             num_warps=WARPS, **early_launch(out.device),

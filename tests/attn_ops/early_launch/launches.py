@@ -169,14 +169,16 @@ def states() -> None:
     for g, requests in ((per_head, keeping), (torch.zeros(rows, heads, k), batch)):
         kernels.launch_delta_rule(keys, keys, values, g, per_head, True, pool, requests)
         long = [x.expand(200, *x.shape[1:]) for x in (keys[:1], values[:1], g[:1], per_head[:1])]
-        kernels.launch_delta_rule(long[0], *long[:1], *long[1:], True, pool, batch)
+        for kept in (batch, keeping):
+            kernels.launch_delta_rule(long[0], *long[:1], *long[1:], True, pool, kept)
     shared = (values, per_head, of_head, keys, keys)
     pool = torch.zeros(9, heads, v, k)
     clamped = ((0.001, 0.1), batch[0])
     kernels.launch_ssd(*shared, of_head, of_head, True, *clamped, pool, batch)
     kernels.launch_ssd(*shared, None, None, False, (None, None), None, pool, keeping)
     long = [x if x is of_head else x[:1].expand(200, *x.shape[1:]) for x in shared]
-    kernels.launch_ssd(*long, of_head, of_head, True, *clamped, pool, batch)
+    for kept in (batch, keeping):
+        kernels.launch_ssd(*long, of_head, of_head, True, *clamped, pool, kept)
     A, B, pool = torch.zeros(512, 16), torch.zeros(rows, 16, dtype=BF16), torch.zeros(9, 512, 16)
     kernels.launch_selective(x, x, A, B, B, A[:, 0], x, A[:, 0], True, pool, batch)
     kernels.launch_selective(x, x, A, B, B, None, None, None, False, pool, keeping)

@@ -288,6 +288,23 @@ def test_prompts_by_blocks(by_blocks, rule):
 
 
 @pytest.mark.parametrize("rule", BY_BLOCKS)
+def test_prompts_by_blocks_keep_states_behind_rows(by_blocks, rule):
+    """Several of a block, its last row, a prompt's last row, and some that forget all."""
+    case, bound = rule(sum(LONG) + 3), 1e-4 if DEVICE == "cpu" else 1e-2
+    given = cast(arguments(case), F32)
+    if rule is not Ssd:
+        given[3][10] = given[3][75] = -float("inf")
+    states = poisoned(case, F32, SLOTS_OF_LONG, SEEN, number=24)
+    kept = torch.zeros(sum(LONG) + 3).int()
+    for slot, row in enumerate([0, 3, 9, 10, 32, 33, 48, 64, 70, 76, 104, 105, 108, 112], 9):
+        kept[row] = slot
+    requests = (*batch(LONG, SEEN, SLOTS_OF_LONG, padding=3), kept)
+    _, after = compare(case.operator, given, states, requests, bound)
+    assert after[9:20].isfinite().all()
+    assert after[22:].isnan().all(), "rows of padding keep nothing"
+
+
+@pytest.mark.parametrize("rule", BY_BLOCKS)
 def test_a_request_that_is_nan_stays_alone(by_blocks, rule):
     case = rule(sum(LONG))
     for x in case.by_row:
@@ -382,7 +399,11 @@ def test_batches_that_go_by_blocks():
     rows = torch.empty(65, dtype=BF16)
     assert chunks.may_have_long(rows, (*long, None))
     assert not chunks.may_have_long(rows, (*decodes, None))
-    assert not chunks.may_have_long(rows, (*long, torch.zeros(65)))  # states are kept
+    kept = torch.zeros(65).int()
+    assert chunks.may_have_long(rows, (*long, kept))
+    five = batch([1] * 4, [3] * 4, range(4))  # and padding
+    for each, is_long in ((8, False), (9, True)):  # rows of a decode with a draft, or of prompts
+        assert chunks.may_have_long(rows[: 5 * each], (*five, kept)) is is_long
     assert not chunks.may_have_long(rows[:31], (*long, None))
     for dtype in (F16, F32):
         assert not chunks.may_have_long(rows.to(dtype), (*long, None))

@@ -72,13 +72,19 @@ def test_a_captured_launch_is_right_for_other_requests(name):
     close(layer.states, wide.states, dtype)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", ["gated_delta_rule", "kda", "ssd_state_update"])
-def test_long_prompts_by_blocks(name):
-    """Beside decodes, called and captured; and nearly what the kernels give row by row."""
+def test_long_prompts_by_blocks(name, keeps):
+    """Beside decodes, called and captured; states behind some rows are kept."""
     lens, seen = torch.tensor([1, 200, 1, 0, 333, 5]), torch.tensor([5, 0, 7, 9, 64, 0])
-    layer = poisoned(LAYERS[name](int(lens.sum()), 9, "cuda", torch.bfloat16))
+    layer = poisoned(LAYERS[name](int(lens.sum()), 16, "cuda", torch.bfloat16))
     starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
     requests = [torch.tensor([3, 1, 8, 2, 7, 5]).int(), starts, (lens + seen).int()]
+    if keeps:
+        kept = torch.zeros(int(lens.sum()), dtype=torch.int32)
+        for slot, row in enumerate([16, 32, 33, 200, 202, 450, 537], 10):
+            kept[row] = slot
+        requests.append(kept)
     layer.states[7] = layer.states[3]  # it goes on
     wide, before = layer.moved("cpu", torch.float64), layer.states.clone()
     want = wide.run(*requests)

@@ -33,7 +33,6 @@ from tqdm import tqdm
 
 from fx_passes.observe import joins_dump
 from graphs.capture.gains import MixedGains, gpu_ms
-from graphs.capture.memory import human
 from graphs.capture.plan import CapturePlan
 from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.compilation import Compilation
@@ -190,9 +189,8 @@ class StepLoop:
     def _capture_first(self) -> None:
         if self.runner.drops_rows:
             self.plan.add_chunks(self.scheduler.max_tokens_per_step)
-        keys, guess = self.plan.first_keys(), self.plan.estimated_bytes
-        if guess is not None:
-            logger.info("capturing %d graphs, estimated at %s", len(keys), human(guess))
+        keys = self.plan.first_keys()
+        logger.info("capturing %d graphs", len(keys))
         if self.graphs is not None and self.runner.device.type == "cuda":
             with self.compilation.counters.watching():
                 self.graphs.rehearse(keys)

@@ -202,13 +202,11 @@ class StepGraphs:
 
         with diagnosing(key, record):
             graph, *more = record()
-        rest = more[0] if more else None
         step.tensors.upload()
         book, weights = _inputs_of(step, graph), AddressBook.of(weights=self.model)
         seconds = time.perf_counter() - begin
-        text = "captured %s as %s in %.3f s, %d bytes"
-        logger.debug(text, key, mode.name, seconds, graph.num_bytes)
-        return CapturedStep(step, mode, graph, rest, book, weights, seconds)
+        logger.debug("captured %s as %s in %.3f s", key, mode.name, seconds)
+        return CapturedStep(step, mode, graph, more[0] if more else None, book, weights, seconds)
 
 
 def _inputs_of(step: Step, graph: Graph) -> AddressBook:

@@ -101,9 +101,9 @@ def finish(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
 
 
 def free() -> None:
-    """Give unused memory back."""
-    gc.collect()
+    """Give a GPU's unused memory back."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

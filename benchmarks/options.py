@@ -39,7 +39,7 @@ def large_tokenizer(vocab_size: int) -> Any:
         for n in range(2, 5)
     )
     for word in words:
-        if len(vocab) == vocab_size:
+        if len(vocab) >= vocab_size:
             break
         vocab.setdefault("".join(word).replace(" ", "Ġ"), len(vocab))
     made = Tokenizer(models.BPE(vocab=vocab, merges=[]))

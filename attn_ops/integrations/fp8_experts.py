@@ -1,14 +1,15 @@
 """Transformers' experts in FP8 by `attn_ops::experts`: its own need kernels from a hub."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
+from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from attn_ops.ops.moe.composite import BLOCK
 from attn_ops.ops.moe.experts import FP8, experts
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By Transformers' names."""
+ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
+"""By classes of Transformers and torch."""
 
 
 def fp8_experts(
@@ -69,6 +70,8 @@ def _scale_of(module: Any, name: str, num_parts: int) -> torch.Tensor:
 
 def _gate_of(module: Any) -> dict[str, Any]:
     """The activation and the limits of an `FP8Experts`, as `experts` has them."""
+    if "_apply_gate" in vars(module) or type(module)._apply_gate is not FP8Experts._apply_gate:
+        raise ValueError(f"_apply_gate of {type(module).__name__} must be that of FP8Experts")
     if not module.has_gate or module.has_bias or getattr(module, "gate_softcap", None) is not None:
         raise ValueError(
             "experts must have a gate, no biases and no soft cap, got "
@@ -78,11 +81,9 @@ def _gate_of(module: Any) -> dict[str, Any]:
     if getattr(module, "swiglu_alpha", None) is not None:
         more = {"alpha": float(module.swiglu_alpha), "limit": module.swiglu_limit}
         return {"activation": "gpt_oss", **more}
-    config = module.config
-    name = getattr(config, "hidden_activation", None) or cast(str, config.hidden_act)
+    name = type(module.act_fn).__name__
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"the activation of experts must be known, got {name!r}; "
-            f"supported: {', '.join(ACTIVATIONS)}"
+            f"act_fn of experts must be known, got {name}; supported: {', '.join(ACTIVATIONS)}"
         )
     return {"activation": ACTIVATIONS[name], "limit": getattr(module, "limit", None)}

@@ -48,8 +48,8 @@ def experts_by_torch(
     y = product(gated, w_down, down_bias, down_scale)
     by_pair = torch.empty_like(y)
     by_pair[order] = y
-    by_pair = by_pair.masked_fill_(~is_there[:, None], 0)
-    return (by_pair * weights.reshape(-1, 1)).view(-1, top_k, x.shape[1]).sum(1).to(x.dtype)
+    by_pair = (by_pair * weights.reshape(-1, 1)).masked_fill_(~is_there[:, None], 0)
+    return by_pair.view(-1, top_k, x.shape[1]).sum(1).to(x.dtype)
 
 
 def scale_group(w: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:

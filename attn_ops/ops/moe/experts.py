@@ -116,7 +116,7 @@ def _check_gate(activation: str, alpha: float, limit: float | None) -> None:
         raise ValueError(
             f"activation must be known, got {activation!r}; supported: {', '.join(ACTIVATIONS)}"
         )
-    if not math.isfinite(alpha) or (activation == "gelu_tanh" and alpha != 1):
+    if not -math.inf < alpha < math.inf or (activation == "gelu_tanh" and alpha != 1):
         raise ValueError(f"alpha must be finite, and 1 for gelu_tanh, got {alpha}")
     if limit is not None and not 0 < limit < math.inf:
         raise ValueError(f"limit must be None or over 0, got {limit}")

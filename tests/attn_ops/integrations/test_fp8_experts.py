@@ -161,7 +161,20 @@ def test_what_is_refused(change, message):
         experts(torch.randn(1, 256), torch.tensor([[0]]), torch.ones(1, 1))
 
 
-def test_a_gate_that_is_not_known():
-    experts = models((128, 128), act="relu")[0].model.layers[0].mlp.experts
-    with pytest.raises(ValueError, match="the activation of experts must be known, got 'relu'"):
+@pytest.mark.parametrize("later", [False, True])
+def test_a_gate_that_is_not_known(later):
+    """It is the module's, whatever its config says."""
+    experts = models((128, 128), act="silu" if later else "relu")[0].model.layers[0].mlp.experts
+    x = torch.randn(1, 256), torch.tensor([[0]]), torch.ones(1, 1)
+    if later:
+        experts(*x)
+        experts.act_fn = torch.nn.ReLU()
+    with pytest.raises(ValueError, match="act_fn of experts must be known, got ReLU"):
+        experts(*x)
+
+
+def test_a_gate_of_another_kind():
+    experts = models((128, 128))[0].model.layers[0].mlp.experts
+    experts._apply_gate = lambda both: both.chunk(2, -1)[0]
+    with pytest.raises(ValueError, match="_apply_gate of FP8Experts must be that of FP8Experts"):
         experts(torch.randn(1, 256), torch.tensor([[0]]), torch.ones(1, 1))

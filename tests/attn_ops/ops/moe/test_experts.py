@@ -50,6 +50,7 @@ class Case:
         order = torch.rand(self.rows, e, generator=generator).argsort(1)[:, : self.top_k]
         self.ids = (order if self.ids is None else self.ids).to(DEVICE)
         self.weights = torch.rand(self.ids.shape, generator=generator).to(DEVICE)
+        self.weights[(self.ids < 0) | (self.ids >= e)] = NAN
         self.biases = (randn(e, 2 * f), randn(e, k)) if self.bias else (None, None)
         unused = [i for i in range(e) if not (self.ids == i).any()]
         for tensor in (self.w_gate_up, self.w_down, *self.biases):

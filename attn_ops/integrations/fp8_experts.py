@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from attn_ops.ops.moe.composite import BLOCK
 from attn_ops.ops.moe.experts import FP8, experts
@@ -70,6 +69,8 @@ def _scale_of(module: Any, name: str, num_parts: int) -> torch.Tensor:
 
 def _gate_of(module: Any) -> dict[str, Any]:
     """The activation and the limits of an `FP8Experts`, as `experts` has them."""
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
     if "_apply_gate" in vars(module) or type(module)._apply_gate is not FP8Experts._apply_gate:
         raise ValueError(f"_apply_gate of {type(module).__name__} must be that of FP8Experts")
     if not module.has_gate or module.has_bias or getattr(module, "gate_softcap", None) is not None:

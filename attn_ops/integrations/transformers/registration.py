@@ -1,5 +1,6 @@
 """Makes attn_ops known to Transformers."""
 
+from attn_ops.integrations.fp8_experts import fp8_experts
 from attn_ops.integrations.transformers.forward import attention_forward, no_mask
 from attn_ops.integrations.transformers.layers import NAME
 from attn_ops.integrations.transformers.own_attention import register_classes
@@ -24,8 +25,6 @@ def _register_experts() -> None:
     try:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-        from attn_ops.integrations.fp8_experts import fp8_experts
     except ImportError:  # an older one has no such choice
         return
     ALL_EXPERTS_FUNCTIONS.register(NAME, ALL_EXPERTS_FUNCTIONS["grouped_mm"])

@@ -20,9 +20,10 @@ class ExpertsConstants(NamedTuple):
 
 
 def rows_of_a_block(num_pairs: int, num_experts: int) -> int:
-    """Pairs that a program multiplies, from 16 to 128: a third more than the mean of an expert.
+    """Pairs that a program multiplies: a power of two, from 16 to 128.
 
-    Most experts then have one block, and their weights are read once.
+    At least a third more than the mean of an expert, as far as that goes: most experts then have
+    one block, and their weights are read once.
     """
     wanted = -(-4 * num_pairs // (3 * num_experts))
     return min(max(16, 1 << (wanted - 1).bit_length()), MOST_ROWS)

@@ -143,7 +143,7 @@ def experts(
 ) -> torch.Tensor:
     """The sum over a row's experts of weight * (gate(x @ gate_up[expert].T) @ down[expert].T).
 
-    On Hopper GPUs four kernels read the weights of chosen experts alone. A row's result then
+    On Hopper GPUs a few kernels read the weights of chosen experts alone. A row's result then
     depends neither on the other rows nor on how many there are. Elsewhere PyTorch computes it.
 
     Args:
@@ -161,10 +161,10 @@ def experts(
         limit: of the gate from above, and of up from both sides, before the activation.
         interleaved: rows of gate and up take turns in w_gate_up and its bias.
         residual: [T, K] in x's dtype, added to the rounded sum.
-        ordered: a row's bits never depend on the other rows; on Hopper GPUs alone.
-        gate_up_scale: [E, R, C] float32, by which FP8 weights are multiplied. R: one a row, or a
-            block of 128, the last one smaller; C: 1, or one a block of 128 inputs. Where C is 1,
-            R may be any that divides 2 * F, as 1 or 2. What could be two of these is refused.
+        ordered: refuse where a row's bits may depend on the other rows, as without our kernels.
+        gate_up_scale: [E, R, C] float32, times FP8 weights. R: one a row of the weight, or one a
+            block of 128 rows, the last one smaller; C: 1, or one a block of 128 inputs. Where C is
+            1, R may be any that divides 2 * F, as 1 or 2. A shape of two meanings is refused.
         down_scale: the same of w_down.
 
     Returns:

@@ -191,7 +191,7 @@ class StepLoop:
             self.plan.add_chunks(self.scheduler.max_tokens_per_step)
         keys = self.plan.first_keys()
         logger.info("capturing %d graphs", len(keys))
-        if self.graphs is not None and self.runner.device.type == "cuda":
+        if self.graphs is not None and self.ranks is None and self.runner.device.type == "cuda":
             with self.compilation.counters.watching():
                 self.graphs.rehearse(keys)
         for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):

@@ -297,10 +297,11 @@ def delta_rule_chunks_kernel(
                         k_RK = normal(k_RK)
                     if KEY_DECAY:
                         g_RX = rows_of_head(g_ptr, g_strides, row_R, head, k_K, inside_RK)
-                    else:
+                        since_RX = tl.cumsum(bounded(g_RX.to(tl.float32)), 0)
+                    else:  # Triton 3.6 does not compile a scan of one column
                         g_ptr_R = g_ptr + row_R * g_strides[0] + head * g_strides[1]
-                        g_RX = tl.load(g_ptr_R, mask=inside_R, other=0.0)[:, None]
-                    since_RX = tl.cumsum(bounded(g_RX.to(tl.float32)), 0)
+                        g_R = tl.load(g_ptr_R, mask=inside_R, other=0.0)
+                        since_RX = tl.cumsum(bounded(g_R.to(tl.float32)), 0)[:, None]
                     up_to_X = tl.sum(tl.where(is_it_R[:, None], since_RX, 0.0), 0)
                     before_R = r_R <= tl.sum(tl.where(is_it_R, r_R, 0))
                     since_RX = tl.where(before_R[:, None], up_to_X[None, :] - since_RX, 0.0)

@@ -77,7 +77,13 @@ def test_a_row_does_not_depend_on_the_others(layer):
 
 @pytest.mark.parametrize(
     "form",
-    [(16, 64, 64, 4, 3), (32, 64, 128, 4, 3), (64, 128, 64, 4, 3), (128, 256, 64, 8, 4)],
+    [
+        (16, 64, 64, 4, 3),
+        (32, 64, 128, 4, 3),
+        (64, 64, 128, 4, 3),
+        (64, 128, 64, 4, 3),
+        (128, 256, 64, 8, 4),
+    ],
 )
 def test_all_constants_give_the_same_bits(layer, form):
     from attn_ops.ops.triton.experts import launch_experts

@@ -10,7 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import (
+    early_launch,
+    is_rehearsal,
+    quick,
+    wait_for_inputs,
+)
 from graphs.sampling.philox import LANES
 from graphs.sampling.race import LEAST_TEMPERATURE
 
@@ -138,10 +143,15 @@ def finish_kernel(
     tl.store(token_ptr + row, first_of(best_C, index_C, tl.max(best_C)).to(tl.int64))
 
 
+def _tokens(num_rows: int, device: torch.device) -> torch.Tensor:
+    make = torch.zeros if is_rehearsal() else torch.empty  # others index by them
+    return make(num_rows, dtype=torch.int64, device=device)
+
+
 def launch_argmax(logits: torch.Tensor) -> torch.Tensor:
     """Index of the largest of each row [R, V], as [R] int64; the first of equal ones."""
     num_rows, vocab_size = logits.shape
-    token_R = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    token_R = _tokens(num_rows, logits.device)
     if num_rows == 0:
         return token_R
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -152,11 +162,13 @@ def launch_argmax(logits: torch.Tensor) -> torch.Tensor:
     early = early_launch(logits.device)
     block = triton.next_power_of_2(num_chunks)
     with torch.cuda.device_of(logits):
-        argmax_kernel[(num_rows, num_chunks)](
+        quick(argmax_kernel, (num_rows, num_chunks))(
             best_RC, index_RC, logits, vocab_size, logits.stride(0), num_chunks, CHUNK=chunk,
             **early,
         )  # fmt: skip
-        finish_kernel[(num_rows,)](token_R, best_RC, index_RC, num_chunks, BLOCK=block, **early)
+        quick(finish_kernel, (num_rows,))(
+            token_R, best_RC, index_RC, num_chunks, BLOCK=block, **early
+        )
     return token_R
 
 
@@ -165,7 +177,7 @@ def launch_race(
 ) -> torch.Tensor:
     """The kernels of `reference_race`, which documents arguments and result."""
     num_rows, vocab_size = logits.shape
-    token_R = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    token_R = _tokens(num_rows, logits.device)
     if num_rows == 0:
         return token_R
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -175,7 +187,7 @@ def launch_race(
     index_RC = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
     early = early_launch(logits.device)
     with torch.cuda.device_of(logits):
-        race_kernel[(num_rows, num_chunks)](
+        quick(race_kernel, (num_rows, num_chunks))(
             best_RC,
             index_RC,
             logits,
@@ -191,7 +203,7 @@ def launch_race(
             enable_fp_fusion=False,  # pyright: ignore[reportCallIssue]
             **early,
         )
-        finish_kernel[(num_rows,)](
+        quick(finish_kernel, (num_rows,))(
             token_R,
             best_RC,
             index_RC,

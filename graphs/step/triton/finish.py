@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
 from attn_ops.integrations.transformers.rotary import SHIFT
 
 ROWS = 256
@@ -89,7 +89,7 @@ def launch_finish_step(
     num_steps, num_reqs = tensors["tokens"].shape
     windows = "window_block_table" in tensors
     with torch.cuda.device_of(tokens_S):
-        finish_step_kernel[(1,)](
+        quick(finish_step_kernel, (1,))(
             tokens_S,
             tensors["tokens"],
             tensors["step"],
@@ -140,7 +140,7 @@ def launch_take_tokens(tensors: Mapping[str, torch.Tensor], drawn_R: torch.Tenso
     """`take_tokens` as a kernel, with the same arguments."""
     (num_reqs,) = tensors["sources"].shape
     with torch.cuda.device_of(drawn_R):
-        take_tokens_kernel[(triton.cdiv(num_reqs, ROWS),)](
+        quick(take_tokens_kernel, (triton.cdiv(num_reqs, ROWS),))(
             tensors["input_ids"],
             drawn_R,
             tensors["sources"],

@@ -103,7 +103,7 @@ def session_of(
 def decode_graph(session: DecodeSession, batch: int) -> CapturedStep:
     """The whole greedy decode step of `batch` requests."""
     key = BatchDescriptor(batch, batch, uniform=True)
-    captured = session.runner.captured(key, CUDAGraphMode.FULL)
+    captured = session.graphs.get(key, CUDAGraphMode.FULL)
     assert captured is not None, "failures raise"
     return captured
 

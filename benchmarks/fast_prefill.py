@@ -108,9 +108,7 @@ def turn_ms(session: DecodeSession, num_reqs: int, prompt_len: int) -> float:
 
 
 def decode_ms(session: DecodeSession, batch: int) -> float:
-    captured = session.runner.captured(
-        BatchDescriptor(batch, batch, uniform=True), CUDAGraphMode.FULL
-    )
+    captured = session.graphs.get(BatchDescriptor(batch, batch, uniform=True), CUDAGraphMode.FULL)
     assert captured is not None
     captured.tensors.host["seq_lens"].fill_(1024)
     captured.tensors.upload()

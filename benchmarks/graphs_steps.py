@@ -118,7 +118,7 @@ def measure_case(session: DecodeSession, batch: int, lengths: Lengths) -> Row:
     """Steps of `batch` requests, then replays of their graph at the same lengths."""
     wall_ms, host_us = step_times(session, batch, lengths)
     mode = session.graph_mode.decode_mode()
-    captured = session.runner.captured(BatchDescriptor(batch, batch, uniform=True), mode)
+    captured = session.graphs.get(BatchDescriptor(batch, batch, uniform=True), mode)
     assert captured is not None, "failures raise"
     replayed = replay_ms(session, captured, lengths)
     return Row(session.graph_mode.name, batch, session.decode_steps, replayed, wall_ms, host_us)
@@ -208,7 +208,7 @@ def capture_all(session: DecodeSession) -> Captures:
     keys = session.plan.first_keys()
     begin = time.perf_counter()
     for mode, key in keys:
-        session.runner.captured(key, mode)
+        session.graphs.get(key, mode)
     seconds = time.perf_counter() - begin
     after = device_bytes(session.device)
     assert session.graphs is not None, session.graph_mode_why
@@ -244,7 +244,7 @@ def address_check_us(
     """
     graphs, key = session.graphs, BatchDescriptor(batch, batch, uniform=True)
     assert graphs is not None, session.graph_mode_why
-    captured = session.runner.captured(key, session.graph_mode.decode_mode())
+    captured = session.graphs.get(key, session.graph_mode.decode_mode())
     assert captured is not None, "failures raise"
     times = []
     for _ in range(7):

@@ -98,7 +98,7 @@ class StepLoop:
         in_turn = always_fills or runner.builder.plans_in_turn
         self._goes_ahead = on_gpu and not in_turn
         self._launched: LaunchedSteps | None = None
-        self._warm = False
+        self._warm = self._unchecked = False
 
     @property
     def graphs(self) -> StepGraphs | None:
@@ -121,8 +121,8 @@ class StepLoop:
             ahead: launch the next ones too, before these tokens are read.
         """
         self._drop_unobserved()
-        if self._launched is None:
-            self._launched = self._launch_next()
+        self._launched = self._launched or self._launch_next()
+        self._check_model()
         if self._launched is None:
             return
         followed = self._launch_ahead(self._launched) if ahead else None
@@ -135,6 +135,7 @@ class StepLoop:
     def step_drafted(self, drafts: Mapping[int, list[int]]) -> None:
         """A step with drafts, or without where a prompt comes first or the budget is too small."""
         k = self.plan.num_draft_tokens
+        self._check_model()
         self._drop_unobserved()
         self.collect_all()
         step = self.scheduler.next_step()
@@ -153,22 +154,32 @@ class StepLoop:
     def prepare(self) -> None:
         """Before every step: check the model, and compile and capture what is not, as for a dump.
 
+        An idle device begins first, if with a graph: a replay reads no change but moved tensors.
+
         Raises:
             ValueError: the model has changed; see `ModelState.check`.
         """
         if self.streams.changed():  # nothing takes tokens that another stream has drawn
             self.launcher.invalidate()
-        self.state.check(captured=self.graphs is not None)
         joins = joins_dump(self.compilation.session())
+        self._unchecked = True
+        if joins or not (self._warm and self._goes_ahead and self.is_idle) or self.plan.debug:
+            self._check_model()
         if not self._warm:
             self.compilation.run()
             if self.graphs is not None and not self.plan.lazy:
-                self._capture_first()
+                self._capture_first(self.graphs)
             self._warm = True
         elif joins:
             if self.graphs is not None:
                 self.drop_graphs()
             self.compilation.run_again()
+
+    def _check_model(self) -> None:
+        """Once for `prepare`; what is launched stays where it raises."""
+        if self._unchecked:
+            self._unchecked = False
+            self.state.check(captured=self.graphs is not None)
 
     def collect_all(self) -> None:
         """Take the tokens of what is launched; nothing goes on from there."""
@@ -186,16 +197,16 @@ class StepLoop:
 
     # -- graphs ------------------------------------------------------------------------------------
 
-    def _capture_first(self) -> None:
+    def _capture_first(self, graphs: StepGraphs) -> None:
         if self.runner.drops_rows:
             self.plan.add_chunks(self.scheduler.max_tokens_per_step)
         keys = self.plan.first_keys()
         logger.info("capturing %d graphs", len(keys))
-        if self.graphs is not None and self.ranks is None and self.runner.device.type == "cuda":
+        if self.ranks is None and self.runner.device.type == "cuda":
             with self.compilation.counters.watching():
-                self.graphs.rehearse(keys)
+                graphs.rehearse(keys)
         for mode, key in tqdm(keys, desc="capture", disable=None, leave=False):
-            self._capture(key, mode)
+            self._capture(graphs, key, mode)
 
     def _captured(self, step: Rows) -> CapturedStep | None:
         """The graph that holds the step, captured if need be; None: it is called."""
@@ -216,18 +227,22 @@ class StepLoop:
         )
         if key is None or (step.num_draft and not key.uniform):  # mixed: logits of last rows only
             return None
-        captured = self._capture(key, mode)  # first: a new graph is timed
+        captured = self._capture(self.graphs, key, mode)  # first: a new graph is timed
         if captured is None or not self.gains.pays(key, step.num_tokens):
             return None
         if key.query_len != 1 or (mode is CUDAGraphMode.FULL and not key.groups):
             step.shared = None  # padding has more rows than one, or the graph sees all keys at once
         return captured
 
-    def _capture(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:
+    def _capture(
+        self, graphs: StepGraphs, key: BatchDescriptor, mode: CUDAGraphMode
+    ) -> CapturedStep | None:
+        if key in graphs:
+            return graphs.get(key)
+        self._check_model()
         with self.compilation.counters.watching():
-            captured = self.runner.captured(key, mode)
-            if captured is not None and self.graphs is not None:
-                self.gains.measure(captured, self.graphs)
+            if (captured := graphs.get(key, mode)) is not None:
+                self.gains.measure(captured, graphs)
             return captured
 
     # -- drafts: their tokens are read at once -----------------------------------------------------
@@ -267,9 +282,7 @@ class StepLoop:
     def _launch_next(self) -> LaunchedSteps | None:
         """The next steps, where the host knows all tokens; None: nothing is left to do."""
         step = self.scheduler.next_step()
-        if not step:
-            return None
-        return self._launch(step, self._captured(step))
+        return self._launch(step, self._captured(step)) if step else None
 
     def _launch_ahead(self, launched: LaunchedSteps) -> LaunchedSteps | None:
         """The next steps, before the tokens of these are read.
@@ -315,11 +328,10 @@ class StepLoop:
         last: LaunchedSteps | None = None,
     ) -> LaunchedSteps:
         if captured is None:
+            self._check_model()
             with self.compilation.counters.watching():
                 return self.launcher.call(step, **self._wanted(step), last=last)
-        num_steps = 1
-        if captured.key.query_len == 1:
-            num_steps = self._num_steps(captured, step)
+        num_steps = self._num_steps(captured, step) if captured.key.query_len == 1 else 1
         return self.launcher.launch(captured, step, num_steps, last)
 
     def _num_steps(self, captured: CapturedStep | None, rows: Rows, begun: int = 0) -> int:

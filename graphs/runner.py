@@ -302,16 +302,8 @@ class StepRunner:
 
     # -- captured ----------------------------------------------------------------------------------
 
-    def captured(self, key: BatchDescriptor, mode: CUDAGraphMode) -> CapturedStep | None:
-        """The graph of `key`, captured if need be; None if that has failed and may."""
-        assert self.graphs is not None, "a step is captured only while there are graphs"
-        return self.graphs.get(key, mode)
-
     def launch(self, captured: CapturedStep, num_steps: int = 1) -> None:
-        """Replay on what the tensors hold, so many times; errors: see `StepGraphs.replay`.
-
-        Where edits come late, `finish` follows.
-        """
+        """`StepGraphs.replay`, so many times; where edits come late, `finish` follows."""
         assert self.graphs is not None, "a step is replayed only while there are graphs"
         for i in range(num_steps):
             self.graphs.replay(captured, weights=i == 0)

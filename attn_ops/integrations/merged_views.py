@@ -47,8 +47,3 @@ class MergedViews:
             "of its own; write weights by weight.copy_(new) (torch does not count "
             "weight.data.copy_), or call merge_projections after moving or converting it"
         )
-
-
-def check_merged(model: nn.Module) -> None:
-    """Raise a ValueError if a layer's tensor is no longer a view of its merged one."""
-    MergedViews(model).check()

@@ -128,8 +128,9 @@ class Defaults:
             names = (*DRAWN, *names)
         fields |= {name: self.given[name] for name in names if name in self.given}
         fields = {name: value for name, value in fields.items() if name not in own}
-        with _naming_the_config():
-            SamplingParams.of(fields)
+        if fields:
+            with _naming_the_config():
+                SamplingParams.of(fields)
         return SamplingParams.of({**fields, **own})
 
     def edits(self, own: Mapping[str, Any]) -> dict[str, Any]:

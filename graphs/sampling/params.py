@@ -143,7 +143,7 @@ class SamplingParams:
 
 def check_real(name: str, value: Any, low: float, high: float, *, exclusive: bool = False) -> None:
     """`exclusive`: `low` itself is refused, and what becomes it in float32."""
-    number = isinstance(value, Real) and not isinstance(value, bool)
+    number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
     comparable: Any = value  # as it is: an int may be too large for a float
     number = number and low <= comparable <= high  # NaN is not
     if not number or (exclusive and np.float32(value) == low):

@@ -71,7 +71,7 @@ def test_timed_steps_are_replays_at_the_wanted_lengths(make_session, monkeypatch
     monkeypatch.setattr(graphs_steps, "interval_ms", interval)
     runtime = session.graph_mode.decode_mode()
     session.warm_up()
-    captured = session.runner.captured(BatchDescriptor(3, 3, uniform=True), runtime)
+    captured = session.graphs.get(BatchDescriptor(3, 3, uniform=True), runtime)
     row = measure_case(session, 3, LENGTHS)
     steps = lengths[:-1]  # the last one plans the bare replays
     assert steps == [[LENGTHS.prompt + i] * 3 for i in range(LENGTHS.new_tokens(1))]
@@ -110,7 +110,7 @@ def test_waits_are_counted_and_nothing_else():
 def test_placed_requests_write_behind_their_tokens(make_session):
     session = make_session()
     session.warm_up()
-    captured = session.runner.captured(BatchDescriptor(2, 2, uniform=True), CUDAGraphMode.FULL)
+    captured = session.graphs.get(BatchDescriptor(2, 2, uniform=True), CUDAGraphMode.FULL)
     captured.tensors.host["block_table"][:, 2] = torch.tensor([5, 9])
     place(captured, 11, 4, True)
     device = captured.tensors.device

@@ -208,7 +208,7 @@ def test_20000_steps_need_no_more_memory(make_model):
     session.warm_up()
     for (mode, key), kind in itertools.product(session.plan.first_keys(), Sampling):
         with torch.no_grad():
-            session.runner.captured(dataclasses.replace(key, sampling=kind), mode)
+            session.graphs.get(dataclasses.replace(key, sampling=kind), mode)
     visitors = cases.Visitors(session, max_prompt=50, max_new=300, arrival=0.3)
     samples = []
     for stop in range(4000, 20001, 4000):
@@ -250,7 +250,7 @@ def test_release_gives_the_memory_back(make_model):
     for _ in range(3):
         for mode, key in session.plan.first_keys():
             with torch.no_grad():
-                session.runner.captured(key, mode)
+                session.graphs.get(key, mode)
         graphs = session.graphs
         assert graphs is not None
         assert len(graphs) == 6

@@ -63,7 +63,7 @@ class Batches:
         session, num_reqs = self.session, int(self.randint(1, 9))
         size = next(s for s in session.capture_sizes if s >= num_reqs)
         key = BatchDescriptor(size, size, uniform=True)
-        captured = session.runner.captured(key, CUDAGraphMode.FULL)
+        captured = session.graphs.get(key, CUDAGraphMode.FULL)
         tensors = captured.tensors
         tensors._make_padding()
         host, lens = tensors.host, self.randint(1, 512, num_reqs)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from attn_ops.integrations.merged import mend_merged, merged_in_words
-from attn_ops.integrations.merged_views import check_merged
+from attn_ops.integrations.merged_views import MergedViews
 from attn_ops.integrations.transformers.batch import check_lengths
 from attn_ops.integrations.transformers.layers import NAME
 from attn_ops.integrations.transformers.rotary import follow_requests
@@ -92,7 +92,7 @@ def check_model(model: Any, max_tokens: int) -> None:
     _check_weights(model)
     follow_requests(model, max_tokens)
     check_lengths(model, max_tokens)
-    check_merged(model)
+    MergedViews(model).check()
 
 
 def _is_decoder(model: Any) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 
 from attn_ops.integrations import merged
 from attn_ops.integrations.merged import MergedSlice, merge_projections
-from attn_ops.integrations.merged_views import check_merged
+from attn_ops.integrations.merged_views import MergedViews
 from graphs import DecodeSession
 from tests.kit.models import build_model
 from tests.kit.state_models import build_state_model
@@ -18,7 +18,7 @@ def test_assigned_weights_reach_the_merged_product():
     model, other = build_model(), build_model()
     merge_projections(model)
     model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
-    check_merged(model)
+    MergedViews(model).check()
     attn = model.model.layers[1].self_attn
     torch.testing.assert_close(
         attn.k_proj.merged.weight[attn.k_proj.begin : attn.k_proj.end],
@@ -44,7 +44,7 @@ def test_a_session_mends_what_was_taken_apart():
     model.double()
     session = DecodeSession(model, max_batch_size=1, max_tokens=8, merge_projections=True)
     assert session.report().products == "4 groups of projections share a product"
-    check_merged(model)
+    MergedViews(model).check()
     assert all(
         torch.equal(value, state[name].double()) for name, value in model.state_dict().items()
     )
@@ -269,7 +269,7 @@ def test_tied_weights_are_left_alone():
     second.q_proj.weight = first.q_proj.weight
     model.model.layers[1].mlp.up_proj = model.model.layers[0].mlp.up_proj
     assert merge_projections(model) == 2 * len(model.model.layers) - 4
-    check_merged(model)
+    MergedViews(model).check()
     assert second.q_proj.weight is first.q_proj.weight
 
 
@@ -282,7 +282,7 @@ def test_a_weight_parametrized_after_merging_is_computed_alone():
     merge_projections(model)
     layer = model.model.layers[0].self_attn.q_proj
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", Twice())
-    check_merged(model)
+    MergedViews(model).check()
     x = torch.randn(3, layer.in_features)
     torch._dynamo.reset()
     with torch.no_grad():

@@ -63,3 +63,27 @@ def test_prompts_of_embeddings(model):
     ]
     assert session.generate(rows, 12) == make_session(model).generate(PROMPTS, 12)
     assert session.num_steps["captured"] > 0
+
+
+def test_a_changed_model_is_refused_while_the_device_is_idle(model):
+    """Its check runs beside a replay, whose tokens come when the change is undone."""
+    own = copy.deepcopy(model)
+    session, wanted = make_session(own), make_session(model).generate(PROMPTS, 8)
+    assert session.generate(PROMPTS, 8) == wanted
+    requests = [session.add(prompt, 8) for prompt in PROMPTS]
+    own.model.layers[1].train()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="training must be False"):
+            session.step()
+    own.eval()
+    while session.num_unfinished:
+        session.step()
+    assert [session.result(number) for number in requests] == wanted
+    session.add(PROMPTS[0], 8)
+    weight = own.model.layers[1].mlp.up_proj.weight
+    kept, weight.data = weight.data, weight.data.clone()
+    with pytest.raises(ValueError, match="up_proj"):
+        session.step()
+    assert session.loop.is_idle
+    weight.data = kept
+    assert session.generate(PROMPTS, 8) == wanted

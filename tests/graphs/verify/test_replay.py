@@ -40,7 +40,8 @@ def test_a_refused_replay_is_not_counted(model):
     session = captured_lazily(model, cudagraph_mode="FULL_DECODE_ONLY", verify="first")
     request = session.add(PROMPT[0], 4)
     session.step()
-    captured = session.runner.captured(DECODE, session.graph_mode.decode_mode())
+    assert session.graphs is not None
+    captured = session.graphs.get(DECODE, session.graph_mode.decode_mode())
     assert captured is not None
     caches, old = session.cache.tensors, session.cache.tensors[0]
     caches[0] = old.clone()
@@ -60,7 +61,8 @@ def test_a_wrong_replay_is_caught_and_the_next_one_checked(model, mode):
     session = captured_lazily(model, verify="first", cudagraph_mode=mode)
     request = session.add(PROMPT[0], 4)
     session.step()
-    captured = session.runner.captured(DECODE, session.graph_mode.decode_mode())
+    assert session.graphs is not None
+    captured = session.graphs.get(DECODE, session.graph_mode.decode_mode())
     assert captured is not None
     assert isinstance(captured.graph, VerifiedReplay)
     graph, before = captured.graph.graph, num_checked(session)

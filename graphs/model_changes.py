@@ -48,7 +48,7 @@ class ModelState:
         self._merged = MergedViews(model)
 
     def check(self, *, captured: bool) -> None:
-        """Refuse a changed model, before anything is launched.
+        """Refuse a changed model, before a step of it is called or captured.
 
         Args:
             captured: steps are captured, so that hooks that were added later would not run.

@@ -51,12 +51,13 @@ def experts_constants(
     Args:
         rows_along: rows of the weight, not its inputs, lie side by side, as in GPT-OSS.
         scale_k: inputs of an FP8 weight that share a scale, each multiplied as a sum of its own;
-            None: all of them, or there is none. With any, the forms are by `--fp8`
-            (2026-11-28, commit 5e89927, rows of Qwen3 as above, one of DeepSeek-V3).
+            None: all of them, or there is none. With any, the forms are by `--fp8` (2026-11-28,
+            commit 5e89927), and of blocks from 64 pairs on by `python -m benchmarks.experts --fp8`
+            (one H100, 2026-11-28, commits fce27ed and 341064f side by side).
     """
     block_t = rows_of_a_block(num_pairs, num_experts)
     if scale_k is not None:
-        if rows_along and num_pairs >= 256 * num_experts:
+        if block_t >= 64 and (rows_along or num_pairs >= 512 * num_experts):
             return ExpertsConstants(block_t, 128, scale_k, 8, 3)
         return ExpertsConstants(min(block_t, 64), 64, scale_k, 4, 3)
     if block_t == MOST_ROWS:

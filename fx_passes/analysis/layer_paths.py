@@ -22,12 +22,6 @@ def module_stack(node: Node) -> Any:
     return noted(node, _STACK)
 
 
-def module_path(node: Node) -> str | None:
-    """The path of the node's module below the model, None if Dynamo noted none."""
-    path = _full_path(node)
-    return None if path is None else _MODEL.sub("", path)
-
-
 def layer_path(node: Node) -> str | None:
     """The path of the layer that the node belongs to, None outside layers."""
     found = _LAYER.match(_full_path(node) or "")

@@ -66,7 +66,8 @@ def our_rows(
             model, workload, mode, decode_steps, on_gpu, backend=args.backend,
             batch_invariant=args.batch_invariant,
         )  # fmt: skip
-        rows.append(ours.measure(session, wishes, args.rounds, only_wall=args.only_wall))
+        row = ours.measure(session, wishes, args.rounds, only_wall=args.only_wall)
+        rows.append(dataclasses.replace(row, mode=mode))  # "auto" is resolved in the session
         write(args.json, {"rows": [row_fields(row) for row in rows]})  # kept if the time runs out
         if args.report:
             print(session.report())

@@ -12,8 +12,9 @@ from benchmarks.workload.requests import Wish, Workload, num_output_tokens
 from graphs import DecodeSession
 
 RUNS = [
-    ("FULL_DECODE_ONLY", 1), ("FULL_DECODE_ONLY", 4), ("FULL", 1), ("FULL", 4),
-    ("FULL_AND_PIECEWISE", 1), ("FULL_AND_PIECEWISE", 4), ("PIECEWISE", 1), ("NONE", 1),
+    ("auto", 1), ("auto", 4), ("FULL_DECODE_ONLY", 1), ("FULL_DECODE_ONLY", 4), ("FULL", 1),
+    ("FULL", 4), ("FULL_AND_PIECEWISE", 1), ("FULL_AND_PIECEWISE", 4), ("PIECEWISE", 1),
+    ("NONE", 1),
 ]  # fmt: skip
 """Modes and decode steps of the sessions."""
 

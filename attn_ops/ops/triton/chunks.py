@@ -279,6 +279,8 @@ def delta_rule_chunks_kernel(
             at_RK = (row_R[:, None] * H + head) * K + k_K[None, :]
             at_RV = (row_R[:, None] * H + head) * V + v_V[None, :]
             at_RJ = (row_R[:, None] * H + head) * ROWS + r_R[None, :]
+            if kept_ptr is not None:  # here, as what follows hides how long a load takes
+                kept_R = tl.load(kept_ptr + row_R, mask=inside_R, other=0)
             read_RK = tl.load(read_ptr + at_RK, mask=inside_RK, other=0.0)
             written_RV = tl.load(written_ptr + at_RV, mask=inside_RV, other=0.0)
             held_KV = state_KV.to(DTYPE)
@@ -287,8 +289,13 @@ def delta_rule_chunks_kernel(
             scores_RJ = tl.load(scores_ptr + at_RJ, mask=inside_R[:, None], other=0.0)
             y_RV = tl.dot(scores_RJ, change_RV, tl.dot(queries_RK, held_KV))
             tl.store(out_ptr + at_RV, y_RV.to(out_ptr.dtype.element_ty), mask=inside_RV)
+            left_RK = tl.load(left_ptr + at_RK, mask=inside_RK, other=0.0)
+            if KEY_DECAY:
+                decays_ptr_K = decays_ptr + ((place + block) * H + head) * K + k_K
+                decay_K1 = tl.load(decays_ptr_K, mask=inside_K, other=0.0)[:, None]
+            else:
+                decay_K1 = tl.load(decays_ptr + (place + block) * H + head)
             if kept_ptr is not None:
-                kept_R = tl.load(kept_ptr + row_R, mask=inside_R, other=0)
                 for n in range(0, tl.sum((kept_R > 0).to(tl.int32))):
                     is_it_R, kept_slot = kept_row(kept_R, n)
                     k_RK = rows_of_head(k_ptr, k_strides, row_R, head // GROUP, k_K, inside_RK)
@@ -305,18 +312,12 @@ def delta_rule_chunks_kernel(
                     up_to_X = tl.sum(tl.where(is_it_R[:, None], since_RX, 0.0), 0)
                     before_R = r_R <= tl.sum(tl.where(is_it_R, r_R, 0))
                     since_RX = tl.where(before_R[:, None], up_to_X[None, :] - since_RX, 0.0)
-                    left_RK = tl.where(before_R[:, None], k_RK * tl.exp(since_RX), 0.0)
+                    so_far_RK = tl.where(before_R[:, None], k_RK * tl.exp(since_RX), 0.0)
                     decayed_KV = state_KV * tl.exp(up_to_X)[:, None]
-                    behind_KV = tl.dot(tl.trans(left_RK.to(DTYPE)), change_RV, decayed_KV)
+                    behind_KV = tl.dot(tl.trans(so_far_RK.to(DTYPE)), change_RV, decayed_KV)
                     kept_ptr_KV = pool_ptr_KV + kept_slot * states_strides[0]
                     tl.store(kept_ptr_KV, behind_KV.to(states_ptr.dtype.element_ty), mask=inside_KV)
-            if KEY_DECAY:
-                decays_ptr_K = decays_ptr + ((place + block) * H + head) * K + k_K
-                state_KV *= tl.load(decays_ptr_K, mask=inside_K, other=0.0)[:, None]
-            else:
-                state_KV *= tl.load(decays_ptr + (place + block) * H + head)
-            left_RK = tl.load(left_ptr + at_RK, mask=inside_RK, other=0.0)
-            state_KV = tl.dot(tl.trans(left_RK), change_RV, state_KV)
+            state_KV = tl.dot(tl.trans(left_RK), change_RV, state_KV * decay_K1)
         tl.store(state_ptr_KV, state_KV.to(states_ptr.dtype.element_ty), mask=inside_KV)
 
 
@@ -387,6 +388,8 @@ def ssd_chunks_kernel(
             row_R = first + begin + r_R
             inside_RN = inside_R[:, None] & inside_N[None, :]
             inside_RV = inside_R[:, None] & inside_V[None, :]
+            if kept_ptr is not None:  # here, as what follows hides how long a load takes
+                kept_R = tl.load(kept_ptr + row_R, mask=inside_R, other=0)
             x_RV = rows_of_head(x_ptr, x_strides, row_R, head, v_V, inside_RV)
             B_RN = rows_of_head(B_ptr, B_strides, row_R, group, n_N, inside_RN).to(DTYPE)
             C_RN = rows_of_head(C_ptr, C_strides, row_R, group, n_N, inside_RN).to(DTYPE)
@@ -413,7 +416,6 @@ def ssd_chunks_kernel(
             y_RV = tl.dot(C_RN, tl.trans(state_VN.to(DTYPE))) * tl.exp(since_R)[:, None]
             y_RV = tl.dot(scores_RJ.to(DTYPE), added_RV.to(DTYPE), y_RV)
             if kept_ptr is not None:
-                kept_R = tl.load(kept_ptr + row_R, mask=inside_R, other=0)
                 for n in range(0, tl.sum((kept_R > 0).to(tl.int32))):
                     is_it_R, kept_slot = kept_row(kept_R, n)
                     up_to = tl.sum(tl.where(is_it_R, since_R, 0.0))

@@ -1,7 +1,8 @@
 """When a captured step with prompts is faster than calling it: padding against launch time.
 
 A replay computes the padding too, a call waits for the host. Which one is faster depends on the
-model, the GPU and the host, so both are timed when such a step is captured.
+model, the GPU and the host, so both are timed when such a step is captured. Where a replay is
+faster than a call of one token, smaller ones are not timed: they are faster, and no call is.
 """
 
 import dataclasses
@@ -69,6 +70,7 @@ class MixedGains:
         self.timer = timer
         self._sizes, self._builder = sizes, builder
         self._found: dict[tuple[int, bool], Gain] = {}
+        self._pay = 0  # tokens up to which replays are faster than any call
 
     def __iter__(self) -> Iterator[Gain]:
         """Gains of steps that want logits, the smallest first."""
@@ -83,20 +85,24 @@ class MixedGains:
         """Time a graph when it is new; sampling does not change what pays."""
         key = captured.key
         place = key.num_tokens, key.logits
-        if self.timer is None or key.uniform or place in self._found:
+        known = place in self._found or key.num_tokens <= self._pay
+        if self.timer is None or key.uniform or known:
             return
         smaller = self._sizes[: bisect_left(self._sizes, key.num_tokens)]
         low = smaller[-1] + 1 if smaller else 1
         replay_ms = self.timer(lambda: replay(captured))
         try:
-            calls = [self.timer(self._call(graphs, key, size)) for size in (low, key.num_tokens)]
+            sizes = low, key.num_tokens, 1
+            *calls, least = [self.timer(self._call(graphs, key, size)) for size in sizes]
         except torch.OutOfMemoryError:  # a replay has its memory already
-            calls = [math.inf, math.inf]
+            *calls, least = [math.inf] * 3
         self._found[place] = Gain(key.num_tokens, low, replay_ms, *calls)
+        if replay_ms < least:
+            self._pay = key.num_tokens
 
     def clear(self) -> None:
         """The graphs are gone, perhaps because the model has changed."""
-        self._found = {}
+        self._found, self._pay = {}, 0
 
     def _call(
         self, graphs: StepGraphs, key: BatchDescriptor, num_tokens: int

@@ -146,11 +146,11 @@ def test_random_sessions(model, number):
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
 def test_captured_steps_with_prompts_are_timed(model, alone, mode):
-    """Every size once; a tiny model waits for launches, so that replays gain."""
+    """A tiny model waits for launches: replays gain, and smaller ones are not timed."""
     sizes = {name: value for name, value in SIZES.items() if name != "mixed_capture_sizes"}
     session = DecodeSession(model, cudagraph_mode=mode, **sizes)
     assert run(session) == alone
     gains = list(session.loop.gains)
-    assert [gain.num_tokens for gain in gains] == [16, 32]
+    assert [gain.num_tokens for gain in gains] == [32]
     assert all(0 < gain.replay_ms < 100 and 0 < gain.call_ms < 1000 for gain in gains)
     assert session.num_steps["called"] == 0

@@ -139,7 +139,7 @@ class DecodeLauncher:
 
     def can_chain(self, captured: CapturedStep) -> bool:
         """Whether a step can go on from what the step before left on the device."""
-        return not (self.always_fills or captured.needs_host)
+        return captured.key.query_len == 1 and not (self.always_fills or captured.needs_host)
 
     def launch(
         self,
@@ -198,9 +198,7 @@ class DecodeLauncher:
     def may_follow(self, launched: LaunchedSteps) -> bool:
         """Whether the tensors hold what these steps leave, and the next can go on from there."""
         captured = launched.captured
-        if captured is None or captured.key.query_len != 1:
-            return False
-        return self.can_chain(captured) and self.is_last(launched)
+        return captured is not None and self.can_chain(captured) and self.is_last(launched)
 
     def follow(self, launched: LaunchedSteps, num_steps: int) -> LaunchedSteps:
         """Launch the next steps of the same rows before the tokens of these are read."""

@@ -21,7 +21,7 @@ while it runs, and a second graph draws (`BatchDescriptor.late_edits`).
 These wait for the tokens first: drafts, `verify`, an observer of logits, penalties in a batch that
 changes or beside grammars, grammars in steps that hold prompts or are not captured whole, plans
 that are part of a graph (`CapturedStep.plans_in_place`) or share memory (`plans_in_turn` of a
-builder), and everything on a CPU, where a step is over when it is launched.
+builder), and everything on a CPU.
 """
 
 import dataclasses
@@ -121,12 +121,13 @@ class StepLoop:
             ahead: launch the next ones too, before these tokens are read.
         """
         self._drop_unobserved()
-        self._launched = self._launched or self._launch_next()
-        self._check_model()
-        if self._launched is None:
+        launched = self._launched or self._launch_next()
+        self.check_model()  # where it raises, what is new is dropped
+        self._launched = launched
+        if launched is None:
             return
-        followed = self._launch_ahead(self._launched) if ahead else None
-        self._collect(self._launched)
+        followed = self._launch_ahead(launched) if ahead else None
+        self._collect(launched)
         self._launched = None  # its tokens are taken
         if followed is not None and followed.needs_edits:
             followed = self.launcher.finish(followed)
@@ -135,7 +136,7 @@ class StepLoop:
     def step_drafted(self, drafts: Mapping[int, list[int]]) -> None:
         """A step with drafts, or without where a prompt comes first or the budget is too small."""
         k = self.plan.num_draft_tokens
-        self._check_model()
+        self.check_model()
         self._drop_unobserved()
         self.collect_all()
         step = self.scheduler.next_step()
@@ -154,7 +155,7 @@ class StepLoop:
     def prepare(self) -> None:
         """Before every step: check the model, and compile and capture what is not, as for a dump.
 
-        An idle device begins first, if with a graph: a replay reads no change but moved tensors.
+        An idle device begins first, if with a graph; what it computes is dropped where this raises.
 
         Raises:
             ValueError: the model has changed; see `ModelState.check`.
@@ -164,7 +165,7 @@ class StepLoop:
         joins = joins_dump(self.compilation.session())
         self._unchecked = True
         if joins or not (self._warm and self._goes_ahead and self.is_idle) or self.plan.debug:
-            self._check_model()
+            self.check_model()
         if not self._warm:
             self.compilation.run()
             if self.graphs is not None and not self.plan.lazy:
@@ -175,8 +176,8 @@ class StepLoop:
                 self.drop_graphs()
             self.compilation.run_again()
 
-    def _check_model(self) -> None:
-        """Once for `prepare`; what is launched stays where it raises."""
+    def check_model(self) -> None:
+        """Once for each `prepare`."""
         if self._unchecked:
             self._unchecked = False
             self.state.check(captured=self.graphs is not None)
@@ -239,7 +240,7 @@ class StepLoop:
     ) -> CapturedStep | None:
         if key in graphs:
             return graphs.get(key)
-        self._check_model()
+        self.check_model()
         with self.compilation.counters.watching():
             if (captured := graphs.get(key, mode)) is not None:
                 self.gains.measure(captured, graphs)
@@ -328,11 +329,10 @@ class StepLoop:
         last: LaunchedSteps | None = None,
     ) -> LaunchedSteps:
         if captured is None:
-            self._check_model()
+            self.check_model()
             with self.compilation.counters.watching():
                 return self.launcher.call(step, **self._wanted(step), last=last)
-        num_steps = self._num_steps(captured, step) if captured.key.query_len == 1 else 1
-        return self.launcher.launch(captured, step, num_steps, last)
+        return self.launcher.launch(captured, step, self._num_steps(captured, step), last)
 
     def _num_steps(self, captured: CapturedStep | None, rows: Rows, begun: int = 0) -> int:
         """Steps to launch: no more than the longest of the requests still needs."""

@@ -420,6 +420,7 @@ class DecodeSession:
         is compiled once more, so that the dump sees it.
         """
         self._prepare()
+        self.loop.check_model()
 
     @contextlib.contextmanager
     def observe_logits(self, observer: LogitsObserver) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 A replay computes the padding too, a call waits for the host. Which one is faster depends on the
 model, the GPU and the host, so both are timed when such a step is captured. Where a replay is
-faster than a call of one token, smaller ones are not timed: they are faster, and no call is.
+faster than a call of one token, smaller ones are not timed: they are taken to be faster still.
 """
 
 import dataclasses
@@ -95,9 +95,9 @@ class MixedGains:
             sizes = low, key.num_tokens, 1
             *calls, least = [self.timer(self._call(graphs, key, size)) for size in sizes]
         except torch.OutOfMemoryError:  # a replay has its memory already
-            *calls, least = [math.inf] * 3
+            *calls, least = math.inf, math.inf, 0.0
         self._found[place] = Gain(key.num_tokens, low, replay_ms, *calls)
-        if replay_ms < least:
+        if key.logits and replay_ms < least:
             self._pay = key.num_tokens
 
     def clear(self) -> None:

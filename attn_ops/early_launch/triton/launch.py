@@ -64,9 +64,12 @@ class _Rehearsal(triton.AsyncCompileMode):
         self.seen: set[tuple] = set()
 
     def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
+        device = torch.cuda.current_device()  # of this thread
+
         def compile_and_load() -> Any:
             kernel = compile_fn()
-            kernel.run  # noqa: B018  # compiles Triton's launcher of it, in C, and loads both
+            with torch.cuda.device(device), contextlib.suppress(Exception):  # a launch says it
+                kernel.run  # noqa: B018  # compiles Triton's launcher of it, in C, and loads both
             return kernel
 
         return super().submit(key, compile_and_load, finalize_fn)

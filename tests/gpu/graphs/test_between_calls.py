@@ -65,24 +65,31 @@ def test_prompts_of_embeddings(model):
     assert session.num_steps["captured"] > 0
 
 
-def test_a_changed_model_is_refused_while_the_device_is_idle(model):
-    """Its check runs beside a replay, whose tokens come when the change is undone."""
+def test_what_a_changed_model_has_computed_is_dropped(model):
+    """It is refused beside a replay where the device was idle, and merged adapters are in place."""
     own = copy.deepcopy(model)
     session, wanted = make_session(own), make_session(model).generate(PROMPTS, 8)
     assert session.generate(PROMPTS, 8) == wanted
     requests = [session.add(prompt, 8) for prompt in PROMPTS]
+    weight = own.model.layers[1].mlp.up_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.data.normal_()
     own.model.layers[1].train()
     for _ in range(2):
         with pytest.raises(ValueError, match="training must be False"):
             session.step()
+        assert session.loop.is_idle
+    with pytest.raises(ValueError, match="training must be False"):
+        session.warm_up()
     own.eval()
+    weight.data.copy_(kept)
     while session.num_unfinished:
         session.step()
     assert [session.result(number) for number in requests] == wanted
     session.add(PROMPTS[0], 8)
-    weight = own.model.layers[1].mlp.up_proj.weight
-    kept, weight.data = weight.data, weight.data.clone()
+    data, weight.data = weight.data, weight.data.clone()
     with pytest.raises(ValueError, match="up_proj"):
         session.step()
-    weight.data = kept
+    weight.data = data
     assert session.generate(PROMPTS, 8) == wanted

@@ -392,7 +392,6 @@ def test_models_go_on_as_before(make):
     ("name", "number"),
     [
         *((name, 12) for name in FAMILIES),
-        *slow(*((name, 25) for name in FAMILIES)),
         *long(*((name, 150) for name in FAMILIES)),
     ],
 )

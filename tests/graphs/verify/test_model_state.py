@@ -88,6 +88,33 @@ def test_a_change_that_is_undone(model, debug, decode_steps, num_steps):
     assert session.result(request).token_ids == wanted
 
 
+@pytest.mark.parametrize("options", [{}, {"share_prefixes": True}, {"decode_steps": 4}])
+def test_what_was_launched_for_a_changed_model_is_dropped(model, options, monkeypatch):
+    """An idle GPU begins before the check; merged adapters are other numbers in the same place."""
+    reference = Reference(model)
+    wanted = [reference.generate(p, 6)[0] for p in PROMPTS]
+    session = chunked(model, debug="eager_replay", **options)
+    session.warm_up()
+    monkeypatch.setattr(type(session.plan), "debug", None)  # a replay does not run the model
+    requests = [session.add(prompt, 6) for prompt in PROMPTS]
+    weight, kept = model.lm_head.weight, model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        weight.normal_()
+    model.lm_head.train()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="training must be False"):
+            session.step()
+        assert session.loop.is_idle
+    with pytest.raises(ValueError, match="training must be False"):
+        session.warm_up()
+    model.lm_head.eval()
+    with torch.no_grad():
+        weight.copy_(kept)
+    while session.num_unfinished:
+        session.step()
+    assert [session.result(number).token_ids for number in requests] == wanted
+
+
 def test_weights_change_in_place(model):
     session = chunked(model)
     session.generate(PROMPTS, 2)

@@ -86,20 +86,33 @@ def of_attn_ops(cases: list[tuple[int, int]]) -> Generate:
     return lambda prompts, num_tokens: session.generate(prompts, num_tokens, eos=())
 
 
-def of_vllm(cases: list[tuple[int, int]]) -> Generate:
+def set_environment() -> None:
+    """Before vLLM is imported: one process, and no sampler that is compiled at its first call."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
+
+def engine_of(max_tokens: int, max_batch_size: int, **options: Any) -> Any:
+    """vLLM's engine for the Llama-3-8B shape with random weights, in this process."""
+    set_environment()
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+    options = {"enable_prefix_caching": False, "gpu_memory_utilization": 0.85} | options
     with tempfile.TemporaryDirectory() as folder:
         config = llama_3_8b()
         config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
         config.save_pretrained(folder)
-        engine = LLM(
+        return LLM(
             model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-            max_model_len=max(context for _, context in cases) + MANY, enable_prefix_caching=False,
-            max_num_seqs=max(batch for batch, _ in cases), gpu_memory_utilization=0.85,
+            max_model_len=max_tokens, max_num_seqs=max_batch_size, **options,
         )  # fmt: skip
+
+
+def of_vllm(cases: list[tuple[int, int]]) -> Generate:
+    longest, most = max(context for _, context in cases), max(batch for batch, _ in cases)
+    engine = engine_of(longest + MANY, most)
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     def generate(prompts: list[list[int]], num_tokens: int) -> object:
         asked = SamplingParams(

@@ -16,40 +16,29 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from typing import Any
 
 import torch
 
+from benchmarks.beside_vllm import engine_of, set_environment
 from benchmarks.harness import origin, parser_of, write
-from benchmarks.shapes import llama_3_8b
 
 FEW, MANY, ROUNDS = 8, 72, 5
 
 
-def engine_of(way: str, cases: list[tuple[int, int]]) -> Any:
+def engine_for(way: str, cases: list[tuple[int, int]]) -> Any:
     """An engine for all cases."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    set_environment()
     backend, _, inner = way.partition(":")
     if backend == "CUSTOM":
         from attn_ops.integrations.vllm import register
 
         register(inner or None)
-    from vllm import LLM  # pyright: ignore[reportMissingImports]
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = llama_3_8b()
-        config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
-        config.save_pretrained(folder)
-        return LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-            max_model_len=max(context for _, context in cases) + MANY, enable_prefix_caching=True,
-            max_num_seqs=max(batch for batch, _ in cases), gpu_memory_utilization=0.85,
-            attention_config={"backend": backend},
-        )  # fmt: skip
+    return engine_of(
+        max(context for _, context in cases) + MANY, max(batch for batch, _ in cases),
+        enable_prefix_caching=True, attention_config={"backend": backend},
+    )  # fmt: skip
 
 
 def step_ms(engine: Any, batch: int, context: int) -> float:
@@ -78,7 +67,7 @@ def step_ms(engine: Any, batch: int, context: int) -> float:
 
 def measure(way: str, cases: list[tuple[int, int]]) -> dict[str, float]:
     """Milliseconds a step by case."""
-    engine = engine_of(way, cases)
+    engine = engine_for(way, cases)
     return {f"{batch}x{context}": step_ms(engine, batch, context) for batch, context in cases}
 
 

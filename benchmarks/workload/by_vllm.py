@@ -3,34 +3,14 @@
 One process, dummy weights, prefix caching off, otherwise its defaults.
 """
 
-import os
 import statistics
-import tempfile
 import time
 from typing import Any
 
+from benchmarks.beside_vllm import engine_of
 from benchmarks.harness import origin, parser_of, write
 from benchmarks.shapes import llama_3_8b
 from benchmarks.workload.requests import Workload, num_output_tokens
-
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-
-
-def engine_of(workload: Workload) -> Any:
-    """vLLM's engine for the Llama-3-8B shape."""
-    os.environ.update({name: os.environ.get(name, on) for name, on in ENVIRONMENT.items()})
-    from vllm import LLM  # pyright: ignore[reportMissingImports]
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = llama_3_8b()
-        config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
-        config.save_pretrained(folder)
-        return LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-            max_model_len=workload.max_tokens, max_num_seqs=workload.max_batch_size,
-            max_num_batched_tokens=workload.max_tokens_per_step, enable_prefix_caching=False,
-            gpu_memory_utilization=0.85,
-        )  # fmt: skip
 
 
 def run_all(engine: Any, workload: Workload) -> float:
@@ -56,7 +36,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args, workload = parser.parse_args(), Workload()
     begin = time.perf_counter()
-    engine = engine_of(workload)
+    limits = workload.max_tokens, workload.max_batch_size
+    engine = engine_of(*limits, max_num_batched_tokens=workload.max_tokens_per_step)
     ready = time.perf_counter() - begin
     times = [run_all(engine, workload) for _ in range(1 + args.rounds)][1:]
     number = num_output_tokens(workload.draw(llama_3_8b().vocab_size))

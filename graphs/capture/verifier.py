@@ -409,7 +409,7 @@ class Verifier:
             findings += self._compare_rows(replayed, called)
             findings += self._compare_states(touched, replayed, called)
             touched.restore(before)
-            findings += self._compare_outputs(replayed.outputs, called.outputs, draw)
+            findings += self._compare_outputs(replayed, called, draw)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # a device that failed stays failed
                 touched.restore(before)
@@ -437,6 +437,10 @@ class Verifier:
         saved = touched.save(outputs)
         return saved, [stray_writes(i, caches[i], s, touched.slots[i]) for i, s in enumerate(sums)]
 
+    def _bound(self, *tensors: torch.Tensor) -> float:
+        """The widest tolerance: float32 is no more exact than what it was computed from."""
+        return max((self._tolerances.get(x.dtype, 0.0) for x in tensors), default=0.0)
+
     def _compare_rows(self, replayed: _Saved, called: _Saved) -> list[Finding]:
         findings = []
         for layer, (mine, theirs) in enumerate(zip(replayed.rows, called.rows, strict=True)):
@@ -453,8 +457,7 @@ class Verifier:
         return findings
 
     def _compare_states(self, touched: _Touched, replayed: _Saved, called: _Saved) -> list[Finding]:
-        # A sum in float32 is no more exact than what it adds: inputs are kept in the model's dtype.
-        bound = max((self._tolerances.get(x.dtype, 0.0) for x in replayed.states), default=0.0)
+        bound = self._bound(*replayed.states)
         return [
             compare(name, mine[touched.wanted], theirs[touched.wanted], bound)
             for name, mine, theirs in zip(
@@ -464,22 +467,23 @@ class Verifier:
 
     def _compare_outputs(
         self,
-        replayed: Mapping[str, torch.Tensor],
-        called: Mapping[str, torch.Tensor],
+        replayed: _Saved,
+        called: _Saved,
         draw: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> list[Finding]:
-        assert list(replayed) == list(called), "outputs must have the same names both times"
-        names = sorted(replayed, key=lambda name: not replayed[name].is_floating_point())
+        own, others = replayed.outputs, called.outputs
+        assert list(own) == list(others), "outputs must have the same names both times"
+        names = sorted(own, key=lambda name: not own[name].is_floating_point())
         findings, excused = {}, None
         for name in names:  # floats come first: tokens are excused by their logits
-            mine, theirs = replayed[name], called[name]
+            mine, theirs = own[name], others[name]
             if mine.is_floating_point():
-                bound = self._tolerances.get(mine.dtype, 0.0)
+                bound = self._bound(mine, *replayed.rows, *replayed.states)
                 findings[name] = compare(name, mine, theirs, bound)
         if "tokens" in names and "logits" in names and findings["logits"].ok:
-            excused = excused_rows(replayed, called, findings["logits"].tolerance, draw)
+            excused = excused_rows(own, others, findings["logits"].tolerance, draw)
         for name in (n for n in names if n not in findings):
-            mine, theirs = replayed[name], called[name]
+            mine, theirs = own[name], others[name]
             rows = None if excused is None else excused.shape
             if excused is not None and mine.shape == theirs.shape and mine.shape[:1] == rows:
                 mine = torch.where(excused.view(-1, *[1] * (mine.dim() - 1)), theirs, mine)

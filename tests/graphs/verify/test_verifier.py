@@ -3,6 +3,7 @@
 S requests, V vocabulary, P blocks, B block size, K kv heads, H head size.
 """
 
+import contextlib
 import math
 
 import pytest
@@ -226,6 +227,16 @@ def test_tolerance_is_relative_to_the_largest_magnitude(dtype, passes, fails, tm
                 Verifier("first", tolerance=tolerance, directory=tmp_path),
                 lambda: step.run(noise=0.1),
             )
+
+
+@pytest.mark.parametrize(("dtype", "right"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_float32_logits_are_no_more_exact_than_the_model(dtype, right, verifier):
+    """Nemotron-H and Mamba hand out float32 in any dtype."""
+    step = FakeStep(dtype)
+    found = step.outputs
+    step.outputs = lambda: found() | {"logits": step.logits[[0, 1, 3]].float()}  # type: ignore[method-assign]
+    with contextlib.nullcontext() if right else pytest.raises(VerificationError):
+        step.check(verifier, lambda: step.run(noise=0.01))
 
 
 # -- dumps and failures ----------------------------------------------------------------------------

@@ -4,36 +4,26 @@ Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeli
 """
 
 import contextlib
-import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch._inductor.config as inductor_config
-from torch._guards import TracingContext, tracing
 from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from attn_ops.compat.inductor_until_2_13 import inductor_mended
 from attn_ops.compat.stride_order_until_2_16 import strides_ordered_without_guards
+from fx_passes.calls import config_of_calls, counted
 from fx_passes.config import PassConfig
 from fx_passes.early_launch import early_launch_of
-from fx_passes.failures import RefusedError
-from fx_passes.forms import (
-    IN_REPLAYS,
-    config_of_calls,
-    config_of_replays,
-    copied,
-    counted,
-    with_forms,
-)
-from fx_passes.inductor_slot import SLOT, AtenPipeline, NeedlessFormError, with_user_pass
+from fx_passes.inductor_slot import SLOT, AtenPipeline, with_user_pass
 from fx_passes.kept import autograd_cache
 from fx_passes.naming import GraphName
-from fx_passes.observe import PassRecord, recorders
+from fx_passes.observe import recorders
 from fx_passes.pipeline import run_dynamo_stage
 from fx_passes.regions import compile_regions
 
@@ -66,8 +56,10 @@ def attn_ops(
             "options must name passes themselves with backend='attn_ops', got those of "
             f"fx_passes.options({given.config}), which are for plain Inductor"
         )
-    config = config_of_calls(config)
+    asked, config = config, config_of_calls(config, example_inputs)
     patches = {**_mode_options(mode), **inductor_options}
+    if config != asked and not config.batch_invariant:  # for replays
+        patches = {"combo_kernels": True, **patches}
     pipeline = with_user_pass(config, patches.get(SLOT, getattr(inductor_config, SLOT)))
     early = early_launch_of(config, patches, example_inputs)
     patches |= early.patches
@@ -81,16 +73,13 @@ def attn_ops(
 
     keeper = next((r.keeper for r in recorders() if r.keeper is not None), None)
     pieces: list[Callable[..., Any]] = []
-    in_replays = config_of_replays(config, example_inputs)
 
     def compile_piece(
         piece: GraphModule, inputs: Sequence[Any], name: GraphName | None
     ) -> Callable[..., Any]:
         own = pipeline.named(name, f"{'' if keeper is None else keeper.nonce}{early}")
-        again = None if in_replays is None else SecondForm(piece, own, in_replays, config)
-        called = compile_fx(piece, inputs, config_patches={**patches, SLOT: own})
-        other = None if again is None else again.compiled(inputs, patches)
-        pieces.append(with_forms(cast(Callable[..., Any], called), other))
+        compiled = compile_fx(piece, inputs, config_patches={**patches, SLOT: own})
+        pieces.append(cast(Callable[..., Any], compiled))
         return pieces[-1]
 
     with (
@@ -119,75 +108,6 @@ def _without_advice() -> Iterator[None]:
         yield
 
 
-class SecondForm:
-    """What the second form of a piece is compiled from, as it is before the first one is.
-
-    Args:
-        piece: the graph. It is copied, and so is the context in which it was traced, where
-            AOTAutograd keeps state.
-        first: the pipeline of the first form.
-        config: which passes run.
-        asked: the user's config. Where it asks for a second form, there must be one.
-    """
-
-    def __init__(
-        self, piece: GraphModule, first: AtenPipeline, config: PassConfig, asked: PassConfig
-    ) -> None:
-        self._piece = copied(piece)
-        in_parts = any(isinstance(m, GraphModule) for m in self._piece.children())
-        self._pipeline = first.of_replays(config, in_parts=in_parts)
-        self._context = copy.copy(TracingContext.get())
-        self._asked = asked
-
-    def compiled(
-        self, inputs: Sequence[Any], patches: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
-        """None where it would be the first form, or cannot be had and nobody has asked for it.
-
-        Raises:
-            RefusedError: somebody has.
-        """
-        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
-        combined = {"combo_kernels": True} if on_gpu else {}
-        options = {**combined, **patches, SLOT: self._pipeline}
-        undo = [recorder.checkpoint() for recorder in recorders()]
-        found, failed = None, None
-        try:
-            with tracing(self._context):
-                found = compile_fx(self._piece, inputs, config_patches=options)
-        except Exception as error:
-            failed = error
-        if found is not None and self._pipeline.num_matches:
-            return cast(Callable[..., Any], found)
-        for go_back in undo:
-            go_back()
-        if failed is not None and not _is_needless(failed):
-            self._tell(failed)
-        return None
-
-    def _tell(self, error: Exception) -> None:
-        named = self._pipeline.name or GraphName("whole graph")
-        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if asked := [name for name in IN_REPLAYS if getattr(self._asked, name) == "replays"]:
-            raise RefusedError(
-                f"{' and '.join(asked)} must not be 'replays' where the form of {named.text} for "
-                f"replays cannot be compiled, got {said}"
-            ) from error
-        why = f"replays run the {named.text} as calls do, for its own form failed: {said}"
-        logger.warning(why)
-        name, text = IN_REPLAYS[0], named.of_replays.text
-        record = PassRecord(name, "aten", text, 0, [why], named.num_calls, [why], summary=why)
-        for recorder in recorders():
-            recorder.passes.append(record)
-
-
-def _is_needless(error: BaseException | None) -> bool:
-    """Whether the pipeline has ended a compilation; Inductor may wrap its error."""
-    while error is not None and not isinstance(error, NeedlessFormError):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
 def _mode_options(mode: str | None) -> dict[str, Any]:
     if mode is None or mode == "default":
         return {}
@@ -202,7 +122,6 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 _BACKEND_ALONE = {
     "fast_prefill": ("on",),  # works on the Dynamo graph
     "early_launch": ("on", "off"),  # is decided around the compilation and around each call
-    **dict.fromkeys(IN_REPLAYS, ("replays",)),  # wants a second form
 }
 
 

@@ -14,10 +14,8 @@ class PassConfig:
     "always".
     `skinny_products` and `experts`, which is also of the pass `router`, take the same words: "auto"
     is where our kernels run.
-    So do `fused_mlp` and `norm_products`, and "replays": in steps that are replayed alone, for
-    which pieces are compiled a second time (`fx_passes.forms`), with Inductor's `combo_kernels`.
-    "auto" is that for sessions that capture on a GPU with such kernels, and else off: called steps
-    lose more than replays gain.
+    So do `fused_mlp` and `norm_products`; "auto" is on for sessions that capture on a GPU with such
+    kernels, with Inductor's `combo_kernels`, and else off: called steps of few rows lose by them.
     `batch_invariant`, of no pass, has every product computed so that a row does not depend on the
     others; one that cannot be is an error. Sessions with `batch_invariant=True` set it.
     `early_launch`, of no pass, is "auto", where the GPU launches kernels before those in front have
@@ -37,8 +35,8 @@ class PassConfig:
     collapse_views: bool = True
     experts: Literal["auto", "always", "never"] = "auto"
     skinny_products: Literal["auto", "always", "never"] = "auto"
-    fused_mlp: Literal["auto", "replays", "always", "never"] = "auto"
-    norm_products: Literal["auto", "replays", "always", "never"] = "auto"
+    fused_mlp: Literal["auto", "always", "never"] = "auto"
+    norm_products: Literal["auto", "always", "never"] = "auto"
     early_launch: Literal["auto", "on", "off"] = "auto"
     check_passes: bool = False
     batch_invariant: bool = False
@@ -48,7 +46,7 @@ class PassConfig:
             _check_switch(field.name, getattr(self, field.name))
 
     def ordered(self) -> "PassConfig":
-        """The same for a model whose rows must not depend on each other: one form for all steps."""
+        """The same for a model whose rows must not depend on each other."""
         always = dict.fromkeys(
             ("experts", "skinny_products", "fused_mlp", "norm_products"), "always"
         )

@@ -11,7 +11,6 @@ from torch.fx import Graph
 
 from fx_passes.config import PassConfig
 from fx_passes.failures import named_errors
-from fx_passes.forms import IN_REPLAYS
 from fx_passes.naming import GraphName, name_of
 from fx_passes.observe import recorders
 from fx_passes.ordered import check_ordered, order_norms
@@ -25,10 +24,6 @@ The post-grad slots run only when the cache misses.
 """
 
 
-class NeedlessFormError(Exception):
-    """Ends the compilation of a second form that is like the first one."""
-
-
 class AtenPipeline(CustomGraphPass):
     """The `aten` stage as one custom pass of Inductor. It runs after a pass of the user's.
 
@@ -39,12 +34,6 @@ class AtenPipeline(CustomGraphPass):
         user_pass: what the slot held.
         name: of the graph, if it is a piece of the model; None: by what it computes.
         nonce: further part of the key; see `fx_passes.kept.Keeper`.
-        second: whether it runs on the second form of a piece, which a pass of `IN_REPLAYS` must
-            change.
-        in_parts: whether the piece has subgraphs, one of which may be the one that changes.
-
-    Attributes:
-        num_matches: of such passes, in all graphs.
     """
 
     def __init__(
@@ -53,45 +42,25 @@ class AtenPipeline(CustomGraphPass):
         user_pass: Callable[[Graph], None] | None = None,
         name: GraphName | None = None,
         nonce: str = "",
-        second: bool = False,
-        in_parts: bool = False,
     ) -> None:
         self.config = config
         self.user_pass = user_pass
         self.name = name
         self.nonce = nonce
-        self.second, self.in_parts = second, in_parts
-        self.num_matches = 0
 
     def named(self, name: GraphName | None, nonce: str = "") -> "AtenPipeline":
         """The same for a piece of the model."""
         return AtenPipeline(self.config, self.user_pass, name, nonce)
 
-    def of_replays(self, config: PassConfig, *, in_parts: bool = False) -> "AtenPipeline":
-        """The same for the second form of a piece."""
-        return AtenPipeline(
-            config, self.user_pass, self.name, self.nonce, second=True, in_parts=in_parts
-        )
-
     def __call__(self, graph: Graph) -> None:
-        """Run the passes.
-
-        Raises:
-            NeedlessFormError: nothing changes a second form, so it need not be compiled.
-        """
         if self.user_pass is not None:
             self.user_pass(graph)
         name = self.name or name_of(graph)
-        if self.second:
-            name = name.of_replays
         for one in passes(self.config, "aten"):
-            matches = run_pass(one, graph, name, self.config, second=self.second)
-            self.num_matches += matches if one.name in IN_REPLAYS else 0
+            run_pass(one, graph, name, self.config)
         if self.config.batch_invariant:
             order_norms(graph)
             check_ordered(graph, name.text)
-        if self.second and not self.in_parts and not self.num_matches:
-            raise NeedlessFormError(f"no pass for replays alone changes {name.text}")
         for recorder in recorders():
             recorder.finish(graph, name)
 

@@ -3,15 +3,11 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Collection
 from typing import cast
 
 from torch.fx import Graph, GraphModule
 
 from fx_passes.analysis.graph_ops import ATTENTION, QUANTIZED, operator_name
-
-REPLAYED = ", replayed"
-"""Behind the name of a graph whose other form is of called steps."""
 
 _ATTENTION = tuple(op.overloadpacket.__name__ for op in (*ATTENTION, *QUANTIZED))
 _PRODUCTS = ("linear", "matmul", "mm", "addmm", "_scaled_mm")
@@ -23,18 +19,6 @@ class GraphName:
 
     text: str  # "decoder layer"
     num_calls: int = 1  # of it in one call of the model; it is compiled once
-
-    @property
-    def of_replays(self) -> "GraphName":
-        """That of its other form; see `fx_passes.forms`."""
-        return dataclasses.replace(self, text=self.text + REPLAYED)
-
-
-def runs_in(name: str, names: Collection[str], kind: str) -> bool:
-    """Whether the graph `name` of `names` runs in steps of a kind: a "replay", or any call."""
-    if name.endswith(REPLAYED):
-        return kind == "replay"
-    return kind != "replay" or name + REPLAYED not in names
 
 
 def name_of(graph: Graph) -> GraphName:

@@ -22,7 +22,6 @@ from torch.fx import Graph, GraphModule
 from fx_passes.base import Pass, Stage, check_pass
 from fx_passes.config import PassConfig
 from fx_passes.failures import named_errors
-from fx_passes.forms import IN_REPLAYS
 from fx_passes.installed import installed_passes
 from fx_passes.naming import GraphName, name_of
 from fx_passes.observe import recorders
@@ -142,21 +141,17 @@ def is_checked(config: PassConfig) -> bool:
     return config.check_passes
 
 
-def run_pass(
-    one: Pass, graph: Graph, name: GraphName, config: PassConfig, *, second: bool = False
-) -> int:
+def run_pass(one: Pass, graph: Graph, name: GraphName, config: PassConfig) -> int:
     """Run one pass and tell the active recorders.
-
-    Of a `second` form they hear what only that form has: matches of passes of `IN_REPLAYS`.
 
     Raises:
         PassError: the pass raised, returned what it must not, or broke one of the `Promises`.
         RefusedError: its option asks for what cannot be done.
     """
-    active, is_told = recorders(), not second or one.name in IN_REPLAYS
+    active = recorders()
     dumps = [recorder.directory for recorder in active if recorder.directory is not None]
     with named_errors(one.name, name.text, dumps):
-        notes = [recorder.watch(one, graph, name) for recorder in active if is_told]
+        notes = [recorder.watch(one, graph, name) for recorder in active]
         promises = Promises(graph, one.stage) if is_checked(config) else None
         try:
             matches = one.run(graph)
@@ -166,7 +161,7 @@ def run_pass(
             for note in notes:
                 note(0, error)
             raise
-        for note in notes if matches or not second else ():
+        for note in notes:
             note(matches)
         return matches
 

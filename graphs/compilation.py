@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from attn_ops import Backend, dynamic_batch
 from fx_passes.backend import attn_ops
+from fx_passes.calls import calls
 from fx_passes.failures import refusal
-from fx_passes.forms import calls
 from fx_passes.inductor_slot import SLOT, AtenPipeline
 from fx_passes.observe import CompileCounters, Recorder, recorders, recording
 from graphs.capture.failures import break_reason

@@ -32,7 +32,7 @@ from attn_ops.integrations.transformers import (
 from attn_ops.integrations.transformers.rotary import SHIFT
 from attn_ops.ops.write_kv import SlotMapping
 from attn_ops.states import StatePool
-from fx_passes.forms import calls, replayed
+from fx_passes.calls import calls
 from graphs.capture.failures import untraced
 from graphs.capture.recorder import Recorder, Step, metadata_now
 from graphs.capture.store import CapturedStep, StepGraphs
@@ -333,7 +333,7 @@ class StepRunner:
         )
         longest = key.query_len or key.num_tokens
         common = tensors.common(longest, self.max_tokens, on_host=False)
-        kind, run = key.sampling, functools.partial(self._replayed, tensors, key, common)
+        kind, run = key.sampling, functools.partial(self._run, tensors, key, common)
         kept: list[torch.Tensor] = []  # logits between two graphs
 
         def keep(metadata: AttentionMetadata | None) -> torch.Tensor:
@@ -351,17 +351,11 @@ class StepRunner:
             self.cache,
             self._penalties_of(tensors) if kind is Sampling.PENALIZED else None,
             run=keep if key.late_edits else run,
-            call=functools.partial(self._run, tensors, key, common),
             draw=lambda logits: self._sampled(self._edited(logits, tensors), tensors, kind),
             rest=rest if key.late_edits else None,
         )
 
     # -- a step ------------------------------------------------------------------------------------
-
-    def _replayed(self, *step: Any) -> torch.Tensor:
-        """`_run`, by the compiled form of replays."""
-        with replayed():
-            return self._run(*step)
 
     def _run(
         self,

@@ -111,7 +111,7 @@ class MixedGains:
         num_reqs = min(key.num_reqs, num_tokens)
         step = graphs.make_step(dataclasses.replace(key, num_tokens=num_tokens, num_reqs=num_reqs))
         step.tensors.upload()
-        return lambda: step.call(metadata_now(self._builder, step.tensors))
+        return lambda: step.run(metadata_now(self._builder, step.tensors))
 
 
 def replay(captured: CapturedStep) -> None:

@@ -46,8 +46,6 @@ class Step:
 
     Where edits come late it ends with the logits, and `rest` follows.
     """
-    call: Callable[[AttentionMetadata | None], torch.Tensor]
-    """The same as steps are called that are not recorded; see `fx_passes.forms`."""
     draw: Callable[[torch.Tensor], torch.Tensor]
     """Tokens [R] int64 for logits [R, V]."""
     rest: Callable[[AttentionMetadata | None], torch.Tensor] | None = None

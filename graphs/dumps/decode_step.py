@@ -98,7 +98,7 @@ def _called(session: Any) -> Iterator[Measured]:
     on_cpu = session.device.type != "cuda"
     what = "called step, CPU operators" if on_cpu else "called step, not captured"
     with torch.compiler.set_stance("fail_on_recompile"):
-        yield Measured("called", what, step.key, seq_len, lambda: step.call(metadata))
+        yield Measured("called", what, step.key, seq_len, lambda: step.run(metadata))
 
 
 def _fill(tensors: StepTensors, session: Any) -> int:

@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fx_passes.naming import runs_in
 from graphs.dumps import trace
 from graphs.dumps.assigned import beside_calls
 from graphs.dumps.changes import rows
@@ -68,13 +67,7 @@ def _fill(data: dict[str, Any], directory: Path) -> None:
     data["compiled"] = trace.compilations(log)
     data["kernels"] = _kernels(data, [texts[name] for name in data["inductor"]], log)
     if data["timeline"] is not None:
-        names, kind = [graph["name"] for graph in data["graphs"]], data["timeline"]["kind"]
-        ran = [
-            one["calls"]
-            if one["graph"] is None or runs_in(names[one["graph"]], names, kind)
-            else []
-            for one in data["kernels"]
-        ]
+        ran = [one["calls"] for one in data["kernels"]]
         num_calls = [one["num_calls"] for one in data["kernels"]]
         data["timeline"] = beside_calls(data["timeline"], ran, num_calls)
 

@@ -13,7 +13,6 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 
-from fx_passes.forms import forms_of, with_forms
 from fx_passes.kept import CompiledGraph, Keeper
 from fx_passes.observe import PassRecord, Recorder
 from graphs.options import SessionOptions
@@ -156,7 +155,7 @@ def batch_text(runner: StepRunner, options: SessionOptions) -> str:
              "max_tokens", "max_tokens_per_step", "decode_steps", "num_draft_tokens",
              "share_prefixes", "batch_invariant")  # fmt: skip
     sizes = [f"{name}={getattr(options, name)!r}" for name in names]
-    captures = f"captures={runner.graphs is not None}"  # then pieces may have a form for replays
+    captures = f"captures={runner.graphs is not None}"  # then passes for replays may be on
     return "\n".join([name_of(type(runner.builder)), repr(runner.cache.specs), *sizes, captures])
 
 
@@ -171,15 +170,13 @@ def _pickles(graph: CompiledGraph) -> list[bytes]:
     with functorch_config.patch(bundled_autograd_cache=True):
         found = []
         for piece in graph.pieces:
-            forms: list[Any] = list(forms_of(piece))
-            if not all(hasattr(form, "serialize") for form in forms):
+            if (serialize := getattr(piece, "serialize", None)) is None:
                 raise NotSavedError("Inductor has no form of a piece that can be written")
-            found.append(pickle.dumps([form.serialize() for form in forms]))
+            found.append(pickle.dumps(serialize()))
         return found
 
 
 def _piece(content: bytes) -> Callable[..., Any]:
     """Unpickle a piece, of a file that `Folder` trusts."""
     with functorch_config.patch(bundled_autograd_cache=True):
-        called, *others = map(deserialize_bundled_cache_entry, pickle.loads(content))
-        return with_forms(called, *(others or [None]))
+        return deserialize_bundled_cache_entry(pickle.loads(content))

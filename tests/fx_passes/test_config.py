@@ -88,8 +88,6 @@ def test_split_refuses_options_that_contradict_each_other():
         ("fast_prefill", "on"),
         ("early_launch", "on"),
         ("early_launch", "off"),
-        ("fused_mlp", "replays"),
-        ("norm_products", "replays"),
     ],
 )
 def test_plain_inductor_refuses_what_the_backend_alone_can_do(switch, value):

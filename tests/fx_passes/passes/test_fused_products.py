@@ -184,10 +184,9 @@ def test_skipped_when_rows_are_read_again(aten_graph, contract):
 
 
 @pytest.mark.skipped_when(NormProducts, 'the mode is not "always": called steps would lose by it')
-@pytest.mark.parametrize("mode", ["auto", "replays"])
-def test_norm_products_are_off(aten_graph, contract, mode):
+def test_norm_products_are_off(aten_graph, contract):
     function = lambda x, g, w: norm(x, g) @ w.t()  # noqa: E731
-    run(NormProducts, contract, aten_graph, function, X, G, W, matches=0, mode=mode)
+    run(NormProducts, contract, aten_graph, function, X, G, W, matches=0, mode="auto")
 
 
 @pytest.mark.skipped_when(
@@ -210,9 +209,8 @@ def test_skipped_when_a_value_is_read(aten_graph, contract):
 
 
 @pytest.mark.skipped_when(FusedMlp, 'the mode is not "always": called steps')
-@pytest.mark.parametrize("mode", ["auto", "replays"])
-def test_mlps_are_off(aten_graph, contract, mode):
-    run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0, mode=mode)
+def test_mlps_are_off(aten_graph, contract):
+    run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0, mode="auto")
 
 
 @pytest.mark.skipped_when(FusedMlp, "no kernel for few rows takes a weight on a GPU")

@@ -453,9 +453,10 @@ def _align(num_bytes: int) -> int:
 def _views(
     block: torch.Tensor, layout: dict[str, tuple[tuple[int, ...], torch.dtype]], sizes: list[int]
 ) -> dict[str, torch.Tensor]:
+    typed = {dtype: block.view(dtype) for dtype in {dtype for _, dtype in layout.values()}}
     views, begin = {}, 0
     for (name, (shape, dtype)), size in zip(layout.items(), sizes, strict=True):
-        used = math.prod(shape) * dtype.itemsize
-        views[name] = block[begin : begin + used].view(dtype).view(shape)
+        strides = [math.prod(shape[i:]) for i in range(1, 1 + len(shape))]
+        views[name] = typed[dtype].as_strided(shape, strides, begin // dtype.itemsize)
         begin += size
     return views

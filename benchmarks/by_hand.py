@@ -61,7 +61,7 @@ def measure(layers: int, batch: int, context: int) -> dict[str, dict[str, float]
         run = model if options is None else torch.compile(model, fullgraph=True, **options)
         step = DecodeStep(run, builder, cache, batch, context + 2)
         metadata = builder.build(0, step.write(tokens, lengths, table))
-        rows[name] = {"called": wall_ms(lambda step=step, m=metadata: step.run(m))}
+        rows[name] = {"called": wall_ms(lambda step=step, m=metadata: step.call(m))}
         if options is None or "reduce-overhead" not in name:
             replay = step.capture(step.write(tokens, lengths, table))
             rows[name]["captured"] = wall_ms(lambda r=replay: r(tokens, lengths, table))

@@ -26,8 +26,8 @@ MERGES = ("auto", True, False)
 LOGPROBS = ("raw_logprobs", "processed_logprobs")
 MOST_DRAFT_TOKENS = 32
 MOST_DECODE_STEPS = 1024
-LARGEST_BY_DEFAULT = 1024
-"""Tokens of a step with prompts: beyond, a GPU needs longer than a slow host's launches take."""
+LARGEST_BY_DEFAULT = 2048
+"""Tokens of a step with prompts: the default budget of a step, which long prompts fill."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class SessionOptions:
     Attributes:
         max_batch_size: requests that run at a time, at most 65,536; more wait.
         max_tokens: tokens of one request that the cache may hold; a longer prompt is refused.
-        cudagraph_mode: see `CUDAGraphMode`; "auto": FULL, with prompts of up to 1,024 tokens, or
+        cudagraph_mode: see `CUDAGraphMode`; "auto": FULL, with prompts of up to 2,048 tokens, or
             FULL_DECODE_ONLY where the backend's prompts cannot be captured, and on several ranks;
             without a warning where the model is on a CPU. If it cannot be had, `graph_mode_why`
             says why.
@@ -53,7 +53,7 @@ class SessionOptions:
         max_tokens_per_step: token budget of a step; longer prompts are computed in chunks.
         capture_sizes: captured batch sizes; default `default_capture_sizes(max_batch_size)`.
         mixed_capture_sizes: tokens of captured steps with prompts in them, where the mode has any;
-            default `default_mixed_sizes(max_tokens_per_step)`, at most 1,024 with "auto", each used
+            default `default_mixed_sizes(max_tokens_per_step)`, at most 2,048 with "auto", each used
             where it is faster than calling the step, as timed when it is captured.
         seed: of the random numbers of requests that bring no seed of their own.
         kv_cache_dtype: auto, the model's; or fp8_e4m3 (or fp8), fp8_e5m2, scaled by the [1] float32

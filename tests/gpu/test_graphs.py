@@ -40,7 +40,7 @@ def test_short_prompts_are_captured_by_default(make_model, backend, family):
     session = DecodeSession(model, **sizes)
     session.warm_up()
     assert session.graph_mode is CUDAGraphMode.FULL
-    assert max(gain.num_tokens for gain in session.loop.gains) == default_mixed_sizes(1024)[-1]
+    assert max(gain.num_tokens for gain in session.loop.gains) == default_mixed_sizes(2048)[-1]
     prompts = [[i + 3] * n for i, n in enumerate([1, 16, 17, 60, 64, 200, 511, 512, 600])]
     want = tokens(DecodeSession(model, cudagraph_mode="NONE", **sizes).generate(prompts, 24))
     for prompt, alone in zip(prompts, want, strict=True):

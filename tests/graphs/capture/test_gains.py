@@ -124,12 +124,12 @@ def test_default_sizes():
 
 
 def test_by_default_short_prompts_are_captured_where_the_backend_can(model):
-    short, long = (captured(model, max_tokens_per_step=n).plan for n in (256, 2048))
+    short, long = (captured(model, max_tokens_per_step=n).plan for n in (256, 4096))
     assert short.used is long.used is CUDAGraphMode.FULL
     assert short.dispatcher.mixed_sizes == default_mixed_sizes(256)
-    assert long.dispatcher.mixed_sizes == default_mixed_sizes(1024)
-    asked = captured(model, max_tokens_per_step=2048, cudagraph_mode="FULL").plan
-    assert asked.dispatcher.mixed_sizes == default_mixed_sizes(2048)
+    assert long.dispatcher.mixed_sizes == default_mixed_sizes(2048)
+    asked = captured(model, max_tokens_per_step=4096, cudagraph_mode="FULL").plan
+    assert asked.dispatcher.mixed_sizes == default_mixed_sizes(4096)
     options = dataclasses.replace(long.options, debug=None)
     cuda, geometry = torch.device("cuda"), [AttentionSpec(4, 2, 16, torch.float32)]
     for name, mode in {

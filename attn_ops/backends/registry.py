@@ -209,7 +209,10 @@ def _check_request(
 
 
 def _check_known(name: str) -> None:
-    if name not in backend_names():
+    own = (
+        name in _BUILT_IN or name in _registered
+    )  # else installed packages are searched: milliseconds
+    if not own and name not in backend_names():
         raise ValueError(
             f"backend must be a known name, got {name!r}; supported: {', '.join(backend_names())}"
         )

@@ -56,10 +56,8 @@ def attn_ops(
             "options must name passes themselves with backend='attn_ops', got those of "
             f"fx_passes.options({given.config}), which are for plain Inductor"
         )
-    asked, config = config, config_of_calls(config, example_inputs)
-    patches = {**_mode_options(mode), **inductor_options}
-    if config != asked and not config.batch_invariant:  # for replays
-        patches = {"combo_kernels": True, **patches}
+    config, of_replays = config_of_calls(config, example_inputs)
+    patches = {**of_replays, **_mode_options(mode), **inductor_options}
     pipeline = with_user_pass(config, patches.get(SLOT, getattr(inductor_config, SLOT)))
     early = early_launch_of(config, patches, example_inputs)
     patches |= early.patches

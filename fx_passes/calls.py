@@ -45,14 +45,21 @@ def calls(**purpose: Any) -> Iterator[None]:
         _calls.reset(token)
 
 
-def config_of_calls(config: PassConfig, example_inputs: Sequence[Any]) -> PassConfig:
-    """The passes of a graph with such inputs, for the calls that are made now."""
+def config_of_calls(
+    config: PassConfig, example_inputs: Sequence[Any]
+) -> tuple[PassConfig, dict[str, Any]]:
+    """The passes of a graph with such inputs, for the calls that are made now.
+
+    Besides, options of Inductor that a user's own replace.
+    """
     if config.batch_invariant or _calls.get().invariant:
-        return config.ordered()
+        return config.ordered(), {}
+    if not _calls.get().captures or not _has_kernels(example_inputs):
+        return config, {}
     auto = [name for name in IN_REPLAYS if getattr(config, name) == "auto"]
-    if not auto or not _calls.get().captures or not _has_kernels(example_inputs):
-        return config
-    return dataclasses.replace(config, **dict.fromkeys(auto, "always"))  # type: ignore
+    config = dataclasses.replace(config, **dict.fromkeys(auto, "always"))  # type: ignore
+    used = any(getattr(config, name) == "always" for name in IN_REPLAYS)
+    return config, {"combo_kernels": True} if used else {}
 
 
 def _has_kernels(example_inputs: Sequence[Any]) -> bool:

@@ -6,7 +6,6 @@ Nothing is recorded unless asked for.
 import collections
 import contextlib
 import contextvars
-import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
@@ -93,18 +92,6 @@ class Recorder:
         self._made.clear()
         self.num_graphs = 0
         self.early_launch = None
-
-    def checkpoint(self) -> Callable[[], None]:
-        """Return a function that drops all that is collected from here on."""
-        collected = (self.passes, self.final_graphs, self.final_nodes)
-        lengths, made = [len(one) for one in collected], copy.deepcopy(self._made)
-
-        def go_back() -> None:
-            for one, length in zip(collected, lengths, strict=True):
-                del one[length:]
-            self._made = made
-
-        return go_back
 
     def matches(self) -> dict[str, int]:
         """Matches of each pass that ran, over all graphs."""

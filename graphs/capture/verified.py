@@ -134,6 +134,7 @@ class VerifiedReplay:
             more={} if penalties is None else {"output_counts": penalties.output_counts},
             draw=None if key.sampling is Sampling.GREEDY else draw,
             states=self._states(),
+            dtypes={spec.dtype for spec in step.cache.specs},
         )
 
     def _slots(self) -> list[torch.Tensor]:

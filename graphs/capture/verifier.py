@@ -12,7 +12,7 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ TOLERANCES: dict[torch.dtype, float] = {
 """Largest difference that passes, as a part of the called tensor's largest magnitude.
 
 A replay is planned for other bounds than a call, so its kernels add in another order. FP8 caches
-have that of bfloat16, and one step of the format on top.
+have that of bfloat16, and one step of the format on top. An output or a state in float32 has that
+of the model's dtype: it is no more exact than what it was computed from.
 """
 
 
@@ -310,7 +311,8 @@ class Verifier:
     Args:
         mode: "first" replay of every key; an int N, the first and every N-th after it; "always";
             None, never.
-        tolerance: in place of `TOLERANCES`, for every dtype or by dtype.
+        tolerance: in place of `TOLERANCES`, for every dtype or by dtype; a dtype's own is not
+            widened.
         kv_cache_dtype: what uint8 caches hold: fp8_e4m3 or fp8_e5m2; auto: they are integers.
         directory: where dumps go, each into a new directory; default: the system's for temporary
             files.
@@ -339,6 +341,8 @@ class Verifier:
         self.kv_cache_dtype = kv_cache_dtype
         self._fp8 = kv_dtype_of(kv_cache_dtype)
         self._tolerances = checked_tolerances(tolerance)
+        asked = TOLERANCES if isinstance(tolerance, float | int) else tolerance or ()
+        self._asked = frozenset(asked)
         self.directory = None if directory is None else Path(directory)
         if "\0" in str(self.directory):
             raise ValueError(f"directory must be a path without NUL, got {directory!r}")
@@ -373,6 +377,7 @@ class Verifier:
         more: Mapping[str, torch.Tensor] | None = None,
         draw: Callable[[torch.Tensor], torch.Tensor] | None = None,
         states: States | None = None,
+        dtypes: Collection[torch.dtype] = (),
     ) -> None:
         """Replay the step, call it from the same state, compare; leaves what the replay computed.
 
@@ -395,6 +400,7 @@ class Verifier:
                 differs passes if it is drawn from the replay's logits. None: if the call's logits
                 of the two tokens are within the tolerance of one another, as for an argmax.
             states: of layers that keep some; those that are wanted are compared, too.
+            dtypes: in which the model computes.
 
         Raises:
             VerificationError: they differ.
@@ -409,7 +415,8 @@ class Verifier:
             findings += self._compare_rows(replayed, called)
             findings += self._compare_states(touched, replayed, called)
             touched.restore(before)
-            findings += self._compare_outputs(replayed, called, draw)
+            dtypes = (*dtypes, *(x.dtype for x in called.states))
+            findings += self._compare_outputs(replayed.outputs, called.outputs, draw, dtypes)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # a device that failed stays failed
                 touched.restore(before)
@@ -437,9 +444,10 @@ class Verifier:
         saved = touched.save(outputs)
         return saved, [stray_writes(i, caches[i], s, touched.slots[i]) for i, s in enumerate(sums)]
 
-    def _bound(self, *tensors: torch.Tensor) -> float:
-        """The widest tolerance: float32 is no more exact than what it was computed from."""
-        return max((self._tolerances.get(x.dtype, 0.0) for x in tensors), default=0.0)
+    def _bound(self, dtype: torch.dtype, dtypes: Collection[torch.dtype]) -> float:
+        """The tolerance of a tensor that was computed in `dtypes`."""
+        from_these = () if dtype in self._asked else dtypes
+        return max(self._tolerances.get(one, 0.0) for one in (dtype, *from_these))
 
     def _compare_rows(self, replayed: _Saved, called: _Saved) -> list[Finding]:
         findings = []
@@ -457,9 +465,11 @@ class Verifier:
         return findings
 
     def _compare_states(self, touched: _Touched, replayed: _Saved, called: _Saved) -> list[Finding]:
-        bound = self._bound(*replayed.states)
+        dtypes = {x.dtype for x in called.states}
         return [
-            compare(name, mine[touched.wanted], theirs[touched.wanted], bound)
+            compare(
+                name, mine[touched.wanted], theirs[touched.wanted], self._bound(mine.dtype, dtypes)
+            )
             for name, mine, theirs in zip(
                 touched.states, replayed.states, called.states, strict=True
             )
@@ -467,23 +477,23 @@ class Verifier:
 
     def _compare_outputs(
         self,
-        replayed: _Saved,
-        called: _Saved,
+        replayed: Mapping[str, torch.Tensor],
+        called: Mapping[str, torch.Tensor],
         draw: Callable[[torch.Tensor], torch.Tensor] | None,
+        dtypes: Collection[torch.dtype],
     ) -> list[Finding]:
-        own, others = replayed.outputs, called.outputs
-        assert list(own) == list(others), "outputs must have the same names both times"
-        names = sorted(own, key=lambda name: not own[name].is_floating_point())
+        assert list(replayed) == list(called), "outputs must have the same names both times"
+        names = sorted(replayed, key=lambda name: not replayed[name].is_floating_point())
         findings, excused = {}, None
         for name in names:  # floats come first: tokens are excused by their logits
-            mine, theirs = own[name], others[name]
+            mine, theirs = replayed[name], called[name]
             if mine.is_floating_point():
-                bound = self._bound(mine, *replayed.rows, *replayed.states)
+                bound = self._bound(mine.dtype, dtypes)
                 findings[name] = compare(name, mine, theirs, bound)
         if "tokens" in names and "logits" in names and findings["logits"].ok:
-            excused = excused_rows(own, others, findings["logits"].tolerance, draw)
+            excused = excused_rows(replayed, called, findings["logits"].tolerance, draw)
         for name in (n for n in names if n not in findings):
-            mine, theirs = own[name], others[name]
+            mine, theirs = replayed[name], called[name]
             rows = None if excused is None else excused.shape
             if excused is not None and mine.shape == theirs.shape and mine.shape[:1] == rows:
                 mine = torch.where(excused.view(-1, *[1] * (mine.dim() - 1)), theirs, mine)

@@ -229,14 +229,29 @@ def test_tolerance_is_relative_to_the_largest_magnitude(dtype, passes, fails, tm
             )
 
 
-@pytest.mark.parametrize(("dtype", "right"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_float32_logits_are_no_more_exact_than_the_model(dtype, right, verifier):
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "tolerance", "right"),
+    [
+        (torch.bfloat16, "auto", None, True),
+        (torch.bfloat16, "fp8_e4m3", None, True),
+        (torch.bfloat16, "auto", {torch.bfloat16: 0.1}, True),
+        (torch.bfloat16, "auto", {torch.float32: 1e-6}, False),
+        (torch.float32, "fp8_e4m3", None, False),
+        (torch.float32, "auto", None, False),
+    ],
+)
+def test_float32_logits_are_no_more_exact_than_the_model(
+    dtype, kv_cache_dtype, tolerance, right, tmp_path
+):
     """Nemotron-H and Mamba hand out float32 in any dtype."""
-    step = FakeStep(dtype)
+    step = FakeStep(dtype, kv_cache_dtype)
+    verifier = Verifier(
+        "always", tolerance=tolerance, kv_cache_dtype=kv_cache_dtype, directory=tmp_path
+    )
     found = step.outputs
     step.outputs = lambda: found() | {"logits": step.logits[[0, 1, 3]].float()}  # type: ignore[method-assign]
     with contextlib.nullcontext() if right else pytest.raises(VerificationError):
-        step.check(verifier, lambda: step.run(noise=0.01))
+        step.check(verifier, lambda: step.run(noise=0.01), dtypes=[dtype])
 
 
 # -- dumps and failures ----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--options", default="{}", help="options of the attn_ops backend, JSON")
     parser.add_argument("--times", action="store_true", help="print Dynamo's own table of phases")
     parser.add_argument("--compile-cache", help="time a session with this folder")
+    parser.add_argument("--lazy-capture", action="store_true", help="of that session")
     args = parser.parse_args()
     if args.compile_cache is not None:
         return start(args)
@@ -70,8 +71,10 @@ def start(args: argparse.Namespace) -> None:
     options = json.loads(args.options)
     compiled = torch.compile(model, backend="attn_ops", fullgraph=True, options=options)
     begin = time.perf_counter()
-    sizes = {"max_batch_size": 64, "max_tokens": 1024}
-    session = DecodeSession(compiled, compile_cache=args.compile_cache, **sizes)
+    session = DecodeSession(
+        compiled, max_batch_size=64, max_tokens=1024, compile_cache=args.compile_cache,
+        lazy_capture=args.lazy_capture,
+    )  # fmt: skip
     session.generate([[1, 2, 3]], 1)
     total, report = time.perf_counter() - begin, session.report()
     found = {

@@ -4,7 +4,6 @@ Dynamo graph --run_dynamo_stage--> --compile_regions--> AOTAutograd --AtenPipeli
 """
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -26,8 +25,6 @@ from fx_passes.naming import GraphName
 from fx_passes.observe import recorders
 from fx_passes.pipeline import run_dynamo_stage
 from fx_passes.regions import compile_regions
-
-logger = logging.getLogger(__name__)
 
 
 def attn_ops(

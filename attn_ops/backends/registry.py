@@ -209,10 +209,9 @@ def _check_request(
 
 
 def _check_known(name: str) -> None:
-    own = (
-        name in _BUILT_IN or name in _registered
-    )  # else installed packages are searched: milliseconds
-    if not own and name not in backend_names():
+    if name in _BUILT_IN or name in _registered:
+        return
+    if name not in backend_names():  # looks through installed packages, which takes milliseconds
         raise ValueError(
             f"backend must be a known name, got {name!r}; supported: {', '.join(backend_names())}"
         )

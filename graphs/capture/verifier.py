@@ -341,8 +341,8 @@ class Verifier:
         self.kv_cache_dtype = kv_cache_dtype
         self._fp8 = kv_dtype_of(kv_cache_dtype)
         self._tolerances = checked_tolerances(tolerance)
-        asked = TOLERANCES if isinstance(tolerance, float | int) else tolerance or ()
-        self._asked = frozenset(asked)
+        asked = {} if tolerance is None else TOLERANCES
+        self._asked = frozenset(tolerance if isinstance(tolerance, Mapping) else asked)
         self.directory = None if directory is None else Path(directory)
         if "\0" in str(self.directory):
             raise ValueError(f"directory must be a path without NUL, got {directory!r}")

@@ -47,6 +47,16 @@ def refuses(model, match: str, **options) -> None:
         chunked(model, **options)
 
 
+def waits(session: DecodeSession, match: str) -> None:
+    """No step is made, as the model has changed, and nothing stays launched."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match=match):
+            session.step()
+        assert session.loop.is_idle
+    with pytest.raises(ValueError, match=match):
+        session.warm_up()
+
+
 def tokens_of(results) -> list[list[int]]:
     return [result.token_ids for result in results]
 

@@ -11,7 +11,7 @@ _RULES = (
     (
         SAMPLING,
         r"argmax|race_kernel|logprobs_kernel|allowed_kernel|finish_kernel|finish_step|"
-        r"advance_step|take_tokens|kth_largest|nucleus|multinomial|topk|argsort|radixsort|softmax_warp|"
+        r"advance_step|take_tokens|multinomial|topk|argsort|radixsort|softmax_warp|"
         r"\b(?:count|bracket|narrow|gather_bins|search)_kernel",  # top-k and top-p
     ),
     (

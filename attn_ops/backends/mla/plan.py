@@ -99,35 +99,6 @@ def cumulative(counts: Iterable[int]) -> list[int]:
     return list(itertools.accumulate(counts, initial=0))
 
 
-def equal_share_chunks(rows: Sequence[Rows], num_tokens: int, page_size: int) -> list[ChunkOfKeys]:
-    """The context of all rows by the rule of vLLM: each request has an equal share of a chunk.
-
-    Raises:
-        ValueError: a share is less than a page.
-    """
-    with_context = [r for r in rows if r.context]
-    if not with_context:
-        return []
-    share = num_tokens // len(with_context) // page_size * page_size
-    if share == 0:
-        raise ValueError(
-            f"num_tokens must be at least a page of {page_size} tokens for each of "
-            f"{len(with_context)} requests, got {num_tokens}"
-        )
-    longest = max(r.context for r in with_context)
-    return [
-        ChunkOfKeys(
-            False,
-            tuple(
-                Keys(r, start, min(share, r.context - start))
-                for r in with_context
-                if r.context > start
-            ),
-        )
-        for start in range(0, longest, share)
-    ]
-
-
 def packed_chunks(rows: Sequence[Rows], num_tokens: int, page_size: int) -> list[ChunkOfKeys]:
     """The context of all rows in as few chunks as there can be: each is filled before the next.
 

@@ -8,8 +8,7 @@
 5. `search_kernel`: the thresholds among the gathered numbers, from the highest bit down.
 
 Counts and probabilities are integers, so no sum depends on an order: a row has the same thresholds
-in any batch, and they are those of `thresholds.py`. If many numbers lie in one bin, as when all are
-equal, the last kernel takes longer.
+in any batch. If many numbers lie in one bin, as when all are equal, the last kernel takes longer.
 
 R rows, V numbers a row, C chunks of a row, B bins.
 """

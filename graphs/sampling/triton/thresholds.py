@@ -1,18 +1,12 @@
-"""Thresholds of top-k and top-p apart: one kernel each, one program a row, as `select` must find.
+"""The threshold of a rank or of a probability among numbers of a row, for `select`.
 
-Both find the bits of the threshold from the highest down. They count what lies above it: tokens for
-top-k, probability as integers for top-p. No sum depends on an order, so a row has the same
-threshold in any batch and in every call. R rows, V numbers a row.
+Both find the bits of the threshold from the highest down, two a pass. They count what lies above
+it: tokens for top-k, probability as integers for top-p. No sum depends on an order, so a row has
+the same threshold in any batch and in every call.
 """
 
-import torch
 import triton
 import triton.language as tl
-
-BLOCK = 8192
-"""Numbers that a program takes at a time."""
-
-WARPS = 32
 
 LOWEST = tl.constexpr(-float("inf"))
 UNIT = tl.constexpr(2.0**40)
@@ -82,86 +76,3 @@ def of_rank(ptr, size, rank, BLOCK: tl.constexpr):
         found += digit_of_count(ptr, size, found, step, rank, BLOCK) * step
         step = step >> 2
     return number(found)
-
-
-@triton.jit
-def kth_largest_kernel(
-    x_ptr,  # [R, V] float32
-    k_ptr,  # [R] int32, 1 to V
-    kth_ptr,  # [R] float32
-    stride,  # of x's rows
-    num_columns,
-    BLOCK: tl.constexpr,
-):
-    """Grid (R,). A row that keeps all gets -inf."""
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.load(k_ptr + row)
-    kth = LOWEST
-    if k < num_columns:
-        kth = of_rank(x_ptr + row * stride, num_columns, k, BLOCK)
-    tl.store(kth_ptr + row, kth)
-
-
-@triton.jit
-def nucleus_kernel(
-    x_ptr,  # [R, V] float32
-    largest_ptr,  # [R] float32, of the row
-    least_ptr,  # [R] float32, tokens below have no probability
-    top_p_ptr,  # [R] float32
-    threshold_ptr,  # [R] float32
-    stride,  # of x's rows
-    num_columns,
-    BLOCK: tl.constexpr,
-):
-    """Grid (R,): two bits a pass. A row of top_p 1 or more gets -inf."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = x_ptr + row * stride
-    largest, least = tl.load(largest_ptr + row), tl.load(least_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    threshold = LOWEST
-    if top_p < 1.0:
-        found = tl.full((), 0, tl.uint32)
-        step = tl.full((), 0x40000000, tl.uint32)
-        total, _, _ = masses(row_ptr, num_columns, largest, least, found, found, BLOCK)
-        wanted = tl.ceil(total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
-        for _ in range(16):
-            one, two, three = masses(row_ptr, num_columns, largest, least, found, step, BLOCK)
-            digit = (one >= wanted).to(tl.uint32) + (two >= wanted).to(tl.uint32)
-            found += (digit + (three >= wanted).to(tl.uint32)) * step
-            step = step >> 2
-        threshold = number(found)
-    tl.store(threshold_ptr + row, threshold)
-
-
-def kth_largest(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """The k-th largest of each row, -inf for k = V: [R] of x [R, V] float32 and k [R] int32.
-
-    x holds no NaN, k is from 1 to V.
-    """
-    x = _checked(x)
-    kth = torch.empty_like(x[:, 0])
-    with torch.cuda.device_of(x):
-        kth_largest_kernel[(len(x),)](
-            x, k.contiguous(), kth, x.stride(0), x.shape[1], BLOCK=BLOCK, num_warps=WARPS
-        )
-    return kth
-
-
-def nucleus(x: torch.Tensor, least: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The least number of each row that top-p keeps, -inf for 1: [R] of x [R, V], all float32.
-
-    Only numbers from `least` [R] up count. x holds no NaN, top_p [R] is above 0.
-    """
-    x = _checked(x)
-    threshold = torch.empty_like(least)
-    with torch.cuda.device_of(x):
-        nucleus_kernel[(len(x),)](
-            x, x.amax(dim=-1), least.contiguous(), top_p.contiguous(), threshold,
-            x.stride(0), x.shape[1], BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
-    return threshold
-
-
-def _checked(x: torch.Tensor) -> torch.Tensor:
-    assert x.shape[1] < 1 << 20, "twenty bits count a row's numbers"
-    return x if x.stride(1) == 1 else x.contiguous()

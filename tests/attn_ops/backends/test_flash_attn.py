@@ -14,13 +14,9 @@ from attn_ops.backends import flash_attn
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.flash_attn import BACKEND, library
 from attn_ops.backends.flash_attn import BACKEND as FLASH_ATTN
-from attn_ops.backends.flash_attn.triton.quantize import (
-    quantize_query,
-    quantize_tokens,
-    reference_quantize_query,
-    reference_quantize_tokens,
-)
+from attn_ops.backends.flash_attn.triton.quantize import quantize_query, quantize_tokens
 from attn_ops.backends.torch_backend import reference_attention
+from tests.kit.queries import reference_quantize_query, reference_quantize_tokens
 
 ASKED = (
     library.find_library,

@@ -14,6 +14,7 @@ from attn_ops import (
 )
 from attn_ops.backends.flash_attn.library import fa_version
 from attn_ops.backends.torch_backend import reference_attention
+from tests.kit.queries import reference_quantize_query, reference_quantize_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -82,13 +83,11 @@ def check(q, cache, meta, options, kernel=KERNEL, whole=WHOLE):
 
 def as_rounded(q, common, num_kv_heads):
     """q in float64 as FA3 is given it: single tokens by scales of their own; padding rows are 0."""
-    from attn_ops.backends.flash_attn.triton import quantize
-
     rows = common.num_actual_tokens
     if common.max_query_len > 1:
-        rounded, scale = quantize.reference_quantize_query(q, rows)
+        rounded, scale = reference_quantize_query(q, rows)
         return rounded.double() * scale
-    rounded, scale_SK = quantize.reference_quantize_tokens(q, common.query_start_loc, num_kv_heads)
+    rounded, scale_SK = reference_quantize_tokens(q, common.query_start_loc, num_kv_heads)
     scale_TK = scale_SK.repeat_interleave(common.query_start_loc.diff(), 0)
     rounded = rounded.double()
     rounded[:rows] *= scale_TK.repeat_interleave(q.shape[1] // num_kv_heads, 1)[:, :, None]
@@ -163,7 +162,7 @@ def test_quantized_queries_are_the_references():
         q *= largest / 4
         q[600:] = float("nan")
         out, scale = quantize.quantize_query(q, 600)
-        want, want_scale = quantize.reference_quantize_query(q, 600)
+        want, want_scale = reference_quantize_query(q, 600)
         assert torch.equal(scale, want_scale)
         assert torch.equal(out[:600].float(), want[:600].float())
 
@@ -183,7 +182,7 @@ def test_quantized_tokens_are_the_references(heads, head_size, dtype):
     q *= torch.exp2(torch.randint(-12, 10, (310, heads[0], 1), device="cuda").float()).to(dtype)
     q[rows:], q[1] = float("nan"), float("nan")
     out, scale = quantize.quantize_tokens(q, starts, heads[1])
-    want, want_scale = quantize.reference_quantize_tokens(q, starts, heads[1])
+    want, want_scale = reference_quantize_tokens(q, starts, heads[1])
     assert torch.equal(scale, want_scale)
     assert out[1].float().isnan().all()
     live = [0, *range(2, rows)]

@@ -3,14 +3,12 @@
 import random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_ops.backends.mla import plan
 from attn_ops.backends.mla.plan import (
     Rows,
-    equal_share_chunks,
     packed_chunks,
     plan_prefill,
     takes_decode_way,
@@ -32,41 +30,10 @@ def rows_of(lengths: list[tuple[int, int]]) -> list[Rows]:
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 90)), min_size=1, max_size=7)
 
 
-def vllm_chunks(contexts: list[int], num_tokens: int) -> dict[str, list]:
-    """The reference's own arithmetic."""
-    context_lens = torch.tensor(contexts)
-    share = num_tokens // int((context_lens > 0).sum()) // PAGE * PAGE
-    num_chunks = -(-int(context_lens.max()) // share)
-    starts = torch.arange(num_chunks).unsqueeze(1).expand(-1, len(contexts)) * share
-    ends = torch.min(context_lens.unsqueeze(0), starts + share)
-    lens = (ends - starts).clamp(min=0)
-    return {
-        "totals": lens.sum(1).tolist(),
-        "maxima": lens.max(1).values.tolist(),
-        "lens": [[n for n in row if n] for row in lens.tolist()],
-        "starts": starts[:, 0].tolist(),
-    }
-
-
-@settings(deadline=None)
-@given(LENGTHS, st.integers(7 * PAGE, 120))
-def test_equal_shares_are_those_of_the_reference(lengths, num_tokens):
-    rows = rows_of(lengths)
-    chunks = equal_share_chunks(rows, num_tokens, PAGE)
-    if not any(context for _, context in lengths):
-        assert chunks == []
-        return
-    want = vllm_chunks([context for _, context in lengths], num_tokens)
-    assert [c.num_keys for c in chunks] == want["totals"]
-    assert [c.max_keys for c in chunks] == want["maxima"]
-    assert [[k.count for k in c.keys] for c in chunks] == want["lens"]
-    assert [c.keys[0].start for c in chunks] == want["starts"]
-    assert not any(c.causal for c in chunks)
-
-
-def test_a_share_is_at_least_a_page():
-    with pytest.raises(ValueError, match="at least a page of 4 tokens for each of 2 requests"):
-        equal_share_chunks(rows_of([(1, 5), (1, 5)]), 7, PAGE)
+def num_equal_shares(contexts: list[int], num_tokens: int) -> int:
+    """Chunks by the rule of vLLM: each request with a context has an equal share of each."""
+    share = num_tokens // max(1, sum(n > 0 for n in contexts)) // PAGE * PAGE
+    return -(-max(contexts) // share)
 
 
 @settings(deadline=None)
@@ -83,7 +50,7 @@ def test_packed_chunks_are_as_few_as_there_can_be(lengths, num_tokens):
     assert all(seen[r.request] == list(range(r.context)) for r in rows)
     total = sum(r.context for r in rows)
     assert len(chunks) <= -(-total // (num_tokens - PAGE + 1))
-    assert len(chunks) <= len(equal_share_chunks(rows, num_tokens, PAGE))
+    assert len(chunks) <= num_equal_shares([r.context for r in rows], num_tokens)
 
 
 @settings(deadline=None)
@@ -122,7 +89,7 @@ def test_no_more_calls_than_the_reference():
             for _ in range(rng.randint(1, 7))
         ]
         contexts = [context for _, context in lengths]
-        want = 1 + (len(vllm_chunks(contexts, num_tokens)["totals"]) if any(contexts) else 0)
+        want = 1 + num_equal_shares(contexts, num_tokens)
         chunks = plan_prefill(rows_of(lengths), num_tokens, PAGE).chunks
         assert len(chunks) <= want, (lengths, num_tokens)
 

@@ -76,7 +76,8 @@ class ModelInputs:
     def __init__(self, model: Any, kv_cache_dtype: str) -> None:
         self.model = model
         self.counts_positions = counts_positions(model)
-        self.cache_name = cache_name(model) if state_layers(model) else None
+        self.has_states = bool(state_layers(model))
+        self.cache_name = cache_name(model)
         self.constants: dict[str, Any] = {"use_cache": False}
         if kv_cache_dtype != "auto":
             self.constants["kv_cache_dtype"] = kv_cache_dtype
@@ -90,11 +91,11 @@ class ModelInputs:
     ) -> dict[str, Any]:
         """Keywords for the device side of a step's tensors."""
         more = self.constants.copy()
-        if self.cache_name is not None and states is not None:
+        if self.has_states and states is not None:
             of_states = (tensors[name] for name in OF_STATES)
             more[self.cache_name] = StateCache(states, *of_states, kept=tensors.get("kept_slots"))
         if self.counts_positions:
-            more["past_key_values"] = PackedPositions(tensors["position_ids"])
+            more[self.cache_name] = PackedPositions(tensors["position_ids"])
         name = "inputs_embeds" if "inputs_embeds" in tensors else "input_ids"
         return more | {
             name: tensors[name],
@@ -125,8 +126,8 @@ class ModelInputs:
         }
         more: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
         if position_ids is None:  # the model counts from 0
-            more["past_key_values"] = None
-        if self.cache_name is not None:
+            more[self.cache_name] = None
+        if self.has_states:
             more[self.cache_name] = StateProbe(probe, input_ids.shape[1], input_ids.device)
         with torch.compiler.set_stance("force_eager"):
             return self.model(**(self(tensors, None, []) | more | {"attn_metadata": probe})).logits

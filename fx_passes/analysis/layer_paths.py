@@ -13,8 +13,8 @@ _LAYER = re.compile(r"^(.*?\.\d+)(?:\.(.*))?$")
 _STACK = "nn_module_stack"
 """Where Dynamo notes the modules of a node, the innermost last."""
 
-_MODEL = re.compile(r"^L\.self\.?")
-"""Dynamo's name of the model itself."""
+_MODEL = re.compile(r"^L\[['\"](?:self['\"]\]|args['\"]\]\[0\])")
+"""Dynamo's name of the model itself: in its forward, or in a decorator that takes `*args`."""
 
 
 def module_stack(node: Node) -> Any:
@@ -24,8 +24,17 @@ def module_stack(node: Node) -> Any:
 
 def layer_path(node: Node) -> str | None:
     """The path of the layer that the node belongs to, None outside layers."""
-    found = _LAYER.match(_full_path(node) or "")
-    return _MODEL.sub("", found.group(1)) if found else None
+    stack = module_stack(node)
+    if not stack:
+        return None
+    found = _LAYER.match(f".{module_path(list(stack.values())[-1][0])}")
+    return found.group(1)[1:] if found else None
+
+
+def module_path(name: str) -> str:
+    """The path of a module of the model that Dynamo names `L['self'].layers[3]`: `layers.3`."""
+    path = re.sub(r"\[(['\"]?)(\w+)\1\]", r".\2", _MODEL.sub("", name))
+    return path.removeprefix(".")
 
 
 def copy_path(node: Node, source: Node) -> None:
@@ -38,11 +47,3 @@ def copy_path(node: Node, source: Node) -> None:
 def drop_path(node: Node) -> None:
     """Let the node belong to no module."""
     node.meta.pop(_STACK, None)
-
-
-def _full_path(node: Node) -> str | None:
-    """Indices as attributes: `L['self'].layers[3]` is `L.self.layers.3`."""
-    stack = node.meta.get(_STACK)
-    if not stack:
-        return None
-    return re.sub(r"\[(['\"]?)(\w+)\1\]", r".\2", list(stack.values())[-1][0])

@@ -16,7 +16,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fx_passes.analysis.graph_ops import operator_name
-from fx_passes.analysis.layer_paths import module_stack
+from fx_passes.analysis.layer_paths import module_path, module_stack
 from fx_passes.analysis.sizes import expression
 from fx_passes.analysis.values import noted, tensors_of, value_of
 
@@ -87,10 +87,7 @@ def _module(stack: dict[str, Any] | None) -> str:
         return ""
     path, kind = list(stack.values())[-1][:2]
     name = getattr(kind, "__name__", str(kind).rpartition(".")[2])
-    return f"{str(path).removeprefix(_SELF)} {name}"
-
-
-_SELF = "L['self']."
+    return f"{module_path(str(path))} {name}"
 
 
 def _line(trace: str | None) -> str:

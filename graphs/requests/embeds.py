@@ -18,7 +18,7 @@ MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values"
 """Keys of what a processor makes of images, videos and sound."""
 
 NEUTRAL = frozenset((
-    "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache",
+    "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "return_dict",
 ))  # fmt: skip
 """Arguments of a decoder that a session gives in its own way."""

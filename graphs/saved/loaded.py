@@ -82,8 +82,11 @@ class LoadedModel:
         return values[self._plan.result]
 
     def _values(self, inputs: Mapping[str, Any]) -> list[Any]:
-        """The inputs of the graph: Dynamo's names are expressions over the locals of forward."""
-        scope = {**inputs, "self": self._model, "kwargs": inputs}
+        """The inputs of the graph: Dynamo's names are expressions over the locals of forward.
+
+        Or of a decorator around it, which takes `*args` and `**kwargs`.
+        """
+        scope = {**inputs, "self": self._model, "args": (self._model,), "kwargs": inputs}
         try:
             return eval(self._sources, {"L": scope})
         except (AttributeError, LookupError, NameError, TypeError) as error:

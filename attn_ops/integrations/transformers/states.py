@@ -75,7 +75,7 @@ class State:
 
 
 class StateCache(PackedPositions):
-    """`past_key_values`, or `cache_params`, of one step of a model with states.
+    """The cache of one step of a model with states (`cache_name` is its keyword).
 
     Keys and values are returned unchanged, as `attention_forward` writes them.
 
@@ -310,8 +310,8 @@ def _mamba_selective_state_update(
     return ops.selective_state_update(*inputs, pool, *state.batch)
 
 
-CACHES = ("cache_params", "past_key_values")
-"""Keywords by which layers take their cache."""
+CACHES = ("cache", "cache_params", "past_key_values")
+"""Keywords by which models and layers take their cache: from Transformers 5.24 on the first."""
 
 OURS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "causal_conv1d_update": (_causal_conv1d_update, 1, "conv_state"),
@@ -379,7 +379,7 @@ def cache_name(model: Any) -> str:
     """The keyword by which a model takes its cache."""
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's
     names = inspect.signature(whole.forward).parameters
-    return "cache_params" if "cache_params" in names else "past_key_values"
+    return next((name for name in CACHES if name in names), CACHES[-1])
 
 
 def _prompt_dt(layer: Any) -> tuple[float | None, float | None]:
@@ -422,7 +422,7 @@ def _rows_as_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             config = getattr(self, "model_config", None)  # None: nobody has asked for states
             if getattr(config, "_attn_implementation", None) == NAME:  # rows of several sequences
                 raise ValueError(
-                    f"past_key_values must be a StateCache with attn_implementation={NAME!r}, got "
+                    f"the cache must be a StateCache with attn_implementation={NAME!r}, got "
                     f"{[type(cache).__name__ for cache in given if cache is not None] or None}; "
                     "use graphs.DecodeSession, or, for model.generate, "
                     "set_attn_implementation('sdpa') or 'eager'"

@@ -11,7 +11,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv, causal_conv1d_
 
 from attn_ops import CommonAttentionMetadata, PagedKVCache, get_backend
 from attn_ops.integrations import transformers as integration
-from attn_ops.integrations.transformers.states import StateCache, keep_states, state_layers
+from attn_ops.integrations.transformers.states import CACHES, StateCache, keep_states, state_layers
 from attn_ops.states import StatePool
 from tests.kit.sessions import make_session, tokens_of
 from tests.kit.state_models import build_state_model
@@ -76,8 +76,8 @@ def test_by_hand(name, compiled):
             position_ids=torch.tensor([[i for p in places for i in p]]),
             attn_metadata=builder.build(0, common),
             kv_caches=cache.tensors,
-            past_key_values=states,
             use_cache=False,
+            **{integration.cache_name(model): states},
         ).logits[0]
         wanted = torch.cat([rows[p.start : p.stop] for rows, p in zip(want, places, strict=True)])
         torch.testing.assert_close(out, wanted, atol=2e-4, rtol=1e-3)
@@ -99,19 +99,23 @@ def test_a_replaced_forward_is_refused():
     refused(model, "forward of Lfm2ShortConv must be its class's, got <function")
 
 
+def cache_of(kwargs):
+    return next(kwargs[name] for name in CACHES if name in kwargs)
+
+
 class Looks(Lfm2ShortConv):
     """Computes with its state, which is an argument of the function by place."""
 
-    def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
-        state = past_key_values.get_conv_state(self.layer_idx)
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        state = cache_of(kwargs).get_conv_state(self.layer_idx)
         return causal_conv1d_update(hidden_states, state.mean(), self.conv.weight)
 
 
 class Halves(Looks):
     """Takes a part of its state that is none of one head."""
 
-    def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
-        state = past_key_values.get_conv_state(self.layer_idx)
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        state = cache_of(kwargs).get_conv_state(self.layer_idx)
         return causal_conv1d_update(hidden_states, state[:, :2], self.conv.weight)
 
 
@@ -166,8 +170,8 @@ def test_a_batch_without_handles_is_refused():
     model = build_state_model("lfm2")
     session = make_session(model)
     step = session.runner.inputs
-    step.cache_name = None
-    with pytest.raises(ValueError, match="past_key_values must be a StateCache"):
+    step.has_states = False
+    with pytest.raises(ValueError, match="the cache must be a StateCache"):
         session.generate([[1, 2, 3]], 2)
 
 

@@ -176,10 +176,11 @@ def transformers_forward_ms(model: Any, batch: int, context: int) -> float:
         cache.update(keys, values, layer)
     ids = torch.randint(0, config.vocab_size, (batch, 1), device="cuda")
     position = torch.full((batch, 1), context - 1, device="cuda")
+    given = {integration.cache_name(model): cache}
 
     def step() -> None:
-        model(input_ids=ids, past_key_values=cache, use_cache=True, position_ids=position)
-        cache.crop(context - 1)
+        model(input_ids=ids, position_ids=position, use_cache=True, **given)
+        cache.crop(-1)
 
     with torch.no_grad():
         return median_ms(step, warmup=3, repeats=15)

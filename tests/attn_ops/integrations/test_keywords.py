@@ -86,7 +86,7 @@ def test_git_is_refused():
 
 def test_tables_are_filled_once():
     register()
-    from transformers.models.gptj.modeling_gptj import GPTJ_ATTENTION_CLASSES as classes
+    from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES as classes
 
     first = classes["attn_ops"]
     register_classes()

@@ -1,5 +1,7 @@
 """outline_layers: equal layers become calls of one subgraph; order is kept, the rest stays."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,35 @@ def test_two_kinds_of_layers(dynamo_run):
     gm, got = dynamo_run(model, one, X)
     assert one.matches == 4
     assert {name for name, _ in gm.named_children()} >= {"layer_0", "layer_1"}
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+
+
+def decorated(forward):
+    """As Transformers renames keywords: Dynamo's name of the model is that of an argument."""
+
+    @functools.wraps(forward)
+    def call(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return call
+
+
+class Decorated(Stack):
+    forward = decorated(Stack.forward)
+
+
+class DecoratedSequence(nn.Sequential):
+    """Its layers' paths begin with their number, too."""
+
+    forward = decorated(nn.Sequential.forward)
+
+
+@pytest.mark.parametrize("kind", [Decorated, nn.Sequential, DecoratedSequence])
+def test_models_that_dynamo_names_otherwise(dynamo_run, kind):
+    model, one = kind(Layer(), Layer(), Layer()).requires_grad_(False), OutlineLayers()
+    wanted = model(X)
+    gm, got = dynamo_run(model, one, X)
+    assert (one.matches, len(calls_of_layers(gm))) == (3, 3)
     torch.testing.assert_close(got, wanted, atol=0, rtol=0)
 
 

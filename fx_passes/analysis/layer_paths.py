@@ -13,7 +13,7 @@ _LAYER = re.compile(r"^(.*?\.\d+)(?:\.(.*))?$")
 _STACK = "nn_module_stack"
 """Where Dynamo notes the modules of a node, the innermost last."""
 
-_MODEL = re.compile(r"^L\[['\"](?:self['\"]\]|args['\"]\]\[0\])")
+_MODEL = re.compile(r"^L\[['\"](?:self['\"]\]|args['\"]\]\[\d+\])")
 """Dynamo's name of the model itself: in its forward, or in a decorator that takes `*args`."""
 
 

@@ -98,6 +98,9 @@ def test_global_hooks_of_a_compiled_model_are_refused(make_model):
 
 def test_classes_patched_after_an_equal_model_was_compiled(make_model, monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaMLP
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    from attn_ops.integrations.transformers.hooks import _patches
 
     torch._dynamo.reset()
 
@@ -110,5 +113,10 @@ def test_classes_patched_after_an_equal_model_was_compiled(make_model, monkeypat
     for factor in (-3, 2):
         monkeypatch.setattr(LlamaMLP, "forward", lambda self, x, f=factor: f * forward(self, x))
         assert tokens() == tokens(compiled=False) != plain
+    monkeypatch.undo()
+    renames = deprecate_kwarg("hidden", version="9.9", new_name="x")  # as models of 5.24 do
+    monkeypatch.setattr(LlamaMLP, "forward", renames(lambda self, x: 5 * forward(self, x)))
+    assert LlamaMLP.forward in [function for _, function in _patches(make_model("llama"))]
+    assert tokens() == tokens(compiled=False) != plain
     monkeypatch.undo()
     assert tokens() == plain

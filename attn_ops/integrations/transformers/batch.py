@@ -82,7 +82,7 @@ def counts_positions(model: Any) -> bool:
 def compute_all_rows(model: Any) -> None:
     """Make layers that share KV caches compute all rows of the batch.
 
-    Gemma 4 (Transformers 5.23) by itself keeps the last rows of the batch there, which is right for
+    Gemma 4 (Transformers 5.24) by itself keeps the last rows of the batch there, which is right for
     one sequence only. It also asks whether there is one row, so a step of one compiles again.
     """
     for module in model.modules():

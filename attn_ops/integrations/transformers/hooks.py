@@ -6,6 +6,7 @@ guard on every module costs milliseconds a call (6 for 320 modules on a CPU, tor
 attention layer holds a text that is read where it is traced.
 """
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def _is_own(function: Any, name: str, kind: type) -> bool:
     """Whether a class or a parent defines the function, or their package does, by a decorator."""
     if function is nn.Module.__call__:
         return True
-    code = function.__code__
+    code = inspect.unwrap(function).__code__  # Transformers renames keywords by a decorator
     for parent in kind.__mro__:
         module = sys.modules.get(parent.__module__)
         top = sys.modules.get(parent.__module__.partition(".")[0])

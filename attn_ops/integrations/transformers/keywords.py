@@ -1,10 +1,10 @@
 """Brings attn_ops' forward keywords to the layers of models that drop them on the way.
 
-Most models hand unknown keywords down from their forward to every layer. Some do not: StableLM,
-Nemotron, GPT-J. There, hooks carry them: one of the whole model takes them, one of each attention
-layer adds them to what it is called with. Likewise `logits_to_keep`, where a model computes the
-logits of all rows (Qwen2.5-Omni, MiniCPM-V 4.6): its head gets the rows that are asked for. Dynamo
-traces the hooks.
+Most models hand unknown keywords down from their forward to every layer. StableLM and Nemotron do
+not. There, hooks carry them: one of the whole model takes them, one of each attention layer adds
+them to what it is called with. Likewise `logits_to_keep`, where a model computes the logits of all
+rows (Qwen2.5-Omni, MiniCPM-V 4.6): its head gets the rows that are asked for. Dynamo traces the
+hooks.
 """
 
 import threading

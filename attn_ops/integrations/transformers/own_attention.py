@@ -1,8 +1,8 @@
 """Attention of models that look their class up in a table of their own, by attn_implementation.
 
-GPT-J, GPT-Neo and Falcon do not call Transformers' attention functions. Their tables get a
-subclass that does; parameters and their names stay. GIT's gets a refusal. Layers that see images
-stay as they are.
+GPT-Neo, Falcon and, before Transformers 5.24, GPT-J do not call Transformers' attention functions.
+Their tables get a subclass that does; parameters and their names stay. GIT's gets a refusal. Layers
+that see images stay as they are.
 
 T rows, N query heads, K kv heads, H head size.
 """

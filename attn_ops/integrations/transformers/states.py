@@ -376,8 +376,9 @@ def state_specs(model: Any) -> list[StateSpec]:
 
 
 def cache_name(model: Any) -> str:
-    """The keyword by which a model takes its cache."""
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's
+    """The keyword by which a model, compiled or not, takes its cache."""
+    whole = getattr(model, "_orig_mod", model)
+    whole = whole.get_base_model() if hasattr(whole, "get_base_model") else whole  # peft's
     names = inspect.signature(whole.forward).parameters
     return next((name for name in CACHES if name in names), CACHES[-1])
 

@@ -84,6 +84,15 @@ def test_by_hand(name, compiled):
         done = ends
 
 
+@pytest.mark.parametrize("name", ["mamba", "lfm2"])
+def test_the_keyword_of_a_compiled_model(name):
+    """It takes any keyword, and drops the cache that it knows by another one."""
+    model = build_state_model(name)
+    keyword = integration.cache_name(model)
+    assert keyword in inspect.signature(model.forward).parameters
+    assert integration.cache_name(torch.compile(model, backend="eager")) == keyword
+
+
 def test_a_copy_has_layers_of_its_own():
     model = build_state_model("lfm2")
     keep_states(model)

@@ -40,7 +40,6 @@ from attn_ops.tracing import PATCHING
 
 _HARMLESS = frozenset(
     (
-        "cache",
         "cache_position",
         "config",
         "is_causal",

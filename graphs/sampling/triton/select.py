@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
-from graphs.sampling.triton.thresholds import LOWEST, UNIT, mass, masses, number, of_rank
 
 BINS = 256
 """A warp counts 32 numbers by ballots, in about BINS / 4 instructions a number."""
@@ -35,8 +34,33 @@ CHUNK = 4096
 SEARCH = 2048
 """Gathered numbers that a program takes at a time."""
 
+LOWEST = tl.constexpr(-float("inf"))
+UNIT = tl.constexpr(2.0**40)
+"""Of probabilities, which are added as integers."""
+
 SLACK = tl.constexpr(1e-4)
 """Of a bin's probability, for roundings of differences and of exp."""
+
+
+@triton.jit
+def ordered(x):
+    """Unsigned integers in the order of the float32 numbers."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return bits ^ tl.where((bits >> 31) == 1, 0xFFFFFFFF, 0x80000000)
+
+
+@triton.jit
+def number(key):
+    """The float32 number of an `ordered` integer."""
+    bits = key ^ tl.where((key >> 31) == 1, 0x80000000, 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mass(x, largest, least, inside):
+    """exp(x - largest) in units of 2**-40, of numbers from `least` up."""
+    weight = tl.where(x == largest, 1.0, tl.exp(x - largest))
+    return tl.where(inside & (x >= least), (weight * UNIT).to(tl.int64), 0)
 
 
 @triton.jit
@@ -217,6 +241,51 @@ def gather_bins_kernel(
         if num_p > 0:
             begin = num_columns - tl.atomic_add(sizes_ptr + row * 2 + 1, num_p, sem="relaxed")
             tl.store(row_ptr + begin - tl.cumsum(of_p.to(tl.int32), 0), x, mask=of_p)
+
+
+@triton.jit
+def digit_of_count(ptr, size, found, step, rank, BLOCK: tl.constexpr):
+    """How many of the next two bits' values keep at least `rank` numbers."""
+    counts = tl.zeros((BLOCK,), tl.int64)  # of three digits, twenty bits each
+    for begin in range(0, size, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        key = ordered(tl.load(ptr + columns, mask=columns < size, other=LOWEST))
+        key = tl.where(columns < size, key, 0)
+        counts += (key >= found + step).to(tl.int64)
+        counts += tl.where(key >= found + 2 * step, 1 << 20, 0).to(tl.int64)
+        counts += tl.where(key >= found + 3 * step, 1 << 40, 0).to(tl.int64)
+    total = tl.sum(counts, 0)
+    digit = ((total & 0xFFFFF) >= rank).to(tl.uint32)
+    digit += (((total >> 20) & 0xFFFFF) >= rank).to(tl.uint32)
+    return digit + ((total >> 40) >= rank).to(tl.uint32)
+
+
+@triton.jit
+def of_rank(ptr, size, rank, BLOCK: tl.constexpr):
+    """The number of a rank, 1 for the largest: two bits a pass."""
+    found = tl.full((), 0, tl.uint32)
+    step = tl.full((), 0x40000000, tl.uint32)
+    for _ in range(16):
+        found += digit_of_count(ptr, size, found, step, rank, BLOCK) * step
+        step = step >> 2
+    return number(found)
+
+
+@triton.jit
+def masses(ptr, size, largest, least, found, step, BLOCK: tl.constexpr):
+    """Probability of the numbers from `least` up that each of three digits keeps."""
+    sums_1 = tl.zeros((BLOCK,), tl.int64)
+    sums_2 = tl.zeros((BLOCK,), tl.int64)
+    sums_3 = tl.zeros((BLOCK,), tl.int64)
+    for begin in range(0, size, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        inside = columns < size
+        x = tl.load(ptr + columns, mask=inside, other=0.0)
+        part, key = mass(x, largest, least, inside), ordered(x)
+        sums_1 += tl.where(key >= found + step, part, 0)
+        sums_2 += tl.where(key >= found + 2 * step, part, 0)
+        sums_3 += tl.where(key >= found + 3 * step, part, 0)
+    return tl.sum(sums_1, 0), tl.sum(sums_2, 0), tl.sum(sums_3, 0)
 
 
 @triton.jit

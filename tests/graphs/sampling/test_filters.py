@@ -22,7 +22,6 @@ def kernel_keep(*tensors):
     return run(keep_on_device, *tensors)
 
 
-SHAPES = [(1, 1), (4, 7), (3, 4500)]
 CASES = [
     {"top_k": 1},
     {"top_k": 2},
@@ -155,7 +154,7 @@ def test_kth_largest_is_that_of_the_sort(shape):
 @pytest.mark.parametrize("shape", [(1, 1), *slow(((9, 7),), ((5, 4096),), ((3, 9001),))])
 def test_kernels_keep_what_the_sort_keeps(shape):
     pytest.importorskip("triton")
-    for scale in (0.1, 3.0, 40.0):
+    for scale in (0.0, 0.1, 3.0, 40.0):
         x = torch.randn(shape) * scale
         x[:, ::5] = -INF
         x[:, 1::7] = x[:, 1::7].round()

@@ -6,6 +6,7 @@ S requests, T rows, B block size, M blocks a request may own.
 import numpy as np
 import torch
 
+from attn_ops.integers import cdiv
 from attn_ops.metadata.common import CommonAttentionMetadata
 from attn_ops.metadata.validation import check_int
 
@@ -172,24 +173,20 @@ def cascade_pays(
     heads_per_kv = num_query_heads // num_kv_heads
     if heads_per_kv == 1 or (query_lens != 1).any():
         return True
-    key_tiles = _ceil_div(common_prefix_len, TILE)
+    key_tiles = cdiv(common_prefix_len, TILE)
     cascade = _cascade_time(num_reqs, num_query_heads, key_tiles, num_sms)
     return cascade < _split_keys_time(num_reqs, num_kv_heads, heads_per_kv, key_tiles, num_sms)
 
 
 def _cascade_time(num_reqs: int, num_query_heads: int, key_tiles: int, num_sms: int) -> int:
     """Key tiles one after the other: a program has one head, a tile of rows and the prefix."""
-    programs = num_query_heads * _ceil_div(num_reqs, TILE)
-    return _ceil_div(programs, num_sms) * key_tiles
+    programs = num_query_heads * cdiv(num_reqs, TILE)
+    return cdiv(programs, num_sms) * key_tiles
 
 
 def _split_keys_time(
     num_reqs: int, num_kv_heads: int, heads_per_kv: int, key_tiles: int, num_sms: int
 ) -> int:
     """The same where a program has one request, one kv head and one key tile."""
-    programs = num_reqs * num_kv_heads * _ceil_div(heads_per_kv, TILE) * key_tiles
-    return _ceil_div(programs, num_sms)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+    programs = num_reqs * num_kv_heads * cdiv(heads_per_kv, TILE) * key_tiles
+    return cdiv(programs, num_sms)

@@ -40,6 +40,7 @@ from attn_ops.backends.triton.tiles import (
     widened,
 )
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import next_power_of_2
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import epilogue_arguments, given_scale
 
@@ -436,7 +437,7 @@ def geometry(
         "HEAD_SIZE": head_size,
         "PADDED_HEAD_SIZE": padded_head_size(head_size),
         "BLOCK_SIZE": kv_cache.shape[2],
-        "BLOCK_M": max(16, triton.next_power_of_2(heads)),
+        "BLOCK_M": max(16, next_power_of_2(heads)),
         "VECTOR": math.gcd(16, *kv_cache.stride()[:4]),
         "STAGED": fp8 and q.dtype != torch.float32 and not knobs.runtime.interpret,
         "WIDEN": widened(q.dtype) and not half,

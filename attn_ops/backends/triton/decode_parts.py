@@ -12,6 +12,7 @@ import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2, MAX_SPLITS, padded_head_size
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.output_quant.triton.epilogue import given_scale, store_quantized
 
@@ -78,7 +79,7 @@ def choose_num_splits(
     programs = max(num_programs, 1)
     wanted = PROGRAMS_PER_SM * multiprocessors // programs
     longer = min(long_programs_per_sm * multiprocessors // programs, max_keys // LONG_RANGE)
-    most = min(triton.cdiv(max_keys, MIN_TOKENS_PER_SPLIT), MAX_SPLITS)
+    most = min(cdiv(max_keys, MIN_TOKENS_PER_SPLIT), MAX_SPLITS)
     return max(1, min(max(wanted, longer), most))
 
 
@@ -349,7 +350,7 @@ def combine(
     """
     _, num_splits, heads, head_size = part.shape
     padded = padded_head_size(head_size)
-    num_parts = min(triton.next_power_of_2(num_splits), max(8192 // padded, 1))
+    num_parts = min(next_power_of_2(num_splits), max(8192 // padded, 1))
     quick(combine_kernel, (common.num_reqs, out.shape[1]))(
         out,
         part,

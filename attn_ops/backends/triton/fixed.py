@@ -7,7 +7,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.triton.fixed_kernels import (
@@ -24,6 +23,7 @@ from attn_ops.backends.triton.tiles import (
     widened,
 )
 from attn_ops.early_launch.triton.launch import early_launch, quick
+from attn_ops.integers import cdiv, next_power_of_2
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.ops.products.ordered_mm import new_rows
 
@@ -62,7 +62,7 @@ def fixed_constants(padded_head_size: int, dtype: torch.dtype, fp8: bool) -> Fix
 def num_units(num_keys: int) -> int:
     """Units of a sequence."""
     early, late = min(num_keys, LATE.value), max(num_keys - LATE.value, 0)
-    return triton.cdiv(early, UNIT.value) + triton.cdiv(late, 2 * UNIT.value)
+    return cdiv(early, UNIT.value) + cdiv(late, 2 * UNIT.value)
 
 
 def fixed_attention(
@@ -88,9 +88,9 @@ def fixed_attention(
     chosen = constants or fixed_constants(padded, q.dtype, fp8)
     heads = min(group, chosen.rows)
     fewest = ROWS_OF_FP8 if fp8 and q.dtype != torch.float32 else 16
-    few = max(fewest, triton.next_power_of_2(heads))
-    block_m = min(chosen.rows, max(few, triton.next_power_of_2(common.max_query_len * heads)))
-    num_head_tiles = num_kv_heads * triton.cdiv(group, heads)
+    few = max(fewest, next_power_of_2(heads))
+    block_m = min(chosen.rows, max(few, next_power_of_2(common.max_query_len * heads)))
+    num_head_tiles = num_kv_heads * cdiv(group, heads)
     units, sms = num_units(common.max_seq_len), num_sms(q.device)
     apart = num_splits is None and block_m > few and num_head_tiles * common.num_reqs >= sms
     if num_splits is None:

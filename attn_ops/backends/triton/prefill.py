@@ -39,6 +39,7 @@ from attn_ops.backends.triton.tiles import (
     widened,
 )
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 from attn_ops.metadata import CommonAttentionMetadata
 
 MAX_SPLIT_ROWS = 64
@@ -81,7 +82,7 @@ class Launch(NamedTuple):
     def fitted(self, group: int, max_query_len: int) -> tuple[int, int]:
         """(rows, heads) of a program, no larger than the batch needs."""
         heads = min(group, self.heads or group)
-        needed = triton.next_power_of_2(max_query_len * heads)
+        needed = next_power_of_2(max_query_len * heads)
         rows = min(self.rows, max(16, needed))
         return rows, min(heads, rows)
 
@@ -183,10 +184,10 @@ def choose_num_splits(
     if common.max_query_len * group > MAX_SPLIT_ROWS:
         return 1
     rows, heads = launch.fitted(group, common.max_query_len)
-    row_tiles = max(common.num_reqs, 1) * triton.cdiv(common.max_query_len, rows // heads)
-    num_programs = row_tiles * num_kv_heads * triton.cdiv(group, heads)
-    wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms(q.device), num_programs)
-    return max(1, min(wanted, triton.cdiv(common.max_seq_len, MIN_TOKENS_PER_SPLIT), MAX_SPLITS))
+    row_tiles = max(common.num_reqs, 1) * cdiv(common.max_query_len, rows // heads)
+    num_programs = row_tiles * num_kv_heads * cdiv(group, heads)
+    wanted = cdiv(PROGRAMS_PER_SM * num_sms(q.device), num_programs)
+    return max(1, min(wanted, cdiv(common.max_seq_len, MIN_TOKENS_PER_SPLIT), MAX_SPLITS))
 
 
 def gathers(q: torch.Tensor, cache: torch.Tensor, common: CommonAttentionMetadata) -> bool:
@@ -654,7 +655,7 @@ def _attend(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     part, part_lse = empty_row_parts(out, q.shape, launch.num_splits)
     arguments, flags = option_arguments(options, unused=out)
-    num_head_tiles = keys.num_kv_heads * triton.cdiv(group, heads)
+    num_head_tiles = keys.num_kv_heads * cdiv(group, heads)
     num_row_tiles = num_rows // (block_m // heads) + common.num_reqs + 1
     quick(prefill_kernel, (num_row_tiles * num_head_tiles, launch.num_splits))(
         part,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2, padded_head_size
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 from attn_ops.metadata import CommonAttentionMetadata
 
 GATHER_ROWS = 128
@@ -69,7 +70,7 @@ def gather_kernel(
 
 def rows_per_request(common: CommonAttentionMetadata) -> int:
     """L: max_seq_len, which must bound every seq_len, as a multiple of GATHER_ROWS."""
-    return triton.cdiv(max(common.max_seq_len, 1), GATHER_ROWS) * GATHER_ROWS
+    return cdiv(max(common.max_seq_len, 1), GATHER_ROWS) * GATHER_ROWS
 
 
 def gather_keys(
@@ -207,7 +208,7 @@ def combine_rows(
         out if lse is None else lse,
         HEAD_SIZE=head_size,
         PADDED_HEAD_SIZE=padded_head_size(head_size),
-        PADDED_SPLITS=triton.next_power_of_2(num_splits),
+        PADDED_SPLITS=next_power_of_2(num_splits),
         HAS_LSE=lse is not None,
         num_warps=4,
         **early_launch(out.device),

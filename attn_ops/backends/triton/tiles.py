@@ -13,6 +13,7 @@ import triton.language as tl
 from triton import knobs
 
 from attn_ops.backends.base import AttentionOptions
+from attn_ops.integers import next_power_of_2
 from attn_ops.metadata import kv_dtype_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -34,7 +35,7 @@ def num_sms(device: torch.device) -> int:
 
 def padded_head_size(head_size: int) -> int:
     """Columns of a tile: a power of two, at least the 16 that tensor cores multiply."""
-    return max(16, triton.next_power_of_2(head_size))
+    return max(16, next_power_of_2(head_size))
 
 
 @triton.jit

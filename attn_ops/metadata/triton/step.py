@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_ops.integers import cdiv
+
 ROWS = 256
 """Rows of one program; four warps hold two of them a thread."""
 
@@ -72,7 +74,7 @@ def launch_positions_and_slots(
     if num_rows == 0:
         return
     with torch.cuda.device_of(seq_lens):
-        positions_and_slots_kernel[(triton.cdiv(num_rows, ROWS),)](
+        positions_and_slots_kernel[(cdiv(num_rows, ROWS),)](
             positions,
             slot_mapping,
             query_start_loc,
@@ -184,7 +186,7 @@ def launch_advance_step(
             paged_kv_indptr.zero_()
         return
     with torch.cuda.device_of(seq_lens):
-        advance_step_kernel[(triton.cdiv(num_reqs, ROWS),)](
+        advance_step_kernel[(cdiv(num_reqs, ROWS),)](
             sampled_token_ids,
             input_tokens,
             positions,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 from attn_ops.ops.triton.state_rows import Batch, step_size
 
 LONG = 32
@@ -456,7 +457,7 @@ def _most_long(rows: torch.Tensor, slots: torch.Tensor) -> int:
 
 def _sizes(whole: int, part: int) -> tuple[int, int]:
     """Of the sides of a state that a program holds: one whole, and columns of the other."""
-    whole, part = (max(16, triton.next_power_of_2(size)) for size in (whole, part))
+    whole, part = (max(16, next_power_of_2(size)) for size in (whole, part))
     return whole, min(part, WIDTH)
 
 
@@ -491,13 +492,13 @@ def launch_delta_rule(
     }  # fmt: skip
     with torch.cuda.device_of(out):
         # Of a request: as many as it may have blocks, but few programs that find nothing to do.
-        programs = min(triton.cdiv(num_rows, block_rows), max(4, 256 // long))
+        programs = min(cdiv(num_rows, block_rows), max(4, 256 // long))
         quick(delta_rule_blocks_kernel, (programs, heads, long))(
             *parts, q, k, v, g, beta, *places, *strides,
-            BLOCK_V=max(16, triton.next_power_of_2(size)), SCALE=keys**-0.5, **shared,
+            BLOCK_V=max(16, next_power_of_2(size)), SCALE=keys**-0.5, **shared,
             **early_launch(out.device),
         )  # fmt: skip
-        quick(delta_rule_chunks_kernel, (triton.cdiv(size, block), heads, long))(
+        quick(delta_rule_chunks_kernel, (cdiv(size, block), heads, long))(
             out, *parts, k, g, states, *places[:3], kept, places[3], k.stride(), g.stride(),
             states.stride(), BLOCK_V=block, **shared, **early_launch(out.device),
         )  # fmt: skip
@@ -526,7 +527,7 @@ def launch_ssd(
     slots, starts, seq_lens, kept = (None if x is None else x.contiguous() for x in batch)
     assert slots is not None, "only kept may be None"
     with torch.cuda.device_of(out):
-        quick(ssd_chunks_kernel, (triton.cdiv(size, block), heads, _most_long(x, slots)))(
+        quick(ssd_chunks_kernel, (cdiv(size, block), heads, _most_long(x, slots)))(
             out, *tensors, slots, starts, seq_lens, kept, slots.numel(), *strides,
             H=heads, GROUP=heads // groups, V=size, N=width, BLOCK_V=block, BLOCK_N=padded,
             ROWS=ROWS, LONG=LONG, SOFTPLUS=softplus, DT_MIN=limits[0], DT_MAX=limits[1],

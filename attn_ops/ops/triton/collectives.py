@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import next_power_of_2
 
 PROGRAMS = 64
 """Of each launch. They wait for other ranks, so all must be on the GPU at once: one an SM fits."""
@@ -166,7 +167,7 @@ def num_bytes(ranks: int) -> int:
 def launch_all_reduce(x: torch.Tensor, shared: Shared) -> torch.Tensor:
     """The sum of all ranks' x [N], contiguous, of 2 or 4 bytes an element, in its dtype."""
     out, ranks = torch.empty_like(x), shared.bases.numel()
-    common = {"RANKS": ranks, "LANES": triton.next_power_of_2(ranks), **early_launch(x.device)}
+    common = {"RANKS": ranks, "LANES": next_power_of_2(ranks), **early_launch(x.device)}
     if x.nbytes <= ONCE_BYTES:
         quick(sum_once_kernel, (PROGRAMS,))(
             x, out, shared.bases, shared.epochs[0], x.numel(), shared.rank,

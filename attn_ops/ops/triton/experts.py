@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 from attn_ops.ops.moe.composite import scale_group
 from attn_ops.ops.moe.constants import (
     ExpertsConstants,
@@ -273,7 +274,7 @@ def launch_blocks(ids: torch.Tensor, num_experts: int, block_t: int) -> Blocks:
     number = most_blocks(num_pairs, num_experts, block_t)
     expert = torch.empty(number, **new)
     pairs = torch.empty(number, block_t, **new)
-    padded = max(triton.next_power_of_2(num_experts + 1), 32)
+    padded = max(next_power_of_2(num_experts + 1), 32)
     chunk = next((n for n in PAIRS_AT_ONCE if n >= num_pairs), PAIRS_AT_ONCE[-1])
     with torch.cuda.device_of(ids):  # Triton launches on the current device
         quick(blocks_kernel, (num_experts,))(
@@ -333,7 +334,7 @@ def launch_product(
         **early_launch(x.device),
     }
     with torch.cuda.device_of(x):
-        quick(experts_kernel, (blocks.number * triton.cdiv(outputs, columns),))(
+        quick(experts_kernel, (blocks.number * cdiv(outputs, columns),))(
             out, x, w,
             out if given is None else given,
             out if scale is None else scale.contiguous(),
@@ -357,7 +358,7 @@ def launch_sum(
     out = torch.empty(num_rows, k, dtype=y.dtype, device=y.device)
     rounded = torch.promote_types(y.dtype, weights.dtype) == y.dtype
     with torch.cuda.device_of(y):
-        quick(sum_kernel, (num_rows, triton.cdiv(k, BLOCK_SUM)))(
+        quick(sum_kernel, (num_rows, cdiv(k, BLOCK_SUM)))(
             out, y, ids, weights, out if residual is None else residual,
             0 if residual is None else residual.stride(0), E=num_experts, K=k, TOP_K=top_k,
             BLOCK=BLOCK_SUM, ROUNDED=rounded, RESIDUAL=residual is not None, num_warps=4,

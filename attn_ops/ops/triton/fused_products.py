@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv
 from attn_ops.ops.products.skinny_constants import SkinnyConstants, block_of_rows, skinny_constants
 from attn_ops.ops.triton.skinny import prefetch_tile
 
@@ -175,7 +176,7 @@ def launch_fused(
         "num_stages": chosen.num_stages,
         **early,
     }
-    programs = triton.cdiv(outputs, chosen.block_m // 2 if gated else chosen.block_m)
+    programs = cdiv(outputs, chosen.block_m // 2 if gated else chosen.block_m)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         quick(fused_kernel, (programs,))(
             out, x, stands_for,

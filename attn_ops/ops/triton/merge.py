@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_ops.integers import cdiv, next_power_of_2
+
 TILE = 1024
 """Numbers of one program: eight a thread of four warps."""
 
@@ -88,10 +90,10 @@ def launch_merge_attn_states(
     if num_rows == 0:
         return out_TNH, lse_TN
     out1, out2 = (x if x.stride(2) == 1 else x.contiguous() for x in (out1, out2))
-    block_h = triton.next_power_of_2(max(head_size, 1))
+    block_h = next_power_of_2(max(head_size, 1))
     rows = max(1, TILE // block_h)
     with torch.cuda.device_of(out1):
-        merge_attn_states_kernel[(triton.cdiv(num_rows, rows),)](
+        merge_attn_states_kernel[(cdiv(num_rows, rows),)](
             out_TNH,
             lse_TN,
             out1,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 from attn_ops.ops.products.ordered_mm import new_rows
 from attn_ops.ops.triton.fused_products import sum_of
 
@@ -79,7 +80,7 @@ def launch_rms_norm(
     out = new_rows(num_rows, k, x)
     total = x if addend is None else x.new_empty(num_rows, k)
     added = x if addend is None else addend
-    block = triton.next_power_of_2(k)
+    block = next_power_of_2(k)
     with torch.cuda.device_of(x):
         quick(rms_norm_kernel, (num_rows,))(
             out, total, x, added, weight.contiguous(), x.stride(0), added.stride(0), eps, offset,
@@ -95,7 +96,7 @@ def launch_silu_mul(x: torch.Tensor) -> torch.Tensor:
     num_rows, width = x.shape[0], x.shape[1] // 2
     out = new_rows(num_rows, width, x)
     with torch.cuda.device_of(x):
-        quick(silu_mul_kernel, (num_rows, triton.cdiv(width, BLOCK_F)))(
+        quick(silu_mul_kernel, (num_rows, cdiv(width, BLOCK_F)))(
             out, x, F=width, BLOCK=BLOCK_F, **early_launch(x.device)
         )
     return out

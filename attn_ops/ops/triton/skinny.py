@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv
 from attn_ops.ops.products.skinny_constants import SkinnyConstants, block_of_rows, skinny_constants
 
 PRECISE_TERMS = 128
@@ -133,7 +134,7 @@ def launch_skinny(
         "num_stages": chosen.num_stages,
         **early,
     }
-    grid = (triton.cdiv(num_rows, arguments["BLOCK_T"]), triton.cdiv(m, chosen.block_m))
+    grid = (cdiv(num_rows, arguments["BLOCK_T"]), cdiv(m, chosen.block_m))
     with torch.cuda.device_of(x):  # Triton launches on the current device
         quick(skinny_kernel, grid)(
             out, x, w,

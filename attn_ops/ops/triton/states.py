@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 from attn_ops.ops.triton import chunks
 from attn_ops.ops.triton.state_rows import (
     Batch,
@@ -440,14 +441,14 @@ def launch_causal_conv1d(
     """`causal_conv1d_update`."""
     channels, length = weight.shape
     tile = TILES["causal_conv1d"]
-    block = min(tile.numbers, triton.next_power_of_2(channels))
+    block = min(tile.numbers, next_power_of_2(channels))
     packed = length in (2, 4) and weight.is_contiguous() and weight.data_ptr() % 8 == 0
     packed = packed and length * weight.itemsize == 8
     more_rows = x.shape[0] - batch[0].numel()  # than one a request: there is a prompt
     most = max(16, MOST_PARTS // max(1, batch[0].numel()))
-    blocks = min(most, max(1, triton.cdiv(more_rows, ROWS)))
+    blocks = min(most, max(1, cdiv(more_rows, ROWS)))
     return _launch(
-        causal_conv1d_kernel, x, (triton.cdiv(channels, block), blocks), (x, weight, bias), states,
+        causal_conv1d_kernel, x, (cdiv(channels, block), blocks), (x, weight, bias), states,
         batch, num_warps=tile.warps, C=channels, L=length, BLOCK_C=block, SILU=silu, PACKED=packed,
     )  # fmt: skip
 
@@ -468,7 +469,7 @@ def launch_delta_rule(
     has_long = keys <= 128 and chunks.may_have_long(v, batch)
     tile = TILES["kda" if g.dim() == 3 else "gated_delta_rule"]
     padded, block = _tile(tile, keys, size)
-    programs = (triton.cdiv(size, block), heads)
+    programs = (cdiv(size, block), heads)
     out = _launch(
         delta_rule_kernel, v, programs, (q, k, v, g, beta), states, batch, num_warps=tile.warps,
         H=heads, GROUP=heads // q.shape[1], K=keys, V=size, BLOCK_K=padded, BLOCK_V=block,
@@ -502,7 +503,7 @@ def launch_ssd(
     tile = TILES["ssd"]
     padded, block = _tile(tile, width, size)
     out = _launch(
-        ssd_kernel, x, (triton.cdiv(size, block), heads), tensors, states, batch,
+        ssd_kernel, x, (cdiv(size, block), heads), tensors, states, batch,
         num_warps=tile.warps,
         H=heads, GROUP=heads // groups, V=size, N=width, BLOCK_V=block, BLOCK_N=padded,
         SOFTPLUS=softplus, DT_MIN=limits[0], DT_MAX=limits[1],
@@ -530,7 +531,7 @@ def launch_selective(
     channels, width = A.shape
     tile = TILES["selective"]
     padded, block = _tile(tile, width, min(channels, 128))
-    tensors, programs = (x, dt, A, B, C, D, z, dt_bias), (triton.cdiv(channels, block), 1)
+    tensors, programs = (x, dt, A, B, C, D, z, dt_bias), (cdiv(channels, block), 1)
     return _launch(
         selective_kernel, x, programs, tensors, states, batch, num_warps=tile.warps,
         NUM_CHANNELS=channels, N=width, BLOCK_C=block, BLOCK_N=padded, SOFTPLUS=softplus,
@@ -539,8 +540,8 @@ def launch_selective(
 
 def _tile(tile: Tile, whole: int, part: int) -> tuple[int, int]:
     """Sizes of a tile that has one side of a state whole and as much of the other as fits."""
-    padded = triton.next_power_of_2(whole)
-    return padded, min(triton.next_power_of_2(part), max(1, tile.numbers // padded))
+    padded = next_power_of_2(whole)
+    return padded, min(next_power_of_2(part), max(1, tile.numbers // padded))
 
 
 def _launch(

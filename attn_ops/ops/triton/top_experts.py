@@ -13,6 +13,7 @@ from attn_ops.early_launch.triton.launch import (
     quick,
     wait_for_inputs,
 )
+from attn_ops.integers import next_power_of_2
 
 
 @triton.jit
@@ -77,11 +78,11 @@ def launch_top_experts(
     num_rows, num_experts = scores.shape
     found = torch.empty(num_rows, top_k, dtype=dtype, device=scores.device)
     ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=scores.device)
-    padded = max(triton.next_power_of_2(num_experts), 32)
+    padded = max(next_power_of_2(num_experts), 32)
     with torch.cuda.device_of(scores):
         quick(top_experts_kernel, (num_rows,))(
             found, ids, scores, scores.stride(0), E=num_experts, E_PADDED=padded, TOP_K=top_k,
-            K_PADDED=max(triton.next_power_of_2(top_k), 2), SOFTMAX=softmax, WEIGHTS=weights,
+            K_PADDED=max(next_power_of_2(top_k), 2), SOFTMAX=softmax, WEIGHTS=weights,
             num_warps=max(padded // 256, 1), **early_launch(scores.device),
         )  # fmt: skip
     if is_rehearsal():

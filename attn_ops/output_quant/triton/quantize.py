@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_ops.integers import cdiv, next_power_of_2
 from attn_ops.output_quant.schemes import OutputQuant, QuantizedOutput
 from attn_ops.output_quant.triton.epilogue import (
     TENSOR,
@@ -127,21 +128,21 @@ def _launch_heads(
     size = math.gcd(width, 128)
     size = size if size % (how.group or 1) == 0 else how.group or width
     num_heads = width // size
-    block_m = max(2048 // triton.next_power_of_2(size), 1)
+    block_m = max(2048 // next_power_of_2(size), 1)
     constants = {"NUM_HEADS": num_heads, "HEAD_SIZE": size, "BLOCK_M": block_m}
-    constants["PADDED_HEAD_SIZE"] = triton.next_power_of_2(size)
-    grid = (triton.cdiv(num_rows * num_heads, block_m),)
+    constants["PADDED_HEAD_SIZE"] = next_power_of_2(size)
+    grid = (cdiv(num_rows * num_heads, block_m),)
     quantize_heads_kernel[grid](out, x, num_rows, **arguments, **constants)
 
 
 def _launch_rows(x: torch.Tensor, out: torch.Tensor, epilogue: dict[str, Any]) -> None:
     num_rows, width = x.shape[0], x.shape[1] * x.shape[2]
-    block = min(triton.next_power_of_2(width), ROW_VALUES)
+    block = min(next_power_of_2(width), ROW_VALUES)
     how, largest = epilogue["HOW"], out
     if how[0] == TENSOR.value:
         largest = torch.zeros(1, dtype=torch.int32, device=x.device)
         constants = {"HOW": how, "BLOCK": TILE}
-        largest_kernel[(triton.cdiv(x.numel(), TILE),)](largest, x, x.numel(), **constants)
+        largest_kernel[(cdiv(x.numel(), TILE),)](largest, x, x.numel(), **constants)
     constants = epilogue | {"WIDTH": width, "BLOCK": block}
     constants["num_warps"] = max(min(block // 512, 16), 1)
     quantize_rows_kernel[(num_rows,)](out, x, largest, **constants)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.integers import cdiv
 from graphs.sampling.triton.race import load_logits
 
 CHUNK = 2048
@@ -41,7 +42,7 @@ def launch_allowed(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     if num_rows == 0:
         return out_RV
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    grid = (num_rows, triton.cdiv(vocab_size, CHUNK))
+    grid = (num_rows, cdiv(vocab_size, CHUNK))
     with torch.cuda.device_of(logits):
         allowed_kernel[grid](
             out_RV, logits, allowed.contiguous(), vocab_size, allowed.shape[1], logits.stride(0),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 from graphs.sampling.triton.race import load_logits
 
 CHUNK = 2048
@@ -128,8 +129,8 @@ def launch_log_probs(
         return values_RK, ids_RK, ranks_R
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = tokens.contiguous()
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
-    padded = max(8, triton.next_power_of_2(k)) if k else 0
+    num_chunks = cdiv(vocab_size, CHUNK)
+    padded = max(8, next_power_of_2(k)) if k else 0
     top_RC = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
     sum_RC, greater_RC = torch.empty_like(top_RC), top_RC.new_empty(top_RC.shape, dtype=torch.int32)
     shape = (num_rows, num_chunks, max(padded, 1))
@@ -142,7 +143,7 @@ def launch_log_probs(
         )  # fmt: skip
         row_logprobs_kernel[(num_rows,)](
             values_RK, ids_RK, ranks_R, top_RC, sum_RC, greater_RC, key_RCK, logits, tokens,
-            logits.stride(0), num_chunks, k, K=padded, CHUNKS=triton.next_power_of_2(num_chunks),
+            logits.stride(0), num_chunks, k, K=padded, CHUNKS=next_power_of_2(num_chunks),
             **early,
         )  # fmt: skip
     return values_RK, ids_RK, ranks_R

@@ -16,6 +16,7 @@ from attn_ops.early_launch.triton.launch import (
     quick,
     wait_for_inputs,
 )
+from attn_ops.integers import next_power_of_2
 from graphs.sampling.philox import LANES
 from graphs.sampling.race import LEAST_TEMPERATURE
 
@@ -160,7 +161,7 @@ def launch_argmax(logits: torch.Tensor) -> torch.Tensor:
     best_RC = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     index_RC = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
     early = early_launch(logits.device)
-    block = triton.next_power_of_2(num_chunks)
+    block = next_power_of_2(num_chunks)
     with torch.cuda.device_of(logits):
         quick(argmax_kernel, (num_rows, num_chunks))(
             best_RC, index_RC, logits, vocab_size, logits.stride(0), num_chunks, CHUNK=chunk,
@@ -208,7 +209,7 @@ def launch_race(
             best_RC,
             index_RC,
             num_chunks,
-            BLOCK=triton.next_power_of_2(num_chunks),
+            BLOCK=next_power_of_2(num_chunks),
             **early,
         )
     return token_R

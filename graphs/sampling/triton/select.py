@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 
 BINS = 256
 """A warp counts 32 numbers by ballots, in about BINS / 4 instructions a number."""
@@ -352,9 +353,9 @@ def thresholds(x: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor) -> torch.T
     brackets = torch.empty(num_rows, 4, dtype=torch.int32, device=device)
     bounds = torch.empty(num_rows, 2, dtype=torch.int64, device=device)
     gathered, threshold = torch.empty_like(x), torch.empty_like(largest)
-    padded = triton.next_power_of_2(num_columns)
+    padded = next_power_of_2(num_columns)
     chunk, search = min(CHUNK, padded), min(SEARCH, padded)
-    grid = (num_rows, triton.cdiv(num_columns, chunk))
+    grid = (num_rows, cdiv(num_columns, chunk))
     row = (x, largest)
     size = (x.stride(0), num_columns)
     bins = {"BINS": BINS, "STEPS": STEPS, **early_launch(device)}

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv
 from attn_ops.integrations.transformers.rotary import SHIFT
 
 ROWS = 256
@@ -140,7 +141,7 @@ def launch_take_tokens(tensors: Mapping[str, torch.Tensor], drawn_R: torch.Tenso
     """`take_tokens` as a kernel, with the same arguments."""
     (num_reqs,) = tensors["sources"].shape
     with torch.cuda.device_of(drawn_R):
-        quick(take_tokens_kernel, (triton.cdiv(num_reqs, ROWS),))(
+        quick(take_tokens_kernel, (cdiv(num_reqs, ROWS),))(
             tensors["input_ids"],
             drawn_R,
             tensors["sources"],

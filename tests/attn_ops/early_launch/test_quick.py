@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -15,18 +16,28 @@ from attn_ops.early_launch.triton.launch import is_rehearsal, quick, rehearsal
 
 
 class Compiled(CompiledKernel):
-    def __init__(self, launches):
-        self.launches = launches
+    """Keeps what Triton's launcher in C would be given, and what its own way of launching is."""
+
+    function, packed_metadata = 17, (4, 1, 0)
+
+    def __init__(self, launches, hooked):
+        self.launches, self.hooked = launches, hooked
+        self._run = self.launch
+
+    def launch(self, x, y, z, stream, function, metadata, launch_metadata, enter, exit, *args):
+        assert (stream, function, metadata) == (STREAM, self.function, self.packed_metadata)
+        assert launch_metadata is enter is exit is None
+        self.launches.append(((x, y, z), args))
 
     def __getitem__(self, grid):
-        return lambda *args: self.launches.append((grid, args))
+        return lambda *args: self.hooked.append((grid, args))
 
 
 class Kernel:
     """x, n and the constants A and B, as a `JITFunction` has them."""
 
     def __init__(self, constants=("A", "B")):
-        self.num_asked, self.launches = 0, []
+        self.num_asked, self.launches, self.hooked = 0, [], []
         self.params = [
             types.SimpleNamespace(name=name, is_constexpr=name in constants) for name in "xnAB"
         ]
@@ -34,17 +45,19 @@ class Kernel:
     def __getitem__(self, grid):
         def ask(*args, **constants):
             self.num_asked += 1
-            return Compiled(self.launches)
+            return Compiled(self.launches, self.hooked)
 
         return ask
 
 
 @pytest.fixture(autouse=True)
 def own_kernels(monkeypatch):
+    active = types.SimpleNamespace(get_current_stream=lambda device: STREAM)
     monkeypatch.setattr(launch, "_COMPILED", {})
+    monkeypatch.setattr(launch, "driver", types.SimpleNamespace(active=active))
 
 
-X = torch.zeros(8)
+X, STREAM = torch.zeros(8), 23
 
 
 def test_launches_that_compile_alike_ask_once():
@@ -56,6 +69,15 @@ def test_launches_that_compile_alike_ask_once():
         ((5, 1, 1), (5, 2, 1)),
         ((2**20 + 1, 1, 1), (2**20 + 1, 2, 1)),
     ]
+
+
+def test_a_profilers_hooks_are_called(monkeypatch):
+    """By Triton, which tells them what it launches."""
+    kernel = Kernel()
+    quick(kernel, (3,))(X, 3, B=1, A=2)
+    monkeypatch.setattr(knobs.runtime.launch_exit_hook, "calls", [print])
+    quick(kernel, (3,))(X, 3, B=1, A=2)
+    assert (len(kernel.launches), kernel.hooked) == (0, [((3, 1, 1), (X, 3, 2, 1))])
 
 
 @pytest.mark.parametrize(

@@ -56,16 +56,6 @@ def test_verified_steps(make_model, options):
     assert session.report().num_recompiles == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, FUSED])
-def test_20000_verified_steps(make_model, options):
-    session = session_of(make_model, options=options, verify="always")
-    seed = 0
-    while session.num_steps["captured"] < 20000:
-        drawn(session, **KINDS[seed % len(KINDS)], seed=seed)
-        seed += 1
-
-
 @pytest.mark.parametrize("options", [{}, FUSED])
 @pytest.mark.parametrize("family", MERGED)
 def test_fused_products_are_used(make_model, family, options):

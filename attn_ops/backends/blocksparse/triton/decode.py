@@ -28,6 +28,7 @@ from attn_ops.backends.triton.decode_parts import combine_row, store_padding, st
 from attn_ops.backends.triton.tiles import LOG2_E, first_logits, readable
 from attn_ops.block_layout.tables import UNIT_HEADS
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import next_power_of_2
 from attn_ops.metadata import CommonAttentionMetadata
 
 assert UNIT_HEADS == MAX_HEADS, "a unit of the tables is the query heads of a program"
@@ -294,7 +295,7 @@ def combine(
         work.out if lse is None else lse,
         **{name: work.shape[name] for name in names},
         **sizes,
-        PARTS=min(triton.next_power_of_2(work.num_splits), max(8192 // padded_head_size, 1)),
+        PARTS=min(next_power_of_2(work.num_splits), max(8192 // padded_head_size, 1)),
         HAS_LSE=lse is not None,
         num_warps=4,
         **early_launch(work.out.device),

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton import knobs
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 
 LARGEST = tl.constexpr(448.0)
 """Of E4M3."""
@@ -194,9 +195,9 @@ def quantize_query(q: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.
     _, num_heads, head_size = q.shape
     out_TNH = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
     num_rows *= num_heads
-    width = triton.next_power_of_2(head_size)
+    width = next_power_of_2(head_size)
     rows = max(ELEMENTS // width, 1)
-    num_tiles = triton.cdiv(num_rows, rows)
+    num_tiles = cdiv(num_rows, rows)
     num_parts = min(num_tiles, MAX_PARTS)
     memory = torch.empty(MAX_PARTS + 1, dtype=torch.float32, device=q.device)
     part, scale = memory[:MAX_PARTS], memory[MAX_PARTS:]
@@ -231,7 +232,7 @@ def quantize_tokens(
     num_reqs, group = query_start_loc.shape[0] - 1, num_heads // num_kv_heads
     out_TNH = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
     scale_SK = torch.empty(num_reqs, num_kv_heads, dtype=torch.float32, device=q.device)
-    block_m, width = triton.next_power_of_2(group), triton.next_power_of_2(head_size)
+    block_m, width = next_power_of_2(group), next_power_of_2(head_size)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         quick(quantize_tokens_kernel, (num_reqs, num_kv_heads))(
             out_TNH, scale_SK, q, query_start_loc, q.stride(0), q.stride(1),

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from attn_ops.backends.triton.tiles import widened
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -73,7 +74,7 @@ def absorb_launch(num_rows: int, dtype: torch.dtype) -> AbsorbLaunch:
     """Within 8 percent of the best form (one H200, 2026-11-23, `benchmarks.mla project`)."""
     if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         return AbsorbLaunch(16, 32, 4)
-    rows = min(max(triton.next_power_of_2(num_rows), 16), 64)
+    rows = min(max(next_power_of_2(num_rows), 16), 64)
     return AbsorbLaunch(rows, 128, 4)
 
 
@@ -86,8 +87,8 @@ def absorb(
     if num_rows == 0:
         return out
     launch = launch or absorb_launch(num_rows, q_nope.dtype)
-    tile = min(launch.latents, max(triton.next_power_of_2(latent), 16))
-    grid = (triton.cdiv(latent, tile), num_heads, triton.cdiv(num_rows, launch.rows))
+    tile = min(launch.latents, max(next_power_of_2(latent), 16))
+    grid = (cdiv(latent, tile), num_heads, cdiv(num_rows, launch.rows))
     quick(absorb_kernel, grid)(
         out,
         q_nope,
@@ -97,7 +98,7 @@ def absorb(
         num_rows,
         NUM_HEADS=num_heads,
         NOPE=nope,
-        PADDED_NOPE=max(triton.next_power_of_2(nope), 16),
+        PADDED_NOPE=max(next_power_of_2(nope), 16),
         LATENT=latent,
         TILE_L=tile,
         BLOCK_M=launch.rows,

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from attn_ops.backends.triton.tiles import LN_2
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 
 VALUES = 8192
 """Loaded at a time: 64 registers of a thread. Each further time is one more wait for memory."""
@@ -97,8 +98,8 @@ def combine(
     num_rows, num_heads, num_splits, latent = part.shape
     out = torch.empty(num_rows, num_heads, latent, dtype=dtype, device=part.device)
     columns = 64 if num_splits > 64 else 128 if num_splits > 16 else 512
-    tile = min(triton.next_power_of_2(latent), columns)
-    quick(combine_kernel, (num_rows * num_heads, triton.cdiv(latent, tile)))(
+    tile = min(next_power_of_2(latent), columns)
+    quick(combine_kernel, (num_rows * num_heads, cdiv(latent, tile)))(
         out,
         part,
         part_lse,
@@ -106,7 +107,7 @@ def combine(
         out if lse is None else lse,
         LATENT=latent,
         TILE_L=tile,
-        PARTS=min(triton.next_power_of_2(num_splits), VALUES // tile),
+        PARTS=min(next_power_of_2(num_splits), VALUES // tile),
         HAS_LSE=lse is not None,
         num_warps=4,
         **early_launch(part.device),

@@ -28,6 +28,7 @@ from attn_ops.backends.mla.triton.launch import (
 )
 from attn_ops.backends.triton.tiles import LN_2, LOG2_E, num_sms, widened
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 
 
 @triton.jit(
@@ -250,7 +251,7 @@ def mla_parts(
     shape = (num_rows, num_heads, num_splits)
     part = torch.empty(*shape, latent, dtype=dtype, device=ql_nope.device)
     part_lse = torch.empty(shape, dtype=torch.float32, device=part.device) if split else lse
-    grid = max(num_reqs * row_tiles, triton.cdiv(num_rows * num_heads, launch.rows))
+    grid = max(num_reqs * row_tiles, cdiv(num_rows * num_heads, launch.rows))
     quick(decode_kernel, (grid, num_splits))(
         part,
         part if part_lse is None else part_lse,
@@ -295,7 +296,7 @@ def _ranges(
     sms = num_sms(ql_nope.device)
     small = num_reqs > sms or not has_room(ql_nope.device)
     launch = launch or decode_launch(rows, ql_nope.dtype, fp8 is not None, latent, small)
-    row_tiles = triton.cdiv(rows, launch.rows)
+    row_tiles = cdiv(rows, launch.rows)
     if num_splits is None:
         slots = launch.programs_per_sm * sms
         num_splits = choose_num_splits(num_reqs * row_tiles, max_seq_len, slots)
@@ -315,9 +316,9 @@ def _constants(
     return {
         "NUM_HEADS": ql_nope.shape[1],
         "LATENT": latent,
-        "HALF_LATENT": max(triton.next_power_of_2(latent) // 2, 16),
+        "HALF_LATENT": max(next_power_of_2(latent) // 2, 16),
         "ROPE": rope,
-        "PADDED_ROPE": max(triton.next_power_of_2(rope), 16),
+        "PADDED_ROPE": max(next_power_of_2(rope), 16),
         "BLOCK_SIZE": kv_cache.shape[1],
         "BLOCK_M": launch.rows,
         "TILE": launch.keys,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 
 ROWS = 32
 """Of a program."""
@@ -99,7 +100,7 @@ def gather_latents(
     if num_rows == 0 or num_reqs == 0:
         return
     scaled = fp8 is not None and kv_scale is not None
-    quick(gather_kernel, (triton.cdiv(num_rows, ROWS),))(
+    quick(gather_kernel, (cdiv(num_rows, ROWS),))(
         out,
         kv_cache if fp8 is None else kv_cache.view(fp8),
         block_table,
@@ -115,7 +116,7 @@ def gather_latents(
         WIDTH=width,
         BLOCK_SIZE=kv_cache.shape[1],
         ROWS=ROWS,
-        COLUMNS=min(COLUMNS, triton.next_power_of_2(width)),
+        COLUMNS=min(COLUMNS, next_power_of_2(width)),
         HAS_SCALE=scaled,
         num_warps=4,
         **early_launch(out.device),

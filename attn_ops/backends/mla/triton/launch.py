@@ -7,7 +7,8 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
+
+from attn_ops.integers import cdiv, next_power_of_2
 
 MAX_SPLITS = 128
 """Ranges of keys of one request."""
@@ -48,7 +49,7 @@ def decode_launch(
     bounds requests of many heads at about 0.4 of the tensor cores' rate (one H200, 2026-11-22:
     0.34 at 64 requests x 8,192 tokens, 128 heads, `python -m benchmarks.mla decode`).
     """
-    rows = min(max(triton.next_power_of_2(num_rows), 16), 64)
+    rows = min(max(next_power_of_2(num_rows), 16), 64)
     if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         return DecodeLaunch(16, 16, 8, 1, programs_per_sm=1)
     if rows <= 32:
@@ -87,13 +88,13 @@ def choose_num_splits(num_programs: int, max_keys: int, slots: int) -> int:
         slots: programs that run at a time on the device.
     """
     programs = max(num_programs, 1)
-    most = max(1, min(triton.cdiv(max_keys, MIN_KEYS), MAX_SPLITS))
-    best, best_cost = 1, triton.cdiv(programs, slots) * (max_keys + RANGE_KEYS)
+    most = max(1, min(cdiv(max_keys, MIN_KEYS), MAX_SPLITS))
+    best, best_cost = 1, cdiv(programs, slots) * (max_keys + RANGE_KEYS)
     for waves in range(1, MAX_WAVES + 1):
         splits = min(waves * slots // programs, most)
         if splits <= 1:
             continue
-        cost = triton.cdiv(programs * splits, slots) * (triton.cdiv(max_keys, splits) + RANGE_KEYS)
+        cost = cdiv(programs * splits, slots) * (cdiv(max_keys, splits) + RANGE_KEYS)
         if cost < best_cost:
             best, best_cost = splits, cost
     return best

@@ -16,6 +16,7 @@ import triton.language as tl
 from attn_ops.backends.triton.prefill import find_request
 from attn_ops.backends.triton.tiles import LN_2, LOG2_E, widened
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import next_power_of_2
 
 
 @triton.jit
@@ -309,7 +310,7 @@ def _columns(columns: int, value: int) -> dict[str, int]:
         "COLUMNS": columns,
         "FIRST": first,
         "REST": rest,
-        "PADDED_REST": max(triton.next_power_of_2(rest), 16),
+        "PADDED_REST": max(next_power_of_2(rest), 16),
         "VALUE": value,
-        "PADDED_VALUE": max(triton.next_power_of_2(value), 16),
+        "PADDED_VALUE": max(next_power_of_2(value), 16),
     }

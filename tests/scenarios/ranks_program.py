@@ -54,7 +54,7 @@ def left_alone(session, prompts) -> list[str]:
     errors = []
     if dist.get_rank():
         session.ranks.listen(first=False)
-        time.sleep(20)
+        time.sleep(3 * ranks.PATIENCE.total_seconds())
         return errors
     try:
         with lead(session):

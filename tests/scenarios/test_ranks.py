@@ -57,70 +57,59 @@ def check_families(folder, ranks, names, **others):
     return sessions, heads, found[len(names) :]
 
 
+OPTIONS = {
+    "merge_projections": True, "share_prefixes": True, "decode_steps": 4, "debug": "eager_replay",
+    "verify": "first",
+}  # fmt: skip
+COMPILED = {
+    "compile": True,
+    "options": {"max_tokens_per_step": 16, "debug": "eager_replay", "verify": "first"},
+}
+
+
 @pytest.mark.slow
 def test_tokens_are_those_of_one_rank(tmp_path):
-    """Transformers splits no attention of GPT-OSS and Phi-3."""
+    """By families, drawn, compiled, and asked by one rank. All on the same two: a start takes 8 s.
+
+    Transformers splits no attention of GPT-OSS and Phi-3. Scaled embeddings, norms of heads and
+    experts compile as layers of one rank do.
+    """
     names = ("llama", "qwen3", "gemma3", "deepseek_v2", "gpt_oss", "qwen2_moe", "phi3")
-    sessions, heads, _ = check_families(tmp_path, 2, names)
+    asked = {"temperature": 0.9, "top_k": 20, "seed": 3}
+    jobs = {
+        "drawn": {"asked": asked},
+        "options": {"compile": True, "options": OPTIONS},
+        "gemma2": COMPILED,
+        "experts": COMPILED | {"passes": {"experts": "always"}},
+        "seeds": {"options_of": {"1": {"seed": 5}}},
+        "caches": {"options": {"compile_cache": "x"}},
+        "leads": {"leads": True},
+    }
+    kinds = {"gemma2": "gemma2", "experts": "qwen2_moe"}
+    models = {place: saved(kinds.get(place, "llama"), tmp_path, place) for place in jobs}
+    sessions, heads, others = check_families(tmp_path, 2, names, **jobs)
     for name, session in sessions.items():
         parts = 1 if name in ("gpt_oss", "phi3") else 2
         assert heads[name][0] == session.specs[0].num_heads // parts, name
-
-
-@pytest.mark.slow
-def test_options_of_sessions(tmp_path):
-    """Compiled, merged, shared and drawn tokens; and what ranks may not decide alone."""
-    asked = {"temperature": 0.9, "top_k": 20, "seed": 3}
-    options = {
-        "merge_projections": True, "share_prefixes": True, "decode_steps": 4,
-        "debug": "eager_replay", "verify": "first",
-    }  # fmt: skip
-    jobs = {
-        "drawn": {"asked": asked},
-        "compiled": {"compile": True, "options": options},
-        "seeds": {"options_of": {"1": {"seed": 5}}},
-        "caches": {"options": {"compile_cache": "x"}},
-    }
-    for place in jobs:
-        model = saved("llama", tmp_path, place)
-    drawn, compiled, seeds, caches = run(tmp_path, 2, jobs)
-    session = make_session(model)
-    wanted = [r.token_ids for r in session.generate(PROMPTS, 8, **asked)]
-    assert [rank["tokens"] for rank in drawn] == [wanted, wanted]
-    wanted = [r.token_ids for r in session.generate(PROMPTS, 8)]
-    for rank in compiled:
-        assert rank["tokens"] == wanted, rank
-        assert (rank["breaks"], rank["recompiles"]) == (0, 0)
-        assert rank["parts"]
-    for rank in seeds:
+    found = dict(zip(jobs, others, strict=True))
+    for place in ("drawn", "options", "gemma2", "experts"):
+        session = make_session(models[place])
+        results = session.generate(PROMPTS, 8, **jobs[place].get("asked", {}))
+        for rank in found[place]:
+            assert rank.get("error") is None, place
+            assert rank["tokens"] == [result.token_ids for result in results], place
+            assert (rank["breaks"], rank["recompiles"], rank["parts"]) == (0, 0, True), place
+            assert (rank["matches"].get("experts", 0) > 0) == (place == "experts"), place
+    for rank in found["seeds"]:
         assert "got other settings of the session or another model on rank" in rank["error"]
-    for rank in caches:
+    for rank in found["caches"]:
         assert "compile_cache must be the same decision on every" in rank["error"]
+    check_calls_of_one_rank(*found["leads"], make_session(models["leads"]))
 
 
-@pytest.mark.slow
-def test_compiled_families(tmp_path):
-    """Scaled embeddings, norms of heads and experts compile as layers of one rank do."""
-    families = {"gemma2": {}, "qwen3": {}, "qwen2_moe": {"passes": {"experts": "always"}}}
-    sessions = {name: make_session(saved(name, tmp_path, name)) for name in families}
-    options = {"max_tokens_per_step": 16, "debug": "eager_replay", "verify": "first"}
-    found = run(tmp_path, 2, families, compile=True, options=options)
-    for (name, session), of_ranks in zip(sessions.items(), found, strict=True):
-        wanted = [result.token_ids for result in session.generate(PROMPTS, 8)]
-        for rank in of_ranks:
-            assert rank.get("error") is None, name
-            assert rank["tokens"] == wanted, name
-            assert (rank["breaks"], rank["recompiles"], rank["parts"]) == (0, 0, True), name
-            assert (rank["matches"].get("experts", 0) > 0) == (name == "qwen2_moe"), name
-
-
-@pytest.mark.slow
-def test_calls_of_one_rank_are_made_on_all(tmp_path):
-    model = saved("llama", tmp_path)
-    wanted = [r.token_ids for r in make_session(model).generate(PROMPTS, 8)]
-    ((first, second),) = run(tmp_path, 2, leads=True)
+def check_calls_of_one_rank(first, second, session):
     assert first.get("error") is second.get("error") is None
-    assert first["tokens"] == wanted
+    assert first["tokens"] == [r.token_ids for r in session.generate(PROMPTS, 8)]
     assert second["steps"] == first["steps"] > 50
     for message, error in zip(
         [
@@ -156,19 +145,22 @@ def test_ranks_that_disagree_are_told(tmp_path):
         "seed": {"draws": 1},
         "weights": {"has_other": 1, "other": "other"},
         "model": {"has_other": 1, "other": "another"},
+        "raises": {"raises": 1, "again": True},
     }
-    for place in jobs:
-        saved("llama", tmp_path, place)
+    models = [saved("llama", tmp_path, place) for place in jobs]
     saved("llama", tmp_path, "another", rms_norm_eps=1e-3)
     trained = build_model("llama")
     trained.model.norm.weight.mul_(1.5)
     trained.save_pretrained(tmp_path / "other")
-    *others, weights, model = run(tmp_path, 2, jobs)
+    *others, weights, model, again = run(tmp_path, 2, jobs, patience=6)
     for ranks in others:
         for rank in ranks:
             assert rank["error"].startswith("RanksDiffer: ranks must run the same calls on"), rank
     for rank in (*weights, *model):
         assert "got other settings of the session or another model on rank" in rank["error"]
+    wanted = [r.token_ids for r in make_session(models[-1]).generate(PROMPTS, 8)]
+    assert [len(rank["errors"]) for rank in again] == [1, 1]
+    assert [rank["tokens"] for rank in again] == [wanted, wanted]
 
 
 @pytest.mark.slow
@@ -185,15 +177,6 @@ def test_a_rank_that_does_not_go_on_is_told(fault, tmp_path):
     ((first, second),) = run(tmp_path, 2, patience=6, **{fault: 1})
     assert "has no answer from the others within 6 s" in first["error"]
     assert fault != "raises" or "of one rank" in second["error"]
-
-
-@pytest.mark.slow
-def test_sessions_after_one_that_has_failed(tmp_path):
-    model = saved("llama", tmp_path)
-    wanted = [r.token_ids for r in make_session(model).generate(PROMPTS, 8)]
-    (found,) = run(tmp_path, 2, patience=6, raises=1, again=True)
-    assert [len(rank["errors"]) for rank in found] == [1, 1]
-    assert [rank["tokens"] for rank in found] == [wanted, wanted]
 
 
 @pytest.mark.slow

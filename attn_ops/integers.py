@@ -1,6 +1,7 @@
-"""Arithmetic of launches. Triton's functions of these names take 1.4 us of the host a call.
+"""Sizes of tiles and grids, on the host.
 
-They look for constants of kernels in their arguments, and a layer calls dozens.
+Triton's functions of these names look for constants of kernels in their arguments, which takes
+1.4 us a call (a CPU, Triton 3.6, 2026-11-29), and a layer of a decode step made 20.
 """
 
 from typing import Any

@@ -41,6 +41,7 @@ import torch
 
 from attn_ops.backends.base import AttentionOptions, Backend, Support
 from attn_ops.backends.triton import check_e4m3
+from attn_ops.integers import next_power_of_2
 from attn_ops.metadata import (
     KV_CACHE_DTYPES,
     AttentionCGSupport,
@@ -140,7 +141,7 @@ def make_plan(able: bool, common: CommonAttentionMetadata, block_size: int) -> P
     num_requests, query_len = leading_queries(common) if able else (0, 0)
     rows = num_requests * query_len
     blocks = -(-common.max_seq_len // block_size)
-    width = 1 << max(blocks - 1, 0).bit_length()
+    width = next_power_of_2(blocks)
     return Plan(
         num_requests,
         query_len,

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from attn_ops.integers import next_power_of_2
 from attn_ops.integrations.transformers import NAME, keeping_attention, register
 from graphs.options import SessionOptions
 from graphs.sampling.params import check_bools
@@ -131,7 +132,7 @@ class TrainedModel:
         positions = getattr(config, "max_position_embeddings", None)
         rounded = -(-num_tokens // TOKENS_STEP) * TOKENS_STEP
         return {
-            "max_batch_size": min(1 << (num_requests - 1).bit_length(), MOST_REQUESTS),
+            "max_batch_size": min(next_power_of_2(num_requests), MOST_REQUESTS),
             "max_tokens": max(num_tokens, min(rounded, positions or rounded)),
         }
 

@@ -79,20 +79,21 @@ def test_tokens_are_those_of_one_rank(tmp_path):
     jobs = {
         "drawn": {"asked": asked},
         "options": {"compile": True, "options": OPTIONS},
-        "gemma2": COMPILED,
+        "embeddings": COMPILED,
+        "norms": COMPILED,
         "experts": COMPILED | {"passes": {"experts": "always"}},
         "seeds": {"options_of": {"1": {"seed": 5}}},
         "caches": {"options": {"compile_cache": "x"}},
         "leads": {"leads": True},
     }
-    kinds = {"gemma2": "gemma2", "experts": "qwen2_moe"}
+    kinds = {"embeddings": "gemma2", "norms": "qwen3", "experts": "qwen2_moe"}
     models = {place: saved(kinds.get(place, "llama"), tmp_path, place) for place in jobs}
     sessions, heads, others = check_families(tmp_path, 2, names, **jobs)
     for name, session in sessions.items():
         parts = 1 if name in ("gpt_oss", "phi3") else 2
         assert heads[name][0] == session.specs[0].num_heads // parts, name
     found = dict(zip(jobs, others, strict=True))
-    for place in ("drawn", "options", "gemma2", "experts"):
+    for place in ("drawn", "options", *kinds):
         session = make_session(models[place])
         results = session.generate(PROMPTS, 8, **jobs[place].get("asked", {}))
         for rank in found[place]:

@@ -23,6 +23,7 @@ from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.finite import finite_values
 from attn_ops.backends.flex.layout import LayoutMask
 from attn_ops.backends.flex.plan import KEY_TILE, FlexPlan
+from attn_ops.integers import next_power_of_2
 from attn_ops.metadata import kv_dtype_of
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class _Variant(NamedTuple):
         PyTorch's own choice is tuned for a few head sizes and may not fit for the others.
         """
         widest = max(self.head_size, self.v_head_size)
-        row_bytes = (1 << (widest - 1).bit_length()) * self.dtype.itemsize
+        row_bytes = next_power_of_2(widest) * self.dtype.itemsize
         narrow = self.dtype.itemsize == 2
         if row_bytes <= 512:
             stages = 2

@@ -5,6 +5,8 @@ T rows, S = T * top_k pairs of a row and an expert, E experts, K inputs, M outpu
 
 from typing import NamedTuple
 
+from attn_ops.integers import next_power_of_2
+
 MOST_ROWS = 128
 """Pairs of a block at most."""
 
@@ -26,7 +28,7 @@ def rows_of_a_block(num_pairs: int, num_experts: int) -> int:
     one block, and their weights are read once.
     """
     wanted = -(-4 * num_pairs // (3 * num_experts))
-    return min(max(16, 1 << (wanted - 1).bit_length()), MOST_ROWS)
+    return min(max(16, next_power_of_2(wanted)), MOST_ROWS)
 
 
 def most_blocks(num_pairs: int, num_experts: int, block_t: int) -> int:

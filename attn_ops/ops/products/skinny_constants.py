@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from attn_ops.integers import next_power_of_2
+
 MANY_OUTPUTS = 16384
 """Outputs from which the kernel is fast with more rows in bf16, and the library in FP8."""
 
@@ -29,7 +31,7 @@ class SkinnyConstants(NamedTuple):
 
 def block_of_rows(num_rows: int) -> int:
     """Rows of x that a program multiplies."""
-    return min(max(16, 1 << (num_rows - 1).bit_length()), 64)
+    return min(max(16, next_power_of_2(num_rows)), 64)
 
 
 def skinny_constants(m: int, fp8: bool, num_rows: int = 1) -> SkinnyConstants:

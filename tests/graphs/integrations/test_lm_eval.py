@@ -19,6 +19,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from graphs.app.presets import source
 from graphs.integrations.lm_eval import AttnOpsLM
 from tests.kit.marks import long
 from tests.kit.models import build_model
@@ -395,8 +396,9 @@ COUNTRIES |= {"the United Kingdom": "London", "Portugal": "Lisbon"}
 
 @pytest.fixture(scope="module")
 def trained(smollm2) -> list:
-    """SmolLM2-135M-Instruct, here and in `hf`."""
-    return [make(smollm2, max_length=512) for make in (made, hf)]
+    """SmolLM2-135M-Instruct, here by its GGUF file and in `hf` as that was read before."""
+    path, loading = source("smollm2")
+    return [made(path, max_length=512, **loading), hf(smollm2, max_length=512)]
 
 
 @pytest.mark.slow

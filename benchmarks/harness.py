@@ -7,6 +7,7 @@ import gc
 import json
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,11 @@ def model_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def finish(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
-    """Write the figures, and print rows and bars."""
+    """Write the figures, and print them by row; bars where there are some."""
     write(args.json, result)
     for name, row in result["rows"].items():
         print(name, row)
-    for bar in result["bars"]:
+    for bar in result.get("bars", ()):
         print(bar)
 
 
@@ -108,6 +109,60 @@ def free() -> None:
 
 
 # -- timing ----------------------------------------------------------------------------------------
+
+
+def synchronize() -> None:
+    """Wait for the GPU where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Wall seconds of a call that has ended on the device."""
+    synchronize()
+    begin = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def wall_ms(run: Callable[[], object], *, warmup: int = 2, repeats: int = 7) -> float:
+    """Median wall milliseconds of a call that has ended on the device."""
+    for _ in range(warmup):
+        run()
+    return 1000 * statistics.median(seconds_of(run) for _ in range(repeats))
+
+
+def token_ms(
+    generate: Callable[[list[list[int]], int], object],
+    batch: int,
+    context: int,
+    few: int,
+    many: int,
+    *,
+    repeated: bool = False,
+) -> float:
+    """Milliseconds a token of all requests together, around `context` tokens.
+
+    The difference between generating `many` tokens and `few`, so that prompts and compilation are
+    not in it. Prompts are new in each call, or `repeated` where a cache of prefixes has them.
+    """
+    generator = torch.Generator().manual_seed(batch)
+    shape = (batch, context - (few + many) // 2)
+
+    def new_prompts() -> list[list[int]]:
+        return torch.randint(10, 32000, shape, generator=generator).tolist()
+
+    first = new_prompts()
+
+    def seconds(num_tokens: int) -> float:
+        prompts = first if repeated else new_prompts()
+        return seconds_of(lambda: generate(prompts, num_tokens))
+
+    for num_tokens in 2 * (many, few):
+        seconds(num_tokens)
+    found = [(seconds(many) - seconds(few)) / (many - few) for _ in range(5)]
+    return 1000 * statistics.median(found)
 
 
 def median_ms(run: Callable[[], object], *, warmup: int = 5, repeats: int = 30) -> float:

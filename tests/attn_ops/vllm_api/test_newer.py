@@ -72,6 +72,12 @@ def test_virtual_batches_and_their_table(batch):
 
 
 def test_convolutions_take_the_mirror_and_a_device():
-    programs, *tensors = compute_causal_conv1d_metadata(int32([0, 3, 20]), device="meta")
-    assert programs[8]["mlist"].tolist() == [0, 1, 1, 1]
-    assert [tensor.device.type for tensor in tensors] == ["meta", "meta"]
+    """The device is not read."""
+    starts = int32([0, 3, 20])
+    for given in (
+        {"query_start_loc_p": starts, "device": "meta"},
+        {"query_start_loc_p": starts.to("meta"), "query_start_loc_cpu": starts},
+    ):
+        programs, *tensors = compute_causal_conv1d_metadata(**given)
+        assert programs[8]["mlist"].tolist() == [0, 1, 1, 1]
+        assert [tensor.device.type for tensor in tensors] == ["meta", "meta"]

@@ -18,7 +18,6 @@ from attn_ops.metadata import (
 from tests.attn_ops.metadata import brute_force
 from tests.attn_ops.metadata.ragged import (
     Ragged,
-    Tape,
     assert_fields,
     batches,
     check,
@@ -26,6 +25,8 @@ from tests.attn_ops.metadata.ragged import (
     int64,
     snapshot,
 )
+
+from_lengths = CommonAttentionMetadata.from_lengths
 
 
 @dataclasses.dataclass
@@ -176,9 +177,8 @@ def test_optional_fields_are_cut_alike(batch):
 
 
 def test_logits_indices_that_only_the_device_knows_are_dropped():
-    common = CommonAttentionMetadata.from_lengths(
-        [3, 2], [3, 2], torch.ones(2, 1, dtype=torch.int32), 4, device="meta"
-    ).replace(logits_indices_padded=int64([2, 4]).to("meta"), num_logits_indices=2)
+    common = from_lengths([3, 2], [3, 2], int32([[1], [1]]), 4, device="meta")
+    common = common.replace(logits_indices_padded=int64([2, 4]).to("meta"), num_logits_indices=2)
     got = _make_metadata_with_slice(UBatchSlice(slice(0, 2), slice(1, 5)), common)
     assert got.logits_indices_padded is None
     assert got.num_logits_indices is None
@@ -205,85 +205,50 @@ def test_ubatch_slice():
     assert UBatchSlice(slice(1, 3), slice(4, 4)).is_empty()
 
 
-def test_cut_by_hand():
-    """Requests of 2, 5 and 3 queries; the second is cut behind its third and before its second."""
-    table = int32([[1, 2], [3, 4], [5, 6]])
-    common = CommonAttentionMetadata.from_lengths([2, 5, 3], [4, 5, 9], table, 8)
-    head, tail, middle = split_attn_metadata(
-        [
-            UBatchSlice(slice(0, 2), slice(0, 5)),
-            UBatchSlice(slice(1, 3), slice(5, 10)),
-            UBatchSlice(slice(1, 2), slice(3, 5)),
-        ],
-        common,
-    )
-    assert_fields(head, query_start_loc=[0, 2, 5], seq_lens=[4, 3], max_seq_len=4)
-    assert_fields(tail, query_start_loc=[0, 2, 5], seq_lens=[5, 9], max_seq_len=9)
-    assert_fields(middle, query_start_loc=[0, 2], seq_lens=[3], max_query_len=2, max_seq_len=3)
-    assert_fields(head, num_computed_tokens_cpu=[2, 0], slot_mapping=[10, 11, 24, 25, 26])
-    assert_fields(tail, num_computed_tokens_cpu=[3, 6], slot_mapping=[27, 28, 46, 47, 48])
-    assert_fields(middle, num_computed_tokens_cpu=[1], slot_mapping=[25, 26])
-    assert_fields(tail, block_table_tensor=[[3, 4], [5, 6]], positions=[3, 4, 6, 7, 8])
-
-
 def test_a_dummy_run_keeps_the_longest_query():
     """Every length is 0 and all rows are padding."""
-    common = CommonAttentionMetadata.from_lengths(
-        [0, 0], [0, 0], int32([[0], [0]]), 8, num_padded_tokens=4
-    )
+    common = from_lengths([0, 0], [0, 0], int32([[0], [0]]), 8, num_padded_tokens=4)
     common.max_query_len = 4
     got = _make_metadata_with_slice(UBatchSlice(slice(0, 2), slice(0, 4)), common)
     assert_fields(got, query_start_loc=[0, 0, 0], max_query_len=4, slot_mapping=[-1] * 4)
 
 
-def outside(tape: Tape) -> tuple[slice, slice]:
-    """Of a batch of requests of 2, 0, 5 and 3 queries, two padding rows: slices that do not fit."""
-    return tape.pick(
-        [
-            (slice(0, 1), slice(2, 3)),  # starts behind its first request
-            (slice(0, 3), slice(2, 4)),  # starts behind its first request, ends in its last
-            (slice(2, 3), slice(1, 4)),  # starts before its first request
-            (slice(0, 1), slice(0, 3)),  # ends behind its last request
-            (slice(0, 3), slice(0, 2)),  # ends before its last request
-            (slice(0, 2), slice(0, 1)),  # ends before its last request, which is empty
-            (slice(1, 3), slice(1, 4)),  # starts before its first request, which is empty
-            (slice(3, 5), slice(7, 10)),
-            (slice(3, 4), slice(7, 13)),
-            (slice(2, 3), slice(2, 11)),  # padding rows belong to the last request's slice
-            (slice(-1, 4), slice(7, 10)),
-            (slice(0, 1), slice(-2, 2)),
-            (slice(0, 4, 2), slice(0, 10)),
-            (slice(0, 1), slice(0, 2, 2)),
-            (slice(2, 2), slice(2, 4)),
-            (slice(2, 3), slice(4, 4)),
-            (slice(3, 2), slice(2, 4)),
-            (slice(2, 3), slice(5, 4)),
-        ]
-    )
-
-
-@pytest.mark.parametrize("number", range(18))
-def test_slices_that_do_not_fit(number):
-    common = CommonAttentionMetadata.from_lengths(
-        [2, 0, 5, 3], [2, 0, 5, 3], int32([[1], [0], [3], [4]]), 8, num_padded_tokens=12
-    )
-    ubatch_slice = UBatchSlice(*outside(Tape(bytes([number]))))
-    for call in (
-        lambda: _make_metadata_with_slice(ubatch_slice, common),
-        lambda: split_attn_metadata([ubatch_slice], common),
-    ):
-        with pytest.raises(ValueError, match="slice"):
-            call()
+@pytest.mark.parametrize(
+    ("requests", "tokens"),
+    [
+        (slice(0, 1), slice(2, 3)),  # starts behind its first request
+        (slice(0, 3), slice(2, 4)),  # starts behind its first request, ends in its last
+        (slice(2, 3), slice(1, 4)),  # starts before its first request
+        (slice(0, 1), slice(0, 3)),  # ends behind its last request
+        (slice(0, 3), slice(0, 2)),  # ends before its last request
+        (slice(0, 2), slice(0, 1)),  # ends before its last request, which is empty
+        (slice(1, 3), slice(1, 4)),  # starts before its first request, which is empty
+        (slice(3, 5), slice(7, 10)),
+        (slice(3, 4), slice(7, 13)),
+        (slice(2, 3), slice(2, 11)),  # padding rows belong to the last request's slice
+        (slice(-1, 4), slice(7, 10)),
+        (slice(0, 1), slice(-2, 2)),
+        (slice(0, 4, 2), slice(0, 10)),
+        (slice(0, 1), slice(0, 2, 2)),
+        (slice(2, 2), slice(2, 4)),
+        (slice(2, 3), slice(4, 4)),
+        (slice(3, 2), slice(2, 4)),
+        (slice(2, 3), slice(5, 4)),
+    ],
+)
+def test_slices_that_do_not_fit(requests, tokens):
+    """Of a batch of requests of 2, 0, 5 and 3 queries and two padding rows."""
+    lens = [2, 0, 5, 3]
+    common = from_lengths(lens, lens, int32([[1], [0], [3], [4]]), 8, num_padded_tokens=12)
+    with pytest.raises(ValueError, match="slice"):
+        split_attn_metadata([UBatchSlice(requests, tokens)], common)
 
 
 def test_a_slice_needs_the_mirrors():
-    common = CommonAttentionMetadata.from_lengths([2], [2], int32([[1]]), 8)
+    common = from_lengths([2], [2], int32([[1]]), 8)
     common.query_start_loc_cpu = None
     with pytest.raises(ValueError, match="query_start_loc_cpu"):
         _make_metadata_with_slice(UBatchSlice(slice(0, 1), slice(0, 2)), common)
-
-
-from_lengths = CommonAttentionMetadata.from_lengths
 
 
 def test_micro_batches_and_logits_rows():

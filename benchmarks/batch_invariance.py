@@ -7,17 +7,14 @@ steps, with prefixes found, preempted, with several decode steps a launch, with 
 With `--default` the same is done without `batch_invariant`, which must find differences.
 """
 
-import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.table import Table
-from transformers import AutoModelForCausalLM
 
-from attn_ops.integrations import transformers as integration
-from benchmarks.harness import free, origin, parser_of, write
+from benchmarks.decode_step import build
+from benchmarks.harness import finish, free, origin, parser_of
 from benchmarks.shapes import MODELS
 from graphs import DecodeSession
 
@@ -39,14 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def built(name: str, layers: int, device: str) -> torch.nn.Module:
-    """The shape with random weights, whose logits differ enough that drawing has a choice."""
+    """The shape with the same random weights in every process."""
     torch.manual_seed(0)
-    config = MODELS[name](layers)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="attn_ops"
-        )
-    return model.eval().requires_grad_(False)
+    return build(MODELS[name](layers), "attn_ops", device)
 
 
 def requests(number: int, vocab_size: int) -> list[list[int]]:
@@ -89,12 +81,12 @@ def drawn(
             done[output.request_id] += 1
             if output.finish_reason is not None:
                 del done[output.request_id]
-    return [_of(session.result(number)) for number in ids]
-
-
-def _of(result: Any) -> Drawn:
-    steps = zip(result.token_ids, result.logprobs, strict=True)
-    return list(result.token_ids), [entry[token].logprob for token, entry in steps]
+    found = []
+    for result in map(session.result, ids):
+        steps = zip(result.token_ids, result.logprobs, strict=True)
+        values = [entry[token].logprob for token, entry in steps]
+        found.append((list(result.token_ids), values))
+    return found
 
 
 def differing(got: Sequence[Drawn], want: Sequence[Drawn]) -> tuple[int, int, int]:
@@ -134,38 +126,39 @@ def measured(
     def session(**more: Any) -> DecodeSession:
         return DecodeSession(compiled, **{"max_batch_size": 64, **common, **more})  # type: ignore
 
+    def compared(
+        some: Sequence[int], drafts: Sequence[Drawn] = (), twice: bool = False, **more: Any
+    ) -> tuple[int, int, int]:
+        free()
+        one, chosen = session(**more), [prompts[i] for i in some]
+        if twice:
+            drawn(one, chosen, tokens, some)
+        got = drawn(one, chosen, tokens, some, drafts)
+        return differing(got, [want[i] for i in some])
+
     alone = session(max_batch_size=1)
     want = [drawn(alone, [prompt], tokens, [i])[0] for i, prompt in enumerate(prompts)]
     del alone
-    free()
     seeds, found = range(len(prompts)), {}
     for name in WAYS if ways is None else ways:
-        one = session(**WAYS[name])
-        if name == "prefixes":
-            drawn(one, prompts, tokens, seeds)
-        got = drawn(one, prompts, tokens, seeds, want if name == "drafts" else ())
-        found[name] = differing(got, want)
+        drafts = want if name == "drafts" else ()
+        found[name] = compared(seeds, drafts, name == "prefixes", **WAYS[name])
         print(name, found[name], flush=True)
-        del one
-        free()
     totals = [0, 0, 0]
     for seed in range(first_seed, first_seed + number):
         generator = random.Random(seed)
         more = random_way(generator)
         some = generator.sample(seeds, min(len(prompts), generator.choice((1, 5, 20, 60))))
-        one = session(**more)
-        got = drawn(one, [prompts[i] for i in some], tokens, some)
-        counts = differing(got, [want[i] for i in some])
+        counts = compared(some, **more)
         totals = [a + b for a, b in zip(totals, counts, strict=True)]
         if counts[0]:
             print(f"seed {seed}: {counts} {more}", flush=True)
         if seed % 10 == 9:
             print(f"up to seed {seed}", totals, flush=True)
-        del one
-        free()
     if number:
         found[f"{number} random sessions"] = (totals[0], totals[1], totals[2])
         print(f"{number} random sessions", totals, flush=True)
+    free()
     scores = session().score(prompts, [ids for ids, _ in want])
     given = [(ids, list(score.logprobs)) for (ids, _), score in zip(want, scores, strict=True)]
     found["scored"] = differing(given, want)
@@ -182,15 +175,7 @@ def rows_of(found: dict[str, dict[str, tuple[int, int, int]]]) -> dict[str, dict
     }
 
 
-def table_of(rows: dict[str, dict[str, str]]) -> Table:
-    models = next(iter(rows.values()))
-    table = Table("way", *models, title="log-probabilities that differ")
-    for way, row in rows.items():
-        table.add_row(way, *row.values())
-    return table
-
-
-def main(arguments: Sequence[str] | None = None, show: Callable[[Any], None] = print) -> dict:
+def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=["llama-3-8b"], choices=sorted(MODELS))
     parser.add_argument("--layers", type=int, default=2)
@@ -200,10 +185,8 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[Any], None] = p
     parser.add_argument("--first-seed", type=int, default=0, help="of the random sessions")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--merge-projections", action="store_true")
     parser.add_argument("--default", action="store_true", help="without batch_invariant")
-    args: argparse.Namespace = parser.parse_args(arguments)
-    integration.register()
+    args = parser.parse_args()
     found = {}
     for name in args.models:
         torch._dynamo.reset()
@@ -212,21 +195,16 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[Any], None] = p
         found[name] = measured(
             model, prompts, args.new_tokens, args.random, args.first_seed, args.ways,
             batch_invariant=not args.default, kv_cache_dtype=args.kv_cache_dtype,
-            merge_projections=args.merge_projections,
         )  # fmt: skip
         del model
-        torch.cuda.empty_cache()
-    rows = rows_of(found)
+        free()
     tokens = sum(one[1] for ways in found.values() for one in ways.values())
     note = (
         f"Of log-probabilities of requests drawn alone, how many bits differ; {tokens} tokens do. "
         f"{args.layers} layers, {args.requests} requests, {args.new_tokens} tokens each."
     )
     command = f"python -m benchmarks.batch_invariance{' --default' if args.default else ''}"
-    result = {"command": command, **origin(args), "note": note, "rows": rows}
-    show(table_of(rows))
-    write(args.json, result)
-    return result
+    finish(args, {"command": command, **origin(args), "note": note, "rows": rows_of(found)})
 
 
 if __name__ == "__main__":

@@ -13,67 +13,25 @@ user waits for one token. Each way has a process, so that it has the GPU to itse
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from benchmarks.harness import origin, parser_of, write
+from benchmarks.harness import origin, parser_of, token_ms, write
 from benchmarks.shapes import llama_3_8b
 
+Cases = list[tuple[int, int]]
+"""(batch, context)"""
 Generate = Callable[[list[list[int]], int], object]
 """Continues all prompts by so many tokens."""
 
 FEW, MANY = 16, 80
 WAYS = ("eager", "static", "attn-ops", "vllm")
-SLOW = ("eager", "static")
-"""Measured in the first case alone, by fewer tokens."""
 
 
-def token_ms(generate: Generate, batch: int, context: int, few: int, many: int) -> float:
-    """Time per token of all requests together, around `context` tokens."""
-    generator = torch.Generator().manual_seed(0)
-    length = context - (few + many) // 2
-
-    def seconds(num_tokens: int) -> float:
-        prompts = torch.randint(10, 128000, (batch, length), generator=generator).tolist()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        generate(prompts, num_tokens)
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    for num_tokens in (many, few):
-        seconds(num_tokens)
-    found = [(seconds(many) - seconds(few)) / (many - few) for _ in range(5)]
-    return 1000 * statistics.median(found)
-
-
-def of_transformers(cases: list[tuple[int, int]], static: bool) -> Generate:
-    from benchmarks.decode_step import build
-
-    model: Any = build(llama_3_8b(), "sdpa")
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
-    if static:
-        options["cache_implementation"] = "static"
-
-    def generate(prompts: list[list[int]], num_tokens: int) -> object:
-        ids = torch.tensor(prompts, device="cuda")
-        return model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens, **options,
-        )  # fmt: skip
-
-    return generate
-
-
-def of_attn_ops(cases: list[tuple[int, int]]) -> Generate:
+def of_attn_ops(cases: Cases) -> Generate:
     from benchmarks.decode_step import merged
     from graphs import DecodeSession
 
@@ -109,9 +67,10 @@ def engine_of(max_tokens: int, max_batch_size: int, **options: Any) -> Any:
         )  # fmt: skip
 
 
-def of_vllm(cases: list[tuple[int, int]]) -> Generate:
+def of_vllm(cases: Cases, many: int = MANY, **options: Any) -> Generate:
+    """An engine for all cases, each with `many` tokens more."""
     longest, most = max(context for _, context in cases), max(batch for batch, _ in cases)
-    engine = engine_of(longest + MANY, most)
+    engine = engine_of(longest + many, most, **options)
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     def generate(prompts: list[list[int]], num_tokens: int) -> object:
@@ -124,52 +83,75 @@ def of_vllm(cases: list[tuple[int, int]]) -> Generate:
     return generate
 
 
-def measure(way: str, cases: list[tuple[int, int]]) -> dict[str, float]:
-    """Milliseconds a token by case; of the slow ways the first case alone."""
-    cases = cases[:1] if way in SLOW else cases
-    few, many = (4, 20) if way in SLOW else (FEW, MANY)
-    make = {
-        "eager": lambda: of_transformers(cases, static=False),
-        "static": lambda: of_transformers(cases, static=True),
-        "attn-ops": lambda: of_attn_ops(cases),
-        "vllm": lambda: of_vllm(cases),
-    }[way]
-    generate = make()
+def measure(way: str, cases: Cases) -> dict[str, float]:
+    """Milliseconds a token by case; of Transformers the first case alone, by fewer tokens."""
+    few, many = FEW, MANY
+    if way == "attn-ops":
+        generate = of_attn_ops(cases)
+    elif way == "vllm":
+        generate = of_vllm(cases)
+    else:
+        from benchmarks.decode_step import build, transformers_generate
+
+        model = build(llama_3_8b(), "sdpa")
+        cases, few, many = cases[:1], 4, 20
+        generate = transformers_generate(model, "static" if way == "static" else None)
     return {f"{b}x{c}": token_ms(generate, b, c, few, many) for b, c in cases}
 
 
-def in_a_process(way: str, args: argparse.Namespace) -> dict[str, float] | str:
-    """What `measure` gives, or the last line of its error."""
-    environment = dict(os.environ)
-    if way == "vllm" and args.vllm_path:
-        paths = [args.vllm_path, environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = [sys.executable, "-m", "benchmarks.beside_vllm", "--way", way, "--cases", *args.cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def in_a_process(module: str, way: str, path: str, cases: list[str]) -> dict[str, float] | str:
+    """What `measure` of a module gives, or the last line of its error; `path`: of vLLM."""
+    paths = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--way", way, "--cases", *cases],
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if done.returncode:
-        sys.stderr.write(done.stderr[-3000:])
+        sys.stderr.write(done.stderr[-6000:])
         return done.stderr.strip().rpartition("\n")[2][:200]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+
+
+def over_first(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of every other way, its time over that of the first."""
+    (_, first), *others = rows.items()
+    return {
+        way: {case: ms / first[case] for case, ms in row.items() if case in first}
+        for way, row in others
+        if "error" not in row
+    }
+
+
+def main_of(
+    module: str,
+    parser: argparse.ArgumentParser,
+    measure: Callable[[str, Cases], dict[str, float]],
+    without_vllm: Sequence[str] = (),
+) -> None:
+    """All ways, one process behind the other; written after each."""
+    parser.add_argument("--vllm-path", default="", help="a folder that vLLM is installed in")
+    parser.add_argument("--way", default="", help="measure this one here, and print JSON")
+    args = parser.parse_args()
+    if args.way:
+        cases = [(int(batch), int(n)) for batch, n in (c.split("x") for c in args.cases)]
+        print(json.dumps(measure(args.way, cases)))
+        return
+    command = f"python -m {module} --cases {' '.join(args.cases)}"
+    result: dict[str, Any] = {"command": command, **origin(args), "rows": {}}
+    for way in args.ways:
+        path = "" if way in without_vllm else args.vllm_path
+        found = in_a_process(module, way, path, args.cases)
+        result["rows"][way] = found if isinstance(found, dict) else {"error": found}
+        result[f"over {args.ways[0]}"] = over = over_first(result["rows"])
+        print(way, found, over.get(way, ""), flush=True)
+        write(args.json, result)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", default=["1x1024", "8x1024", "64x1024"])
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
-    parser.add_argument("--vllm-path", default="", help="a folder that vLLM is installed in")
-    parser.add_argument("--way", default="", help="measure this one here, and print JSON")
-    args = parser.parse_args()
-    cases = [tuple(map(int, case.split("x"))) for case in args.cases]
-    if args.way:
-        print(json.dumps(measure(args.way, cases)))
-        return
-    command = f"python -m benchmarks.beside_vllm --cases {' '.join(args.cases)}"
-    result = {"command": command, **origin(args), "rows": {}}
-    for way in args.ways:
-        found = in_a_process(way, args)
-        result["rows"][way] = found if isinstance(found, dict) else {"error": found}
-        print(way, found, flush=True)
-        write(args.json and str(Path(args.json)), result)
+    main_of("benchmarks.beside_vllm", parser, measure, WAYS[:3])
 
 
 if __name__ == "__main__":

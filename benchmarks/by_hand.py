@@ -5,9 +5,6 @@ Layers of the Llama-3-8B shape, bf16, TRITON. `called` calls the model with meta
 the whole step of a DecodeSession, its metadata and its sampling included. Wall milliseconds.
 """
 
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ import fx_passes
 from attn_ops import PagedKVCache, get_backend
 from attn_ops.integrations import transformers as integration
 from benchmarks.decode_step import build, ours_ms, session_of
-from benchmarks.harness import free, origin, parser_of, write
+from benchmarks.harness import finish, free, origin, parser_of, wall_ms
 from benchmarks.shapes import llama_3_8b
 from examples.own_loop import BLOCK, DecodeStep
 
@@ -30,20 +27,7 @@ CALLED: dict[str, dict[str, Any] | None] = {
         "options": {"triton.cudagraphs": True, **fx_passes.options()},
     },
 }
-
-
-def wall_ms(run: Callable[[], object], repeats: int = 60) -> float:
-    """Median wall time of a call that has ended on the device."""
-    for _ in range(10):
-        run()
-    torch.cuda.synchronize()
-    seconds = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return 1000 * statistics.median(seconds)
+TIMES = {"warmup": 10, "repeats": 60}
 
 
 @torch.no_grad()
@@ -61,10 +45,10 @@ def measure(layers: int, batch: int, context: int) -> dict[str, dict[str, float]
         run = model if options is None else torch.compile(model, fullgraph=True, **options)
         step = DecodeStep(run, builder, cache, batch, context + 2)
         metadata = builder.build(0, step.write(tokens, lengths, table))
-        rows[name] = {"called": wall_ms(lambda step=step, m=metadata: step.call(m))}
+        rows[name] = {"called": wall_ms(lambda step=step, m=metadata: step.call(m), **TIMES)}
         if options is None or "reduce-overhead" not in name:
             replay = step.capture(step.write(tokens, lengths, table))
-            rows[name]["captured"] = wall_ms(lambda r=replay: r(tokens, lengths, table))
+            rows[name]["captured"] = wall_ms(lambda r=replay: r(tokens, lengths, table), **TIMES)
         free()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
@@ -81,9 +65,7 @@ def main() -> None:
     batch, context = map(int, args.case.split("x"))
     command = f"python -m benchmarks.by_hand --layers {args.layers} --case {args.case}"
     rows = measure(args.layers, batch, context)
-    for name, row in rows.items():
-        print(name, {column: round(ms, 3) for column, ms in row.items()})
-    write(args.json, {"command": command, **origin(args), "rows": rows})
+    finish(args, {"command": command, **origin(args), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ folder is a cold start, later runs are second starts.
 import argparse
 import json
 import time
+from typing import Any
 
 import torch
 
@@ -18,16 +19,8 @@ from benchmarks.shapes import llama_3_8b
 from graphs import DecodeSession
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--options", default="{}", help="options of the attn_ops backend, JSON")
-    parser.add_argument("--times", action="store_true", help="print Dynamo's own table of phases")
-    parser.add_argument("--compile-cache", help="time a session with this folder")
-    parser.add_argument("--lazy-capture", action="store_true", help="of that session")
-    args = parser.parse_args()
-    if args.compile_cache is not None:
-        return start(args)
+def phases(model: torch.nn.Module, options: dict[str, Any]) -> dict[str, float]:
+    """Seconds of each phase of a compile, and of all."""
     torch._inductor.config.force_disable_caches = True
     marks: dict[str, float] = {}
     inner = fx_passes.backend.compile_fx
@@ -43,46 +36,53 @@ def main() -> None:
         return fx_passes.attn_ops(gm, inputs, **k)
 
     fx_passes.backend.compile_fx = timed
-    model = build(llama_3_8b(args.layers), "attn_ops")
-    merge_projections(model)
-    compiled = torch.compile(
-        model, backend=backend, fullgraph=True, options=json.loads(args.options)
-    )
+    compiled: Any = torch.compile(model, backend=backend, fullgraph=True, options=options)
     begin = time.perf_counter()
     session = DecodeSession(compiled, max_batch_size=1, max_tokens=1024)
-    phases = {"session": time.perf_counter() - begin}
+    made = time.perf_counter()
     session.warm_up()
     end = time.perf_counter()
-    phases |= {
-        "dynamo": marks["dynamo_end"] - begin - phases["session"],
+    return {
+        "session": made - begin,
+        "dynamo": marks["dynamo_end"] - made,
         "passes, aot, inductor": marks["inductor_end"] - marks["dynamo_end"],
         "guards, first call, one capture": end - marks["inductor_end"],
         "total": end - begin,
     }
-    print(json.dumps({"layers": args.layers, "options": args.options, **phases}, indent=1))
-    if args.times:
-        print(torch._dynamo.utils.compile_times(repr="str", aggregate=True))
 
 
-def start(args: argparse.Namespace) -> None:
+def start(
+    model: torch.nn.Module, options: dict[str, Any], cache: str, lazily: bool
+) -> dict[str, Any]:
     """A session that loads what an earlier process compiled, or compiles it for the next."""
-    model = build(llama_3_8b(args.layers), "attn_ops")
-    merge_projections(model)
-    options = json.loads(args.options)
-    compiled = torch.compile(model, backend="attn_ops", fullgraph=True, options=options)
+    compiled: Any = torch.compile(model, backend="attn_ops", fullgraph=True, options=options)
     begin = time.perf_counter()
     session = DecodeSession(
-        compiled, max_batch_size=64, max_tokens=1024, compile_cache=args.compile_cache,
-        lazy_capture=args.lazy_capture,
-    )  # fmt: skip
+        compiled, max_batch_size=64, max_tokens=1024, compile_cache=cache, lazy_capture=lazily
+    )
     session.generate([[1, 2, 3]], 1)
     total, report = time.perf_counter() - begin, session.report()
-    found = {
+    return {
         "outcome": report.compile_cache,
         "compile or load": report.compile_seconds,
         "captures": report.capture_seconds,
         "from the constructor to the first token": total,
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--options", default="{}", help="options of the attn_ops backend, JSON")
+    parser.add_argument("--compile-cache", help="time a session with this folder")
+    parser.add_argument("--lazy-capture", action="store_true", help="of that session")
+    args = parser.parse_args()
+    model, options = build(llama_3_8b(args.layers), "attn_ops"), json.loads(args.options)
+    merge_projections(model)
+    if args.compile_cache is None:
+        found = phases(model, options)
+    else:
+        found = start(model, options, args.compile_cache, args.lazy_capture)
     print(json.dumps({"layers": args.layers, "options": args.options, **found}, indent=1))
 
 

@@ -108,6 +108,16 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
+def used_gib() -> float:
+    """Of the whole GPU, after unused memory has been given back; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.synchronize()
+    free()
+    left, total = torch.cuda.mem_get_info()
+    return (total - left) / 2**30
+
+
 # -- timing ----------------------------------------------------------------------------------------
 
 

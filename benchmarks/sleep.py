@@ -12,19 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.decode_step import build
-from benchmarks.harness import Bar, finish, free, model_of, origin, parser_of
+from benchmarks.harness import finish, free, model_of, origin, parser_of, seconds_of, used_gib
 from benchmarks.shapes import MODELS, tiny_llama
 from graphs import DecodeSession
-
-
-def used_gib(device: str) -> float:
-    """Of the whole GPU."""
-    if device != "cuda":
-        return 0.0
-    free()
-    torch.cuda.synchronize()
-    left, total = torch.cuda.mem_get_info()
-    return (total - left) / 2**30
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -33,7 +23,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():  # what torch and its libraries take with the first product
         weight = next(model.parameters())
         _ = weight[:256] @ weight[:256].T
-    alone = used_gib(args.device)
+    alone = used_gib()
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * 128 * 2
     options = {
         "max_batch_size": args.batch, "max_tokens": 2048, "can_sleep": True,
@@ -42,16 +32,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     prompts = [[5 + i] * (1 + i % 40) for i in range(args.batch)]
     session = DecodeSession(model, **options)
     wanted = session.generate(prompts, 16, eos=())
-    awake = used_gib(args.device)
+    awake = used_gib()
     sleeps, wakes, used = [], [], []
     for _ in range(args.rounds):
-        begin = time.perf_counter()
-        session.sleep()
-        sleeps.append(time.perf_counter() - begin)
-        used.append(used_gib(args.device) - alone)
-        begin = time.perf_counter()
-        session.wake()
-        wakes.append(time.perf_counter() - begin)
+        sleeps.append(seconds_of(session.sleep))
+        used.append(used_gib() - alone)
+        wakes.append(seconds_of(session.wake))
         assert session.generate(prompts, 16, eos=()) == wanted
     captured = session.num_steps["captured"]
     session.release()
@@ -70,16 +56,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "the same asleep, last round": {"GiB": used[-1]},
         "replayed steps": {"number": captured},
     }
-    bars = [
-        Bar("GiB above a process without a session, asleep", "<=", 0.3, max(used)),
-        Bar("seconds to wake", "<=", 1.0, max(wakes)),
-        Bar("GiB more in the last round than in the first", "<=", 0.01, used[-1] - used[0]),
-    ]
     layers = "" if args.layers is None else f" --layers {args.layers}"
     command = f"python -m benchmarks.sleep --gib {args.gib} --rounds {args.rounds}{layers}"
     note = f"{args.model}, bf16, {args.batch} requests; seconds are the longest of the rounds."
-    found = origin(args) | {"command": command, "note": note, "rows": rows}
-    return found | {"bars": [bar.as_dict() for bar in bars]}
+    return origin(args) | {"command": command, "note": note, "rows": rows}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of captured steps: its run on a CPU, what it counts as waiting, its bars."""
+"""The benchmark of captured steps: its run on a CPU, and what it counts as waiting."""
 
 import dataclasses
 import json
@@ -9,9 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks import decode_step, graphs, graphs_steps
-from benchmarks.graphs_bars import all_bars, predicted
-from benchmarks.graphs_steps import Captures, Lengths, Row, measure_case, place, watched_waits
+from benchmarks import decode_step, graphs
+from benchmarks.graphs import Lengths, measure_case, place, watched_waits
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.launcher import LaunchedSteps
 
@@ -33,21 +32,22 @@ def make_session(make_model):
 @pytest.mark.slow
 def test_smoke_run_prints_and_writes_everything(tmp_path, capsys):
     path = tmp_path / "figures.json"
-    arguments = ["--device", "cpu", "--quick", "--layers", "1", "--context", "40"]
+    arguments = ["--device", "cpu", "--layers", "1", "--context", "40"]
     graphs.main([*arguments, "--cases", "3", "1", "--json", str(path)])
     printed = capsys.readouterr().out
-    for text in ("PIECEWISE", "FULL runs decode steps", "address check", "8 not measured"):
+    for text in ("PIECEWISE", "address check"):
         assert text in printed
     result = json.loads(path.read_text())
-    assert [(r["mode"], r["decode_steps"], r["batch"]) for r in result["rows"]] == [
-        (mode, steps, batch) for mode, steps in graphs.RUNS for batch in (1, 3)
+    assert list(result["rows"]) == [
+        f"{mode}, batch {batch}, decode_steps {steps}"
+        for mode, steps in graphs.RUNS
+        for batch in (1, 3)
     ]
-    for row in result["rows"]:
-        assert row["replay_ms"] > 0
-        assert row["busy"] == pytest.approx(1.0)  # nothing to wait for
+    for row in result["rows"].values():
+        assert row["replay, ms"] > 0
+        assert row["host busy"] == pytest.approx(1.0)  # nothing to wait for
     assert CUDAGraphMode.FULL.decode_mode() is CUDAGraphMode.FULL_DECODE_ONLY.decode_mode()
-    assert [c["num_graphs"] for c in result["captures"]] == [2, 2, 3, 2]
-    assert {bar["verdict"] for bar in result["bars"]} == {"not measured"}
+    assert [c["graphs"] for c in result["captures"].values()] == [2, 2, 3, 2]
 
 
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
@@ -68,7 +68,7 @@ def test_timed_steps_are_replays_at_the_wanted_lengths(make_session, monkeypatch
         return 1.0
 
     monkeypatch.setattr(session.runner, "launch", watched)
-    monkeypatch.setattr(graphs_steps, "interval_ms", interval)
+    monkeypatch.setattr(graphs, "interval_ms", interval)
     runtime = session.graph_mode.decode_mode()
     session.warm_up()
     captured = session.graphs.get(BatchDescriptor(3, 3, uniform=True), runtime)
@@ -79,9 +79,8 @@ def test_timed_steps_are_replays_at_the_wanted_lengths(make_session, monkeypatch
     assert round(sum(timed) / len(timed)) == pytest.approx(LENGTHS.context, abs=1)
     grown = [28, 29, 30, 31] if mode == "FULL_DECODE_ONLY" else [30] * 4
     assert marks == [[n] * 3 for n in grown]
-    assert (row.mode, row.batch, row.replay_ms, row.gap_us) == (
-        mode, 3, 1.0, pytest.approx(1000 * row.wall_ms - 1000),
-    )  # fmt: skip
+    assert row["replay, ms"] == 1.0
+    assert row["gap, us"] == pytest.approx(1000 * row["per token, ms"] - 1000)
     assert session.num_unfinished == 0
     assert session.num_steps["called"] == 0
 
@@ -101,10 +100,10 @@ def test_waits_are_counted_and_nothing_else():
     launched = LaunchedSteps(None, nobody, 0, 1, 0, tokens, tokens, None, cast(Any, event))
     with watched_waits() as waits:
         assert launched.wait() == [[7, 8]]
-        before = waits.seconds
+        before = sum(waits)
         dataclasses.replace(launched, arrived=None).wait()
     launched.wait()
-    assert 0.02 <= before == waits.seconds < 0.2
+    assert 0.02 <= before == sum(waits) < 0.2
 
 
 def test_placed_requests_write_behind_their_tokens(make_session):
@@ -124,50 +123,6 @@ def test_a_context_that_is_too_short():
     with pytest.raises(ValueError, match="context must be more than 48 tokens"):
         Lengths(48)
     assert Lengths(49).prompt == 1
-
-
-def figures(**changes):
-    rows = [
-        Row("FULL_DECODE_ONLY", 64, 8, 7.0, 7.05, 140.0),
-        Row("FULL_DECODE_ONLY", 64, 1, 7.0, 7.08, 300.0, floor_ms=6.9),
-        Row("PIECEWISE", 64, 1, 7.0, 9.0, 3000.0),
-    ]
-    captures = [
-        Captures("FULL_DECODE_ONLY", 8, 4, 17.0, 1, 9.0, 0, 2**31),
-        Captures("FULL_DECODE_ONLY", 1, 35, 0.1, 0, 4.5, 0, 2**29),
-    ]
-    arguments = {"rows": rows, "captures": captures, "whole": True}
-    arguments["address_check_us"] = {"without weights": 9.0, "with weights": 21.0}
-    return all_bars(**(arguments | changes))
-
-
-def test_bars():
-    verdicts = {bar.what: (round(bar.measured or 0, 4), bar.verdict) for bar in figures()}
-    assert verdicts == {
-        "host busy: batch 64, 8 steps": (0.0199, "met"),
-        "per token / replay: batch 64, 8 steps": (1.0071, "met"),
-        "gap between replays, us: batch 64, 1 step": (80.0, "met"),
-        "35 graphs, seconds": (4.5, "met"),
-        "35 graphs, GiB": (0.5, "met"),
-        "address check, us": (9.0, "met"),
-    }
-
-
-def test_bars_without_their_figures():
-    assert {bar.verdict for bar in figures(whole=False)} == {"not measured"}
-    unmeasured = [bar.what for bar in figures(rows=[], captures=[]) if bar.met is None]
-    assert unmeasured == [
-        "gap between replays, us: batch 64, 1 step", "35 graphs, seconds", "35 graphs, GiB",
-    ]  # fmt: skip
-
-
-def test_predictions_follow_from_each_other():
-    one = predicted(Row("FULL_DECODE_ONLY", 64, 1, 1.0, 1.0, 1.0))
-    assert one["gap_us"] == 20
-    assert one["wall_ms"] == pytest.approx(one["replay_ms"] + 0.02)
-    assert one["over_replay"] == pytest.approx(one["wall_ms"] / one["replay_ms"])
-    assert predicted(Row("PIECEWISE", 64, 1, 1.0, 1.0, 1.0))["gap_us"] > 100
-    assert predicted(Row("PIECEWISE", 3, 1, 1.0, 1.0, 1.0)) == {}
 
 
 def test_decode_step_times_a_graph_that_stays_where_it_is(make_session, monkeypatch):

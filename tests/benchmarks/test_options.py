@@ -16,4 +16,4 @@ def test_it_runs(tmp_path, monkeypatch):
     options.main()
     result = json.loads(path.read_text())
     assert set(result["rows"]) == {*options.cases(10), "prompts", "score"}
-    assert len(result["bars"]) == len(options.BARS) + 1
+    assert result["rows"]["greedy"]["ratio"] == result["rows"]["prompts"]["ratio"] == 1

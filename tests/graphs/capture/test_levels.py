@@ -6,7 +6,6 @@ import logging
 import pytest
 
 from attn_ops import AttentionCGSupport
-from graphs.capture.dispatch import CudagraphDispatcher
 from graphs.capture.plan import resolve, takes
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 
@@ -27,14 +26,7 @@ TAKES = {
 
 USED = {
     # (mode, level of the weakest group): modes for query lengths 1, 4, mixed; as one name
-    (NONE, NEVER): (NONE, NONE, NONE, NONE),
-    (NONE, SINGLE): (NONE, NONE, NONE, NONE),
-    (NONE, UNIFORM): (NONE, NONE, NONE, NONE),
-    (NONE, ALWAYS): (NONE, NONE, NONE, NONE),
-    (PIECEWISE, NEVER): (PIECEWISE, PIECEWISE, PIECEWISE, PIECEWISE),
-    (PIECEWISE, SINGLE): (PIECEWISE, PIECEWISE, PIECEWISE, PIECEWISE),
-    (PIECEWISE, UNIFORM): (PIECEWISE, PIECEWISE, PIECEWISE, PIECEWISE),
-    (PIECEWISE, ALWAYS): (PIECEWISE, PIECEWISE, PIECEWISE, PIECEWISE),
+    **{(m, level): (m,) * 4 for m in (NONE, PIECEWISE) for level in AttentionCGSupport},
     (FULL, NEVER): (PIECEWISE, PIECEWISE, PIECEWISE, PIECEWISE),
     (FULL, SINGLE): (FULL, PIECEWISE, PIECEWISE, PIECEWISE),
     (FULL, UNIFORM): (FULL, FULL, PIECEWISE, BOTH),
@@ -52,16 +44,15 @@ USED = {
 # -- one group -------------------------------------------------------------------------------------
 
 
-def test_the_table_is_complete():
-    assert set(USED) == set(itertools.product(CUDAGraphMode, AttentionCGSupport))
-
-
 @pytest.mark.parametrize("level", AttentionCGSupport)
 def test_what_a_level_takes(level):
     assert tuple(takes(level, kind) for kind in (*QUERY_LENS, None)) == TAKES[level]
 
 
-@pytest.mark.parametrize(("mode", "level"), USED)
+EVERY = list(itertools.product(CUDAGraphMode, AttentionCGSupport))
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
 def test_every_mode_and_level(mode, level):
     one, four, mixed, name = USED[mode, level]
     found = resolve(mode, {"all": level}, "cuda", QUERY_LENS)
@@ -72,15 +63,10 @@ def test_every_mode_and_level(mode, level):
     asked = (mode.decode_mode(), mode.decode_mode(), mode.mixed_mode())
     assert found.lowered is ((one, four, mixed) != asked)
     assert (found.why == "asked for") is not found.lowered
-
-
-@pytest.mark.parametrize(("mode", "level"), USED)
-def test_single_token_decode_alone(mode, level):
-    one, _, mixed, _ = USED[mode, level]
-    found = resolve(mode, {"all": level}, "cuda")
-    assert found.decode_modes == {1: one}
-    assert (found.decode_mode, found.mixed_mode) == (one, mixed)
-    assert found.used is CUDAGraphMode.of(one, mixed)
+    alone = resolve(mode, {"all": level}, "cuda")
+    assert alone.decode_modes == {1: one}
+    assert (alone.decode_mode, alone.mixed_mode) == (one, mixed)
+    assert alone.used is CUDAGraphMode.of(one, mixed)
 
 
 @pytest.mark.parametrize("mode", CUDAGraphMode)
@@ -111,15 +97,6 @@ def test_the_graph_is_broken_around_weak_groups_only(mode, full, sliding):
         assert (found.modes[kind] is PIECEWISE) == bool(broken)
 
 
-def test_one_weak_group_does_not_lower_the_model_to_none():
-    groups = {"FLASH_ATTN: 24 layers": ALWAYS, "FLEX: 8 layers": NEVER}
-    found = resolve(DECODE_ONLY, groups, "cuda")
-    assert found.decode_mode is PIECEWISE
-    assert found.broken[1] == {"FLEX: 8 layers"}
-    assert found.mixed_mode is NONE
-    assert found.broken[None] == set()
-
-
 def test_groups_of_a_key():
     found = resolve(FULL, {"full": ALWAYS, "sliding": SINGLE, "odd": NEVER}, "cuda", QUERY_LENS)
     assert found.broken_for(BatchDescriptor(8, 8, uniform=True)) == {"odd"}
@@ -127,21 +104,10 @@ def test_groups_of_a_key():
     assert found.broken_for(BatchDescriptor(32, 9)) == {"odd", "sliding"}
 
 
-def test_a_dispatcher_takes_what_was_found():
-    found = resolve(DECODE_ONLY, {"full": SINGLE}, "cuda", QUERY_LENS)
-    made = CudagraphDispatcher(DECODE_ONLY, [1, 2], [8], 2, QUERY_LENS)
-    made.initialize_keys(found.decode_modes, found.mixed_mode)
-    assert made.dispatch(2, 2, 1) == (FULL, BatchDescriptor(2, 2, True))
-    assert made.dispatch(8, 2, 4) == (PIECEWISE, BatchDescriptor(8, 2, True))
-    assert made.dispatch(7, 2) == (NONE, None)
-
-
 # -- devices ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "level"), list(itertools.product(CUDAGraphMode, AttentionCGSupport))
-)
+@pytest.mark.parametrize(("mode", "level"), EVERY)
 def test_nothing_is_captured_on_the_cpu(mode, level):
     found = resolve(mode, {"all": level}, "cpu", QUERY_LENS)
     assert found.used is NONE

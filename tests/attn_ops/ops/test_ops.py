@@ -4,12 +4,12 @@ T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
 
 import gc
+import itertools
 import math
 import weakref
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_ops import (
     PAD_SLOT_ID,
@@ -25,8 +25,7 @@ from attn_ops import (
     write_kv,
     write_mla_kv,
 )
-from attn_ops.backends.torch_backend import reference_attention
-from tests.kit.batches import RANDOM_SPEC, build_metadata, random_batch
+from tests.kit.batches import build_metadata
 from tests.kit.latent import build_latent_batch
 from tests.kit.operators import bits, opcheck
 
@@ -77,19 +76,12 @@ def test_slot_mapping_refuses_another_number_of_tokens(make_batch):
         ops.slot_mapping(b.meta, 4, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "slice"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fake_strides_are_the_real_ones(make_batch, dtype, layout):
-    b = make_batch(*RAGGED, dtype=dtype)
-    if layout == "transposed":
-        b.q = b.q.transpose(0, 1).contiguous().transpose(0, 1)
-    elif layout == "slice":
-        b.q = torch.cat([b.q, b.q], dim=1)[:, 4:]
-    real = attention(b.q, b.kv_cache, b.meta, 1.0)
-    with FakeTensorMode() as mode:
-        fake = ops.attention(mode.from_tensor(b.q), mode.from_tensor(b.kv_cache), b.meta, 1.0)
-    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-    assert real.is_contiguous()
+def test_opcheck_of_strided_queries(make_batch):
+    """The fake says the strides of the result, which is contiguous."""
+    b = make_batch(*RAGGED)
+    turned = b.q.transpose(0, 1).contiguous().transpose(0, 1)
+    for q in (turned, torch.cat([b.q, b.q], dim=1)[:, 4:]):
+        opcheck(ops.attention.default, (q, b.kv_cache, b.meta, 1.0))
 
 
 # -- write_kv --------------------------------------------------------------------------------------
@@ -97,9 +89,12 @@ def test_fake_strides_are_the_real_ones(make_batch, dtype, layout):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("num_padding_rows", [0, 3])
-def test_write_reaches_its_slots_and_nothing_else(make_batch, dtype, compiled, num_padding_rows):
-    b = make_batch(*RAGGED, dtype=dtype, num_padding_rows=num_padding_rows, written=False)
+@pytest.mark.parametrize(
+    ("lengths", "num_padding_rows"), [(RAGGED, 0), (RAGGED, 3), (([0], [3]), 4)]
+)
+def test_write_reaches_its_slots(make_batch, dtype, compiled, lengths, num_padding_rows):
+    """And nothing else: padding lands in slot 0 of the null block."""
+    b = make_batch(*lengths, dtype=dtype, num_padding_rows=num_padding_rows, written=False)
     wanted = b.kv_cache.clone()
     for row, slot in enumerate(b.common.slot_mapping.tolist()):
         if slot != PAD_SLOT_ID:
@@ -110,138 +105,61 @@ def test_write_reaches_its_slots_and_nothing_else(make_batch, dtype, compiled, n
         write(b.k, b.v, cache, b.meta, slot_mapping=slots)
         assert torch.equal(bits(cache[1:]), bits(wanted[1:]))
         assert num_padding_rows or torch.equal(bits(cache[0]), bits(b.kv_cache[0]))
-        assert torch.equal(bits(cache[0, :, 1:]), bits(b.kv_cache[0, :, 1:])), (
-            "padding lands in slot 0 only"
-        )
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_eager_operator_equals_traced_form(make_batch, backend):
-    b = make_batch(*RAGGED, num_padding_rows=1, written=False)
-    eager, traced, operator = b.kv_cache.clone(), b.kv_cache.clone(), b.kv_cache.clone()
-    write_kv(b.k * 2, b.v + 1, eager, b.meta)
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def write(k, v, kv_cache, meta):
-        write_kv(k * 2, v + 1, kv_cache, meta)
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def write_by_operator(k, v, kv_cache, meta):
-        ops.write_kv(k * 2, v + 1, kv_cache, meta)
-
-    write(b.k, b.v, traced, b.meta)
-    write_by_operator(b.k, b.v, operator, b.meta)
-    assert torch.equal(bits(traced), bits(eager))
-    assert torch.equal(bits(operator), bits(eager))
-
-
-def test_only_padding_changes_the_null_block_only(make_batch):
-    b = make_batch([0], [3], num_padding_rows=4)
-    before = b.kv_cache.clone()
-    write_kv(b.k, b.v, b.kv_cache, b.meta)
-    assert torch.equal(bits(b.kv_cache[1:]), bits(before[1:]))
-    assert torch.equal(b.kv_cache[0, 0, 0], b.k[-1])
+        assert torch.equal(bits(cache[0, :, 1:]), bits(b.kv_cache[0, :, 1:]))
 
 
 WRONG_WRITES = {
-    "k dtype": (
-        {"k": lambda b: b.k.double()},
-        "^k must have the cache's dtype torch.float32, got torch.float64",
-    ),
-    "v dtype": (
-        {"v": lambda b: b.v.half()},
-        "^v must have the cache's dtype torch.float32, got torch.float16",
-    ),
-    "k rank": ({"k": lambda b: b.k[0]}, r"^k must have shape \[num_tokens, 2, 8\]"),
-    "k batched": ({"k": lambda b: b.k[None]}, r"^k must have shape \[num_tokens, 2, 8\]"),
-    "v rank": ({"v": lambda b: b.v.flatten(1)}, r"^v must have shape \[num_tokens, 2, 8\]"),
+    "k dtype": ("k", lambda b: b.k.double(), "^k must have the cache's dtype .*32, got .*64"),
+    "v dtype": ("v", lambda b: b.v.half(), "^v must have the cache's dtype .*32, got .*16"),
+    "k rank": ("k", lambda b: b.k[0], "^k must have shape"),
+    "k batched": ("k", lambda b: b.k[None], "^k must have shape"),
+    "v rank": ("v", lambda b: b.v.flatten(1), "^v must have shape"),
     "k heads": (
-        {"k": lambda b: b.k[:, :1]},
-        r"^k must have shape \[num_tokens, 2, 8\], got \[5, 1, 8\]",
+        "k",
+        lambda b: b.k[:, :1],
+        r"^k must have .* \[num_tokens, 2, 8\], got \[5, 1, 8\]",
     ),
-    "v heads": (
-        {"v": lambda b: b.v[:, :1]},
-        r"^v must have shape \[num_tokens, 2, 8\], got \[5, 1, 8\]",
-    ),
-    "k head size": (
-        {"k": lambda b: b.k[..., :1]},
-        r"^k must have shape \[num_tokens, 2, 8\], got \[5, 2, 1\]",
-    ),
-    "rows": ({"v": lambda b: b.v[:1]}, r"^v must have the shape of k \[5, 2, 8\], got \[1, 2, 8\]"),
-    "slots": (
-        {"slot_mapping": lambda b: b.common.slot_mapping[:1]},
-        r"^slot_mapping must be int64 of shape \[5\]",
-    ),
+    "v heads": ("v", lambda b: b.v[:, :1], "^v must have shape"),
+    "k head size": ("k", lambda b: b.k[..., :1], "^k must have shape"),
+    "rows": ("v", lambda b: b.v[:1], r"^v must have the shape of k \[5, 2, 8\], got \[1, 2, 8\]"),
+    "slots": ("slot_mapping", lambda b: b.common.slot_mapping[:1], r"must be int64 of shape \[5\]"),
     "slot rank": (
-        {"slot_mapping": lambda b: b.common.slot_mapping[:, None]},
-        "^slot_mapping must be int64 of shape",
+        "slot_mapping",
+        lambda b: b.common.slot_mapping[:, None],
+        "^slot_mapping must be",
     ),
-    "slot dtype": (
-        {"slot_mapping": lambda b: b.common.slot_mapping.int()},
-        "^slot_mapping must be int64.*torch.int32",
-    ),
-    "cache rank": ({"kv_cache": lambda b: b.kv_cache[0]}, "^kv_cache must have shape"),
-    "cache halves": ({"kv_cache": lambda b: b.kv_cache[:, :1]}, "^kv_cache must have shape"),
+    "slot dtype": ("slot_mapping", lambda b: b.common.slot_mapping.int(), "^slot_mapping must be"),
+    "cache rank": ("kv_cache", lambda b: b.kv_cache[0], "^kv_cache must have shape"),
+    "cache halves": ("kv_cache", lambda b: b.kv_cache[:, :1], "^kv_cache must have shape"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG_WRITES)
-def test_wrong_writes_are_refused_and_write_nothing(make_batch, case):
-    change, message = WRONG_WRITES[case]
-    b = make_batch(*RAGGED, written=False)
-    before = b.kv_cache.clone()
-    arguments = {"k": b.k, "v": b.v, "kv_cache": b.kv_cache, "slot_mapping": b.common.slot_mapping}
-    arguments |= {name: make(b) for name, make in change.items()}
-    with pytest.raises(ValueError, match=message):
-        write_kv(**arguments, meta=b.meta)
-    assert torch.equal(bits(b.kv_cache), bits(before))
-
-
-@pytest.mark.parametrize("case", [*WRONG_WRITES, "k dtype by Inductor"])
-def test_wrong_writes_are_refused_when_compiled(make_batch, case):
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [*itertools.product(WRONG_WRITES, (None, "aot_eager")), ("k dtype", "inductor")],
+)
+def test_wrong_writes_are_refused_and_write_nothing(make_batch, case, backend):
     """Otherwise index_put_ broadcasts one head, row or number over all, and Inductor casts."""
-    change, _ = WRONG_WRITES[case.removesuffix(" by Inductor")]
+    name, wrong, message = WRONG_WRITES[case]
     b = make_batch(*RAGGED, written=False)
     before = b.kv_cache.clone()
     arguments = {"k": b.k, "v": b.v, "kv_cache": b.kv_cache, "slot_mapping": b.common.slot_mapping}
-    arguments |= {name: make(b) for name, make in change.items()}
-    backend = "inductor" if "Inductor" in case else "aot_eager"
-    write = torch.compile(write_kv, backend=backend, fullgraph=True)
-    # What is raised in tracing comes out wrapped.
-    with pytest.raises(Exception, match=r"must|shape|dtype|index"):
-        write(**arguments, meta=b.meta)
+    write, error = write_kv, ValueError
+    if backend is not None:  # what is raised in tracing comes out wrapped
+        write, error = torch.compile(write_kv, backend=backend, fullgraph=True), Exception
+        message = "must|shape|dtype|index"
+    with pytest.raises(error, match=message):
+        write(**arguments | {name: wrong(b)}, meta=b.meta)
     assert torch.equal(bits(b.kv_cache), bits(before))
 
 
 # -- attention -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_padding_rows_are_zero(make_batch, dtype, compiled):
-    b = make_batch(*RAGGED, dtype=dtype, num_padding_rows=3)
-    attend = (
-        torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
-    )
-    out_TNH = attend(b.q, b.kv_cache, b.meta, 0.3)
-    wanted_TNH = reference_attention(b.q, b.kv_cache, b.common, 0.3)
-    tolerance = {
-        torch.float64: 1e-12,
-        torch.float32: 1e-5,
-        torch.float16: 2e-3,
-        torch.bfloat16: 2e-2,
-    }[dtype]
-    torch.testing.assert_close(out_TNH.double(), wanted_TNH, atol=tolerance, rtol=tolerance)
-    assert (out_TNH[5:] == 0).all()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"q": lambda b: b.q[0]},
-            r"^q must have shape \[num_tokens, num_heads, head_size\], got \[4, 8\]",
-        ),
+        ({"q": lambda b: b.q[0]}, r"^q must have shape \[num_tokens, .*\], got \[4, 8\]"),
         ({"kv_cache": lambda b: b.kv_cache[0]}, "^kv_cache must have shape"),
         ({"kv_cache": lambda b: b.kv_cache[:, :1]}, "^kv_cache must have shape"),
         ({"q": lambda b: b.q[..., :4]}, "^q must have the cache's head size 8, got 4"),
@@ -255,7 +173,6 @@ def test_padding_rows_are_zero(make_batch, dtype, compiled):
         ({"kv_cache": lambda b: b.kv_cache[:, :, :, :0]}, "^kv_cache must have shape"),
         ({"q": lambda b: b.q[0, 0, 0], "v_head_size": lambda b: 4}, "^q must have shape"),
         ({"v_head_size": lambda b: 9}, "^v_head_size must be from 1 to q's head size 8, got 9"),
-        ({"causal": lambda b: False}, "^attn_metadata must be non-causal.*got causal"),
         ({"sinks": lambda b: torch.zeros(8)[::2]}, "^sinks must be contiguous, got stride 2"),
     ],
 )
@@ -272,8 +189,7 @@ def test_wrong_attention_is_refused(make_batch, change, message):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_metadata_without_a_cache_is_refused(make_batch, compiled):
     b = make_batch(*RAGGED)
-    spec = AttentionSpec(4, 2, 8, torch.float32)
-    meta = varlen_metadata([3, 1, 1], spec)
+    meta = varlen_metadata([3, 1, 1], AttentionSpec(4, 2, 8, torch.float32))
     attend = torch.compile(attention, backend="aot_eager") if compiled else attention
     for call in (
         lambda: write_kv(b.k, b.v, b.kv_cache, meta),
@@ -296,12 +212,24 @@ def test_causality_must_be_the_batchs(make_batch, compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_narrow_values_with_the_log_sum_exp(make_batch, compiled):
     b = make_batch(*RAGGED)
-    operator = attention_with_lse
-    attend = torch.compile(operator, backend="aot_eager") if compiled else operator
+    attend = attention_with_lse
+    attend = torch.compile(attend, backend="aot_eager") if compiled else attend
     out, lse = attend(b.q, b.kv_cache, b.meta, 0.3, v_head_size=4, soft_cap=5.0)
     full, wanted = attention_with_lse(b.q, b.kv_cache, b.meta, 0.3, soft_cap=5.0)
     assert torch.equal(out, full[..., :4])
     assert torch.equal(lse, wanted)
+
+
+def test_cache_of_another_block_size_is_refused_and_not_written(make_batch):
+    b = make_batch(*RAGGED)
+    cache = torch.zeros(4, 2, 8, 2, 8)
+    for call in (
+        lambda: write_kv(b.k, b.v, cache, b.meta),
+        lambda: attention(b.q, cache, b.meta, 1.0),
+    ):
+        with pytest.raises(ValueError, match="must have the metadata's block_size 4, got 8"):
+            call()
+    assert not cache.any()
 
 
 def test_attention_across_devices_is_refused(make_batch):
@@ -309,42 +237,8 @@ def test_attention_across_devices_is_refused(make_batch):
 
     b = make_batch(*RAGGED)
     for q, kv_cache in ((b.q.to("meta"), b.kv_cache), (b.q, b.kv_cache.to("meta"))):
-        with pytest.raises(
-            ValueError, match=r"^q, kv_cache and attn_metadata must be on one device"
-        ):
+        with pytest.raises(ValueError, match=r"^q, kv_cache and attn_metadata must be on one"):
             layer_of(q, kv_cache, b.meta, AttentionOptions(1.0))
-
-
-def test_cache_of_another_block_size_is_refused_and_not_written():
-    spec, torch_backend = AttentionSpec(2, 2, 16, torch.float32), get_backend("TORCH")
-    table = torch.tensor([[1]], dtype=torch.int32)
-    common = CommonAttentionMetadata.from_lengths([2], [2], table, 16)
-    meta = torch_backend.builder(torch_backend, [spec], 16, "cpu").build(0, common)
-    cache, row = torch.zeros(4, 2, 8, 2, 16), torch.ones(2, 2, 16)
-    for call in (lambda: write_kv(row, row, cache, meta), lambda: attention(row, cache, meta, 1.0)):
-        with pytest.raises(ValueError, match="must have the metadata's block_size 16, got 8"):
-            call()
-    assert not cache.any()
-
-
-def test_attention_over_a_cache_refuses_metadata_without_one():
-    """Its table is zeros: the null block would be read as every request's keys."""
-    q, cache, _ = random_batch()
-    with pytest.raises(ValueError, match="meta"):
-        attention(q, cache, varlen_metadata([3, 1], RANDOM_SPEC), 0.2)
-
-
-def test_attention_with_lse_takes_the_arguments_of_attention():
-    q, cache, common = random_batch()
-    out, _ = attention_with_lse(q, cache, build_metadata("TORCH", common), 0.2, v_head_size=8)
-    assert out.shape == (4, 4, 8)
-
-
-def test_a_strided_vector_is_named_as_such():
-    """Not 'must be torch.float32 of shape [4], got torch.float32 [4]'."""
-    q, cache, common = random_batch()
-    with pytest.raises(ValueError, match="contiguous"):
-        attention(q, cache, build_metadata("TORCH", common), 0.2, alibi_slopes=torch.rand(8)[::2])
 
 
 @pytest.mark.parametrize("grouped", [False, True])

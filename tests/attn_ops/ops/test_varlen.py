@@ -33,15 +33,11 @@ def test_opcheck(lengths, v_head_size):
 
 def test_opcheck_of_chunks(make_batch):
     b = make_batch([3, 1], [7, 5], num_padding_rows=1)
-    chunk = 2 * b.kv_cache.shape[2]
-    spec = AttentionSpec(
-        b.q.shape[1], b.kv_cache.shape[3], b.q.shape[2], b.q.dtype, attention_chunk_size=chunk
-    )
-    backend = get_backend("TORCH")
-    meta = backend.builder(backend, [spec], b.kv_cache.shape[2], "cpu").build(0, b.common)
-    opcheck(ops.attention.default, (b.q, b.kv_cache, meta, 0.3), {"attention_chunk_size": chunk})
+    spec = AttentionSpec(4, 2, 8, torch.float32, attention_chunk_size=8)
+    meta = build_metadata("TORCH", b.common, spec, 4)
+    opcheck(ops.attention.default, (b.q, b.kv_cache, meta, 0.3), {"attention_chunk_size": 8})
     with pytest.raises(ValueError, match="sliding_window must be None with attention_chunk_size"):
-        attention(b.q, b.kv_cache, meta, 0.3, attention_chunk_size=chunk, sliding_window=3)
+        attention(b.q, b.kv_cache, meta, 0.3, attention_chunk_size=8, sliding_window=3)
 
 
 def test_one_graph_for_all_batches(as_dynamic, num_graphs):
@@ -53,12 +49,9 @@ def test_one_graph_for_all_batches(as_dynamic, num_graphs):
     for index, lengths in enumerate(([3, 4], [1], [2, 2, 3], [7])):
         meta = varlen_metadata(lengths, SPEC)
         q, k, v, _, scale = inputs(meta, rows=sum(lengths))
-        if index == 0:
-            for tensor in (q, k, v):
-                torch._dynamo.mark_dynamic(tensor, 0)
-            with as_dynamic():
-                out = encode(q, k, v, meta)
-        else:
+        for tensor in (q, k, v) if index == 0 else ():
+            torch._dynamo.mark_dynamic(tensor, 0)
+        with as_dynamic():
             out = encode(q, k, v, meta)
         torch.testing.assert_close(out, varlen_attention(q, k, v, meta, scale) * 2)
     assert num_graphs() == before + 1
@@ -68,6 +61,10 @@ def test_one_graph_for_all_batches(as_dynamic, num_graphs):
     ("change", "message"),
     [
         ({"q": torch.zeros(7, 4)}, "q must have shape"),
+        (
+            {name: torch.zeros(6, heads, 8) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
+            "q must have at least 7 rows on cpu, got 6",
+        ),
         ({"k": torch.zeros(6, 2, 8)}, r"k must have shape \[7, num_kv_heads, 8\]"),
         ({"v": torch.zeros(7, 2, 8).double()}, "v must be torch.float32 on cpu as q"),
         ({"k": torch.zeros(7, 3, 8)}, "k and v must have one number of heads"),
@@ -92,15 +89,17 @@ def test_causality_must_be_the_batchs(compiled):
 
 
 @pytest.mark.parametrize(
-    ("geometry", "message"),
+    ("geometry", "more", "message"),
     [
-        ({"attention_chunk_size": 16}, "attention_chunk_size must be None without a KV cache"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype must be auto without a KV cache"),
+        ({"attention_chunk_size": 16}, {}, "attention_chunk_size must be None without a KV cache"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {}, "kv_cache_dtype must be auto without a KV cache"),
+        ({}, {"device": "meta"}, r"TORCH.*device must be supported, got meta"),
+        ({}, {"backend": "NOBODY"}, "^backend must be a known name, got 'NOBODY'"),
     ],
 )
-def test_specs_that_need_a_cache_are_refused(geometry, message):
+def test_metadata_that_cannot_be_had(geometry, more, message):
     with pytest.raises(ValueError, match=message):
-        varlen_metadata([3], AttentionSpec(4, 2, 8, torch.float32, **geometry))
+        varlen_metadata([3], AttentionSpec(4, 2, 8, torch.float32, **geometry), **more)
 
 
 def test_a_paged_batch_may_be_attended_without_its_cache(make_batch):
@@ -110,37 +109,9 @@ def test_a_paged_batch_may_be_attended_without_its_cache(make_batch):
     torch.testing.assert_close(varlen_attention(*call), wanted)
 
 
-def test_too_few_rows():
-    meta = varlen_metadata([3, 5], SPEC)
-    with pytest.raises(ValueError, match="q must have at least 8 rows on cpu, got 7"):
-        varlen_attention(*inputs(meta))
-
-
 def test_a_backend_without_it_is_refused():
     paged = get_backend("TORCH")
     common = varlen_metadata([3, 4], SPEC).common
     only_paged = type(paged)("PAGED", paged.support, paged.builder, paged.forward, lambda: None)
     with pytest.raises(ValueError, match="PAGED cannot attend without a KV cache"):
         varlen_attention(*inputs(AttentionMetadata(common, only_paged)))
-
-
-def test_no_backend_applies():
-    with pytest.raises(ValueError, match=r"TORCH.*device must be supported, got meta"):
-        varlen_metadata([3], SPEC, "meta")
-    with pytest.raises(ValueError, match=r"^backend must be a known name, got 'NOBODY'"):
-        varlen_metadata([3], SPEC, backend="NOBODY")
-
-
-def test_varlen_metadata_refuses_chunks():
-    """`varlen_attention` has none: every row would see all keys."""
-    with pytest.raises(ValueError, match="attention_chunk_size"):
-        varlen_metadata([40], AttentionSpec(4, 2, 32, torch.float32, attention_chunk_size=16))
-
-
-def test_no_heads_are_a_value_error():
-    q, cache, common = random_batch()
-    none = torch.randn(4, 0, 32)
-    with pytest.raises(ValueError, match="k and v"):
-        varlen_attention(q, none, none, varlen_metadata([3, 1], SPEC), 0.2)
-    with pytest.raises(ValueError, match="q must"):
-        attention(none, cache, build_metadata("TORCH", common), 0.2)

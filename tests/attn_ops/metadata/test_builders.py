@@ -146,7 +146,8 @@ def test_chunks_that_are_no_whole_blocks_are_refused_when_the_builder_is_made():
     """Not by every step's build, under a name that the caller has never seen."""
     backend = get_backend("TORCH")
     spec = AttentionSpec(4, 2, 32, torch.float32, attention_chunk_size=24)
-    with pytest.raises(ValueError, match="attention_chunk_size"):
+    message = "attention_chunk_size must be a multiple of block_size 16, got 24"
+    with pytest.raises(ValueError, match=message):
         backend.builder(backend, [spec], 16, "cpu")
 
 

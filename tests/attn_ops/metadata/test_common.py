@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import attn_ops.metadata
-from attn_ops.metadata import CommonAttentionMetadata, MetadataBuffers
+from attn_ops.metadata import CommonAttentionMetadata, MetadataBuffers, positions_of_step
 from tests.attn_ops.metadata import brute_force
 from tests.attn_ops.metadata.ragged import (
     Ragged,
@@ -19,26 +18,6 @@ from tests.attn_ops.metadata.ragged import (
     int64,
     snapshot,
 )
-
-PUBLIC = [
-    "CommonAttentionMetadata", "MetadataBuffers", "positions_and_slots", "advance_step",
-    "split_decodes_and_prefills", "reorder_batch_to_split_decodes_and_prefills", "UBatchSlice",
-    "slice_query_start_locs", "_make_metadata_with_slice", "split_attn_metadata",
-    "make_local_attention_virtual_batches", "max_local_attention_virtual_batches",
-    "make_kv_sharing_fast_prefill_common_attn_metadata", "KVSharingFastPrefillMetadata",
-    "KV_SHARING_FAST_PREFILL_METADATA_FIELDS", "create_fast_prefill_custom_backend",
-    "subclass_attention_backend", "subclass_attention_metadata", "PerLayerParameters",
-    "get_per_layer_parameters", "infer_global_hyperparameters", "group_layers_by_parameters",
-    "reshape_query_for_spec_decode", "reshape_attn_output_for_spec_decode",
-    "compute_causal_conv1d_metadata", "KVCacheLayoutType", "get_kv_cache_layout",
-    "set_kv_cache_layout", "is_valid_kv_cache_layout", "AttentionCGSupport", "PAD_SLOT_ID",
-    "AttentionMetadataBuilder",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_names(name):
-    assert getattr(attn_ops.metadata, name) is not None
 
 
 def expected_of_lengths(batch: Ragged, num_reqs: int, num_rows: int) -> dict:
@@ -66,6 +45,7 @@ def expected_of_lengths(batch: Ragged, num_reqs: int, num_rows: int) -> dict:
         "positions": positions,
         "block_size": batch.block_size,
         "causal": True,
+        "logits_indices": None,
         "logits_indices_padded": None,
         "block_table_tensor": table,
     }
@@ -80,6 +60,9 @@ def test_from_lengths(batch):
         padding = {}
     common = CommonAttentionMetadata.from_lengths(*arguments, **padding)
     assert_fields(common, **expected_of_lengths(batch, num_reqs, batch.num_rows))
+    lens, computed = np.array(batch.query_lens, np.int32), np.array(batch.computed, np.int32)
+    on_host = positions_of_step(lens, computed, np.array(batch.starts))
+    assert on_host.tolist() == batch.positions_and_slots[0][: batch.num_tokens]
 
 
 @check(batches())
@@ -116,43 +99,15 @@ def test_from_lengths_into_buffers(batch):
     assert_is_view(common.block_table_tensor, out.block_table)
 
 
-def test_buffers_take_their_sizes():
-    out = MetadataBuffers.allocate(3, 7, 5, "cpu")
-    shapes = {
-        "query_start_loc": (4,), "seq_lens": (3,), "block_table": (3, 5),
-        "slot_mapping": (7,), "positions": (7,),
-    }  # fmt: skip
-    for name, shape in shapes.items():
-        assert getattr(out, name).shape == shape, name
-        wanted = torch.int64 if name in ("slot_mapping", "positions") else torch.int32
-        assert getattr(out, name).dtype == wanted, name
-
-
-def test_from_lengths_with_the_table_of_the_buffers():
-    """An engine keeps its block table in the buffers and passes it back."""
-    out = MetadataBuffers.allocate(2, 4, 3, "cpu")
-    out.block_table.copy_(int32([[4, 5, 6], [7, 8, 9]]))
-    common = CommonAttentionMetadata.from_lengths([2, 1], [5, 1], out.block_table, 2, out=out)
-    assert_fields(common, slot_mapping=[11, 12, 14], block_table_tensor=[[4, 5, 6], [7, 8, 9]])
-
-
-def test_padding_requests_clear_the_table_of_the_buffers():
-    out = MetadataBuffers.allocate(3, 4, 2, "cpu")
-    out.block_table.fill_(9)
-    common = CommonAttentionMetadata.from_lengths(
-        [1], [1], int32([[4, 5]]), 2, num_padded_reqs=3, out=out
-    )
-    assert common.block_table_tensor.tolist() == [[4, 5], [0, 0], [0, 0]]
-
-
 def test_mirrors_stand_alone():
-    """A step changes the device tensors in place; on a CPU the mirrors must not change along."""
+    """A step changes the device tensors in place, and a caller its arrays for the next one."""
     table, query, seq = int32([[1], [2]]), np.array([1, 1], np.int32), np.array([2, 3], np.int32)
     common = CommonAttentionMetadata.from_lengths(query, seq, table, 4)
+    query.fill(0), seq.fill(0)
+    assert common.seq_lens.tolist() == [2, 3]
     common.seq_lens.add_(1)
     common.query_start_loc.add_(1)
     common.block_table_tensor.zero_()
-    query.fill(0), seq.fill(0)
     assert common.seq_lens_cpu.tolist() == [2, 3]
     assert common.query_start_loc_cpu.tolist() == [0, 1, 2]
     assert common.num_computed_tokens_cpu.tolist() == [1, 2]
@@ -160,48 +115,82 @@ def test_mirrors_stand_alone():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "keywords", "message"),
+    ("query", "seq", "table", "block_size", "keywords", "message"),
     [
-        (([1], [1, 2], [[1]], 4), {}, "seq_lens"),
-        (([3], [2], [[1]], 4), {}, r"seq_lens\[0\]"),
-        (([-1], [2], [[1]], 4), {}, r"query_lens\[0\]"),
-        (([1, -1], [1, 2], [[1], [2]], 4), {}, r"query_lens\[1\]"),
-        (([1, 3], [1, 2], [[1], [2]], 4), {}, r"seq_lens\[1\]"),
-        (([1.5], [2], [[1]], 4), {}, "query_lens"),
-        (([1, 1], [1, 2**31], [[1], [2]], 4), {}, "seq_lens"),
-        (([1, 1 - 2**32], [1, 1], [[1], [2]], 4), {}, "query_lens"),
-        (([1, 1], [2, 1 - 2**32], [[1], [2]], 4), {}, "seq_lens"),
-        (([1], [5], [[1]], 4), {}, "seq_lens"),
-        (([1], [1], [[1], [2]], 4), {}, "block_table"),
-        (([1], [1], [[1]], 0), {}, "block_size"),
-        (([3], [3], [[1]], 4), {"num_padded_tokens": 2}, "num_padded_tokens"),
-        (([1, 1], [1, 1], [[1], [2]], 4), {"num_padded_reqs": 1}, "num_padded_reqs"),
+        ([1], [1, 2], [[1]], 4, {}, "seq_lens must have 1 entries like query_lens, got 2"),
+        ([3], [2], [[1]], 4, {}, r"seq_lens\[0\]"),
+        ([1, 3], [1, 2], [[1], [2]], 4, {}, r"at least query_lens, got seq_lens\[1\]=2 and query"),
+        ([-1], [2], [[1]], 4, {}, r"query_lens\[0\]"),
+        ([1, -1], [1, 2], [[1], [2]], 4, {}, r"query_lens\[1\]=-1"),
+        ([1.5], [2], [[1]], 4, {}, "query_lens"),
+        ([[1]], [[1]], [[1]], 4, {}, "query_lens"),
+        ([2**31], [2**31], [[1]], 4, {}, "query_lens"),
+        ([1, 1 - 2**32], [1, 1], [[1], [2]], 4, {}, "query_lens"),
+        ([2**30] * 2, [2**30] * 2, [[1], [1]], 2**30, {}, "query_lens"),
+        ([5], [-(2**31)], [[1]], 4, {}, "seq_lens"),
+        ([1, 1], [1, 2**31], [[1], [2]], 4, {}, "seq_lens"),
+        ([1, 1], [2, 1 - 2**32], [[1], [2]], 4, {}, "seq_lens"),
+        (
+            [1, 1],
+            [1, 9],
+            [[1, 2]] * 2,
+            4,
+            {},
+            r"got seq_lens\[1\]=9; supported: up to 8",
+        ),
+        ([1], [1], [[1], [2]], 4, {}, r"block_table must have shape \[1, any\], got \[2, 1\]"),
+        ([1], [1], int32([1]), 4, {}, r"block_table must have shape \[1, any\], got \[1\]"),
+        ([1], [1], int64([[2**32 + 7]]), 4, {}, "block_table"),
+        ([1], [1], [[1.5]], 4, {}, "block_table"),
+        ([1, 1], [3, 2], [[1, -7], [-1, 2]], 4, {}, r"got block_table\[1\]\[0\]=-1"),
+        ([1], [1], [[1]], 0, {}, "block_size"),
+        ([1], [1], [[1]], 4.0, {}, "block_size"),
+        (
+            [3],
+            [3],
+            [[1]],
+            4,
+            {"num_padded_tokens": 2},
+            "must be at least 3, got 2",
+        ),
+        ([1, 1], [1, 1], [[1], [2]], 4, {"num_padded_reqs": 1}, "num_padded_reqs"),
+        (
+            [1],
+            [1],
+            [[1]],
+            4,
+            {"num_padded_tokens": 2.0},
+            "num_padded_tokens must be an int",
+        ),
+        ([1], [1], [[1]], 4, {"num_padded_reqs": 2.0}, "num_padded_reqs must be an int"),
     ],
 )
-def test_from_lengths_refuses_and_writes_nothing(arguments, keywords, message):
-    query, seq, table, block_size = arguments
+def test_from_lengths_refuses_and_writes_nothing(query, seq, table, block_size, keywords, message):
     out = MetadataBuffers.allocate(3, 8, 2, "cpu")
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions")
     for name in names:
         getattr(out, name).fill_(77)
     with pytest.raises(ValueError, match=message):
-        CommonAttentionMetadata.from_lengths(
-            query, seq, int32(table), block_size, out=out, **keywords
-        )
+        CommonAttentionMetadata.from_lengths(query, seq, table, block_size, out=out, **keywords)
     assert all((getattr(out, name) == 77).all() for name in names)
 
 
-@pytest.mark.parametrize("size", [(1, 8, 2), (3, 2, 2), (3, 8, 1)])
-def test_from_lengths_refuses_small_buffers(size):
-    out = MetadataBuffers.allocate(*size, "cpu")
+def test_tables_as_lists_and_arrays():
+    """Behind the tokens anything may stand."""
+    for table in ([[5], [6, 7]], [[5, -7], [6, 7]], np.array([[5, 0], [6, 7]], dtype=np.int64)):
+        common = CommonAttentionMetadata.from_lengths([1, 1], [1, 7], table, 4)
+        assert common.slot_mapping.tolist() == [20, 30]
+        assert common.block_table_tensor[1].tolist() == [6, 7]
+    assert CommonAttentionMetadata.from_lengths([], [], [], 4).block_table_tensor.shape == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "size", [(1, 8, 2, "cpu"), (3, 2, 2, "cpu"), (3, 8, 1, "cpu"), (3, 8, 2, "meta")]
+)
+def test_from_lengths_refuses_small_buffers_and_those_elsewhere(size):
+    out = MetadataBuffers.allocate(*size)
     with pytest.raises(ValueError, match="out"):
         CommonAttentionMetadata.from_lengths([1, 2], [5, 2], int32([[1, 2], [3, 4]]), 4, out=out)
-
-
-def test_from_lengths_refuses_buffers_on_another_device():
-    out = MetadataBuffers.allocate(1, 1, 1, "meta")
-    with pytest.raises(ValueError, match="out"):
-        CommonAttentionMetadata.from_lengths([1], [1], int32([[1]]), 4, out=out)
 
 
 @pytest.mark.parametrize("sizes", [(-1, 1, 1), (1, -1, 1), (1, 1, -1)])
@@ -275,16 +264,6 @@ def common() -> CommonAttentionMetadata:
     return CommonAttentionMetadata.from_lengths([1, 2], [5, 2], int32([[1, 2], [3, 4]]), 4)
 
 
-def test_fields_can_be_assigned(common):
-    """As model runners do that prepare a step in several places."""
-    padded = int64([0, 2, 7])
-    common.num_actual_tokens = 8
-    common.logits_indices_padded = padded
-    common.num_logits_indices = 2
-    assert common.num_actual_tokens == 8
-    assert common.logits_indices_padded is padded
-
-
 def test_replace_copies_and_checks(common):
     other = common.replace(max_seq_len=100, causal=False)
     assert (other.max_seq_len, other.causal) == (100, False)
@@ -330,7 +309,10 @@ PER_REQUEST = [
 def test_form_is_checked(common, name):
     right = FORMS[name]
     assert getattr(common.replace(**{name: right}), name) is right
-    for wrong in (right.double(), right[None, None]):
+    others = [right.double(), right[None, None], right.unsqueeze(-1)]
+    if name not in ("logits_indices_padded", "logits_indices_cpu"):  # of either kind
+        others.append(right.int() if right.dtype == torch.int64 else right.long())
+    for wrong in others:
         with pytest.raises(ValueError, match=f"^{name} must"):
             common.replace(**{name: wrong})
     if name in PER_REQUEST:
@@ -364,8 +346,20 @@ def test_slots_of_windows_are_validated(common):
 
 @pytest.mark.parametrize("name", [n for n in FORMS if n not in ("seq_lens", "is_prefilling")])
 def test_device_is_checked(common, name):
-    with pytest.raises(ValueError, match=f"^{name} must"):
+    with pytest.raises(ValueError, match=f"^{name} must be on cpu, got meta"):
         common.replace(**{name: FORMS[name].to("meta")})
+
+
+def test_the_device_is_that_of_seq_lens(common):
+    with pytest.raises(ValueError, match=r"^query_start_loc must be on meta, got cpu"):
+        common.replace(seq_lens=common.seq_lens.to("meta"))
+
+
+@pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"])
+def test_counts_are_ints(common, name):
+    for value in (torch.tensor(2), 2.0, True):
+        with pytest.raises(ValueError, match=f"^{name} must be an int"):
+            common.replace(**{name: value})
 
 
 def test_unknown_mirrors_are_none():

@@ -138,22 +138,11 @@ def worked_example(**changes: Any) -> CommonAttentionMetadata:
 )
 def test_worked_example(changes):
     """The one in the reference's comments, with a fifth index that is padding."""
-    common = worked_example(**changes)
-    assert common.query_start_loc.tolist() == [0, 15, 20, 28]
     assert_fields(
-        make_kv_sharing_fast_prefill_common_attn_metadata(common),
+        make_kv_sharing_fast_prefill_common_attn_metadata(worked_example(**changes)),
         query_start_loc=[0, 1, 3, 4],
-        query_start_loc_cpu=[0, 1, 3, 4],
-        query_lens=[1, 2, 1],
-        seq_lens=[41, 31, 40],
-        seq_lens_cpu=[41, 31, 40],
         num_computed_tokens_cpu=[40, 29, 39],
-        num_reqs=3,
-        num_actual_tokens=4,
         max_query_len=2,
-        max_seq_len=41,
-        slot_mapping=common.slot_mapping.tolist(),
-        causal=True,
     )
 
 
@@ -203,6 +192,7 @@ def test_mirrors_stand_alone():
         ({"logits_indices_padded": int64([14, 28, 19, 27])}, r"logits_indices_padded\[1\]"),
         ({"logits_indices_padded": int64([-1, 18, 19, 27])}, r"logits_indices_padded\[0\]"),
         ({"logits_indices_cpu": int64([14, 18, 19, 28])}, r"logits_indices"),
+        ({"logits_indices_cpu": int64([14])}, "logits_indices_cpu must have num_logits_indices=4"),
     ],
 )
 def test_refuses_and_writes_nothing(changes, name):
@@ -218,7 +208,7 @@ def test_a_decode_step_needs_no_logits_rows():
     assert make_kv_sharing_fast_prefill_common_attn_metadata(common) is common
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class OwnMetadata:
     query_start_loc: list[int]
     prefix: int
@@ -266,10 +256,17 @@ def test_backend_leaves_a_decode_step_as_it_is():
     assert (meta.logits_indices_padded.tolist(), meta.num_logits_indices) == ([1, 0], 1)
 
 
-def test_backend_needs_logits_rows():
+@pytest.mark.parametrize(
+    ("padded", "message"),
+    [
+        (None, "logits_indices_padded"),
+        (int64([14, 18, 19, 26]), r"must hold the last rows .*\[3\]=26 for row 27"),
+    ],
+)
+def test_backend_needs_logits_rows(padded, message):
     builder = create_fast_prefill_custom_backend("Fast", OwnBackend).get_builder_cls()()
-    with pytest.raises(ValueError, match="logits_indices_padded"):
-        builder.build(0, worked_example(logits_indices_padded=None))
+    with pytest.raises(ValueError, match=message):
+        builder.build(0, worked_example(logits_indices_padded=padded))
 
 
 def test_attention_of_the_logits_rows(make_batch):
@@ -315,50 +312,12 @@ def test_subclass_attention_metadata():
     assert (meta.prefix, meta.logits_indices_padded, meta.num_logits_indices) == (3, None, 0)
     other = derived([0], 3, True, logits_indices_padded=int64([1]), num_logits_indices=1)
     assert other.logits_indices_padded.tolist() == [1]
+    for base in (OwnMetadata, dataclasses.make_dataclass("Thawed", ["prefix"])):
+        made = subclass_attention_metadata("Fast", base, KV_SHARING_FAST_PREFILL_METADATA_FIELDS)
+        assert made.__dataclass_params__.frozen is base.__dataclass_params__.frozen
     assert [name for name, _, _ in KV_SHARING_FAST_PREFILL_METADATA_FIELDS] == [
         "logits_indices_padded", "num_logits_indices",
     ]  # fmt: skip
-
-
-from_lengths = CommonAttentionMetadata.from_lengths
-
-
-def test_a_mirror_of_another_length():
-    common = from_lengths([2, 3], [2, 3], [[1], [2]], 4).replace(
-        logits_indices_padded=int64([0, 1, 2]), num_logits_indices=3, logits_indices_cpu=int64([0])
-    )
-    for use in (
-        make_kv_sharing_fast_prefill_common_attn_metadata,
-        CommonAttentionMetadata.validate,
-    ):
-        with pytest.raises(ValueError, match="logits_indices_cpu must have num_logits_indices=3"):
-            use(common)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_fast_prefill_over_a_backend_of_classes(frozen):
-    @dataclasses.dataclass(frozen=frozen)
-    class Metadata:
-        rows: int
-
-    class Builder:
-        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-            return Metadata(common_attn_metadata.num_actual_tokens)
-
-    class Backend:
-        @staticmethod
-        def get_builder_cls():
-            return Builder
-
-    backend = create_fast_prefill_custom_backend("Fast", Backend)
-    common = from_lengths([3, 2], [3, 2], [[1], [2]], 4)
-    common.logits_indices_padded, common.num_logits_indices = int64([2, 4, 0]), 2
-    metadata = backend.get_builder_cls()().build(0, common)
-    assert backend.__name__ == "FastBackend"
-    assert (metadata.rows, metadata.num_logits_indices) == (2, 2)
-    common.logits_indices_padded = int64([1, 4, 0])
-    with pytest.raises(ValueError, match=r"must hold the last rows .*\[0\]=1 for row 2"):
-        backend.get_builder_cls()().build(0, common)
 
 
 def test_a_bound_on_logits_of_a_request_is_at_most_its_rows():

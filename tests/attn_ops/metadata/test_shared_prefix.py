@@ -88,31 +88,6 @@ def test_layers_that_do_not_see_all_keys_are_not_cascaded():
 
 
 @pytest.mark.parametrize(
-    ("geometry", "message"),
-    [
-        ({"attention_chunk_size": 0}, "attention_chunk_size must be None or at least 1, got 0"),
-        (
-            {"attention_chunk_size": 8, "sliding_window": 3},
-            "sliding_window must be None with attention_chunk_size 8, got 3",
-        ),
-        (
-            {"attention_chunk_size": 8, "causal": False},
-            "causal must be True with attention_chunk_size 8, got False",
-        ),
-    ],
-)
-def test_geometry_of_chunked_layers(geometry, message):
-    with pytest.raises(ValueError, match=message):
-        AttentionSpec(4, 2, 8, torch.float32, **geometry)
-
-
-def test_a_chunk_must_hold_whole_blocks():
-    message = "attention_chunk_size must be a multiple of block_size 4, got 6"
-    with pytest.raises(ValueError, match=message):
-        builder_of(attention_chunk_size=6)
-
-
-@pytest.mark.parametrize(
     "groups",
     [[(0, 3, 0)], [(0, 3, 4)], [(0, 3, 12)], [(0, 2, 8), (2, 3, 0)], [(0, 1, 0), (1, 3, 16)],
      [(0, 2, 4), (2, 2, 0), (2, 3, 8)]],

@@ -48,3 +48,35 @@ def test_latent_sizes_are_at_least_one(field, size):
     sizes = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
     with pytest.raises(ValueError, match=f"{field} must be at least 1"):
         LatentShape(**(sizes | {field: size}))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "message"),
+    [
+        ({"attention_chunk_size": 0}, "attention_chunk_size must be None or at least 1, got 0"),
+        (
+            {"attention_chunk_size": 8, "sliding_window": 3},
+            "sliding_window must be None with attention_chunk_size 8, got 3",
+        ),
+        (
+            {"attention_chunk_size": 8, "causal": False},
+            "causal must be True with attention_chunk_size 8, got False",
+        ),
+        ({"blocksparse": 0}, "blocksparse must be None or at least 1, got 0"),
+        (
+            {"blocksparse": 16, "sliding_window": 5},
+            "sliding_window must be None with blocksparse 16, got 5",
+        ),
+        (
+            {"blocksparse": 16, "attention_chunk_size": 32},
+            "attention_chunk_size must be None with blocksparse 16",
+        ),
+        (
+            {"blocksparse": 16, "causal": False},
+            "causal must be True with blocksparse 16, got False",
+        ),
+    ],
+)
+def test_geometry_that_does_not_go_together(geometry, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionSpec(4, 2, 8, torch.float32, **geometry)

@@ -101,16 +101,6 @@ def test_reorder_batch(batch):
     assert scheduler_output.num_scheduled_tokens == tokens
 
 
-def test_reorder_batch_by_hand():
-    input_batch = InputBatch(["p0", "d0", "p1", "d1", "d2"])
-    scheduler_output = types.SimpleNamespace(
-        num_scheduled_tokens={"p0": 7, "d0": 1, "p1": 4, "d1": 1, "d2": 1}
-    )
-    assert reorder_batch_to_split_decodes_and_prefills(input_batch, scheduler_output) is True
-    assert input_batch.req_ids == ["d2", "d0", "d1", "p1", "p0"]
-    assert reorder_batch_to_split_decodes_and_prefills(input_batch, scheduler_output) is False
-
-
 def by_context(requests: list[tuple[int, int, int]], threshold: int = 1) -> tuple[bool, list[int]]:
     """Requests of (scheduled, computed, prompt) tokens, reordered: modified, and their order."""
     scheduled, computed, prompt = np.array(requests).reshape(-1, 3).T

@@ -199,20 +199,6 @@ def test_selection_says_why():
         select_backend(odd, block_size=16, device="cuda", backend="BLOCKSPARSE")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sliding_window": 5}, "sliding_window must be None with blocksparse 16, got 5"),
-        ({"attention_chunk_size": 32}, "attention_chunk_size must be None with blocksparse 16"),
-        ({"causal": False}, "causal must be True with blocksparse 16, got False"),
-        ({"blocksparse": 0}, "blocksparse must be None or at least 1, got 0"),
-    ],
-)
-def test_geometry_that_does_not_go_with_it(changes, message):
-    with pytest.raises(ValueError, match=message):
-        AttentionSpec(4, 2, 8, torch.float32, **{"blocksparse": 16} | changes)
-
-
 def test_layouts_that_do_not_fit_a_call():
     case = case_of((1, 9), (40, 70))
 

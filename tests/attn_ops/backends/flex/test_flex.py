@@ -129,6 +129,3 @@ def test_tiles_hold_every_visible_key(row_tile, window, causal):
         needed = needed.nonzero().flatten().tolist()
         span = list(range(needed[0], needed[-1] + 1)) if needed else []
         assert visited[:count] == span
-
-
-# -- the fused path, traced for a CPU --------------------------------------------------------------

@@ -6,17 +6,16 @@ what it wrote is put back, what it allocated holds NaN until the first replay.
 
 An attention operator is one entry, played by calling it again with the metadata *object* of the
 capture, so that TORCH, which reads lengths on the host, can stand for a backend that can be
-captured. With `whole=()` its inside is recorded instead: then TORCH freezes lengths, as it would.
+captured.
 
 What it cannot see: host and device are both the CPU, so operators on host mirrors are played too,
-and `tolist` and `numpy` are free, while `item` is refused as a synchronisation
-(`host_reads=True` freezes it).
+and `tolist` and `numpy` are free, while `item` is refused as a synchronisation.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -51,18 +50,12 @@ class Tape:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.kept: list[torch.Tensor] = []  # what it reads and writes by address
-        self.num_replays = 0
-
-    @property
-    def names(self) -> list[str]:
-        return [entry.name for entry in self.entries]
 
     @property
     def is_empty(self) -> bool:
         return not self.entries
 
     def replay(self) -> None:
-        self.num_replays += 1
         with torch.no_grad(), _disable_current_modes():
             for entry in self.entries:
                 new = tree_leaves(entry.run())
@@ -74,9 +67,8 @@ class Tape:
 class Taping(TorchDispatchMode):
     """Writes what is called to `tape`, while there is one."""
 
-    def __init__(self, whole: Collection[str], host_reads: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.whole, self.host_reads = whole, host_reads
         self.tape: Tape | None = None
         self.fresh: dict[int, torch.Tensor] = {}  # by storage: allocated while recording
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -90,12 +82,12 @@ class Taping(TorchDispatchMode):
         kwargs, tape, name = kwargs or {}, self.tape, func._schema.name
         if tape is None:
             return func(*args, **kwargs)
-        if name.startswith("attn_ops::") and name not in self.whole:
+        if name.startswith("attn_ops::") and name not in WHOLE:
             with self:
                 return func.redispatch(
                     torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs
                 )
-        if not self.host_reads and name not in self.whole and _synchronises(func, args):
+        if name not in WHOLE and _synchronises(func, args):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         self._save(_written(func, args, kwargs))
         with self._one_entry():
@@ -191,15 +183,9 @@ def _mutates(func: Any) -> bool:
 
 
 class TapeSegments:
-    """Tapes one behind another, as `graphs.capture.piecewise.SegmentRecorder`.
+    """Tapes one behind another, as `graphs.capture.piecewise.SegmentRecorder`."""
 
-    Args:
-        whole: operators that are one entry; others of attn_ops are recorded inside.
-        host_reads: whether `item` and shapes that depend on values are frozen, not refused.
-    """
-
-    def __init__(self, whole: Collection[str] = WHOLE, host_reads: bool = False) -> None:
-        self.whole, self.host_reads = whole, host_reads
+    def __init__(self) -> None:
         self.num_open = 0  # tapes begun and not ended
         self._taping: Taping | None = None
         self._num_bytes = 0
@@ -209,7 +195,7 @@ class TapeSegments:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        self._taping = taping = Taping(self.whole, self.host_reads)
+        self._taping = taping = Taping()
         try:
             with torch.no_grad(), _launches_to(taping), _said_to_capture(taping), taping:
                 yield
@@ -240,24 +226,18 @@ class TapeSegments:
 
 
 class TapeRecorder:
-    """Whole steps on tapes; arguments as of `TapeSegments`."""
+    """Whole steps on tapes."""
 
-    def __init__(self, whole: Collection[str] = WHOLE, host_reads: bool = False) -> None:
-        self.segments = TapeSegments(whole, host_reads)
-        self.tapes: list[Tape] = []
-
-    def warm_up(self, run: Callable[[], Any]) -> None:
-        run()
+    def __init__(self) -> None:
+        self.segments = TapeSegments()
 
     def record(self, run: Callable[[], Any]) -> tuple[Tape, int]:
         segments, before = self.segments, self.segments.num_bytes()
         with segments.recording(), segments.segment() as tape:
             run()
-        self.tapes.append(tape)
         return tape, segments.num_bytes() - before
 
     def release(self) -> None:
-        self.tapes.clear()
         self.segments.release()
 
 
@@ -274,11 +254,8 @@ def _launches_to(taping: Taping) -> Iterator[None]:
     def record(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         return taping.launch(run, kernel, *args, **kwargs)
 
-    InterpretedFunction.run = record
-    try:
+    with mock.patch.object(InterpretedFunction, "run", record):
         yield
-    finally:
-        InterpretedFunction.run = run
 
 
 @contextlib.contextmanager

@@ -3,19 +3,15 @@
 import pytest
 import torch
 
-import attn_ops
-from attn_ops import get_backend
-from tests.graphs.capture.tape import TapeRecorder, TapeSegments
+from tests.graphs.capture.tape import TapeRecorder
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 
-def record(run, **options):
-    recorder = TapeRecorder(**options)
-    recorder.warm_up(run)
-    graph, num_bytes = recorder.record(run)
-    return graph, num_bytes
+def record(run):
+    run()
+    return TapeRecorder().record(run)
 
 
 def test_replay_reads_the_inputs_of_now_and_runs_no_python():
@@ -66,10 +62,6 @@ def test_synchronisation_is_refused_and_leaves_nothing_behind():
     graph, _ = recorder.record(lambda: x.mul_(3))
     graph.replay()
     assert x.tolist() == [3, 3, 3]
-    graph, _ = record(run, host_reads=True)
-    x.fill_(-10)
-    graph.replay()
-    assert x.tolist() == [-8, -8, -8]  # the branch of the capture
 
 
 @triton.jit
@@ -87,78 +79,7 @@ def test_triton_launches_are_recorded_with_their_host_values():
         _add_kernel[(1,)](x, outs[-1], amount[0], BLOCK=4)  # pyright: ignore[reportArgumentType]
 
     graph, _ = record(run)
-    assert "_add_kernel" in graph.names
     amount[0] = 50
     x.fill_(1)
     graph.replay()
     assert outs[-1].tolist() == [4] * 4
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_attention_whole_or_inside(make_batch, whole):
-    """TORCH reads lengths on the host: recorded inside they are frozen, as in a CUDA graph."""
-    batch = make_batch([1, 1], [5, 7])
-    outs = []
-
-    def run():
-        outs.append(attn_ops.attention(batch.q, batch.kv_cache, batch.meta, 0.3))
-
-    graph, _ = record(run, host_reads=True, **({} if whole else {"whole": ()}))
-    assert ("attn_ops::attention" in graph.names) == whole
-    graph.replay()
-    first = outs[-1].clone()
-    assert torch.equal(first, attn_ops.attention(batch.q, batch.kv_cache, batch.meta, 0.3))
-    batch.common.seq_lens.sub_(1)
-    batch.common.seq_lens_cpu.copy_(batch.common.seq_lens)
-    graph.replay()
-    wanted = attn_ops.attention(batch.q, batch.kv_cache, batch.meta, 0.3)
-    assert not torch.equal(first, wanted)
-    assert torch.equal(outs[-1], wanted if whole else first)
-
-
-def test_triton_attention_inside(make_batch):
-    batch = make_batch(
-        [1, 1], [5, 37], head_size=32, block_size=16, backend=get_backend("TRITON"),
-        dtype=torch.float32,
-    )  # fmt: skip
-    outs = []
-
-    def run():
-        outs.append(attn_ops.attention(batch.q, batch.kv_cache, batch.meta, 0.3))
-
-    graph, _ = record(run, whole=())
-    assert not [n for n in graph.names if n.startswith("attn_ops")]
-    batch.q.mul_(0.5)
-    batch.common.seq_lens.sub_(2)
-    graph.replay()
-    assert torch.equal(outs[-1], attn_ops.attention(batch.q, batch.kv_cache, batch.meta, 0.3))
-
-
-def test_compiled_code_is_seen():
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def fast(x, out):
-        compiled = torch.compiler.is_compiling()
-        out.copy_(torch.relu(x) + 1 if compiled else x)
-
-    x, out = torch.ones(3), torch.zeros(3)
-    graph, _ = record(lambda: fast(x, out))
-    assert "aten::relu" in graph.names
-    x.fill_(6)
-    graph.replay()
-    assert out.tolist() == [7, 7, 7]
-
-
-def test_segments():
-    x, segments = torch.ones(2), TapeSegments()
-    with segments.recording():
-        with segments.segment() as empty:
-            pass
-        assert empty.is_empty
-        with segments.segment() as first:
-            x.add_(1)
-        x.add_(100)  # between two segments: on neither
-        with segments.segment() as second:
-            x.mul_(2)
-    for tape in (second, first):
-        tape.replay()
-    assert x.tolist() == [3, 3]

@@ -21,6 +21,8 @@ SESSIONS = [
     *({"cudagraph_mode": bad} for bad in (None, 1, "NONE")),
     *({name: bad} for name in ("strict", "lazy_capture") for bad in ("yes", 1, None)),
     {"strict": True, "on_capture_failure": "continue"},
+    *({"max_batch_size": 0}, {"max_tokens": -1}, {"max_tokens_per_step": 2.0}),
+    *({"decode_steps": 1025}, {"capture_sizes": [1, 9]}, {"backend": "NOPE"}),
 ]
 
 
@@ -46,6 +48,7 @@ CALLS = {
     "list": (lambda s: s.verify_draft([1]), "drafts must be a mapping"),
     "draft": (lambda s: s.verify_draft({(1, 2): [1]}), "drafts must be for requests"),
     "result": (lambda s: s.result([1]), r"request_id must come from add\(\), got \[1\]"),
+    "no result": (lambda s: s.result(5), r"request_id must come from add\(\), got 5"),
     "discard": (lambda s: s.discard([1]), r"request_id must come from add\(\), got \[1\]"),
 }
 
@@ -87,8 +90,11 @@ def test_bad_keys_and_groups(case):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt": "12"}, "prompt must be a sequence of token ids"),
         ({"prompt": [1.7]}, "prompt must hold ints, got 1.7"),
+        ({"prompt": []}, "prompt must hold at least one token, got an empty one"),
+        ({"prompt": [1] * 9}, "prompt must be at most max_tokens=8 long, got 9 tokens"),
+        ({"prompt": [-1]}, "prompt must hold token ids from 0 to 63, got -1"),
+        ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens must be a positive int, got 0"),
         ({"prompt": [1], "eos": "3"}, "eos must hold ints, got '3'"),
         ({"prompt": [1], "eos": 64}, "eos must hold token ids from 0 to 63, got 64"),
         ({"prompt": [1], "temperature": None}, "temperature must be a number"),

@@ -12,10 +12,10 @@ SCALE = 0.3
 NAMES = ["TORCH", "FLEX", "TRITON"]
 
 
-def reduced(batch, rows, name="TORCH", count=None, **fields):
+def reduced(batch, rows, name="TORCH", count=None):
     """The batch's metadata anew, with logits rows."""
-    indices = torch.tensor(rows)
-    known = {"logits_indices_padded": indices, "num_logits_indices": count or len(rows)} | fields
+    indices = torch.tensor(rows, dtype=torch.int64)
+    known = {"logits_indices_padded": indices, "num_logits_indices": count or len(rows)}
     return build(batch, name, batch.common.replace(**known))
 
 
@@ -77,9 +77,7 @@ def test_logits_indices_stand_in_for_the_padded_ones(make_batch):
 def test_no_rows_of_a_batch_that_wants_none(make_batch, name):
     """Nothing is reduced or launched; a model that sees rows although none are wanted is wrong."""
     batch = make_batch([3, 2], [5, 2], head_size=16, block_size=16)
-    none = torch.empty(0, dtype=torch.int64)
-    more = {"logits_indices_padded": none, "num_logits_indices": 0}
-    meta = build(batch, name, batch.common.replace(**more))
+    meta = reduced(batch, [], name)
     out, lse = attention_with_lse(batch.q[:0], batch.kv_cache, meta, SCALE, logits_rows=True)
     assert (out.shape, lse.shape) == ((0, *batch.q.shape[1:]), (0, batch.q.shape[1]))
     got = attention(batch.q[:0], batch.kv_cache, meta, SCALE, logits_rows=True)
@@ -103,71 +101,38 @@ def test_nothing_is_reduced_where_all_rows_are_wanted(make_batch, query, rows):
     assert meta.logits_rows(len(rows)) is meta
 
 
-def test_on_the_device_the_bound_is_used(make_batch):
-    """Where replays change the rows, the host knows only how many there are at most."""
-    batch = make_batch([3, 2], [5, 2], head_size=16, block_size=16)
-    count = torch.tensor([2], dtype=torch.int32)
-    fields = {"num_logits": count, "max_logits_per_req": 1, "query_start_loc_cpu": None,
-              "seq_lens_cpu": None, "num_computed_tokens_cpu": None}  # fmt: skip
-    indices = torch.tensor([2, 4, 0])
-    common = batch.common.replace(logits_indices_padded=indices, num_logits_indices=3, **fields)
-    meta = build(batch, "TRITON", common)
-    few = meta.logits_rows(3).common
-    assert (few.max_query_len, few.query_start_loc_cpu) == (1, None)
-    assert few.query_start_loc.tolist() == [0, 1, 2]
-
-
 # -- refusals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [[1, 4], [4, 2], [2, 3], [0, 1, 2, 3]])
-def test_rows_must_be_the_last_of_their_requests(make_batch, rows):
-    batch = make_batch([3, 2], [5, 2])
-    meta = reduced(batch, rows)
-    with pytest.raises(ValueError, match="must hold the last rows of each request, in order"):
-        attention(batch.q[rows], batch.kv_cache, meta, SCALE, logits_rows=True)
-
-
-def test_rows_must_be_rows_of_the_batch(make_batch):
-    batch = make_batch([3, 2], [5, 2])
-    with pytest.raises(ValueError, match="logits_indices_padded must hold rows from 0 to 4"):
-        reduced(batch, [2, 5]).logits_rows(2)
-
-
-def test_rows_must_be_given(make_batch):
-    batch = make_batch([3, 2], [5, 2])
-    with pytest.raises(ValueError, match="logits_indices_padded and num_logits_indices must be"):
-        attention(batch.q[:2], batch.kv_cache, batch.meta, SCALE, logits_rows=True)
-
-
-def test_metadata_must_know_how(make_batch):
-    meta = reduced(make_batch([3, 2], [5, 2]), [2, 4]).replace(views=None)
-    with pytest.raises(ValueError, match=r"must come from build\(\) of backend TORCH's builder"):
-        meta.logits_rows(2)
-
-
-def test_as_many_queries_as_logits_rows(make_batch):
-    batch = make_batch([3, 2], [5, 2])
-    meta = reduced(batch, [2, 4])
-    with pytest.raises(ValueError, match="those of the batch, 2 with padding, got 1"):
-        attention(batch.q[:1], batch.kv_cache, meta, SCALE, logits_rows=True)
+LAST = "must hold the last rows of each request, in order"
+ALL = "must be the . rows of the batch in their order"
 
 
 @pytest.mark.parametrize(
-    ("query", "rows"),
+    ("query", "rows", "message"),
     [
-        pytest.param([1, 1, 1], [0, 2], id="some of a decode"),
-        pytest.param([1, 1, 1], [2, 1, 0], id="a decode turned round"),
-        pytest.param([2, 2], [1, 0, 3, 2], id="all, out of order"),
+        ([3, 2], [1, 4], LAST),
+        ([3, 2], [4, 2], LAST),
+        ([3, 2], [2, 3], LAST),
+        ([3, 2], [0, 1, 2, 3], LAST),
+        ([3, 2], [2, 5], "logits_indices_padded must hold rows from 0 to 4"),
+        ([3, 2], None, "logits_indices_padded and num_logits_indices must be"),
+        ([1, 1, 1], [0, 2], ALL),
+        ([1, 1, 1], [2, 1, 0], ALL),
+        ([2, 2], [1, 0, 3, 2], ALL),
     ],
 )
-def test_unreduced_batches_are_checked_too(make_batch, query, rows):
-    """Either the right rows or an error."""
+def test_wrong_rows_are_refused(make_batch, query, rows, message):
     batch = make_batch(query, [5, 4, 3][: len(query)])
-    meta = reduced(batch, rows)
-    wanted = attention(batch.q, batch.kv_cache, meta, SCALE)[rows]
-    try:
-        got = attention(batch.q[rows], batch.kv_cache, meta, SCALE, logits_rows=True)
-    except ValueError:
-        return
-    torch.testing.assert_close(got, wanted)
+    meta = batch.meta if rows is None else reduced(batch, rows)
+    q_RNH = batch.q[: len(rows or [0, 0])]
+    with pytest.raises(ValueError, match=message):
+        attention(q_RNH, batch.kv_cache, meta, SCALE, logits_rows=True)
+
+
+def test_metadata_that_does_not_fit_is_refused(make_batch):
+    meta = reduced(make_batch([3, 2], [5, 2]), [2, 4])
+    with pytest.raises(ValueError, match="those of the batch, 2 with padding, got 1"):
+        meta.logits_rows(1)
+    with pytest.raises(ValueError, match=r"must come from build\(\) of backend TORCH's builder"):
+        meta.replace(views=None).logits_rows(2)

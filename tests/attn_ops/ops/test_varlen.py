@@ -10,7 +10,7 @@ import torch
 
 from attn_ops import AttentionSpec, attention, get_backend, varlen_attention, varlen_metadata
 from attn_ops.metadata import AttentionMetadata
-from tests.kit.batches import build_metadata, random_batch
+from tests.kit.batches import build_metadata
 from tests.kit.operators import opcheck
 
 ops = torch.ops.attn_ops

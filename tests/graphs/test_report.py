@@ -21,6 +21,9 @@ from tests.kit.sessions import captured
 PROMPTS = [[3], [5, 9], list(range(1, 18))]
 
 
+KEYS = [BatchDescriptor(n, n, uniform=True) for n in (1, 2)]
+
+
 def used(report: SessionReport) -> tuple[int, int | None]:
     return report.decode_steps.asked, report.decode_steps.used
 
@@ -79,14 +82,6 @@ def test_why_no_pass_has_run_yet(model, seconds, why):
         captured(model, debug=None).report(), no_passes_why=None, compile_seconds=seconds
     )
     assert f"passes none has run for this session: {why}" in one_line(report)
-
-
-def test_nobody_asked_for_graphs_that_a_cpu_has_not(model, caplog):
-    with caplog.at_level("WARNING", "graphs"):
-        report = captured(model, debug=None).report()
-    assert caplog.messages == []
-    assert "CUDA graphs none: the model is on cpu; CUDA graphs need a model" in one_line(report)
-    assert "asked for" not in one_line(report)
 
 
 # -- with graphs -----------------------------------------------------------------------------------
@@ -163,22 +158,11 @@ def test_failures(model):
     assert used(report) == (4, 4)
     assert report.decode_steps.why.endswith("1 for decode 4, whose capture failed")
     assert "not decode 4 aten::view at " in one_line(report)
-    graphs.failures.update(dict.fromkeys(map(key_of, (1, 2)), error()))
+    little = CaptureError("key", Failure.HOST_SYNC, None, "", "RuntimeError: [bold]x")
+    assert str(FailureLine.of(KEYS[0], little)) == "an error: HOST_SYNC, RuntimeError: [bold]x"
+    graphs.failures.update(dict.fromkeys(KEYS, little))
     assert used(session.report()) == (4, 1)
     assert session.report().decode_steps.why == "no decode step could be captured"
-
-
-def key_of(num_reqs: int) -> BatchDescriptor:
-    return BatchDescriptor(num_reqs, num_reqs, uniform=True)
-
-
-def error() -> CaptureError:
-    return CaptureError("key", Failure.HOST_SYNC, None, "", "RuntimeError: [bold]x")
-
-
-def test_a_failure_of_which_little_is_known():
-    line = FailureLine.of(key_of(8), error())
-    assert str(line) == "an error: HOST_SYNC, RuntimeError: [bold]x"
 
 
 # -- decode steps ----------------------------------------------------------------------------------
@@ -300,12 +284,6 @@ def test_json_and_text(model):
     assert max(map(len, str(report).splitlines())) <= 120
     for text in ("FULL asked for, FULL used", "decode 4 random FULL 0 B", "(verify=3)"):
         assert text in one_line(report)
-
-
-def test_keys_in_words():
-    assert key_of(8).in_words() == "decode 8"
-    assert BatchDescriptor(32, 8, uniform=True).in_words() == "uniform 8 x 4"
-    assert BatchDescriptor(64, 9).in_words() == "mixed 64 tokens, 9 requests"
 
 
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))

@@ -5,6 +5,7 @@ import torch
 
 from graphs import BatchDescriptor, CUDAGraphMode, DecodeSession
 from graphs.capture.recorder import Rerun, RerunRecorder, plan_in_place
+from tests.kit.sessions import captured, uncaptured
 
 PROMPTS = [[3], [5, 9], list(range(17)), [1, 2, 3, 4]]
 
@@ -64,29 +65,17 @@ def record_hooks(builder, events, prepares: bool) -> None:
     builder.build_for_cudagraph_capture = build_inside
 
 
-@pytest.fixture
-def make_session(make_model):
-    def make(prepares: bool) -> tuple[DecodeSession, list]:
-        session = DecodeSession(
-            make_model(),
-            max_batch_size=4,
-            max_tokens=64,
-            block_size=4,
-            capture_sizes=[2, 4],
-            cudagraph_mode="FULL_DECODE_ONLY",
-            debug="eager_replay",
-        )
-        events: list = []
-        record_hooks(session.builder, events, prepares)
-        session.graphs.recorders[CUDAGraphMode.FULL] = FakeRecorder(session.builder, events)
-        return session, events
-
-    return make
+def made(model, prepares: bool) -> tuple[DecodeSession, list]:
+    options = {"capture_sizes": [2, 4], "cudagraph_mode": "FULL_DECODE_ONLY"}
+    session, events = captured(model, **options), []
+    record_hooks(session.builder, events, prepares)
+    session.graphs.recorders[CUDAGraphMode.FULL] = FakeRecorder(session.builder, events)
+    return session, events
 
 
 @pytest.mark.parametrize("prepares", [False, True])
-def test_hooks_are_called_in_order(make_session, make_model, prepares):
-    session, events = make_session(prepares)
+def test_hooks_are_called_in_order(model, prepares):
+    session, events = made(model, prepares)
     session.warm_up()
     inside = [] if prepares else ["build"]
     step = ["prepare_capture", "warm_up", *inside, "record", *inside]
@@ -97,29 +86,22 @@ def test_hooks_are_called_in_order(make_session, make_model, prepares):
     assert session.graphs.num_bytes == 20
     events.clear()
     results = session.generate(PROMPTS, 4)
-    plain = DecodeSession(
-        make_model(),
-        max_batch_size=4,
-        max_tokens=64,
-        block_size=4,
-        cudagraph_mode=CUDAGraphMode.NONE,
-    )
-    assert results == plain.generate(PROMPTS, 4)
+    assert results == uncaptured(model).generate(PROMPTS, 4)
     assert session.num_steps["captured"] == events.count("replay") == 3
     lengths = [[len(p) + n for p in PROMPTS] for n in (1, 2, 3)]
     each = [[("prepare_replay", n), "replay"] if prepares else ["replay", "build"] for n in lengths]
     assert events == [event for events_of_step in each for event in events_of_step]
 
 
-def test_padding_requests_have_no_tokens(make_session):
+def test_padding_requests_have_no_tokens(model):
     """Three requests in a graph of four: the host plans a request without tokens."""
-    session, events = make_session(True)
+    session, events = made(model, True)
     session.generate(PROMPTS[:3], 2)
     assert ("prepare_replay", [2, 3, 18, 0]) in events
 
 
-def test_moved_caches_are_refused_before_anything_is_planned(make_session):
-    session, events = make_session(True)
+def test_moved_caches_are_refused_before_anything_is_planned(model):
+    session, events = made(model, True)
     session.warm_up()
     captured = session.graphs.get(BatchDescriptor(2, 2, uniform=True))
     events.clear()

@@ -11,21 +11,11 @@ def test_estimate_by_hand():
     sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 32, "num_layers": 2}
     layer = 4 * (3 * 8 + 3 * 16) * 2
     logits = 4 * 32 * 10
-    nodes = 3 * 2 * 5 * NODE_BYTES
-    assert estimate([1, 2, 4], **sizes, kernels_per_layer=5) == layer * 3 // 2 + logits + nodes
-
-
-def test_estimate_of_35_graphs_of_an_8b_model_is_of_the_right_order():
-    rows = [1, 2, 4, *range(8, 257, 8)]
-    assert len(rows) == 35
-    assert 0.2 * 2**30 < estimate(rows, **LLAMA_8B) < 1.2 * 2**30
-
-
-def test_estimate_grows_with_the_largest_graph_and_the_number_of_graphs():
-    assert estimate([256], **LLAMA_8B) > estimate([8], **LLAMA_8B)
-    assert estimate([8, 16], **LLAMA_8B) > estimate([16], **LLAMA_8B)
-    assert estimate([16], **LLAMA_8B, logits_rows=1) < estimate([16], **LLAMA_8B)
-    assert estimate([], **LLAMA_8B) == 0
+    rest = layer * 3 // 2 + 3 * 2 * 5 * NODE_BYTES
+    assert estimate([1, 2, 4], **sizes, kernels_per_layer=5) == rest + logits
+    one_row = estimate([1, 2, 4], **sizes, kernels_per_layer=5, logits_rows=1)
+    assert rest < one_row < rest + logits
+    assert estimate([], **sizes) == 0
 
 
 @pytest.mark.parametrize("name", [*LLAMA_8B, "dtype_bytes"])

@@ -87,17 +87,6 @@ def test_layers_equal_the_reference(make_batch, as_dynamic, num_graphs, feature,
     assert num_graphs() - before == compiled
 
 
-def test_a_sharer_writes_nothing(make_batch):
-    owner = Attention(4, 2, 8)
-    sharer = Attention(4, 2, 8, kv_sharing_target=owner)
-    b = make_batch([3, 1], [5, 4])
-    before = b.kv_cache.clone()
-    out = sharer(b.q, None, None, b.kv_cache, b.meta)
-    assert torch.equal(b.kv_cache.view(torch.int32), before.view(torch.int32))
-    wanted = reference_attention(b.q, b.kv_cache, b.common, 8**-0.5)
-    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
-
-
 def test_a_sharer_reads_with_the_scales_of_its_target(make_batch):
     owner = Attention(4, 2, 8)
     sharer = Attention(4, 2, 8, kv_sharing_target=owner)

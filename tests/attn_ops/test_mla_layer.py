@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from attn_ops import LatentShape, MLAAttention, PagedKVCache, get_backend
+from attn_ops import LatentShape, MLAAttention, PagedKVCache
 from attn_ops.backends.mla.torch_mla import reference_mla_attention
 from attn_ops.metadata import CommonAttentionMetadata, LatentOptions
+from tests.kit.batches import build_metadata
 
 SHAPE = LatentShape(16, 6, 4, 5)
 BATCHES = [([3, 0, 1, 20], [7, 5, 4, 20]), ([1], [1]), ([1, 1], [9, 2])]
@@ -40,8 +41,7 @@ def step(model, lengths, dtype=torch.float64):
         cache.reserve(i, length)
     table = cache.block_table(range(len(seq)))
     common = CommonAttentionMetadata.from_lengths(query, seq, table, 4)
-    backend = get_backend("TORCH_MLA")
-    meta = backend.builder(backend, specs, 4, "cpu").build(0, common)
+    meta = build_metadata("TORCH_MLA", common, specs, 4)
     rows = sum(query)
     q, kv_c, k_pe = (torch.randn(rows, *n, dtype=dtype) for n in ((3, 10), (16,), (4,)))
     return q, kv_c, k_pe, cache.tensors, meta, common.slot_mapping
@@ -78,9 +78,8 @@ def test_fp8_caches_have_a_scale():
     layer.kv_scale = torch.tensor([0.5])
     spec = layer.spec(torch.float32, "fp8_e4m3")
     cache = torch.zeros(spec.cache_shape(9, 4), dtype=spec.cache_dtype)
-    backend = get_backend("TORCH_MLA")
     common = CommonAttentionMetadata.from_lengths([6], [6], [[3, 5]], 4)
-    meta = backend.builder(backend, [spec], 4, "cpu").build(0, common)
+    meta = build_metadata("TORCH_MLA", common, spec, 4)
     q, kv_c, k_pe = torch.randn(6, 3, 10), torch.randn(6, 16), torch.randn(6, 4)
     out = layer(q, kv_c, k_pe, cache, meta, kv_cache_dtype="fp8_e4m3")
     stored = torch.cat([kv_c, k_pe], -1) / 0.5
@@ -140,7 +139,6 @@ def test_a_model_may_replace_its_projection():
     model.kv_b_proj = nn.Linear(16, 33, bias=False)
     model.layers[1].kv_b_proj = model.kv_b_proj
     assert model.layers[1].kv_b_proj is model.kv_b_proj
-    test_the_state_has_each_projection_once()
     assert list(model.state_dict()) == list(Model().state_dict())
     with pytest.raises(ValueError, match=r"weight of shape \[33, 16\] and no bias"):
         model.layers[1].kv_b_proj = nn.Linear(16, 32, bias=False)

@@ -10,7 +10,6 @@ from attn_ops import (
     PAD_SLOT_ID,
     AttentionSpec,
     attention,
-    get_backend,
     grouped_backend,
     mla_attention,
     mla_attention_with_lse,
@@ -19,7 +18,7 @@ from attn_ops import (
 )
 from attn_ops.backends.grouped import runs_on
 from attn_ops.ops.breaks import around_attention
-from tests.kit.batches import build_batch
+from tests.kit.batches import build_batch, build_metadata
 from tests.kit.latent import build_latent_batch
 from tests.kit.operators import opcheck
 
@@ -79,12 +78,6 @@ def test_write(kv_cache_dtype, compiled):
     assert torch.equal(b.kv_cache.view(bits)[untouched], before.view(bits)[untouched])
 
 
-def test_what_is_written_is_attended_to():
-    b = build_latent_batch(*RAGGED, written=False)
-    write_mla_kv(b.kv_c, b.k_pe, b.kv_cache, b.meta)
-    assert not mla_attention(*b.arguments, **b.keywords).isnan().any()
-
-
 REFUSED = {
     "kv_b's rows": ({"kv_b": torch.zeros(32, 16)}, "kv_b must have 33 rows"),
     "kv_b's dtype": ({"kv_b": torch.zeros(33, 16).half()}, "kv_b must have shape .* q's dtype"),
@@ -112,10 +105,8 @@ def test_what_does_not_fit_is_refused(case):
         mla_attention(**arguments)
 
 
-def test_standard_operators_refuse_latent_metadata():
+def test_standard_writes_refuse_latent_metadata():
     b, plain = build_latent_batch(*RAGGED), build_batch(*RAGGED)
-    with pytest.raises(ValueError, match="latent must be a LatentShape, got None"):
-        attention(plain.q, plain.kv_cache, b.meta, 0.3)
     with pytest.raises(ValueError, match="latent must be a LatentShape, got None"):
         write_kv(plain.k, plain.v, plain.kv_cache, b.meta)
 
@@ -141,8 +132,10 @@ def test_writes_that_do_not_fit_are_refused(case):
     assert torch.equal(b.kv_cache.view(torch.int32), before)
 
 
-def test_hooks_see_a_call_of_latent_attention():
+@pytest.mark.parametrize("name", ["mla_attention", "mla_attention_with_lse", "mla_attention_quant"])
+def test_hooks_see_a_call_of_latent_attention(name):
     b, seen = build_latent_batch(*RAGGED), []
+    more = {"scheme": "fp8_row", "min_scale": 1e-6} if name == "mla_attention_quant" else {}
 
     def hook(call):
         results = call.empty_results()
@@ -150,14 +143,15 @@ def test_hooks_see_a_call_of_latent_attention():
         seen.append(call.spec)
         return results
 
-    want = mla_attention(*b.arguments, **b.keywords)
-    lse = ops.mla_attention_with_lse(*b.arguments, **b.keywords)[1]
+    def run():
+        results = getattr(ops, name)(*b.arguments, **b.keywords, **more)
+        return [x.float() for x in (results if isinstance(results, tuple) else [results])]
+
+    want = run()
     with around_attention(hook):
-        assert torch.equal(mla_attention(*b.arguments, **b.keywords), want)
-        assert torch.equal(ops.mla_attention_with_lse(*b.arguments, **b.keywords)[1], lse)
-    assert [s.latent for s in seen] == [b.shape, b.shape]
-    builder = get_backend("TORCH_MLA").builder
-    builder(get_backend("TORCH_MLA"), seen, 4, "cpu")  # it takes what the call says of itself
+        assert all(map(torch.equal, run(), want))
+    assert [s.latent for s in seen] == [b.shape]
+    build_metadata("TORCH_MLA", b.common, seen, 4)  # it takes what the call says of itself
 
 
 LOGITS = [
@@ -165,16 +159,17 @@ LOGITS = [
     ([3, 1, 20], [7, 4, 25], [1, 2, 3, *range(10, 24)]),
     ([4], [9], [0, 1, 2, 3]),
     ([0, 6, 1], [0, 6, 2], [4, 5, 6]),
+    ([3, 12], [7, 12], []),
 ]
 
 
 @pytest.mark.parametrize(("query", "seq_lens", "rows"), LOGITS)
 def test_logits_rows_are_those_of_the_whole_batch(query, seq_lens, rows):
     b = build_latent_batch(query, seq_lens, num_padding_rows=1)
-    known = {"logits_indices_padded": torch.tensor(rows), "num_logits_indices": len(rows)}
-    backend = get_backend("TORCH_MLA")
+    indices = torch.tensor(rows, dtype=torch.int64)
+    known = {"logits_indices_padded": indices, "num_logits_indices": len(rows)}
     spec = AttentionSpec.of_latent(3, b.shape, torch.float32)
-    meta = backend.builder(backend, [spec], 4, "cpu").build(0, b.common.replace(**known))
+    meta = build_metadata("TORCH_MLA", b.common.replace(**known), spec, 4)
     whole, lse = mla_attention_with_lse(b.q, b.kv_cache, meta, b.kv_b, b.scale, **b.keywords)
     few = (b.q[rows], b.kv_cache, meta, b.kv_b, b.scale)
     out, few_lse = mla_attention_with_lse(*few, **b.keywords, logits_rows=True)
@@ -184,25 +179,13 @@ def test_logits_rows_are_those_of_the_whole_batch(query, seq_lens, rows):
     torch.testing.assert_close(got, whole[rows], atol=1e-5, rtol=1e-5)
 
 
-def test_a_step_without_logits_rows():
-    b = build_latent_batch([3, 12], [7, 12])
-    none = {"logits_indices_padded": torch.zeros(0, dtype=torch.int64), "num_logits_indices": 0}
-    backend = get_backend("TORCH_MLA")
-    spec = AttentionSpec.of_latent(3, b.shape, torch.float32)
-    meta = backend.builder(backend, [spec], 4, "cpu").build(0, b.common.replace(**none))
-    few = (b.q[:0], b.kv_cache, meta, b.kv_b, b.scale)
-    assert mla_attention(*few, **b.keywords, logits_rows=True).shape == (0, 3, 5)
-    out, lse = mla_attention_with_lse(*few, **b.keywords, logits_rows=True)
-    assert (out.shape, lse.shape) == ((0, 3, 5), (0, 3))
-
-
 def test_one_model_of_latent_and_standard_layers():
     """A grouped backend sends each to its own; both read one batch."""
     b = build_latent_batch([3, 1, 12], [7, 4, 20])
     standard = AttentionSpec(4, 2, 8, torch.float32)
     latent = AttentionSpec.of_latent(3, b.shape, torch.float32)
     both = grouped_backend({standard: "TORCH"}, default="TORCH_MLA")
-    meta = both.builder(both, [latent, standard], 4, "cpu").build(0, b.common)
+    meta = build_metadata(both, b.common, [latent, standard], 4)
     out = mla_attention(b.q, b.kv_cache, meta, b.kv_b, b.scale, **b.keywords)
     assert torch.equal(out, mla_attention(*b.arguments, **b.keywords))
     plain = build_batch([3, 1, 12], [7, 4, 20])

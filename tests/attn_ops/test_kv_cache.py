@@ -1,10 +1,12 @@
-"""The allocator as a state machine against a model of it, and the arithmetic of its budget."""
+"""The arithmetic of a cache's budget, its layouts and blocks of windows.
+
+tests/attn_ops/test_block_pool.py has the allocator as a state machine.
+"""
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from attn_ops import AttentionSpec, LatentShape, PagedKVCache, kv_cache
 from attn_ops.kv_cache import NULL_BLOCK, OutOfBlocksError
@@ -12,97 +14,6 @@ from attn_ops.metadata import set_kv_cache_layout
 from attn_ops.prefixes import block_keys
 
 SPEC = AttentionSpec(4, 2, 8, torch.float32)
-
-
-def snapshot(cache: PagedKVCache) -> tuple:
-    tables = {r: (list(t.blocks), t.num_tokens) for r, t in cache.pool.tables.items()}
-    return list(cache.pool.free_blocks), tables
-
-
-class Allocator(RuleBasedStateMachine):
-    """Requests 0 to 5 over 9 usable blocks of 4 tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = PagedKVCache([SPEC], num_tokens=35, block_size=4)
-        self.owned: dict[int, list[int]] = {}
-
-    @rule(request=st.integers(0, 5), num_tokens=st.integers(0, 44))
-    def reserve(self, request: int, num_tokens: int) -> None:
-        mine = self.owned.get(request, [])
-        needed = max(0, -(-num_tokens // 4) - len(mine))
-        before = snapshot(self.cache)
-        assert self.cache.blocks_needed(request, num_tokens) == needed
-        if needed > 9 - sum(map(len, self.owned.values())):
-            with pytest.raises(OutOfBlocksError, match=f"needs {needed} more blocks"):
-                self.cache.reserve(request, num_tokens)
-            assert snapshot(self.cache) == before
-            return
-        blocks = self.cache.reserve(request, num_tokens)
-        assert blocks[: len(mine)] == mine, "blocks that a request owns moved"
-        assert len(blocks) == len(mine) + needed
-        self.owned[request] = blocks
-
-    @rule(request=st.integers(0, 5))
-    def free(self, request: int) -> None:
-        if request in self.owned:
-            self.cache.free(request)
-            del self.owned[request]
-            return
-        before = snapshot(self.cache)
-        with pytest.raises(ValueError, match="request must own blocks"):
-            self.cache.free(request)
-        assert snapshot(self.cache) == before
-
-    @rule(num_tokens=st.integers(-5, -1))
-    def reserve_negative(self, num_tokens: int) -> None:
-        before = snapshot(self.cache)
-        with pytest.raises(ValueError, match="num_tokens must not be negative"):
-            self.cache.reserve(0, num_tokens)
-        assert snapshot(self.cache) == before
-
-    @precondition(lambda self: self.owned)
-    @rule()
-    def free_all(self) -> None:
-        for request in list(self.owned):
-            self.cache.free(request)
-        self.owned.clear()
-        assert self.cache.num_free_blocks == 9
-        assert len(self.cache.reserve("all", self.cache.num_usable_tokens)) == 9
-        self.cache.free("all")
-
-    @rule(data=st.data())
-    def block_table(self, data: st.DataObject) -> None:
-        requests = data.draw(st.lists(st.integers(0, 5), max_size=4))
-        unknown = next((r for r in requests if r not in self.owned), None)
-        if unknown is not None:  # the null block would be shared with every other such request
-            with pytest.raises(ValueError, match=f"request must own blocks, got {unknown}"):
-                self.cache.block_table(requests)
-            return
-        table_SM = self.cache.block_table(requests)
-        assert table_SM.dtype == torch.int32
-        for row_M, request in zip(table_SM.tolist(), requests, strict=True):
-            blocks = self.owned[request]
-            assert row_M == blocks + [NULL_BLOCK] * (len(row_M) - len(blocks))
-
-    @invariant()
-    def every_block_has_one_owner(self) -> None:
-        handed_out = [block for blocks in self.owned.values() for block in blocks]
-        assert sorted(handed_out + self.cache.pool.free_blocks) == list(range(1, 10)), (
-            "lost, doubled or null block"
-        )
-        assert self.cache.num_free_blocks == 9 - len(handed_out)
-        for request, blocks in self.owned.items():
-            assert self.cache.blocks(request) == blocks
-
-
-TestAllocator = Allocator.TestCase
-TestAllocator.settings = settings(
-    max_examples=60,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 
 
 def test_returned_blocks_are_a_copy():
@@ -137,13 +48,8 @@ def test_budget_arithmetic(specs, block_size, num_tokens, spare):
     by_bytes = PagedKVCache(specs, memory_bytes=budget, block_size=block_size)
     assert by_bytes.num_bytes <= budget < by_bytes.num_bytes + by_bytes.bytes_per_block
     for tensor, spec in zip(by_bytes.tensors, specs, strict=True):
-        assert tensor.shape == (
-            by_bytes.num_blocks,
-            2,
-            block_size,
-            spec.num_kv_heads,
-            spec.head_size,
-        )
+        sizes = (block_size, spec.num_kv_heads, spec.head_size)
+        assert tensor.shape == (by_bytes.num_blocks, 2, *sizes)
         assert tensor.dtype == spec.dtype
         assert not tensor.any()
 
@@ -158,16 +64,12 @@ def test_budget_arithmetic(specs, block_size, num_tokens, spare):
         ({"memory_bytes": 100}, "at least one block"),
         ({"memory_bytes": 2 * 2 * 16 * 2 * 8 * 4 - 1}, "at least one block"),
         ({"num_tokens": 4, "block_size": 0}, "block_size must be positive, got 0"),
+        ({"memory_bytes": 4096, "specs": []}, "must"),
     ],
 )
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
-        PagedKVCache([SPEC], **arguments)
-
-
-def test_a_budget_without_layers_is_refused():
-    with pytest.raises(ValueError, match="must"):
-        PagedKVCache([], memory_bytes=4096)
+        PagedKVCache(**{"specs": [SPEC]} | arguments)
 
 
 def test_width_of_the_block_table():
@@ -222,26 +124,26 @@ def test_a_cache_of_more_than_the_memory(monkeypatch, size, message):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("2 KiB are free"), RuntimeError("can't allocate memory")]
+    ("error", "is_of_memory"),
+    [
+        (torch.OutOfMemoryError("2 KiB are free"), True),
+        (RuntimeError("can't allocate memory"), True),
+        (RuntimeError("no driver"), False),
+    ],
 )
-def test_an_allocation_that_fails(monkeypatch, error):
+def test_an_allocation_that_fails(monkeypatch, error, is_of_memory):
     def fail(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(torch, "zeros", fail)
+    if not is_of_memory:
+        with pytest.raises(RuntimeError, match=f"^{error}$"):
+            PagedKVCache([SPEC], num_tokens=12, block_size=4)
+        return
     with pytest.raises(ValueError, match=f"got 12 tokens, which take 2,048 bytes: {error}$"):
         PagedKVCache([SPEC], num_tokens=12, block_size=4)
     monkeypatch.setattr(kv_cache, "_memory_of", lambda device: None)  # as of devices like meta
     with pytest.raises(ValueError, match=r"^num_tokens .* into the memory of cpu, got 12 tokens"):
-        PagedKVCache([SPEC], num_tokens=12, block_size=4)
-
-
-def test_another_error_of_an_allocation_stays(monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("no driver")
-
-    monkeypatch.setattr(torch, "zeros", fail)
-    with pytest.raises(RuntimeError, match=r"^no driver$"):
         PagedKVCache([SPEC], num_tokens=12, block_size=4)
 
 
@@ -308,10 +210,10 @@ def test_both_kinds_have_block_tables():
 def test_too_few_blocks_of_either_kind_change_nothing(num_tokens, window_tokens):
     cache = split_cache()
     cache.reserve("a", 4, window_tokens=4)
-    before = snapshot(cache), cache.rooms("a")
+    before = list(cache.pool.free_blocks), cache.blocks("a"), cache.rooms("a")
     with pytest.raises(OutOfBlocksError, match=r"needs .* more blocks"):
         cache.reserve("a", num_tokens, window_tokens=window_tokens)
-    assert (snapshot(cache), cache.rooms("a")) == before
+    assert (list(cache.pool.free_blocks), cache.blocks("a"), cache.rooms("a")) == before
 
 
 def test_a_prefix_is_as_long_as_both_kinds_hold_it():

@@ -3,12 +3,11 @@
 One process, dummy weights, prefix caching off, otherwise its defaults.
 """
 
-import statistics
 import time
 from typing import Any
 
 from benchmarks.beside_vllm import engine_of
-from benchmarks.harness import origin, parser_of, write
+from benchmarks.harness import finish, origin, parser_of
 from benchmarks.shapes import llama_3_8b
 from benchmarks.workload.requests import Workload, num_output_tokens
 
@@ -35,21 +34,13 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     args, workload = parser.parse_args(), Workload()
-    begin = time.perf_counter()
     limits = workload.max_tokens, workload.max_batch_size
     engine = engine_of(*limits, max_num_batched_tokens=workload.max_tokens_per_step)
-    ready = time.perf_counter() - begin
-    times = [run_all(engine, workload) for _ in range(1 + args.rounds)][1:]
+    seconds = min([run_all(engine, workload) for _ in range(1 + args.rounds)][1:])
     number = num_output_tokens(workload.draw(llama_3_8b().vocab_size))
-    row = {
-        "wall, s": round(min(times), 2),
-        "median": round(statistics.median(times), 2),
-        "tokens/s": round(number / min(times)),
-        "ready, s": round(ready, 1),
-    }
-    print(row)
-    write(args.json, {**origin(args), "command": "python -m benchmarks.workload.by_vllm",
-                      "rows": {"vLLM": row}})  # fmt: skip
+    row = {"wall, s": seconds, "output tokens/s": number / seconds}
+    command = "python -m benchmarks.workload.by_vllm"
+    finish(args, {"command": command, **origin(args), "rows": {"vLLM": row}})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""The workload in a `DecodeSession`: wall time, then times by kind of step, then a profile."""
+"""The workload in a `DecodeSession`: wall time, then the device's time, then a profile."""
 
-import dataclasses
 import time
 from typing import Any
 
-import torch
-
-from benchmarks.workload.idle import Idle, profiled
-from benchmarks.workload.launches import Kind, by_kind, timed_launches
+from benchmarks.harness import synchronize
+from benchmarks.workload.device_time import idle_of, ms_between, timed_launches
 from benchmarks.workload.requests import Wish, Workload, num_output_tokens
 from graphs import DecodeSession
 
@@ -19,26 +16,6 @@ RUNS = [
 """Modes and decode steps of the sessions."""
 
 PROFILED_STEPS = 300
-
-
-@dataclasses.dataclass
-class Ours:
-    """One session's figures."""
-
-    mode: str
-    decode_steps: int
-    wall_s: float  # the fastest of the runs
-    tokens_per_s: float  # output tokens
-    gpu_s: float | None  # sum of the times of all launches, in a run of its own
-    kinds: list[Kind]
-    idle: Idle | None  # of `PROFILED_STEPS` steps; None: not measured
-    num_launches: dict[str, int]  # ahead and waited, of the fastest run
-    same_tokens: float | None = None  # share of requests with the tokens of the first session
-    tokens: list[list[int]] = dataclasses.field(default_factory=list)
-
-    @property
-    def over_gpu(self) -> float | None:
-        return None if self.gpu_s is None else self.wall_s / self.gpu_s
 
 
 def make_session(
@@ -58,7 +35,7 @@ def make_session(
 
 def run_all(session: DecodeSession, wishes: list[Wish]) -> tuple[float, list[list[int]]]:
     """Seconds from the first request to the last token, and the tokens."""
-    synchronize(session.device)
+    synchronize()
     begin = time.perf_counter()
     ids = [session.add(wish.prompt, wish.num_new, eos=()) for wish in wishes]
     while session.num_unfinished:
@@ -72,8 +49,8 @@ def run_all(session: DecodeSession, wishes: list[Wish]) -> tuple[float, list[lis
 
 def measure(
     session: DecodeSession, wishes: list[Wish], rounds: int, *, only_wall: bool = False
-) -> Ours:
-    """Every figure in a run of its own, after one that compiles and captures."""
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """A row, each figure of a run of its own after one that compiles and captures; and tokens."""
     session.warm_up()
     run_all(session, wishes[: max(4, len(wishes) // 8)])
     seconds, tokens, launches = float("inf"), [], {}
@@ -83,19 +60,24 @@ def measure(
         if taken < seconds:
             after = session.report().num_launches
             seconds, launches = taken, {name: after[name] - before[name] for name in after}
-    mode, decode_steps = session.graph_mode_asked.name, session.decode_steps
-    rate, kinds, gpu_s, idle = num_output_tokens(wishes) / seconds, [], None, None
+    row = {
+        "wall, s": seconds,
+        "output tokens/s": num_output_tokens(wishes) / seconds,
+        "launched ahead": launches["ahead"],
+        "waited for": launches["waited"],
+    }
     if not only_wall:
         with timed_launches(session.device) as found:
             run_all(session, wishes)
-            synchronize(session.device)
-        kinds = by_kind(found)
-        gpu_s, idle = sum(kind.ms for kind in kinds) / 1e3, idle_of_session(session, wishes)
-    return Ours(mode, decode_steps, seconds, rate, gpu_s, kinds, idle, launches, tokens=tokens)
+            synchronize()
+        row["GPU, s"] = sum(ms_between(*stamps) for stamps in found) / 1e3
+        row["wall / GPU"] = seconds / row["GPU, s"]
+        row["idle"] = idle_of_session(session, wishes)
+    return row, tokens
 
 
-def idle_of_session(session: DecodeSession, wishes: list[Wish]) -> Idle | None:
-    """Of steps in the middle of a run, where requests come and go."""
+def idle_of_session(session: DecodeSession, wishes: list[Wish]) -> float | None:
+    """In the middle of a run, where requests come and go."""
     ids = [session.add(wish.prompt, wish.num_new, eos=()) for wish in wishes]
 
     def some(number: int) -> None:
@@ -104,13 +86,8 @@ def idle_of_session(session: DecodeSession, wishes: list[Wish]) -> Idle | None:
                 session.step()
 
     some(PROFILED_STEPS // session.decode_steps)
-    idle = profiled(lambda: some(max(1, PROFILED_STEPS // session.decode_steps)))
+    idle = idle_of(lambda: some(max(1, PROFILED_STEPS // session.decode_steps)))
     for request in ids:
         session.discard(request)
     some(2)
     return idle
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

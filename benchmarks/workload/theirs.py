@@ -3,7 +3,6 @@
 `generate_batch` takes one length for all requests, so they are given to its manager one by one.
 """
 
-import dataclasses
 import time
 from typing import Any
 
@@ -15,19 +14,10 @@ PATIENCE = 600
 """Seconds without a finished request after which a run is given up."""
 
 
-@dataclasses.dataclass
-class Theirs:
-    """Figures of Transformers."""
-
-    wall_s: float  # the fastest of the runs; warm-up and captures are outside
-    tokens_per_s: float
-    attention: str
-    same_tokens: float | None = None  # share of requests with the tokens of the first session
-    tokens: list[list[int]] = dataclasses.field(default_factory=list)
-
-
-def measure(model: Any, workload: Workload, wishes: list[Wish], rounds: int) -> Theirs:
-    """One manager, warmed up by an eighth of the requests."""
+def measure(
+    model: Any, workload: Workload, wishes: list[Wish], rounds: int
+) -> tuple[str, dict[str, float], list[list[int]]]:
+    """Name and figures of one manager, warmed up by an eighth of the requests, and tokens."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -49,7 +39,8 @@ def measure(model: Any, workload: Workload, wishes: list[Wish], rounds: int) -> 
         runs = [run_all(manager, wishes) for _ in range(rounds)]
         attention = model.config._attn_implementation
     seconds = min(seconds for seconds, _ in runs)
-    return Theirs(seconds, num_output_tokens(wishes) / seconds, attention, tokens=runs[-1][1])
+    row = {"wall, s": seconds, "output tokens/s": num_output_tokens(wishes) / seconds}
+    return f"Transformers' continuous batching, {attention}", row, runs[-1][1]
 
 
 def run_all(manager: Any, wishes: list[Wish]) -> tuple[float, list[list[int]]]:

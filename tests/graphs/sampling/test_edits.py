@@ -1,13 +1,8 @@
 """Edits of logits: the reference against loops, the kernel against the reference."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
 from graphs.sampling.edits import Editing, Edits, edited, num_words, reference_allowed
 

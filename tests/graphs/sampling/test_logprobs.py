@@ -3,13 +3,8 @@
 The kernel runs on a GPU, and interpreted on a machine without one.
 """
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
 from graphs.sampling.logprobs import LogProbs, log_probs, reference_log_probs
 

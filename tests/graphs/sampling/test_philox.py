@@ -7,27 +7,12 @@ import torch
 
 from graphs.sampling.philox import LANES, gumbel, philox, words
 
-KNOWN = [  # counter, key, words: Random123's kat_vectors for philox4x32 with 10 rounds
-    (
-        "00000000 00000000 00000000 00000000",
-        "00000000 00000000",
-        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-    ),
-    (
-        "ffffffff ffffffff ffffffff ffffffff",
-        "ffffffff ffffffff",
-        "408f276d 41c83b0e a20bc7c6 6d5451fd",
-    ),
-    (
-        "243f6a88 85a308d3 13198a2e 03707344",
-        "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
-]
-
-
-def integers(text):
-    return [int(word, 16) for word in text.split()]
+# Random123's kat_vectors for philox4x32 with 10 rounds: counter, key, words.
+KNOWN = """
+00000000 00000000 00000000 00000000, 00000000 00000000, 6627e8d5 e169c58d bc57ac4c 9b00dbd8
+ffffffff ffffffff ffffffff ffffffff, ffffffff ffffffff, 408f276d 41c83b0e a20bc7c6 6d5451fd
+243f6a88 85a308d3 13198a2e 03707344, a4093822 299f31d0, d16cfe09 94fdcceb 5001e420 24126ea1
+"""
 
 
 def scalar_philox(counter, key):
@@ -41,9 +26,9 @@ def scalar_philox(counter, key):
     return [x0, x1, x2, x3]
 
 
-@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
-def test_known_answers(counter, key, answer):
-    counter, key, answer = integers(counter), integers(key), integers(answer)
+@pytest.mark.parametrize("known", KNOWN.split("\n")[1:-1])
+def test_known_answers(known):
+    counter, key, answer = ([int(word, 16) for word in part.split()] for part in known.split(","))
     assert scalar_philox(counter, key) == answer
     x0, x1, x2, x3 = map(torch.tensor, counter)
     k0, k1 = map(torch.tensor, key)

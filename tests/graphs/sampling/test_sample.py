@@ -50,16 +50,6 @@ def test_distribution_of_every_row_of_a_mixed_batch(exact, check):
         assert drawn.unique().numel() > 1 or max(probabilities) == 1
 
 
-@pytest.mark.parametrize(
-    "kinds", [Sampling.RANDOM, Sampling.FILTERED, Sampling.PENALIZED], ids=lambda kind: kind.name
-)
-def test_distribution_of_every_kind_alone(exact, check, kinds):
-    for params in (p for p in PARAMS if p.kind == kinds):
-        logits = torch.randn(1, 300) * 2
-        tokens = draw(logits.expand(4000, -1), [params] * 4000, torch.arange(4000) + 10)
-        check(tokens, exact(logits[0], params, *HISTORY))
-
-
 def test_seeds_give_independent_draws(check):
     """One position, many seeds: the numbers of one seed do not tell those of the next."""
     logits = torch.randn(12)
@@ -125,18 +115,6 @@ def test_greedy_rows_are_argmax_in_every_kind(kind):
     assert torch.equal(tokens, logits.float().argmax(-1))
 
 
-def test_top_k_of_one_is_greedy():
-    logits = torch.randn(50, 700)
-    tokens = draw(logits, [SamplingParams(2.0, top_k=1, seed=3)] * 50, torch.arange(50))
-    assert torch.equal(tokens, logits.argmax(-1))
-
-
-def test_a_greedy_row_is_greedy_after_penalties():
-    logits = torch.zeros(1, 16)
-    logits[0, 3], logits[0, 4] = 2.0, 1.5
-    assert draw(logits, [SamplingParams(repetition_penalty=2.0)], torch.tensor([9])) == 4
-
-
 def test_logits_are_not_changed():
     logits = torch.randn(len(PARAMS), 50)
     before = logits.clone()
@@ -167,8 +145,3 @@ def test_tiny_temperatures_are_greedy():
     params = [SamplingParams(temperature=t) for t in (1e-40, 1e-7, 0.0)]
     tokens = sample(logits, stacked(params), torch.arange(3), Sampling.RANDOM)
     assert torch.equal(tokens, logits.argmax(-1))
-
-
-def test_chunked_argmax_takes_the_first_of_equal_maxima():
-    logits = torch.randint(0, 5, (7, 64 * 64)).float()
-    assert torch.equal(argmax(logits), logits.argmax(-1))

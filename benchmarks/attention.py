@@ -1,59 +1,56 @@
 """Attention backends through the operator and by hand: `python -m benchmarks.attention`.
 
-    ours      torch.ops.attn_ops.attention, in a CUDA graph where the backend allows it
-    direct    the backend's library called by hand in the same kind of graph (benchmarks/direct.py)
-    planned   ours, with the plan's own kernels in the graph, once for all its layers
+A row is a cache and a shape, requests x context or tokens of one prompt; a column is a backend:
+median microseconds a layer of torch.ops.attn_ops.attention, in a CUDA graph where the backend
+allows it. In brackets the time of its library called by hand (benchmarks/direct.py) over ours, and
+eager where there is no graph: the host's time is part of it.
 
-Microseconds a layer, medians. A graph holds as many layers, each with its own queries and cache, as
-outgrow the L2 cache three times, and of a decode as many as read 4 GiB, or 64; ours, direct and the
-other backends take turns, and each timed run has one more of itself before it. Decodes are also
-given in percent of the measured copy bandwidth (keys and values read once), prefills in percent of
-a measured matrix product's rate (both products over the visible pairs). `*` is the backend that
-`select_backend` chooses; `q8` quantizes the query too and is no candidate for it. Rows that run
-eagerly, operator by operator, are shown but have no bar: the host's time is part of them.
+A graph holds as many layers, each with its own queries and cache, as outgrow the L2 cache three
+times, and of a decode as many as read 4 GiB, or 64. All runs of a shape take turns, so that a
+drifting clock meets them all, and each has one more of itself before it. The limit of a decode is
+the measured copy bandwidth (keys and values read once), that of a prompt the rate of a matrix
+product (both products over the visible pairs). Results that differ are printed. The last row has
+the host's microseconds of an eager call, one decode of 128 tokens, and of the library by hand.
 """
 
-import argparse
-import dataclasses
+import functools
+import gc
+import re
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from attn_ops import AttentionSpec, backend_names, select_backend
-from attn_ops.backends.measure import interval_us
-from benchmarks.attention_bars import all_bars
-from benchmarks.attention_cases import (
-    Case,
-    Interval,
-    Row,
-    Setting,
-    measure_case,
-    measure_overhead,
+import attn_ops
+from attn_ops import AttentionSpec, backend_names, get_backend
+from attn_ops.backends.measure import (
+    Layers,
+    MeasuredShape,
+    interleaved_us,
+    interval_us,
+    l2_bytes,
+    make_layers,
+    make_step,
+    repeat_layers,
 )
-from benchmarks.harness import (
-    bar_table,
-    copy_bandwidth,
-    free,
-    number,
-    origin,
-    parser_of,
-    verdicts,
-    write,
-)
+from benchmarks.direct import DIRECT, Attend
+from benchmarks.harness import brief, copy_bandwidth, finish, free, origin, parser_of, write
 from graphs.app import bench
 
 CASES = {
     "cuda": ["64x8192", "256x2048", "8x4096", "1x32768", "1x1024", "2048", "8192", "16384"],
     "cpu": ["2x64", "1x16", "32"],
 }
-KV_CACHE_DTYPES = {"bf16": "auto", "fp8": "fp8_e4m3"}
+CACHES = {"bf16": ("bf16", "auto"), "fp8": ("E4M3 cache", "fp8_e4m3")}
 HEADS = {"cuda": (32, 8, 128), "cpu": (4, 2, 16)}  # query heads, kv heads, head size
-ROUNDS = {"cuda": (21, 7), "cpu": (5, 2)}  # full, quick
-CALLS = {"cuda": (2000, 500), "cpu": (200, 50)}
+ROUNDS = {"cuda": 21, "cpu": 5}
+HOST_ROUNDS = {"cuda": 40, "cpu": 4}
+L2_BYTES = 50 << 20  # of an H200
+
+Makers = Mapping[str, Callable[[], tuple[Attend, bool]]]
+"""By name: makes attention of one layer, and says whether it can be captured."""
 
 
 def copy_rate(device: torch.device) -> float:
@@ -77,6 +74,64 @@ def matmul_rate(device: torch.device) -> float:
     return 2 * size**3 / times[len(times) // 2] * 1e6
 
 
+def kv_bytes(shape: MeasuredShape, spec: AttentionSpec) -> int:
+    """Bytes of the keys and values that a layer reads."""
+    token = torch.empty(spec.cache_shape(1, 1), dtype=spec.cache_dtype, device="meta").nbytes
+    return shape.num_reqs * shape.seq_len * token
+
+
+def limit_us(shape: MeasuredShape, spec: AttentionSpec, rates: tuple[float, float]) -> float:
+    """What a layer takes at the rate of a copy if it decodes, of a product if it is a prompt."""
+    if shape.query_len == 1:
+        return kv_bytes(shape, spec) / rates[0] * 1e6
+    queries, keys = shape.query_len, shape.seq_len
+    pairs = shape.num_reqs * (queries * keys - queries * (queries - 1) // 2)
+    return 4 * spec.head_size * spec.num_heads * pairs / rates[1] * 1e6
+
+
+def bytes_of_layers(shape: MeasuredShape, spec: AttentionSpec, device: torch.device) -> int:
+    """Bytes of caches that outgrow the L2 cache three times, at most half of the free memory.
+
+    Decodes read 4 GiB, which takes more than a millisecond, or 64 layers: in a shorter graph what a
+    replay costs once would weigh in. Prefills take that long anyway.
+    """
+    if device.type != "cuda":
+        return 0
+    wanted = 3 * max(L2_BYTES, l2_bytes(device))
+    if shape.query_len == 1:
+        wanted = max(wanted, min(4 << 30, 64 * kv_bytes(shape, spec)))
+    return min(wanted, torch.cuda.mem_get_info(device)[0] // 2)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def usable(
+    names: Iterable[str], spec: AttentionSpec, block_size: int, device: torch.device
+) -> list[str]:
+    """Those that take such a layer; prints what is against the others."""
+    against = {n: get_backend(n).reasons_against(spec, block_size, device) for n in names}
+    for name, reasons in against.items():
+        if reasons:
+            print(f"{name}: {'; '.join(reasons)}")
+    return [name for name, reasons in against.items() if not reasons]
+
+
+def captures(name: str, layers: Layers) -> bool:
+    on_gpu = layers.common.device.type == "cuda"
+    return on_gpu and get_backend(name).support.cudagraph.takes(layers.common)
+
+
+def by_operator(name: str, layers: Layers) -> tuple[Attend, bool]:
+    step = make_step(get_backend(name), layers)
+    return lambda layer: layers.attend(step.meta, layer), step.captured
+
+
+def by_hand(name: str, layers: Layers) -> tuple[Attend, bool]:
+    captured = captures(name, layers)
+    return DIRECT[name](layers, captured), captured
+
+
 def after_itself_us(run: Callable[[], object], device: torch.device) -> float:
     """Microseconds of a run right behind another of the same.
 
@@ -87,178 +142,166 @@ def after_itself_us(run: Callable[[], object], device: torch.device) -> float:
     return interval_us(run, device)
 
 
-def make_setting(
-    args: argparse.Namespace, names: list[str], interval: Interval | None = None
-) -> Setting:
-    device = torch.device(args.device)
-    setting = Setting(
-        names=names,
-        block_size=args.block_size,
-        device=device,
-        rounds=ROUNDS[device.type][args.quick],
-        interval=interval or (lambda run: after_itself_us(run, device)),
-        bytes_per_second=copy_rate(device),
-        flops_per_second=matmul_rate(device),
-        prepare_seconds=args.prepare_seconds,
-    )
-    free()
-    return setting
-
-
-def chosen_backends(wanted: Sequence[str], device: torch.device) -> list[str]:
-    """All backends; on a GPU without TORCH, the oracle, unless it is asked for.
-
-    Raises:
-        ValueError: there is no such backend.
-    """
-    known = backend_names()
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"backend must be known, got {name!r}; supported: {', '.join(known)}")
-    return list(wanted) or [n for n in known if n != "TORCH" or device.type == "cpu"]
-
-
-def make_spec(dtype: str, device: torch.device) -> AttentionSpec:
-    return AttentionSpec(*HEADS[device.type], torch.bfloat16, kv_cache_dtype=KV_CACHE_DTYPES[dtype])
-
-
-def selected(spec: AttentionSpec, setting: Setting) -> str | None:
-    """The backend that a user gets who asks for none."""
-    try:
-        selection = select_backend(spec, block_size=setting.block_size, device=setting.device)
-    except ValueError:
-        return None
-    return selection.backend.name
-
-
-def measure(args: argparse.Namespace, interval: Interval | None = None) -> dict[str, Any]:
-    """All figures; `interval` times one run in microseconds, None: the device's clock."""
-    began = time.perf_counter()
-    torch.manual_seed(0)
-    device = torch.device(args.device)
-    cases = [Case.parse(text) for text in args.shapes or CASES[device.type]]
-    setting = make_setting(args, chosen_backends(args.backends, device), interval)
-    rows: list[Row] = []
-    overhead: list[dict[str, Any]] = []
-    for dtype in args.dtypes:
-        spec = make_spec(dtype, device)
-        default = selected(spec, setting)
-        for case in cases:
-            rows += measure_case(case, dtype, spec, default, setting)
+def layer_us(
+    layers: Layers, makers: Makers, rounds: int, *, alike: bool = True
+) -> dict[str, float]:
+    """Median microseconds of one layer; prints who fails, and of `alike` ones who differs."""
+    runs: dict[str, Callable[[], object]] = {}
+    device, want = layers.common.device, None
+    for name, make in makers.items():
+        try:
+            attend, captured = make()
+            if alike:
+                out = attend(0).float()
+                want = out if want is None else want
+                difference = ((out.reshape(want.shape) - want).norm() / want.norm()).item()
+                if not difference < 0.05:
+                    print(f"{name}: differs from the first by {difference:.1%}")
+            run = repeat_layers(layers, attend, captured)
+            after_itself_us(run, device)
+            runs[name] = run
+        except Exception as error:  # a library's own; the others can still be timed
+            print(f"{name}: {brief(error)}")
             free()
-    calls = CALLS[device.type][args.quick]
-    spec = make_spec(args.dtypes[0], device)
-    for name in setting.names:
-        overhead.append(measure_overhead(name, args.dtypes[0], spec, calls, setting))
-    bars = all_bars(rows, overhead)
-    return {
-        **origin(args),
-        "cuda": torch.version.cuda,
-        "heads, kv heads, head size": HEADS[device.type],
-        "block_size": args.block_size,
-        "copy_bytes_per_second": setting.bytes_per_second,
-        "matmul_flops_per_second": setting.flops_per_second,
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "overhead": overhead,
-        "bars": [bar.as_dict() for bar in bars],
-        "prepare_seconds": setting.spent,
-        "seconds": time.perf_counter() - began,
+    times = interleaved_us(runs, rounds, lambda run: after_itself_us(run, device))
+    return {name: total / len(layers.caches) for name, total in times.items()}
+
+
+def row_of(layers: Layers, names: Iterable[str], us: Mapping[str, float]) -> dict[str, str]:
+    """By backend: microseconds a layer, in brackets by hand / operator, and whether it is eager."""
+    row = {}
+    for name in (name for name in names if name in us):
+        direct = us.get(f"{name} by hand")
+        notes = [] if direct is None else [f"{direct / us[name]:.2f}"]
+        notes += [] if captures(name, layers) else ["eager"]
+        row[name] = f"{us[name]:.1f}" + (f" ({', '.join(notes)})" if notes else "")
+    return row
+
+
+def measure(
+    shape: MeasuredShape,
+    spec: AttentionSpec,
+    names: Sequence[str],
+    block_size: int,
+    device: torch.device,
+    rates: tuple[float, float],
+) -> dict[str, str]:
+    """All backends at one shape."""
+    num_bytes = bytes_of_layers(shape, spec, device)
+    layers = make_layers(spec, shape.lengths(), block_size, device, num_bytes)
+    makers = {}
+    for name in names:
+        makers[name] = functools.partial(by_operator, name, layers)
+        if name in DIRECT:
+            makers[f"{name} by hand"] = functools.partial(by_hand, name, layers)
+    us = layer_us(layers, makers, ROUNDS[device.type])
+    row = row_of(layers, names, us)
+    if "AUTO" in us:
+        row["AUTO, % of limit"] = f"{100 * limit_us(shape, spec, rates) / us['AUTO']:.0f}"
+    return row
+
+
+# -- the host --------------------------------------------------------------------------------------
+
+
+def host_us(
+    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, group: int = 50
+) -> dict[str, float]:
+    """Median microseconds until a call returns, in groups; between groups the queue drains."""
+
+    def interval(run: Callable[[], object]) -> float:
+        begin = time.perf_counter_ns()
+        for _ in range(group):
+            run()
+        took = time.perf_counter_ns() - begin
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return took / 1000 / group
+
+    interleaved_us(calls, 1, interval)
+    gc.disable()
+    try:
+        return interleaved_us(calls, rounds, interval)
+    finally:
+        gc.enable()
+
+
+def host_cell(name: str, layers: Layers) -> str:
+    """Host microseconds of an eager call of the operator, in brackets of the library."""
+    device, backend = layers.common.device, get_backend(name)
+    builder = backend.builder(backend, [layers.spec], layers.block_size, device)
+    meta, q, cache = builder.build(0, layers.common), layers.queries[0], layers.caches[0]
+    options = {key: value for key, value in layers.options.items() if value is not None}
+    calls: dict[str, Callable[[], object]] = {
+        "ours": lambda: attn_ops.attention(q, cache, meta, layers.scale, **options)
     }
+    if name in DIRECT:
+        attend = DIRECT[name](layers, False)
+        calls["by hand"] = lambda: attend(0)
+    us = host_us(calls, device, HOST_ROUNDS[device.type])
+    return f"{us['ours']:.1f}" + (f" (by hand {us['by hand']:.1f})" if "by hand" in us else "")
 
 
-def refusals(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Backends that have one and the same reason against every shape."""
-    reasons: dict[str, set[str | None]] = {}
-    for row in rows:
-        reasons.setdefault(row["backend"], set()).add(row["reason"])
-    alike = {name: next(iter(found)) for name, found in reasons.items() if len(found) == 1}
-    return {name: reason for name, reason in alike.items() if reason is not None}
+def host_row(
+    names: Sequence[str], spec: AttentionSpec, block_size: int, device: torch.device
+) -> dict[str, str]:
+    row = {}
+    layers = make_layers(spec, ((1,), (128,)), block_size, device, 0)
+    for name in names:
+        try:
+            row[name] = host_cell(name, layers)
+        except Exception as error:
+            print(f"host, {name}: {brief(error)}")
+    return row
 
 
-def row_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """One cache dtype: a line for each shape and backend."""
-    table = Table(title=title)
-    right = ("ours", "direct", "direct / ours", "% of limit", "planned")
-    for column in ("shape", "backend", *right, "layers", "note"):
-        table.add_column(column, justify="right" if column in right else "left")
-    last = None
-    for row in rows:
-        marks = " *" * row["default"] + " q8" * row["quantizes_query"]
-        eager = row["ours_us"] is not None and not row["captured"]
-        notes = [
-            row["runs"] and f"runs {row['runs']}",
-            row["reason"],
-            row["direct_reason"] and f"by hand: {row['direct_reason']}",
-        ]
-        table.add_row(
-            row["shape"] if row["shape"] != last else "",
-            row["backend"] + marks,
-            number(row["ours_us"]),
-            number(row["direct_us"]),
-            number(row["ratio"], 3),
-            number(row["percent"]),
-            number(row["planned_us"]),
-            f"{row['layers']}{' eager' * eager}" if row["layers"] else "",
-            "; ".join(note for note in notes if note),
-        )
-        last = row["shape"]
-    return table
+# -- the command -----------------------------------------------------------------------------------
 
 
-def overhead_table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="host time of an eager call, one decode of 128 tokens, microseconds")
-    for column in ("backend", "ours", "direct", "ours - direct", "note"):
-        table.add_column(column, justify="left" if column in ("backend", "note") else "right")
-    for row in rows:
-        figures = (number(row.get(k)) for k in ("ours_us", "direct_us", "difference_us"))
-        table.add_row(row["backend"], *figures, row.get("reason") or row.get("direct_reason") or "")
-    return table
-
-
-def show(result: dict[str, Any], console: Console) -> None:
-    """All tables, and the count of bars."""
-    for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
-        title = f"{dtype} KV cache, microseconds a layer; {result['device']}"
-        rows = [row for row in result["rows"] if row["dtype"] == dtype]
-        refused = refusals(rows)
-        console.print(row_table(title, [r for r in rows if r["backend"] not in refused]))
-        if any(row["ours_us"] is not None and not row["captured"] for row in rows):
-            console.print('eager: not in a graph, so without a bar "direct / operator"')
-        for name, reason in refused.items():
-            console.print(f"{name}, {dtype}: {reason}", markup=False, highlight=False)
-    console.print(overhead_table(result["overhead"]))
-    console.print(bar_table(result["bars"]))
-    console.print(
-        f"bars: {verdicts(result['bars'])}; "
-        f"copy {result['copy_bytes_per_second'] / 1e12:.3f} TB/s, "
-        f"matmul {result['matmul_flops_per_second'] / 1e12:.1f} TFLOP/s, "
-        f"{result['seconds']:.0f} s, commit {result['commit']}"
-    )
-
-
-def parser() -> argparse.ArgumentParser:
-    found = parser_of(__doc__)
-    found.add_argument("--backends", nargs="*", default=[], help="names; default: all that apply")
-    found.add_argument("--shapes", nargs="*", default=[], help="REQUESTSxCONTEXT, or TOKENS")
-    found.add_argument("--dtypes", nargs="+", default=["bf16", "fp8"], choices=KV_CACHE_DTYPES)
-    found.add_argument("--block-size", type=int, default=16)
-    found.add_argument("--quick", action="store_true", help="fewer repeats")
-    found.add_argument(
-        "--prepare-seconds", type=float, default=75,
-        help="a backend whose shapes took longer to compile is skipped at the rest of them",
-    )  # fmt: skip
-    return found
+def command_of(module: str, arguments: Sequence[str] | None) -> str:
+    """The command line, without where its figures go."""
+    given = " ".join([f"python -m benchmarks.{module}", *(arguments or sys.argv[1:])])
+    return re.sub(r" --(json|commit) \S+", "", given)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(arguments)
-    # Every shape compiles FlexAttention anew, in the backend and by hand; past Dynamo's limit of 8
-    # it would silently run uncompiled.
-    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
-        result = measure(args)
-    show(result, Console(width=200))
-    write(args.json, result)
+    parser = parser_of(__doc__)
+    parser.add_argument("--backends", nargs="+", choices=backend_names(), help="default: all")
+    parser.add_argument("--shapes", nargs="+", help="REQUESTSxCONTEXT, or TOKENS")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp8"], choices=CACHES)
+    parser.add_argument("--block-size", type=int, default=16)
+    args = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    device, size = torch.device(args.device), args.block_size
+    # TORCH is the oracle.
+    names = args.backends or [n for n in backend_names() if n != "TORCH" or args.device == "cpu"]
+    rates = copy_rate(device), matmul_rate(device)
+    result: dict[str, Any] = {
+        "command": command_of("attention", arguments), **origin(args), "block_size": size,
+        "heads, kv heads, head size": HEADS[args.device],
+        "copy_bytes_per_second": rates[0], "matmul_flops_per_second": rates[1], "rows": {},
+    }  # fmt: skip
+    for dtype in args.dtypes:
+        label, kv_cache_dtype = CACHES[dtype]
+        spec = AttentionSpec(*HEADS[args.device], torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
+        taken = usable(names, spec, size, device)
+        for text in args.shapes or CASES[args.device]:
+            key = f"{label}, {text.replace('x', ' x ')}"
+            print(key, flush=True)
+            free()
+            try:
+                row = measure(bench.shape_of(text), spec, taken, size, device, rates)
+                result["rows"][key] = row
+            except torch.OutOfMemoryError as error:
+                print(brief(error))
+            write(args.json, result)  # kept if the time runs out
+        if dtype == args.dtypes[0]:
+            result["rows"][f"{label}, host us of a call"] = host_row(taken, spec, size, device)
+    finish(args, result)
 
 
 if __name__ == "__main__":
-    main()
+    # Every shape compiles FlexAttention anew, in the backend and by hand; past Dynamo's limit of 8
+    # it would silently run uncompiled.
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+        main()

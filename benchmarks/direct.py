@@ -166,13 +166,7 @@ def xformers(layers: Layers, captured: bool) -> Attend:
         k, v = (
             x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in gathered(layers, layer, blocks_SM)
         )
-        try:
-            return fmha.memory_efficient_attention_forward(q, k, v, bias, scale=layers.scale)
-        except NotImplementedError as error:
-            raise ValueError(
-                "not available for a prefill: xFormers has no operator for it here; those it has "
-                "are in its C++ extension, which loads with the torch it was built for"
-            ) from error
+        return fmha.memory_efficient_attention_forward(q, k, v, bias, scale=layers.scale)
 
     return attend
 

@@ -1,26 +1,26 @@
 """Prefill with and without its dead rows: `python -m benchmarks.fast_prefill`.
 
     off, on         time until the last request has its first token, through `DecodeSession.step`
-    gain            1 - on / off, the median over pairs of turns, one after the other
-    from, to        the least and the largest gain of a pair
+    gain            1 - on / off, the median over pairs of turns; in brackets a pair's extremes
     theory          part of the floating point operations, attention's too, that is not done
     memory          of the captured step of a whole chunk, beyond weights and caches
     decode          one captured decode step, on / off, in turn
 
 bf16, random weights; prefill steps of whole chunks are CUDA graphs on both sides. A turn is 1.5 s
-of prefills of one side, or one that takes longer, and the median of their times.
+of prefills of one side, or one that takes longer, and the median of their times. `--json x.json`
+has the times; memory, decodes and compilation go to x_steps.json.
 """
 
 import dataclasses
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import fx_passes
+from benchmarks.attention import command_of
 from benchmarks.decode_step import build
 from benchmarks.harness import free, median_ms, origin, parser_of, write
 from benchmarks.shapes import llama_3_8b, tiny_llama
@@ -36,37 +36,24 @@ CASES: list[Prompts] = [
 ]  # fmt: skip
 TURN_SECONDS = 1.5
 DECODE_TURNS = 9
+SHAPES = ("gemma3n-e4b", "gemma4-e4b", "llama-3-8b", "tiny")
 TEXT = 262144
 """Gemma 3n's tokens from here on are images and sounds, for which its layers have no inputs."""
 
 
-def gemma3n_e4b() -> Any:
-    from transformers import Gemma3nTextConfig
+def config_of(name: str) -> Any:
+    from transformers import Gemma3nTextConfig, Gemma4TextConfig
 
-    return Gemma3nTextConfig(max_position_embeddings=40960)
-
-
-def gemma4_e4b() -> Any:
-    from transformers import Gemma4TextConfig
-
-    return Gemma4TextConfig(
-        hidden_size=2560, intermediate_size=10240, num_hidden_layers=42, num_attention_heads=8,
-        num_key_value_heads=2, num_kv_shared_layers=18,
-    )  # fmt: skip
-
-
-def llama() -> Any:
-    config = llama_3_8b()
+    if name == "gemma3n-e4b":
+        return Gemma3nTextConfig(max_position_embeddings=40960)
+    if name == "gemma4-e4b":
+        return Gemma4TextConfig(
+            hidden_size=2560, intermediate_size=10240, num_hidden_layers=42, num_attention_heads=8,
+            num_key_value_heads=2, num_kv_shared_layers=18,
+        )  # fmt: skip
+    config = llama_3_8b() if name == "llama-3-8b" else tiny_llama(2)
     config.max_position_embeddings = 40960
     return config
-
-
-SHAPES = {
-    "gemma3n-e4b": gemma3n_e4b,
-    "gemma4-e4b": gemma4_e4b,
-    "llama-3-8b": llama,
-    "tiny": lambda: tiny_llama(2),
-}
 
 
 def make_session(model: Any, cases: list[Prompts], chunk: int, device: str) -> DecodeSession:
@@ -181,82 +168,80 @@ def measure_chunk(
 def row_of(case: Prompts, off: list[float], on: list[float], part: float) -> dict[str, Any]:
     """Medians, and gains by pairs: both of a pair meet the same clock."""
     gains = sorted(1.0 - b / a for a, b in zip(off, on, strict=True))
+    gain, low, high = statistics.median(gains), gains[0], gains[-1]
     tokens, off_ms, on_ms = case[0] * case[1], statistics.median(off), statistics.median(on)
     return {
-        "num_reqs": case[0], "prompt_len": case[1], "chunk": case[2], "off_ms": off_ms,
-        "on_ms": on_ms, "gain": statistics.median(gains), "low": gains[0], "high": gains[-1],
-        "num_pairs": len(gains), "theory": part, "on_tokens_s": tokens / on_ms * 1e3,
+        "off, ms": off_ms, "on, ms": on_ms, "tokens/s off": round(tokens / off_ms * 1e3),
+        "tokens/s on": round(tokens / on_ms * 1e3), "gain": gain, "theory": part,
+        "gain / theory": f"{gain / part:.2f} ({low / part:.2f} to {high / part:.2f})",
     }  # fmt: skip
 
 
-def measure_shape(name: str, cases: list[Prompts], device: str, repeats: int) -> dict[str, Any]:
+def steps_row(off: Side, on: Side) -> dict[str, str]:
+    """What changes besides the time of prompts."""
+
+    def ratios(what: str, before: dict[int, Any], after: dict[int, Any]) -> dict[str, str]:
+        key = f"{what} {', '.join(map(str, after))}"
+        return {key: ", ".join(f"{after[n] / max(before[n], 1e-9):.3f}" for n in after)}
+
+    facts = on.facts
+    return {
+        "backend": on.backend,
+        "attentions on logits rows": f"{facts['num_attentions']} of {facts['of_attentions']}",
+        "products": f"{facts['num_products']} of {facts['of_products']}",
+        **ratios("decode on / off, batch", off.decode_ms, on.decode_ms),
+        **ratios("memory of the step's graph on / off, chunk", off.num_bytes, on.num_bytes),
+        "compile, s, off, on": f"{off.compile_s:.0f}, {on.compile_s:.0f}",
+    }
+
+
+def measure_shape(
+    name: str, cases: list[Prompts], device: str, repeats: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Rows of the cases by name, and that of the steps."""
     torch._dynamo.reset()
-    model: Any = build(SHAPES[name](), "attn_ops", device)
-    sides = [
+    model: Any = build(config_of(name), "attn_ops", device)
+    off, on = (
         Side(
             torch.compile(
                 model, backend=fx_passes.attn_ops, fullgraph=True, options={"fast_prefill": mode}
             )
         )
         for mode in ("off", "on")
-    ]
-    for chunk in sorted({chunk for _, _, chunk in cases}):
-        measure_chunk(sides, cases, chunk, device, repeats)
-        free()
-    off, on = sides
-    rows = [
-        row_of(case, off.ms[case], on.ms[case], theory(model, on.facts, *case[:2]))
-        for case in cases
-    ]
-    return {
-        "shape": name,
-        "backend": on.backend,
-        "facts": on.facts,
-        "compile_s": {"off": off.compile_s, "on": on.compile_s},
-        "cases": rows,
-        "bytes": {chunk: (off.num_bytes[chunk], on.num_bytes[chunk]) for chunk in on.num_bytes},
-        "decode_ms": {batch: (off.decode_ms[batch], on.decode_ms[batch]) for batch in on.decode_ms},
-    }
-
-
-def table_of(shape: dict[str, Any]) -> Table:
-    facts = shape["facts"]
-    table = Table(
-        title=f"{shape['shape']}, {shape['backend']}: {facts['num_attentions']} of "
-        f"{facts['of_attentions']} attentions and {facts['num_products']} of "
-        f"{facts['of_products']} products on logits rows"
     )
-    columns = ("prompts", "chunk", "off, ms", "on, ms", "tokens/s on")
-    for column in (*columns, "gain", "from", "to", "pairs", "theory"):
-        table.add_column(column, justify="right")
-    for case in shape["cases"]:
-        table.add_row(
-            f"{case['num_reqs']} x {case['prompt_len']}", str(case["chunk"]),
-            f"{case['off_ms']:.1f}", f"{case['on_ms']:.1f}", f"{case['on_tokens_s']:,.0f}",
-            *(f"{case[name]:.4f}" for name in ("gain", "low", "high")), str(case["num_pairs"]),
-            f"{case['theory']:.4f}",
-        )  # fmt: skip
-    return table
+    for chunk in sorted({chunk for _, _, chunk in cases}):
+        measure_chunk([off, on], cases, chunk, device, repeats)
+        free()
+    rows = {
+        f"{name}, {case[0]} x {case[1]}, chunk {case[2]}": row_of(
+            case, off.ms[case], on.ms[case], theory(model, on.facts, *case[:2])
+        )
+        for case in cases
+    }
+    return rows, steps_row(off, on)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES)[:-1], choices=list(SHAPES))
-    parser.add_argument("--cases", nargs="+", default=None, help="like 4x4096x8192")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES[:-1], choices=SHAPES)
+    parser.add_argument("--cases", nargs="+", help="like 4x4096x8192")
     parser.add_argument("--repeats", type=int, default=9, help="pairs")
     args = parser.parse_args()
     cases = CASES
     if args.cases:
         cases = [tuple(map(int, case.split("x"))) for case in args.cases]
-    console, shapes = Console(width=120), []
+    rows, steps = {}, {}
+    shared = {"command": command_of("fast_prefill", None), **origin(args)}
     for name in args.shapes:
-        shapes.append(measure_shape(name, cases, args.device, args.repeats))
+        found, steps[name] = measure_shape(name, cases, args.device, args.repeats)
+        rows |= found
         free()
-        console.print(table_of(shapes[-1]))
-        for what in ("decode_ms", "bytes"):
-            for key, (off, on) in shapes[-1][what].items():
-                console.print(f"{what} {key}, on / off: {on / max(off, 1e-9):.3f}")
-        write(args.json, {**origin(args), "shapes": shapes})
+        if args.json:
+            path = Path(args.json)
+            write(args.json, shared | {"rows": rows})
+            write(str(path.with_stem(f"{path.stem}_steps")), shared | {"rows": steps})
+    for name, row in (rows | steps).items():
+        print(name, row)
 
 
 if __name__ == "__main__":

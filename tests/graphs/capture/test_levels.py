@@ -4,10 +4,12 @@ import itertools
 import logging
 
 import pytest
+import torch
 
-from attn_ops import AttentionCGSupport
-from graphs.capture.plan import resolve, takes
+from attn_ops import AttentionCGSupport, AttentionSpec, get_backend
+from graphs.capture.plan import CapturePlan, resolve, takes
 from graphs.modes import BatchDescriptor, CUDAGraphMode
+from graphs.options import SessionOptions
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
@@ -193,3 +195,16 @@ def test_strict_on_the_cpu():
 def test_bad_query_lengths_are_refused(query_lens):
     with pytest.raises(ValueError, match=r"^uniform_query_lens must be at least 1 each, got"):
         resolve(FULL, {}, "cuda", query_lens)
+
+
+def test_a_stopped_plan_has_no_keys():
+    options = SessionOptions(
+        max_batch_size=4, max_tokens=32, cudagraph_mode="PIECEWISE", debug="eager_replay"
+    )
+    specs = [AttentionSpec(4, 2, 8, torch.float32)]
+    plan = CapturePlan.of(options, get_backend("TORCH"), specs, torch.device("cpu"), None)
+    assert plan.first_keys()
+    plan.stop("enough")
+    assert (plan.used, plan.why) == (NONE, "enough")
+    assert plan.dispatcher.dispatch(2, 2, 1)[1] is None
+    assert not plan.first_keys()

@@ -1,56 +1,19 @@
 """Requests that grow out of the cache: who gives way, who gets blocks, and what is counted."""
 
 # pyright: reportOptionalMemberAccess=false
+import functools
+
 import pytest
-import torch
 
-from attn_ops import AttentionSpec, PagedKVCache
 from graphs.requests.batch import After, Rows, Scheduled
-from graphs.requests.requests import Request
-from graphs.requests.scheduler import Scheduler
-from graphs.sampling import SamplingParams
-from tests.graphs.requests.test_prefixes import Weights
+from tests.graphs.requests import test_prefixes
+from tests.graphs.requests.test_prefixes import finish, step
 
-SPEC = AttentionSpec(1, 1, 1, torch.float32)
+make_scheduler = functools.partial(test_prefixes.make_scheduler, lookahead=1, shares=False)
 
 
-def make_scheduler(num_tokens, *, most=8, budget=64, lookahead: int | None = 1, shares=False):
-    cache = PagedKVCache([SPEC], num_tokens=num_tokens, block_size=4)
-    return Scheduler(cache, most, budget, Weights() if shares else None, lookahead)
-
-
-def queue(scheduler, number, length, new=8) -> Request:
-    none = frozenset()
-    prompt = [number + 1] * length
-    request = Request(number, prompt, new, SamplingParams(seed=0), none, none, 80)
-    scheduler.waiting.append(request)
-    return request
-
-
-def step(scheduler) -> dict[int, int]:
-    """Tokens that a step computes, by request; it writes only to blocks of its request."""
-    scheduled = scheduler.next_step()
-    assert not scheduled or scheduled.reach >= 1
-    for s in scheduled:
-        room = 4 * len(scheduler.cache.blocks(s.request.id))
-        assert s.request.num_computed + s.num_tokens <= s.request.room == room
-        if s.wants_token:
-            s.request.append(9)
-            if s.request.finish_reason:
-                scheduler.leave(s.request)
-        else:
-            s.request.num_computed += s.num_tokens
-    return {s.request.id: s.num_tokens for s in scheduled}
-
-
-def finish(scheduler, most=400) -> int:
-    """Steps to the end; returns their number."""
-    for number in range(most):
-        if not scheduler.waiting and not scheduler.running:
-            assert scheduler.cache.num_free_blocks == scheduler.cache.num_blocks - 1
-            return number
-        step(scheduler)
-    raise AssertionError("somebody starves")
+def queue(scheduler, number, length, new=8):
+    return test_prefixes.queue(scheduler, number, [number + 1] * length, new)
 
 
 def test_more_run_than_their_whole_lengths_allow():

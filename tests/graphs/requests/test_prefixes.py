@@ -23,38 +23,53 @@ class Weights:
         self.is_new = False
 
 
-def make_scheduler(budget: int = 64, most: int = 8, num_tokens: int = 256) -> Scheduler:
+def make_scheduler(
+    num_tokens: int = 256,
+    *,
+    most: int = 8,
+    budget: int = 64,
+    lookahead: int | None = None,
+    shares: bool = True,
+) -> Scheduler:
     cache = PagedKVCache([SPEC], num_tokens=num_tokens, block_size=4)
-    return Scheduler(cache, most, budget, Weights())
+    return Scheduler(cache, most, budget, Weights() if shares else None, lookahead)
 
 
-def queue(scheduler: Scheduler, number: int, prompt: list[int], **more) -> Request:
+def queue(scheduler: Scheduler, number: int, prompt: list[int], new: int = 4, **more) -> Request:
     none = frozenset()
-    request = Request(number, prompt, 4, SamplingParams(seed=0), none, none, 80, **more)
+    request = Request(number, prompt, new, SamplingParams(seed=0), none, none, 80, **more)
     scheduler.waiting.append(request)
     return request
 
 
 def step(scheduler: Scheduler) -> dict[int, int]:
-    """Tokens that a step computes, by request; every drawn token is 9."""
+    """Tokens that a step computes, by request; it writes only to blocks of its request.
+
+    Every drawn token is 9.
+    """
     scheduled = scheduler.next_step()
-    computed = {s.request.id: s.num_tokens for s in scheduled}
+    assert not scheduled or scheduled.reach >= 1
     for s in scheduled:
+        room = 4 * len(scheduler.cache.blocks(s.request.id))
+        assert s.request.num_computed + s.num_tokens <= s.request.room == room
         if s.wants_token:
             s.request.append(9)
             if s.request.finish_reason:
                 scheduler.leave(s.request)
         else:
             s.request.num_computed += s.num_tokens
-    return computed
+    return {s.request.id: s.num_tokens for s in scheduled}
 
 
-def finish(scheduler: Scheduler) -> None:
-    for _ in range(100):
-        step(scheduler)
-    assert not scheduler.running
-    assert not scheduler.waiting
-    assert scheduler.cache.num_free_blocks == scheduler.cache.num_blocks - 1
+def finish(scheduler: Scheduler, most: int = 400) -> int:
+    """Steps to the end; returns the tokens that they compute."""
+    num_tokens = 0
+    for _ in range(most):
+        if not scheduler.waiting and not scheduler.running:
+            assert scheduler.cache.num_free_blocks == scheduler.cache.num_blocks - 1
+            return num_tokens
+        num_tokens += sum(step(scheduler).values())
+    raise AssertionError("somebody starves")
 
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
@@ -159,18 +174,7 @@ def test_32_groups_of_8():
     scheduler = make_scheduler(budget=512, most=256, num_tokens=32 * 8 * 80)
     for number in range(256):
         queue(scheduler, number, [number // 8] * 64 + [number % 8] * 4)
-    computed = 0
-    while scheduler.waiting or scheduler.running:
-        scheduled = {s.request.id: s for s in scheduler.next_step()}
-        computed += sum(s.num_tokens for s in scheduled.values() if not s.request.token_ids)
-        for s in scheduled.values():
-            s.request.num_computed += s.num_tokens
-            if s.request.num_computed == s.request.num_tokens:
-                s.request.append(9)
-            if s.request.finish_reason:
-                scheduler.leave(s.request)
-    assert computed == 32 * 64 + 256 * 4
-    assert scheduler.cache.num_free_blocks == scheduler.cache.num_blocks - 1
+    assert finish(scheduler) == 32 * 64 + 256 * (4 + 3)  # and three of four drawn
 
 
 def test_those_with_one_prefix_are_neighbours():
@@ -203,10 +207,9 @@ def test_an_older_prompt_comes_before_neighbours_of_others():
 
 
 def test_without_sharing_everything_is_as_it_was():
-    cache = PagedKVCache([SPEC], num_tokens=64, block_size=4)
-    scheduler = Scheduler(cache, 8, 64)
+    scheduler = make_scheduler(shares=False)
     for number in range(2):
         queue(scheduler, number, list(PROMPT))
     assert step(scheduler) == {0: 10, 1: 10}
-    assert cache.num_kept_blocks == 0
+    assert scheduler.cache.num_kept_blocks == 0
     assert scheduler.prefixes.counts() is None

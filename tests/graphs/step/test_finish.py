@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from attn_ops.integrations.transformers.rotary import SHIFT
-from graphs.step.finish import reference_finish_step
-from graphs.step.triton.finish import launch_finish_step
+from graphs.step.finish import reference_finish_step, reference_take_tokens
+from graphs.step.triton.finish import launch_finish_step, launch_take_tokens
 
 BLOCK = 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make(num_reqs, num_steps, generator, max_blocks=3, windows=False):
@@ -64,14 +65,35 @@ def by_hand(tokens, t):
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("num_reqs", [1, 7, 300])
 def test_against_python(finish, num_reqs, windows):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(num_reqs)
     for num_steps in (1, 3):
         tensors = make(num_reqs, num_steps, generator, windows=windows)
-        on_device = {name: x.clone().to(device) for name, x in tensors.items()}
+        on_device = {name: x.clone().to(DEVICE) for name, x in tensors.items()}
         for _ in range(4):
             tokens = torch.randint(0, 12, (num_reqs,), generator=generator)
             tensors = by_hand(tokens.tolist(), tensors)
-            finish(tokens.to(device), on_device, BLOCK)
+            finish(tokens.to(DEVICE), on_device, BLOCK)
             for name, want in tensors.items():
                 assert torch.equal(on_device[name].cpu(), want), name
+
+
+@pytest.mark.parametrize("take", [reference_take_tokens, launch_take_tokens])
+@pytest.mark.parametrize("num_reqs", [1, 5, 300])
+def test_inputs_that_the_step_before_has_drawn(take, num_reqs):
+    """Rows with a source stand anywhere, of queries of any length; padding has none."""
+    generator = torch.Generator().manual_seed(num_reqs)
+    lengths = torch.randint(0, 4, (num_reqs,), generator=generator)
+    sources = torch.randint(-1, 7, (num_reqs,), generator=generator).int()
+    sources[lengths != 1] = -1
+    starts = torch.zeros(num_reqs + 1, dtype=torch.int32)
+    starts[1:] = lengths.cumsum(0)
+    ids = torch.randint(100, 200, (1, int(starts[-1]) + 2), generator=generator)
+    drawn = torch.randint(0, 100, (7,), generator=generator)
+    want = ids.clone()
+    for request, source in enumerate(sources.tolist()):
+        if source >= 0:
+            want[0, int(starts[request])] = drawn[source]
+    fields = {"input_ids": ids, "sources": sources, "query_start_loc": starts}
+    tensors = {name: field.to(DEVICE) for name, field in fields.items()}
+    take(tensors, drawn.to(DEVICE))
+    assert torch.equal(tensors["input_ids"].cpu(), want)

@@ -9,21 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from attn_ops import AttentionMetadata, AttentionSpec, CommonAttentionMetadata
+from attn_ops import AttentionMetadata, AttentionSpec
 from attn_ops.backends import flash_attn
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.flash_attn import BACKEND, library
-from attn_ops.backends.flash_attn import BACKEND as FLASH_ATTN
 from attn_ops.backends.flash_attn.triton.quantize import quantize_query, quantize_tokens
 from attn_ops.backends.torch_backend import reference_attention
+from tests.attn_ops.backends.paged import make_paged
 from tests.kit.queries import reference_quantize_query, reference_quantize_tokens
 
-ASKED = (
-    library.find_library,
-    library.fa_version,
-    library.unavailable,
-    library.varlen_function,
-)
+ASKED = (library.find_library, library.fa_version, library.unavailable, library.varlen_function)
 
 
 class FakeLibrary(types.SimpleNamespace):
@@ -72,20 +67,9 @@ def forgotten():
 
 
 def batch(dtype=torch.bfloat16, fp8=False, padding=2, query=(1, 5, 0, 7)):
-    """q [T, 4, 64] and a cache [P, 2, 16, 2, 64], NaN outside of the valid tokens."""
-    query, seq = list(query), [17, 5, 0, 30]
-    table = torch.arange(1, 9, dtype=torch.int32).view(4, 2)
-    cache = torch.full((9, 2, 16, 2, 64), float("nan"))
-    for blocks, length in zip(table, seq, strict=True):
-        for i in range(length):
-            cache[blocks[i // 16], :, i % 16] = torch.randn(2, 2, 64)
-    cache = cache.to(torch.float8_e4m3fn).view(torch.uint8) if fp8 else cache.to(dtype)
-    common = CommonAttentionMetadata.from_lengths(
-        query, seq, table, 16, num_padded_tokens=sum(query) + padding
-    )
-    q = torch.randn(sum(query) + padding, 4, 64).to(dtype)
-    q[sum(query) :] = float("nan")
-    return q, cache, common
+    """q [T, 4, 64], a cache [P, 2, 16, 2, 64] and the batch."""
+    spec = AttentionSpec(4, 2, 64, dtype, kv_cache_dtype="fp8_e4m3" if fp8 else "auto")
+    return make_paged(query, [17, 5, 0, 30], spec, num_padding_rows=padding)
 
 
 def install(monkeypatch, fake, name="vllm_flash_attn"):
@@ -375,7 +359,7 @@ def test_a_build_of_before_fa3_is_refused_by_name(monkeypatch):
     install_modules(monkeypatch, vllm_flash_attn=old)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     spec = AttentionSpec(8, 2, 128, torch.bfloat16)
-    (reason,) = FLASH_ATTN.reasons_against(spec, 16, torch.device("cuda"))
+    (reason,) = BACKEND.reasons_against(spec, 16, torch.device("cuda"))
     got, _, supported = reason.partition("; supported: ")
     assert got.endswith("got vllm_flash_attn of before FA3")
     assert "vllm_flash_attn as vLLM ships it" in supported
@@ -385,14 +369,7 @@ def test_a_build_of_before_fa3_is_refused_by_name(monkeypatch):
 def test_flash_attn_knows_what_upstream_libraries_refuse(monkeypatch, name, sinks):
     """`forward` refuses paged attention with upstream FA2, and sinks with upstream FA3."""
     fake = types.SimpleNamespace(flash_attn_varlen_func=None, flash_attn_with_kvcache=None)
-    monkeypatch.setattr(library, "find_library", lambda: (name, fake))
+    install(monkeypatch, fake, name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for function in (library.fa_version, library.unavailable):
-        function.cache_clear()
-    try:
-        spec = AttentionSpec(8, 2, 128, torch.bfloat16, sinks=sinks)
-        reasons = FLASH_ATTN.reasons_against(spec, 16, torch.device("cuda"))
-    finally:
-        for function in (library.fa_version, library.unavailable):
-            function.cache_clear()
-    assert reasons
+    spec = AttentionSpec(8, 2, 128, torch.bfloat16, sinks=sinks)
+    assert BACKEND.reasons_against(spec, 16, torch.device("cuda"))

@@ -7,15 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_ops import (
-    AttentionSpec,
-    CommonAttentionMetadata,
-    attention,
-    get_backend,
-)
+from attn_ops import AttentionSpec, attention, get_backend
 from attn_ops.backends import torch_backend, torch_sdpa
 from attn_ops.backends.torch_backend import reference_attention
-from attn_ops.metadata import KV_CACHE_DTYPES
+from tests.attn_ops.backends.paged import make_paged
 
 BACKEND = get_backend("TORCH")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -34,34 +29,13 @@ def batches(draw):
     return lengths + [(1, 0)] * padding_requests
 
 
-def make(lengths, spec, block_size, seed, device="cpu"):
-    """(q, cache, metadata): NaN and blocks that do not exist wherever no request has written."""
-    generator = torch.Generator().manual_seed(seed)
+def make(lengths, spec, block_size, seed):
+    """(q, cache, metadata); blocks that do not exist wherever no request has written."""
     query, seq = [pair[0] for pair in lengths], [pair[1] for pair in lengths]
-    width = max([1, *(-(-n // block_size) for n in seq)]) + 1
-    num_blocks = len(seq) * width + 1
-    table = torch.randperm(num_blocks - 1, generator=generator).int().view(-1, width) + 1
-    shape = (num_blocks, 2, block_size, spec.num_kv_heads, spec.head_size)
-    cache = torch.full(shape, float("nan"))
-    for row, length in zip(table, seq, strict=True):
-        for token in range(length):
-            key = (int(row[token // block_size]), slice(None), token % block_size)
-            cache[key] = torch.randn(2, *shape[3:], generator=generator)
+    q, cache, common = make_paged(query, seq, spec, block_size, seed=seed)
+    for row, length in zip(common.block_table_tensor, seq, strict=True):
         row[-(-length // block_size) :] = 2**30
-    fp8 = KV_CACHE_DTYPES[spec.kv_cache_dtype]
-    cache = cache.to(spec.dtype) if fp8 is None else cache.to(fp8).view(torch.uint8)
-    longest = [max(pair) for pair in lengths]
-    common = CommonAttentionMetadata.from_lengths(
-        query, longest, torch.zeros_like(table), block_size, num_padded_tokens=sum(query) + 3
-    )
-    lens = torch.tensor(seq, dtype=torch.int32)
-    common = common.replace(
-        seq_lens=lens, seq_lens_cpu=lens, block_table_tensor=table, causal=spec.causal
-    )
-    q = torch.randn(sum(query) + 3, spec.num_heads, spec.head_size, generator=generator)
-    q[sum(query) :] = float("nan")
-    meta = BACKEND.builder(BACKEND, [spec], block_size, device).build(0, common)
-    return q.to(spec.dtype), cache, meta
+    return q, cache, BACKEND.builder(BACKEND, [spec], block_size, "cpu").build(0, common)
 
 
 def check(out, want, dtype):

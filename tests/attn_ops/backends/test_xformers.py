@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, attention_with_lse
+from attn_ops import AttentionSpec, attention, attention_with_lse
 from attn_ops.backends import registry, xformers_backend
 from attn_ops.backends.base import AttentionOptions
 from attn_ops.backends.torch_backend import reference_attention
@@ -19,7 +19,8 @@ from attn_ops.backends.triton import BACKEND as TRITON
 from attn_ops.backends.xformers_backend import BACKEND as XFORMERS
 from attn_ops.backends.xformers_backend import forward as xformers_forward
 from attn_ops.backends.xformers_backend import leading_queries, page_views
-from attn_ops.metadata import AttentionCGSupport, AttentionMetadata, kv_dtype_of
+from attn_ops.metadata import AttentionCGSupport, AttentionMetadata
+from tests.attn_ops.backends.paged import heads_first, make_paged
 from tests.kit.batches import random_batch
 
 BACKEND = dataclasses.replace(
@@ -105,29 +106,9 @@ def library(request, monkeypatch):
 def make(
     query, seq, heads=(4, 2), head_size=64, block_size=16, layout="NHD", causal=True, pad=2, **spec
 ):
-    width = max([1, *(-(-n // block_size) for n in seq)])
-    num_blocks = len(seq) * width + 2
-    table = (torch.randperm(num_blocks - 1)[: len(seq) * width] + 1).view(-1, width).int()
-    cache = torch.full((num_blocks, 2, block_size, heads[1], head_size), float("nan")).half()
-    for blocks, length in zip(table, seq, strict=True):
-        for i in range(length):
-            block, offset = blocks[i // block_size], i % block_size
-            cache[block, :, offset] = torch.randn(2, heads[1], head_size).half()
-    if "kv_cache_dtype" in spec:
-        cache = cache.to(kv_dtype_of(spec["kv_cache_dtype"])).view(torch.uint8)
-    if layout == "HND":
-        cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
-    longest = [max(pair) for pair in zip(query, seq, strict=True)]
-    common = CommonAttentionMetadata.from_lengths(
-        query, longest, table, block_size, num_padded_tokens=sum(query) + pad
-    )
-    if longest != list(seq):  # rows without keys: padding requests
-        common.seq_lens.copy_(torch.tensor(seq, dtype=torch.int32))
-        common.seq_lens_cpu = common.seq_lens.clone()
-    common.causal = causal
-    q = torch.randn(sum(query) + pad, heads[0], head_size).half()
-    q[sum(query) :] = float("nan")
-    made = AttentionSpec(heads[0], heads[1], head_size, torch.float16, causal=causal, **spec)
+    made = AttentionSpec(*heads, head_size, torch.float16, causal=causal, **spec)
+    q, cache, common = make_paged(query, seq, made, block_size, num_padding_rows=pad)
+    cache = heads_first(cache) if layout == "HND" else cache
     meta = BACKEND.builder(BACKEND, [made], block_size, "cpu").build(0, common)
     return q, cache, meta, spec
 
@@ -265,7 +246,7 @@ def test_a_captured_decode_reads_no_lengths_of_the_host(library):
 def test_table_widths_are_powers_of_two(library):
     q, cache, meta, options = make([1], [70])
     table = torch.zeros(1, 64, dtype=torch.int32)
-    table[:, :5] = meta.common.block_table_tensor
+    table[:, :6] = meta.common.block_table_tensor
     common = dataclasses.replace(meta.common, block_table_tensor=table)
     meta = BACKEND.builder(BACKEND, [spec_of(q, cache)], 16, "cpu").build(0, common)
     check(q, cache, meta, options)

@@ -13,7 +13,9 @@ import types
 import pytest
 import torch
 
-from attn_ops import CommonAttentionMetadata, get_backend
+from attn_ops import attention, attention_with_lse, get_backend
+from attn_ops.backends.torch_backend import reference_attention
+from tests.attn_ops.backends.paged import make_paged
 
 REAL = get_backend("FLASHINFER")
 BACKEND = dataclasses.replace(
@@ -156,21 +158,16 @@ def builder_of(*specs):
 
 def make(query, seq, spec, pad=0, builder=None):
     """q, a poisoned cache of shuffled blocks, metadata."""
-    width = max(1, -(-max(seq, default=1) // BLOCK))
-    table = (torch.randperm(len(seq) * width) + 1).view(len(seq), width).int()
-    heads, size = spec.num_kv_heads, spec.head_size
-    cache = torch.full((table.numel() + 1, 2, BLOCK, heads, size), float("nan"))
-    for blocks, n in zip(table, seq, strict=True):
-        for b in range(-(-n // BLOCK)):
-            m = min(BLOCK, n - b * BLOCK)
-            cache[blocks[b], :, :m] = torch.randn(2, m, heads, size)
-    common = CommonAttentionMetadata.from_lengths(
-        query, [max(q, n) for q, n in zip(query, seq, strict=True)], table, BLOCK,
-        num_padded_tokens=sum(query) + pad,
-    )  # fmt: skip
-    common.seq_lens.copy_(torch.tensor(seq, dtype=torch.int32))
-    common = common.replace(
-        seq_lens_cpu=torch.tensor(seq, dtype=torch.int32), num_actual_tokens=sum(query) + pad
-    )
-    q = torch.randn(sum(query) + pad, spec.num_heads, size)
+    q, cache, common = make_paged(query, seq, spec, BLOCK, num_padding_rows=pad)
+    common = common.replace(num_actual_tokens=sum(query) + pad)
     return q, cache, (builder or builder_of(spec)).build(0, common)
+
+
+def check(q, cache, meta, scale=0.3, common=None, **options):
+    """Output and log-sum-exp are the oracle's for `common`, by default the metadata's own."""
+    out, lse = attention_with_lse(q, cache, meta, scale, **options)
+    want_lse = torch.empty(q.shape[:2], dtype=torch.float64)
+    want = reference_attention(q, cache, common or meta.common, scale, **options, lse=want_lse)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    assert torch.equal(attention(q, cache, meta, scale, **options), out)

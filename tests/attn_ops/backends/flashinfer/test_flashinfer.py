@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from attn_ops import AttentionSpec, attention, attention_with_lse
+from attn_ops import AttentionSpec, attention
 from attn_ops.backends import flashinfer as backend_module
 from attn_ops.backends.flashinfer.parts import divide
 from attn_ops.backends.flashinfer.wrappers import split_bytes
 from attn_ops.backends.torch_backend import reference_attention
 from attn_ops.metadata import KV_CACHE_DTYPES
-from tests.attn_ops.backends.flashinfer.fake import BLOCK, Event, Paged, builder_of, install, make
+from tests.attn_ops.backends.flashinfer.fake import (
+    BLOCK,
+    Event,
+    Paged,
+    builder_of,
+    check,
+    install,
+    make,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,20 +58,13 @@ def test_against_the_oracle(batch, options):
     spec = dataclasses.replace(SPEC, **options)
     q, cache, meta = make(query, seq, spec, pad=3)
     assert Paged.planned == planned
-    out, lse = attention_with_lse(q, cache, meta, 0.3, **options)
-    want_lse = torch.empty(q.shape[:2], dtype=torch.float64)
-    want = reference_attention(q, cache, meta.common, 0.3, **options, lse=want_lse)
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
-    assert torch.equal(attention(q, cache, meta, 0.3, **options), out)
+    check(q, cache, meta, **options)
 
 
 def test_layers_of_one_geometry_may_differ_in_scale():
     q, cache, meta = make([1, 6], [20, 30], SPEC)
     for scale in (1.0, 0.01):
-        want = reference_attention(q, cache, meta.common, scale)
-        out = attention(q, cache, meta, scale)
-        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+        check(q, cache, meta, scale)
 
 
 @pytest.mark.parametrize(("query", "own_output"), [([1, 1], False), ([2, 6], True)])
@@ -93,9 +94,7 @@ def test_layers_of_several_geometries_keep_their_plans():
     q, cache, meta = make([1, 1], [20, 30], SPEC, builder=builder_of(*specs))
     for _ in range(2):
         for spec in specs:
-            out = attention(q, cache, meta, 0.3, soft_cap=spec.soft_cap)
-            want = reference_attention(q, cache, meta.common, 0.3, soft_cap=spec.soft_cap)
-            torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+            check(q, cache, meta, soft_cap=spec.soft_cap)
     with pytest.raises(ValueError, match="layer must have been planned by the builder"):
         attention(q, cache, meta, 0.3, soft_cap=2.0)
 
@@ -116,24 +115,15 @@ def test_fp8_caches(dtype, scales):
     cache = cache.to(KV_CACHE_DTYPES[dtype]).view(torch.uint8)
     options = {name: torch.tensor([scale]) for name, scale in scales.items()}
     options["kv_cache_dtype"] = dtype
-    out, lse = attention_with_lse(q, cache, meta, 0.3, **options)
-    want_lse = torch.empty(q.shape[:2], dtype=torch.float64)
-    want = reference_attention(q, cache, meta.common, 0.3, lse=want_lse, **options)
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    check(q, cache, meta, **options)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_plans_are_as_causal_as_the_batch(causal):
     """Whatever the spec says that the builder was given: cross-attention, a shared prefix."""
-    _, _, meta = make([1, 6], [20, 30], SPEC)
-    common = meta.common.replace(causal=False)
-    spec = dataclasses.replace(SPEC, causal=causal)
-    q, cache, _ = make([1, 6], [20, 30], SPEC)
-    meta = builder_of(spec).build(0, common)
-    want = reference_attention(q, cache.nan_to_num(0.5), common, 0.3)
-    out = attention(q, cache.nan_to_num(0.5), meta, 0.3)
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    q, cache, meta = make([1, 6], [20, 30], SPEC)
+    builder = builder_of(dataclasses.replace(SPEC, causal=causal))
+    check(q, cache, builder.build(0, meta.common.replace(causal=False)))
 
 
 def test_a_cache_with_heads_before_tokens():
@@ -144,7 +134,7 @@ def test_a_cache_with_heads_before_tokens():
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_rows_that_kernels_cannot_load_are_copied(offset):
+def test_rows_that_kernels_cannot_load_are_copied(monkeypatch, offset):
     """A slice of a merged product is loaded where it stands, unless pieces of 16 bytes straddle."""
     q, cache, meta = make([1, 6], [20, 30], SPEC)
     merged = torch.randn(7, 8 * 64 + 64 + offset)
@@ -157,11 +147,8 @@ def test_rows_that_kernels_cannot_load_are_copied(offset):
         assert all(stride % 4 == 0 for stride in q.stride()[:2])
         run(self, q, *arguments, **keywords)
 
-    Paged.run = spy
-    try:
-        out = attention(q, cache, meta, 0.3)
-    finally:
-        Paged.run = run
+    monkeypatch.setattr(Paged, "run", spy)
+    out = attention(q, cache, meta, 0.3)
     inside = [0 <= distance < merged.nbytes for distance in seen]
     assert inside == [offset == 0] * 2
     want = reference_attention(q, cache, meta.common, 0.3)
@@ -172,9 +159,7 @@ def test_batches_built_before_either_runs_do_not_share_a_plan():
     builder = builder_of(SPEC)
     made = [make([1, 1, 4], lens, SPEC, builder=builder) for lens in ([5, 33, 9], [40, 2, 20])]
     for q, cache, meta in made:
-        want = reference_attention(q, cache, meta.common, 0.3)
-        out = attention(q, cache, meta, 0.3)
-        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+        check(q, cache, meta)
     assert len(Paged.made) == 4
 
 
@@ -204,19 +189,15 @@ def test_host_arrays_are_no_views_of_the_mirrors():
     """A session rewrites its pinned mirrors for the next step while copies are under way."""
     _, _, meta = make([1, 6], [20, 30], SPEC)
     division = divide(meta.common, BLOCK)
-    before = [
-        getattr(part, field).clone()
-        for part in (division.decodes, division.prefills)
-        for field in ("query_start_loc", "page_start_loc", "last_page_len", "seq_lens")
-    ]
-    meta.common.seq_lens_cpu.fill_(99)
-    meta.common.query_start_loc_cpu.fill_(99)
-    after = [
+    arrays = [
         getattr(part, field)
         for part in (division.decodes, division.prefills)
         for field in ("query_start_loc", "page_start_loc", "last_page_len", "seq_lens")
     ]
-    assert all(map(torch.equal, before, after))
+    before = [array.clone() for array in arrays]
+    meta.common.seq_lens_cpu.fill_(99)
+    meta.common.query_start_loc_cpu.fill_(99)
+    assert all(map(torch.equal, before, arrays))
 
 
 @pytest.mark.parametrize("number", [60, pytest.param(300, marks=pytest.mark.slow)])

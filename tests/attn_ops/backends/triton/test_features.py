@@ -5,31 +5,26 @@ T tokens, S requests, N query heads, K kv heads, H head size, P blocks, B block 
 
 import dataclasses
 import itertools
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-
 from attn_ops import (
     AttentionOptions,
-    CommonAttentionMetadata,
+    AttentionSpec,
     attention_with_lse,
 )
-from attn_ops.backends.torch_backend import reference_attention
 from attn_ops.backends.triton import BACKEND
 from attn_ops.metadata import KV_CACHE_DTYPES
+from tests.attn_ops.backends.paged import TOLERANCE, Paged, assert_right, make_paged
 from tests.kit.marks import slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 PREFILL = ([5, 0, 1, 37, 2, 1], [5, 0, 1, 70, 0, 41])  # query lengths and seq_lens
 DECODE = ([1, 1, 0, 1, 1, 1], [1, 70, 9, 0, 135, 33])
 BATCHES = pytest.mark.parametrize("lengths", [PREFILL, DECODE], ids=["prefill", "decode"])
 FP8 = tuple(name for name, dtype in KV_CACHE_DTYPES.items() if dtype is not None)
-NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, NUM_PADDING_ROWS = 6, 2, 16, 3
+pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
 SLOPES = torch.tensor([0.5, 0.25, 0.01, 1.0, 0.0, 0.003], device=DEVICE)
 SINKS = torch.tensor([0.0, 3.0, -2.0, 40.0, -90.0, float("-inf")], device=DEVICE)
@@ -39,94 +34,32 @@ SCALES = {
 }
 
 
-@dataclasses.dataclass
-class Case:
-    """q [T, N, H], kv_cache [P, 2, B, K, H] and the batch."""
-
-    q: torch.Tensor
-    kv_cache: torch.Tensor
-    common: CommonAttentionMetadata
-
-
 def make_case(
     lengths: tuple[list[int], list[int]],
     kv_cache_dtype: str = "auto",
     dtype: torch.dtype = torch.float32,
     head_size: int = 16,
     causal: bool = True,
-) -> Case:
-    """Blocks are shuffled; what no token fills is NaN, in FP8 the byte 0x7f; so is padding of q.
-
-    The interpreter converts 0x7f to 480 or 114688. A seq_len of 0 with query rows is a padding
-    request of a captured batch.
-    """
-    generator = torch.Generator().manual_seed(0)
-    query_lens, seq_lens = lengths
-    width = max(-(-n // BLOCK_SIZE) for n in seq_lens) + 1
-    num_blocks = len(seq_lens) * width + 1
-    table_SM = (torch.randperm(num_blocks - 1, generator=generator) + 1).int().view(-1, width)
-    shape = (num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, head_size)
-    stored = KV_CACHE_DTYPES[kv_cache_dtype] or dtype
-    kv_P2BKH = torch.randn(shape, generator=generator).to(stored)
-    empty_PB = torch.ones(num_blocks, BLOCK_SIZE, dtype=torch.bool)
-    for request, num_cached in enumerate(seq_lens):
-        for token in range(num_cached):
-            empty_PB[table_SM[request, token // BLOCK_SIZE], token % BLOCK_SIZE] = False
-    if stored != dtype:
-        kv_P2BKH = kv_P2BKH.view(torch.uint8)
-    poison = float("nan") if stored == dtype else 0x7F
-    kv_P2BKH.masked_fill_(empty_PB[:, None, :, None, None], poison)
-    num_rows = sum(query_lens) + NUM_PADDING_ROWS
-    q_TNH = torch.randn(num_rows, NUM_HEADS, head_size, generator=generator).to(dtype)
-    q_TNH[sum(query_lens) :] = float("nan")
-    cached = [max(pair) for pair in zip(query_lens, seq_lens, strict=True)]
-    common = CommonAttentionMetadata.from_lengths(
-        query_lens, cached, table_SM, BLOCK_SIZE, DEVICE, num_padded_tokens=num_rows
-    )
-    seq_cpu = torch.tensor(seq_lens, dtype=torch.int32)
-    common = common.replace(seq_lens=seq_cpu.to(DEVICE), seq_lens_cpu=seq_cpu, causal=causal)
-    return Case(q_TNH.to(DEVICE), kv_P2BKH.to(DEVICE), common)
+) -> Paged:
+    spec = AttentionSpec(6, 2, head_size, dtype, causal=causal, kv_cache_dtype=kv_cache_dtype)
+    return make_paged(*lengths, spec, device=DEVICE)
 
 
-def build(case: Case, **options):
-    """The case's metadata."""
-    asked = AttentionOptions(case.q.shape[2] ** -0.5, **options)
-    spec = asked.spec(case.q, case.kv_cache, case.common.causal)
-    return BACKEND.builder(BACKEND, [spec], BLOCK_SIZE, DEVICE).build(0, case.common)
-
-
-def check(case: Case, num_splits: int | None = None, **options) -> None:
+def check(case: Paged, num_splits: int | None = None, **options) -> None:
     """Output and log-sum-exp against the float64 oracle; `num_splits` calls the decode kernel."""
-    q, kv_cache, common = case.q, case.kv_cache, case.common
-    scale = q.shape[2] ** -0.5
+    q, kv_cache, common = case
+    asked = AttentionOptions(q.shape[2] ** -0.5, **options)
     if num_splits is None:
-        out_TNH, lse_TN = attention_with_lse(q, kv_cache, build(case, **options), scale, **options)
+        spec = asked.spec(q, kv_cache, common.causal)
+        meta = BACKEND.builder(BACKEND, [spec], 16, DEVICE).build(0, common)
+        out_TNH, lse_TN = attention_with_lse(q, kv_cache, meta, asked.scale, **options)
     else:
         from attn_ops.backends.triton.decode import decode_attention
 
         lse_TN = torch.full(q.shape[:2], float("nan"), device=DEVICE)
-        asked = AttentionOptions(scale, **options, lse=lse_TN)
-        out_TNH = decode_attention(q, kv_cache, common, asked, num_splits)
-    wanted_lse_TN = torch.full(q.shape[:2], float("nan"), dtype=torch.float64, device=DEVICE)
-    wanted_TNH = reference_attention(
-        q, kv_cache, common, scale, compute_dtype=torch.float64, lse=wanted_lse_TN, **options
-    )
-    tolerance = TOLERANCE[q.dtype]
-    error_T = (out_TNH.double() - wanted_TNH).norm(dim=(1, 2)) / wanted_TNH.norm(dim=(1, 2))
-    empty_T = (wanted_lse_TN == float("-inf")).all(1)
-    assert (error_T[~empty_T] <= 4 * tolerance).all(), f"relative errors {error_T}"
-    assert (out_TNH[empty_T] == 0).all()
-    num_empty = NUM_PADDING_ROWS + int(common.query_lens[common.seq_lens == 0].sum())
-    assert empty_T.sum() == num_empty
-    torch.testing.assert_close(lse_TN.double(), wanted_lse_TN, atol=tolerance, rtol=tolerance)
-
-
-@pytest.fixture(autouse=True)
-def uninitialized_memory_is_nan():
-    """`torch.empty` fills with NaN in deterministic mode: a row that no kernel writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+        asked = dataclasses.replace(asked, lse=lse_TN)
+        out_TNH = decode_attention(*case, asked, num_splits)
+    assert_right(out_TNH, lse_TN, case, asked.scale, **options)
 
 
 def test_non_causal_prompt_crosses_unmasked_tiles():

@@ -7,20 +7,15 @@ from attn_ops.backends.triton import BACKEND
 from tests.attn_ops.backends.mla.triton.reference import TOLERANCE, assert_near, make_case
 from tests.kit.marks import long, slow
 
-pytestmark = pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs TRITON_INTERPRET")
+pytestmark = [
+    pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs TRITON_INTERPRET"),
+    pytest.mark.usefixtures("uninitialized_memory_is_nan"),
+]
 
 DECODE = ([1, 1, 0, 1, 1], [1, 70, 9, 0, 203])
 DRAFTS = ([3, 3, 3, 3], [3, 70, 2, 131])
 RAGGED = ([1, 4, 0, 2], [40, 90, 3, 2])
 BATCHES = {"decode": DECODE, "drafts": DRAFTS, "ragged": RAGGED}
-
-
-@pytest.fixture(autouse=True)
-def uninitialized_memory_is_nan():
-    """`torch.empty` fills with NaN in deterministic mode: a row that no kernel writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def check(case, tolerance: float | None = None, **launch) -> None:

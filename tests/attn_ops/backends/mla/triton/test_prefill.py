@@ -7,19 +7,14 @@ from attn_ops.backends.triton import BACKEND
 from tests.attn_ops.backends.mla.triton.reference import DEVICE, TOLERANCE, assert_near
 from tests.kit.marks import slow
 
-pytestmark = pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs TRITON_INTERPRET")
+pytestmark = [
+    pytest.mark.skipif(BACKEND.unavailable() is not None, reason="needs TRITON_INTERPRET"),
+    pytest.mark.usefixtures("uninitialized_memory_is_nan"),
+]
 
 EQUAL = ([5, 0, 1, 37], [5, 0, 1, 37])
 CONTEXT = ([5, 2, 0, 17], [80, 2, 9, 40])
 FEWER_KEYS = ([5, 3, 4], [70, 0, 2])
-
-
-@pytest.fixture(autouse=True)
-def uninitialized_memory_is_nan():
-    """`torch.empty` fills with NaN in deterministic mode: a row that no kernel writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def attention(q, k, v, scale, causal):

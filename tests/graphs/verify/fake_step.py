@@ -5,10 +5,11 @@ S requests, V vocabulary, P blocks, B block size, K kv heads, H head size.
 
 import math
 
+import pytest
 import torch
 
 from attn_ops.ops.write_kv import stored
-from graphs.capture.verifier import Verifier
+from graphs.capture.verifier import VerificationError, Verifier
 from graphs.modes import BatchDescriptor
 
 S, V, P, B, K, H = 4, 32, 9, 4, 2, 8
@@ -85,6 +86,22 @@ class FakeStep:
     def check(self, verifier: Verifier, replay, **more) -> None:
         slots = self.views["slot_mapping"]  # a view of the state, as a session may hand in
         verifier.check(KEY, self.state, self.caches, slots, replay, self.run, self.outputs, **more)
+
+    def wrong(self, verifier: Verifier, replay, match="", **more) -> VerificationError:
+        """What is said of a replay that is found to be wrong."""
+        with pytest.raises(VerificationError, match=match) as caught:
+            self.check(verifier, replay, **more)
+        return caught.value
+
+    def damaged(self, *damages):
+        """A replay with something done behind it."""
+
+        def replay():
+            self.run()
+            for damage in damages:
+                damage(self)
+
+        return replay
 
 
 def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:

@@ -137,20 +137,6 @@ def test_models_in_training_mode(model):
     refuses(model, "model.layers.2.mlp.act_fn.1.training must be False")
 
 
-def test_residual_dropout(make_model):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.PhiConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
-        intermediate_size=96, resid_pdrop=0.3, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
-    refuses(model.train(), "training must be False")
-    session = chunked(model.eval())
-    model.train()
-    with pytest.raises(ValueError, match="training must be False"):
-        session.generate(PROMPTS, 2)
-
-
 # -- merged weights --------------------------------------------------------------------------------
 
 REPLACED = {

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.capture.verifier import States, VerificationError, Verifier, compare
+from graphs.capture.verifier import (
+    States,
+    VerificationError,
+    Verifier,
+    compare,
+    excused_rows,
+    row_sums,
+)
 from tests.graphs.verify.fake_step import (
     KEY,
     SLOTS,
@@ -81,7 +88,7 @@ def test_other_arguments_are_refused():
 # -- right replays ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "latent"])
 @pytest.mark.parametrize(
     ("dtype", "kv_cache_dtype"),
     [
@@ -173,8 +180,7 @@ def test_states_that_are_wanted_are_compared_and_all_restored(verifier, slot):
 
     step.run, states = called, States({"states": pool}, slots, wanted)
     if slot == 1:
-        with pytest.raises(VerificationError, match="states"):
-            step.check(verifier, replayed, states=states)
+        step.wrong(verifier, replayed, "states", states=states)
     else:
         step.check(verifier, replayed, states=states)
     assert not seen[0][1:3].any(), "the call reads what the replay has read"
@@ -222,11 +228,8 @@ def test_tolerance_is_relative_to_the_largest_magnitude(dtype, passes, fails, tm
     own = Verifier("first", tolerance={dtype: 0.2}, directory=tmp_path)
     step.check(own, lambda: step.run(noise=0.1))
     for tolerance in (None, 0.05):
-        with pytest.raises(VerificationError):
-            step.check(
-                Verifier("first", tolerance=tolerance, directory=tmp_path),
-                lambda: step.run(noise=0.1),
-            )
+        verifier = Verifier("first", tolerance=tolerance, directory=tmp_path)
+        step.wrong(verifier, lambda: step.run(noise=0.1))
 
 
 @pytest.mark.parametrize(
@@ -262,18 +265,12 @@ def test_dump_holds_both_results(tmp_path):
     state, rows = step.state.clone(), [c[[2, 5, 7], :, [1, 3, 0]].clone() for c in step.caches]
     counts = torch.arange(4)
 
-    def replay():
-        step.run()
-        one_key(step)
-        counts.add_(1)
-
+    replay = step.damaged(one_key, lambda step: counts.add_(1))
     dumps = []
     for _ in range(2):
         counts.copy_(torch.arange(4))
-        with pytest.raises(VerificationError) as caught:
-            step.check(verifier, replay, more={"counts": counts})
-        assert caught.value.dump is not None
-        dumps.append(caught.value.dump)
+        dumps.append(step.wrong(verifier, replay, more={"counts": counts}).dump)
+        assert dumps[-1] is not None
     assert dumps[0] != dumps[1]
     assert {d.parent for d in dumps} == {tmp_path / "new" / "dumps"}
     files = {f.name for f in dumps[0].iterdir()}
@@ -295,18 +292,16 @@ def test_dump_holds_both_results(tmp_path):
 def test_dumps_go_to_the_systems_directory_by_default(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     step = FakeStep()
-    with pytest.raises(VerificationError) as caught:
-        step.check(Verifier("first"), lambda: (step.run(), one_key(step)))
-    assert caught.value.dump is not None
-    assert caught.value.dump.parent == tmp_path
+    error = step.wrong(Verifier("first"), step.damaged(one_key))
+    assert error.dump is not None
+    assert error.dump.parent == tmp_path
 
 
 def test_a_dump_that_cannot_be_written_hides_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     step = FakeStep()
-    with pytest.raises(VerificationError, match="no dump: ") as caught:
-        step.check(Verifier("first", directory=tmp_path / "file"), lambda: one_key(step))
-    assert caught.value.dump is None
+    verifier = Verifier("first", directory=tmp_path / "file")
+    assert step.wrong(verifier, lambda: one_key(step), "no dump: ").dump is None
 
 
 @pytest.mark.parametrize("which", ["replay", "eager", "outputs", "draw"])
@@ -335,3 +330,35 @@ def test_what_raises_leaves_the_step_as_it_was(which, verifier):
     assert verifier.num_checked == 0
     step.run, step.outputs = run, results
     step.check(verifier, run)
+
+
+# -- comparing tensors, and sums of rows
+
+
+def test_bytes_that_are_not_fp8_are_integers():
+    mine = torch.tensor([250, 3], dtype=torch.uint8)
+    assert compare("x", mine, mine.clone(), 0.5).ok
+    wrong = compare("x", mine, torch.tensor([3, 3], dtype=torch.uint8), 0.5)
+    assert (wrong.difference, wrong.where) == (247, (0,))
+
+
+def test_zeros_must_be_equal():
+    zeros = torch.zeros(3)
+    assert compare("x", zeros, zeros.clone(), 0.1).ok
+    assert not compare("x", torch.tensor([0.0, 1e-30, 0.0]), zeros, 0.1).ok
+
+
+def test_tokens_outside_the_vocabulary_have_no_logit():
+    logits = torch.tensor([[2.0, 2.0, 0.0]]).repeat(3, 1)
+    mine, theirs = torch.tensor([-1, 1, 5]), torch.tensor([0, 0, 2])
+    excused = excused_rows({"tokens": mine}, {"tokens": theirs, "logits": logits}, 0.1, None)
+    assert excused is not None
+    assert excused.tolist() == [False, True, False]
+
+
+def test_sums_taken_in_parts_are_those_of_the_whole():
+    cache = torch.randint(0, 255, (17, 2, 256, 16, 256), dtype=torch.uint8)
+    parts = row_sums(cache)
+    assert parts.shape == (17, 2, 256)
+    for block in (0, 7, 8, 16):
+        assert torch.equal(row_sums(cache[block : block + 1])[0], parts[block])

@@ -9,11 +9,10 @@ import math
 import pytest
 import torch
 
-from graphs.capture.verifier import VerificationError, Verifier
+from graphs.capture.verifier import Verifier
 from tests.graphs.verify.fake_step import (
     KEY,
     LAYERS,
-    SLOTS,
     FakeStep,
     V,
     equal,
@@ -53,15 +52,8 @@ def verifier(tmp_path):
 def test_one_wrong_thing_is_found(damage, tensor, difference, where, layout, tmp_path):
     step, verifier = FakeStep(layout=layout), Verifier("first", directory=tmp_path)
     before = step.snapshot()
-
-    def replay():
-        step.run()
-        damage(step)
-
     assert verifier.should(KEY)
-    with pytest.raises(VerificationError) as caught:
-        step.check(verifier, replay)
-    error = caught.value
+    error = step.wrong(verifier, step.damaged(damage))
     assert error.dump is not None
     assert (error.key, error.tensor) == (KEY, tensor)
     assert error.difference == pytest.approx(difference, abs=1e-5)
@@ -79,15 +71,9 @@ def test_one_wrong_thing_is_found(damage, tensor, difference, where, layout, tmp
 
 def test_the_first_tensor_in_the_order_of_the_step_is_named(verifier):
     step = FakeStep()
-
-    def replay():
-        step.run()
-        for damage in (one_token, one_logit, one_value, one_key):
-            damage(step)
-
-    with pytest.raises(VerificationError, match="3 more tensors differ") as caught:
-        step.check(verifier, replay)
-    assert caught.value.tensor == "kv_caches[1].keys"
+    replay = step.damaged(one_token, one_logit, one_value, one_key)
+    error = step.wrong(verifier, replay, "3 more tensors differ")
+    assert error.tensor == "kv_caches[1].keys"
 
 
 def test_other_shapes_and_dtypes_are_found(verifier):
@@ -97,17 +83,13 @@ def test_other_shapes_and_dtypes_are_found(verifier):
         (lambda t: t[:2], r"torch.int64 \[2\] instead of torch.int64 \[3\]"),
     ):
         replies = iter([wrong, lambda t: t])
-        results = step.outputs
 
-        def outputs(replies=replies, results=results):
-            found = results()
+        def outputs(replies=replies):
+            found = FakeStep.outputs(step)
             return {**found, "tokens": next(replies)(found["tokens"])}
 
-        with pytest.raises(VerificationError, match=text) as caught:
-            verifier.check(
-                KEY, step.state, step.caches, torch.tensor(SLOTS), step.run, step.run, outputs
-            )
-        assert caught.value.difference == math.inf
+        step.outputs = outputs
+        assert step.wrong(verifier, step.run, text).difference == math.inf
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -130,8 +112,7 @@ def test_nan_on_both_sides_is_equal_and_the_rest_still_compared(right, verifier)
     if right:
         step.check(verifier, with_nan)
         return
-    with pytest.raises(VerificationError, match=r"kv_caches\[1\].keys .* 1 more tensors differ"):
-        step.check(verifier, replay)
+    step.wrong(verifier, replay, r"kv_caches\[1\].keys .* 1 more tensors differ")
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
@@ -149,12 +130,11 @@ def test_fp8_passes_one_step_of_the_format(kv_cache_dtype, num_steps, right, tmp
     if right:
         step.check(verifier, replay)
         return
-    with pytest.raises(VerificationError) as caught:
-        step.check(verifier, replay)
-    assert caught.value.tensor == "kv_caches[1].values"
-    assert caught.value.dump is not None
-    row = torch.load(caught.value.dump / "eager.pt")["kv_caches"][1][1, 1]
-    assert 0 < caught.value.difference < row.view(verifier._fp8).float().abs().max()
+    error = step.wrong(verifier, replay)
+    assert error.tensor == "kv_caches[1].values"
+    assert error.dump is not None
+    row = torch.load(error.dump / "eager.pt")["kv_caches"][1][1, 1]
+    assert 0 < error.difference < row.view(verifier._fp8).float().abs().max()
 
 
 @pytest.mark.parametrize(
@@ -182,9 +162,8 @@ def test_fp8_is_compared_as_the_values_that_it_means(
     if difference is None:
         step.check(verifier, replay)
         return
-    with pytest.raises(VerificationError) as caught:
-        step.check(verifier, replay)
-    assert (caught.value.tensor, caught.value.difference) == ("kv_caches[0].keys", difference)
+    error = step.wrong(verifier, replay)
+    assert (error.tensor, error.difference) == ("kv_caches[0].keys", difference)
 
 
 # -- tokens whose logits are nearly equal ----------------------------------------------------------
@@ -194,9 +173,8 @@ def test_fp8_is_compared_as_the_values_that_it_means(
 def test_another_token_passes_only_if_its_logit_is_as_good(gap, right, verifier):
     step = tied_step(gap)
     if not right:
-        with pytest.raises(VerificationError) as caught:
-            step.check(verifier, lambda: takes_the_second(step))
-        assert (caught.value.tensor, caught.value.difference) == ("tokens", 2)
+        error = step.wrong(verifier, lambda: takes_the_second(step))
+        assert (error.tensor, error.difference) == ("tokens", 2)
         return
     step.check(verifier, lambda: takes_the_second(step))
     assert verifier.num_forgiven == 1
@@ -212,44 +190,31 @@ def test_another_row_is_not_forgiven_with_it(verifier):
         takes_the_second(step)
         step.views["input_ids"][3] = 30
 
-    with pytest.raises(VerificationError) as caught:
-        step.check(verifier, replay)
-    assert caught.value.tensor == "input_ids"
-    assert caught.value.dump is not None
-    report = json.loads((caught.value.dump / "report.json").read_text())
+    error = step.wrong(verifier, replay)
+    assert error.tensor == "input_ids"
+    assert error.dump is not None
+    report = json.loads((error.dump / "report.json").read_text())
     assert report["differing"][0]["where"] == [2]
 
 
 @pytest.mark.parametrize("token", [-1, V, V + 100])
 def test_tokens_that_do_not_exist_are_not_forgiven(token, verifier):
     step = tied_step(1e-5)
-
-    def replay():
-        step.run()
-        step.views["tokens"][0] = token
-
-    with pytest.raises(VerificationError) as caught:
-        step.check(verifier, replay)
-    assert caught.value.tensor == "tokens"
+    replay = step.damaged(lambda step: step.views["tokens"].index_fill_(0, torch.tensor(0), token))
+    assert step.wrong(verifier, replay).tensor == "tokens"
 
 
 def test_wrong_logits_forgive_nothing(verifier):
     step = tied_step(1e-5)
-
-    def replay():
-        takes_the_second(step)
-        one_logit(step)
-
-    with pytest.raises(VerificationError, match=r"logits differing .*; 2 more tensors differ"):
-        step.check(verifier, replay)
+    replay = lambda: (takes_the_second(step), one_logit(step))  # noqa: E731
+    step.wrong(verifier, replay, r"logits differing .*; 2 more tensors differ")
 
 
 def test_without_logits_tokens_are_exact(verifier):
     step = tied_step(1e-5)
     results = step.outputs
     step.outputs = lambda: {"tokens": results()["tokens"]}
-    with pytest.raises(VerificationError):
-        step.check(verifier, lambda: takes_the_second(step))
+    step.wrong(verifier, lambda: takes_the_second(step))
 
 
 @pytest.mark.parametrize(("drawn", "right"), [(6, True), (4, False)])
@@ -269,8 +234,7 @@ def test_drawn_tokens_pass_if_the_replays_logits_give_them(drawn, right, verifie
         step.check(verifier, lambda: takes_the_second(step), draw=draw)
         assert step.views["tokens"][0] == 6
         return
-    with pytest.raises(VerificationError):
-        step.check(verifier, lambda: takes_the_second(step), draw=draw)
+    step.wrong(verifier, lambda: takes_the_second(step), draw=draw)
     assert equal(step.snapshot(), before)
 
 
@@ -312,18 +276,13 @@ def test_strict_writes_find_rows_of_others(layout, dtype, kv_cache_dtype, damage
         verifier = Verifier(
             "first", kv_cache_dtype=kv_cache_dtype, directory=tmp_path, strict_writes=strict
         )
-
-        def replay(step=step):
-            step.run()
-            damage(step.caches[2])
-
+        replay = step.damaged(lambda step: damage(step.caches[2]))
         if not strict:
             step.check(verifier, replay)
             continue
-        with pytest.raises(VerificationError, match="1 rows written outside the step's slots") as e:
-            step.check(verifier, replay)
-        assert (e.value.tensor, e.value.difference) == ("kv_caches[2]", math.inf)
-        assert str(where) in str(e.value)
+        error = step.wrong(verifier, replay, "1 rows written outside the step's slots")
+        assert (error.tensor, error.difference) == ("kv_caches[2]", math.inf)
+        assert str(where) in str(error)
 
 
 def test_nan_does_not_hide_writes_and_the_null_block_may_change(tmp_path):
@@ -332,5 +291,14 @@ def test_nan_does_not_hide_writes_and_the_null_block_may_change(tmp_path):
         cache.fill_(math.nan)
     verifier = Verifier("always", directory=tmp_path, strict_writes=True)
     step.check(verifier, lambda: (step.run(), step.caches[0][0].zero_()))
-    with pytest.raises(VerificationError, match="written outside"):
-        step.check(verifier, lambda: (step.run(), other_block(step.caches[1])))
+    step.wrong(verifier, step.damaged(lambda step: other_block(step.caches[1])), "written outside")
+
+
+def test_caches_of_latents(tmp_path):
+    """[P, B, W]: they have no keys and values apart."""
+    step, verifier = FakeStep(layout="latent"), Verifier("always", directory=tmp_path)
+    error = step.wrong(verifier, step.damaged(lambda step: step.caches[1][5, 3, 10].add_(0.5)))
+    assert (error.tensor, error.difference) == ("kv_caches[1].latents", 0.5)
+    verifier = Verifier("always", directory=tmp_path, strict_writes=True)
+    error = step.wrong(verifier, step.damaged(lambda step: step.caches[2][4, 2, 3].fill_(9)))
+    assert error.tensor == "kv_caches[2]"

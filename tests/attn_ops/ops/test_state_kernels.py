@@ -61,31 +61,32 @@ def cast(given, dtype):
     return [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in given]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_ragged_rows(rule):
-    """Chunks of prompts beside a decode, behind them padding, and rows of nobody."""
-    padding, behind = 2, 1
-    rows = sum(LENGTHS) + padding
-    case = rule(rows + behind)
-    states, requests = poisoned(case), batch(LENGTHS, COMPUTED, SLOTS, padding)
-    out, after = compare(case.operator, arguments(case), states, requests)
-    assert not out[sum(LENGTHS) :].any()
-    assert not out.isnan().any()
-    unowned = [slot for slot in range(9) if slot not in SLOTS]
-    assert after[unowned].isnan().all()
-    torch.testing.assert_close(after[2], states[2])  # it has no rows
+BATCHES = {  # rows of requests, their computed tokens and slots, rows of padding behind them
+    "ragged": (LENGTHS, COMPUTED, SLOTS, 2),  # chunks of prompts beside a decode
+    "decodes": ([1, 1, 1, 1], [5, 0, 0, 1], [3, 0, 1, 2], 0),  # padding between the others
+    "padding": ([1, 1, 1], [0, 0, 0], [0, 0, 0], 0),  # as in warm-up and captures
+    "no rows": ([0], [3], [1], 0),
+    "no requests": ([], [], [], 0),
+}
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("places", [torch.int32, torch.int64])
-def test_decodes(rule, places):
-    """Every request has one row; one of padding stands between the others, as after its end."""
-    case = rule(4)
-    states = poisoned(case, slots=[3, 1, 2], computed=[5, 0, 1])
-    requests = (torch.tensor([3, 0, 1, 2]), torch.arange(5), torch.tensor([6, 3, 1, 2]))
-    out, after = compare(case.operator, arguments(case), states, [x.to(places) for x in requests])
-    assert not out[1].any()
-    assert after[0].isnan().all()
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name, places, rule):
+    """Rows of padding and of nobody are zero, and no other state is read or written."""
+    lengths, computed, slots, padding = BATCHES[name]
+    case = rule(sum(lengths) + padding + 1)
+    states = poisoned(case, slots=slots, computed=computed)
+    requests = [x.to(places) for x in batch(lengths, computed, slots, padding)]
+    out, after = compare(case.operator, arguments(case), states, requests)
+    owners = torch.tensor(slots).repeat_interleave(torch.tensor(lengths).int()).long()
+    assert not out[: len(owners)][owners == 0].any()
+    assert not out[len(owners) :].any()
+    assert not out.isnan().any()
+    own = {slot for slot, length in zip(slots, lengths, strict=True) if slot and length}
+    unowned = [slot for slot in range(9) if slot not in own]
+    torch.testing.assert_close(after[unowned], states[unowned], equal_nan=True)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -116,27 +117,6 @@ def test_states_behind_single_rows_are_kept(rule):
     compare(case.operator, arguments(case), states, (*requests, kept.where(kept % 3 > 0, 0)))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_padding_alone_changes_nothing(rule):
-    """As in warm-up and captures; null slots are named often, and no state is read."""
-    case = rule(3)
-    states = torch.full((2, *case.shape), float("nan"), dtype=F64)
-    requests = (torch.zeros(3).int(), torch.arange(4).int(), torch.ones(3).int())
-    out, after = compare(case.operator, arguments(case), states, requests)
-    assert not out.any()
-    assert after.isnan().all()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_without_rows_or_requests(rule):
-    case = rule(2)
-    states = torch.full((2, *case.shape), float("nan"), dtype=F64)
-    nobody = (torch.zeros(0).int(), torch.zeros(1).int(), torch.zeros(0).int())
-    compare(case.operator, arguments(case), states, nobody)
-    case = rule(0)
-    compare(case.operator, arguments(case), states, batch([0], [3], [1]))
-
-
 def spread(x):
     """The same numbers, in every other place of a larger tensor, the last dimension first."""
     if not isinstance(x, torch.Tensor):
@@ -157,18 +137,6 @@ def test_strides_of_any_kind(rule):
     want = states.clone()
     case.operator(*arguments(case), want, *requests)
     torch.testing.assert_close(mine, want, equal_nan=True)
-
-
-def test_expanded_arguments_of_mamba_2():
-    """Step sizes, decays and biases come as views of expanded tensors."""
-    case = Ssd(4)
-    x, dt, A, B, C, D, bias, *rest = arguments(case)
-    dt = dt[:, :, None].expand(x.shape)[:, :, 0]
-    A = A[:, None, None].expand(case.shape)[:, 0, 0]
-    D, bias = (y[:, None].expand(case.shape[:2])[:, 0] for y in (D, bias))
-    requests = batch([1, 3], [2, 0], [2, 1])
-    states = poisoned(case, slots=[2], computed=[2])
-    compare(case.operator, [x, dt, A, B, C, D, bias, *rest], states, requests)
 
 
 @pytest.mark.parametrize("places", [[0.5, 0.6], [0.5, None], [None, 0.6]])
@@ -273,17 +241,28 @@ def by_blocks(monkeypatch):
     monkeypatch.setattr(chunks, "may_have_long", lambda rows, batch: True)
 
 
-@pytest.mark.parametrize("rule", BY_BLOCKS)
-def test_prompts_by_blocks(by_blocks, rule):
-    case, bound = rule(sum(LONG) + 4), 1e-4 if DEVICE == "cpu" else 1e-2
+MANY = ([1] * 140 + [40], [3] * 140 + [0], range(1, 142))  # more than are looked at in one turn
+BETWEEN = ([0, 32, 0, 0, 40, 0, 0, 0], [3, 5, 1, 2, 0, 4, 6, 1], range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("rule", "requests"),
+    [*((rule, one) for one in ((LONG, SEEN, SLOTS_OF_LONG), BETWEEN) for rule in BY_BLOCKS),
+     (Delta, MANY)],
+)  # fmt: skip
+def test_prompts_by_blocks(by_blocks, rule, requests):
+    lengths, computed, slots = requests
+    case, bound = rule(sum(lengths) + 4), 1e-4 if DEVICE == "cpu" else 1e-2
     given = cast(arguments(case), F32)
     if rule is Ssd:
-        given[8:11] = [0.5, 0.6, torch.tensor([9, 60, 5, 3, 70, 2, 0])]
-    states = poisoned(case, F32, SLOTS_OF_LONG, SEEN)
-    requests = batch(LONG, SEEN, SLOTS_OF_LONG, padding=3)
-    out, after = compare(case.operator, given, states, requests, bound)
-    assert not out[sum(LONG) :].any()
-    unowned = [slot for slot in range(9) if slot not in SLOTS_OF_LONG]
+        lens = [n + seen for n, seen in zip(lengths, computed, strict=True)]
+        given[8:11] = [0.5, 0.6, torch.tensor([*(n // 2 + 9 for n in lens), 0])]
+    number = len(lengths) + 3
+    states = poisoned(case, F32, slots, computed, number)
+    places = batch(lengths, computed, slots, padding=3)
+    out, after = compare(case.operator, given, states, places, bound)
+    assert not out[sum(lengths) :].any()
+    unowned = [slot for slot in range(number) if slot not in slots]
     assert after[unowned].isnan().all()
 
 
@@ -360,24 +339,6 @@ def test_inputs_of_several_dtypes(by_blocks):
     given[0] = given[0].half()
     states, requests = poisoned(case, F32, [1], [3]), batch([64], [3], [1])
     compare(case.operator, given, states, requests, BOUNDS[BF16])
-
-
-def test_a_long_prompt_behind_many_requests(by_blocks):
-    """More than are looked at in one turn."""
-    lengths = [1] * 140 + [40]
-    case, slots, computed = Delta(180), range(1, 142), [3] * 140 + [0]
-    states = poisoned(case, F32, slots, computed, number=142)
-    requests = batch(lengths, computed, slots)
-    compare(case.operator, cast(arguments(case), F32), states, requests, 1e-4)
-
-
-@pytest.mark.parametrize("rule", BY_BLOCKS)
-def test_long_prompts_between_requests_without_rows(by_blocks, rule):
-    lengths, computed = [0, 32, 0, 0, 40, 0, 0, 0], [3, 5, 1, 2, 0, 4, 6, 1]
-    case = rule(sum(lengths))
-    slots = list(range(1, 9))
-    states, requests = poisoned(case, F32, slots, computed), batch(lengths, computed, slots)
-    compare(case.operator, cast(arguments(case), F32), states, requests, 1e-4)
 
 
 @pytest.mark.parametrize("rule", BY_BLOCKS)

@@ -222,7 +222,7 @@ def make_session(
 ) -> DecodeSession:
     """Caches and tables have the same shapes in all sessions, which share what is compiled."""
     batches, on_gpu = args.cases, args.device == "cuda"
-    return DecodeSession(
+    session = DecodeSession(
         model,
         max_batch_size=max(batches),
         max_tokens=lengths.longest(max(steps for _, steps in RUNS)),
@@ -236,6 +236,9 @@ def make_session(
         strict=True,
         lazy_capture=True,
     )
+    for cache in session.cache.tensors:
+        cache[1:].normal_()
+    return session
 
 
 def floors_ms(config: Any, batches: Sequence[int], context: int) -> dict[int, float]:
@@ -267,8 +270,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     for mode, decode_steps in RUNS:
         session = make_session(model, mode, decode_steps, args, lengths)
-        for cache in session.cache.tensors:
-            cache[1:].normal_()
         result["captures"][f"{mode}, decode_steps {decode_steps}"] = capture_all(session)
         for batch in args.cases:
             name = f"{mode}, batch {batch}, decode_steps {decode_steps}"

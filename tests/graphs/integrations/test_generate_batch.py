@@ -20,6 +20,7 @@ from tests.kit.models import build_model
 
 PROMPTS = [[5, 9, 3], [7] * 20, [1], [11, 12]]
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+GREEDY_CONFIG = GenerationConfig(**GREEDY)
 
 
 def small(**changes) -> ContinuousBatchingConfig:
@@ -35,6 +36,16 @@ def model():
 
 def tokens(outputs) -> dict[str, list[int]]:
     return {name: output.generated_tokens for name, output in outputs.items()}
+
+
+def said(model, prompts=PROMPTS, **asked) -> dict[str, list[int]]:
+    """Tokens of greedy requests."""
+    return tokens(model.generate_batch(prompts, generation_config=GREEDY_CONFIG, **asked))
+
+
+def said_by_transformers(model, prompts) -> dict[str, list[int]]:
+    disable(model)
+    return said(model, prompts, continuous_batching_config=small())
 
 
 @pytest.mark.parametrize(
@@ -100,32 +111,26 @@ def test_filters_are_those_that_the_config_names(model):
 
 def test_weights_are_seen_and_a_changed_model_has_a_new_session(model):
     enable(model)
-    config = GenerationConfig(**GREEDY)
-    before = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    before = said(model)
     session = model.generate_batch.methods.trained._session
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.05)
-    after = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    after = said(model)
     assert model.generate_batch.methods.trained._session is session
     assert after != before
     model.to(torch.bfloat16).to(torch.float32)
-    again = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    again = said(model)
     assert model.generate_batch.methods.trained._session is not session
-    disable(model)
-    asked = {"continuous_batching_config": small()}
-    assert tokens(model.generate_batch(PROMPTS, generation_config=config, **asked)) == again
+    assert said_by_transformers(model, PROMPTS) == again
 
 
 def test_longer_prompts_and_more_of_them(model):
     enable(model)
-    config = GenerationConfig(**GREEDY)
-    model.generate_batch([[1]], generation_config=config)
+    said(model, [[1]])
     long = [[7] * 100, *PROMPTS * 3]
-    found = tokens(model.generate_batch(long, generation_config=config))
-    disable(model)
-    asked = {"continuous_batching_config": small()}
-    assert tokens(model.generate_batch(long, generation_config=config, **asked)) == found
+    found = said(model, long)
+    assert said_by_transformers(model, long) == found
 
 
 def test_an_error_of_one_request_ends_that_one(model):
@@ -135,9 +140,7 @@ def test_an_error_of_one_request_ends_that_one(model):
         return logits
 
     enable(model)
-    found = model.generate_batch(
-        PROMPTS, generation_config=GenerationConfig(**GREEDY), logits_processor=fails
-    )
+    found = model.generate_batch(PROMPTS, generation_config=GREEDY_CONFIG, logits_processor=fails)
     assert found["req_1"].status is RequestStatus.FAILED
     assert "too long" in found["req_1"].error
     assert all(found[f"req_{i}"].status is RequestStatus.FINISHED for i in (0, 2, 3))
@@ -148,13 +151,13 @@ def test_what_is_refused_or_has_no_use(model):
     with pytest.warns(UserWarning, match="no use for cpu_offload_space, scheduler_type of the"):
         model.generate_batch(
             PROMPTS[:1],
-            generation_config=GenerationConfig(**GREEDY),
+            generation_config=GREEDY_CONFIG,
             continuous_batching_config=small(cpu_offload_space=1.0, scheduler_type="prefill_first"),
         )
     with pytest.raises(ValueError, match=r"generation_config\.num_beams must be neutral"):
         model.generate_batch(PROMPTS, generation_config=GenerationConfig(num_beams=2, **GREEDY))
     with pytest.raises(ValueError, match="prompt must hold at least one token"):
-        model.generate_batch([[1], []], generation_config=GenerationConfig(**GREEDY))
+        model.generate_batch([[1], []], generation_config=GREEDY_CONFIG)
     assert model.generate_batch([]) == {}
     assert model.training
     assert model.config._attn_implementation == "sdpa"
@@ -164,24 +167,22 @@ def test_what_is_refused_or_has_no_use(model):
 
 def test_a_copied_or_saved_model_is_as_before(model, tmp_path):
     enable(model)
-    config = GenerationConfig(**GREEDY)
-    wanted = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    wanted = said(model)
     other = copy.deepcopy(model)
     assert other.generate_batch.methods is not model.generate_batch.methods
-    assert tokens(other.generate_batch(PROMPTS, generation_config=config)) == wanted
+    assert said(other) == wanted
     loaded = pickle.loads(pickle.dumps(model))
-    assert tokens(loaded.generate_batch(PROMPTS, generation_config=config)) == wanted
+    assert said(loaded) == wanted
     model.save_pretrained(tmp_path)
     assert not any(name in model.state_dict() for name in METHODS)
 
 
 def test_compiled(model):
     compiled = torch.compile(model, backend="attn_ops")
-    config = GenerationConfig(**GREEDY)
     enable(model)
-    wanted = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    wanted = said(model)
     enable(compiled)
-    assert tokens(model.generate_batch(PROMPTS, generation_config=config)) == wanted
+    assert said(model) == wanted
     session = model.generate_batch.methods.trained._session
     assert session.counters.num_graphs
     assert session.counters.num_recompiles == 0
@@ -190,23 +191,22 @@ def test_compiled(model):
 def test_adapters(model):
     peft = pytest.importorskip("peft")
     enable(model)
-    config = GenerationConfig(**GREEDY)
-    plain = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    plain = said(model)
     lora = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
     for name, weight in lora.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
-    adapted = tokens(lora.generate_batch(PROMPTS, generation_config=config))
+    adapted = said(lora)
     assert adapted != plain
     with lora.disable_adapter():
-        assert tokens(lora.generate_batch(PROMPTS, generation_config=config)) == plain
+        assert said(lora) == plain
     lora.merge_adapter()
-    assert tokens(lora.generate_batch(PROMPTS, generation_config=config)) == adapted
+    assert said(lora) == adapted
 
 
 def test_other_adapters(model):
     peft = pytest.importorskip("peft")
-    config = GenerationConfig(**GREEDY)
+    config = GREEDY_CONFIG
     saved = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
     lora = peft.get_peft_model(copy.deepcopy(model), saved)
     enable(lora)
@@ -222,9 +222,9 @@ def test_other_adapters(model):
 
 
 def test_manager(model):
-    config = GenerationConfig(**GREEDY)
+    config = GREEDY_CONFIG
     enable(model)
-    wanted = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    wanted = said(model)
     with model.continuous_batching_context_manager(generation_config=config) as manager:
         names = manager.add_requests(PROMPTS)
         assert names == list(wanted)
@@ -283,25 +283,25 @@ def test_cancelled_and_stopped_requests(model):
 def test_what_fails_leaves_the_model_as_it_was(model):
     enable(model, max_tokens=128)
     manager = model.init_continuous_batching(
-        GenerationConfig(**GREEDY), ContinuousBatchingConfig(max_queue_size=-1)
+        GREEDY_CONFIG, ContinuousBatchingConfig(max_queue_size=-1)
     )
     with pytest.raises(ValueError, match="max_waiting must be a positive int"):
         manager.start()
     assert not manager.is_running()
     assert model.training
     assert model.config._attn_implementation == "sdpa"
-    running = model.continuous_batching_context_manager(GenerationConfig(**GREEDY))
+    running = model.continuous_batching_context_manager(GREEDY_CONFIG)
     one = pytest.raises(RuntimeError, match="must be used by one call or manager at a time")
     with running, one:
         model.generate_batch([[1]])
-    assert model.generate_batch([[1]], GenerationConfig(**GREEDY))
+    assert model.generate_batch([[1]], GREEDY_CONFIG)
 
 
 def test_autocast_of_the_caller_stays(model):
     enable(model)
     linear = torch.nn.Linear(2, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with model.continuous_batching_context_manager(GenerationConfig(**GREEDY)) as manager:
+        with model.continuous_batching_context_manager(GREEDY_CONFIG) as manager:
             manager.add_request([5, 9, 3])
             assert linear(torch.ones(1, 2)).dtype == torch.bfloat16
         assert linear(torch.ones(1, 2)).dtype == torch.bfloat16
@@ -321,7 +321,7 @@ def test_every_config_has_its_attention_back():
     configs = [model.config, model.config.text_config, model.config.vision_config]
     before = [c._attn_implementation for c in configs]
     enable(model)
-    assert model.generate_batch([[1, 2]], GenerationConfig(**GREEDY))["req_0"].error is None
+    assert model.generate_batch([[1, 2]], GREEDY_CONFIG)["req_0"].error is None
     assert [c._attn_implementation for c in configs] == before
 
 
@@ -349,8 +349,8 @@ def test_options_are_checked_at_once(model):
 
 def test_result_handlers(model):
     enable(model)
-    config = GenerationConfig(**GREEDY)
-    wanted = tokens(model.generate_batch(PROMPTS, generation_config=config))
+    config = GREEDY_CONFIG
+    wanted = said(model)
 
     async def collect():
         with model.continuous_batching_context_manager(generation_config=config) as manager:

@@ -115,55 +115,54 @@ def test_reason_for_another_key(folder, never_compiles, changes, section) -> Non
     assert section in outcome(session)
 
 
-def test_reason_for_another_source(folder, never_compiles, monkeypatch) -> None:
-    monkeypatch.setattr("graphs.saved.key.own_source", lambda: "another version")
-    _, session = compiled(compile_cache=folder)
-    assert outcome(session).endswith("other than what is: code of attn_ops")
-
-
-def test_reason_for_another_pass_source(folder, never_compiles, monkeypatch) -> None:
-    monkeypatch.setattr("fx_passes.passes.views.CollapseViews.source", lambda self: "changed")
-    _, session = compiled(compile_cache=folder)
-    assert "options of torch.compile" in outcome(session)
-
-
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "value", "reason"),
     [
-        ("models.llama.modeling_llama.rotate_half", "other than what is: code of the model"),
-        ("masking_utils.find_packed_sequence_indices", "masking_utils has changed"),
+        (
+            "graphs.saved.key.own_source",
+            lambda: "another version",
+            "other than what is: code of attn_ops",
+        ),
+        (
+            "fx_passes.passes.views.CollapseViews.source",
+            lambda self: "changed",
+            "options of torch.compile",
+        ),
+        (
+            "transformers.models.llama.modeling_llama.rotate_half",
+            lambda x: x,
+            "other than what is: code of the model",
+        ),
+        (
+            "transformers.masking_utils.find_packed_sequence_indices",
+            lambda x: x,
+            "masking_utils has changed",
+        ),
     ],
 )
-def test_reason_for_another_function(folder, never_compiles, monkeypatch, name, reason) -> None:
-    """A function of Transformers was replaced before the session began."""
-    monkeypatch.setattr(f"transformers.{name}", lambda x: x)
+def test_reason_for_another_source(folder, never_compiles, monkeypatch, name, value, reason):
+    """Also where a function was replaced before the session began."""
+    monkeypatch.setattr(name, value)
     _, session = compiled(compile_cache=folder)
     assert outcome(session).endswith(reason)
 
 
-@pytest.mark.parametrize("attribute", ["config.rms_norm_eps", "model.norm.variance_epsilon"])
-def test_reason_for_another_attribute(folder, never_compiles, attribute) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.config, "rms_norm_eps", 0.5),
+        lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
+        lambda model: model.model.norm.register_forward_hook(lambda m, args, out: out * 2),
+        lambda model: setattr(model.model.norm, "forward", lambda hidden: hidden * 2),
+    ],
+    ids=["config", "attribute", "hook", "forward"],
+)
+def test_reason_for_another_model(folder, never_compiles, change) -> None:
     torch._dynamo.reset()
     model = build_model("llama")
-    holder, _, name = attribute.rpartition(".")
-    setattr(model.get_submodule(holder) if holder != "config" else model.config, name, 0.5)
+    change(model)
     session = make_session(torch.compile(model, backend="attn_ops"), compile_cache=folder)
     assert outcome(session).endswith("other than what is: model")
-
-
-def test_a_hook_and_a_replaced_forward_are_part_of_the_model(folder, never_compiles) -> None:
-    def scaled(hidden):
-        return hidden * 2
-
-    for change in (
-        lambda norm: norm.register_forward_hook(lambda m, args, out: out * 2),
-        lambda norm: setattr(norm, "forward", scaled),
-    ):
-        torch._dynamo.reset()
-        model = build_model("llama")
-        change(model.model.norm)
-        session = make_session(torch.compile(model, backend="attn_ops"), compile_cache=folder)
-        assert outcome(session).endswith("other than what is: model")
 
 
 def test_another_backend(folder, never_compiles) -> None:
@@ -188,19 +187,17 @@ def nothing_unpickled(monkeypatch, never_compiles):
     monkeypatch.setattr("graphs.saved.cache.pickle.loads", loads)
 
 
-def _truncate(folder) -> None:
-    content = only_file(folder).read_bytes()
-    only_file(folder).write_bytes(content[:-10])
+def _content(change):
+    def damage(folder) -> None:
+        file = only_file(folder)
+        file.write_bytes(change(file.read_bytes()))
+
+    return damage
 
 
-def _flip_a_byte(folder) -> None:
-    content = bytearray(only_file(folder).read_bytes())
-    content[len(content) // 2] ^= 1
-    only_file(folder).write_bytes(content)
-
-
-def _foreign(folder) -> None:
-    only_file(folder).write_bytes(b"something else\n")
+def _flipped(content: bytes) -> bytes:
+    half = len(content) // 2
+    return content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
 
 
 def _other_layout(folder) -> None:
@@ -208,29 +205,28 @@ def _other_layout(folder) -> None:
         archive.writestr("header.json", "no JSON")
 
 
+def _link(folder) -> None:
+    file, elsewhere = only_file(folder), folder.parent / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_truncate, "the file is damaged"),
-        (_flip_a_byte, "the file is damaged"),
+        (_content(lambda content: content[:-10]), "the file is damaged"),
+        (_content(_flipped), "the file is damaged"),
         (_other_layout, "the file is damaged or has another format"),
-        (_foreign, "the file is damaged or has another format"),
+        (_content(lambda _: b"something else\n"), "the file is damaged or has another format"),
         (lambda folder: folder.chmod(0o777), "other users can write"),
         (lambda folder: only_file(folder).chmod(0o666), "other users can write"),
+        (_link, "cannot be read"),
     ],
 )
 def test_refused(folder, nothing_unpickled, change, reason) -> None:
     change(folder)
     _, session = compiled(compile_cache=folder)
     assert reason in outcome(session)
-
-
-def test_link_refused(folder, nothing_unpickled, tmp_path) -> None:
-    file = only_file(folder)
-    file.rename(tmp_path / "elsewhere")
-    file.symlink_to(tmp_path / "elsewhere")
-    _, session = compiled(compile_cache=folder)
-    assert "cannot be read" in outcome(session)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owners here")

@@ -154,18 +154,6 @@ def test_who_quantizes_the_query_is_no_candidate(monkeypatch):
     assert select(PLAIN, shapes=TINY, **OPTIONS).backend.name == "ROUNDS"
 
 
-def test_a_mask_of_its_own_is_no_candidate():
-    own = sleeping("OWN", 0.0, own_mask=True)
-    register_backend(own)
-    unnamed: list[dict] = [OPTIONS | {"shapes": TINY}, {"block_size": 16, "device": "cpu"}]
-    for options in unnamed:
-        selection = select(PLAIN, **options)
-        assert selection.backend is TORCH
-        assert selection.reasons_against["OWN"] == ["its mask is its own; ask for it by name"]
-    named = select(PLAIN, block_size=16, device="cpu", backend="OWN")
-    assert named.backend.name == "OWN"
-
-
 def test_layers_are_captured_on_their_device(monkeypatch):
     """Which need not be the current one."""
     current = []
@@ -202,49 +190,48 @@ def test_a_hit_runs_nothing(tmp_path, counted):
 
 
 @pytest.mark.parametrize(
-    "change", ["spec", "layers", "block_size", "shapes", "candidates", "torch"]
+    "change",
+    [
+        {"specs": [dataclasses.replace(PLAIN, soft_cap=2.0)]},
+        {"specs": [PLAIN, PLAIN]},
+        {"block_size": 4},
+        {"shapes": TINY[:1]},
+        {"candidate": sleeping("NEW", 0.0)},
+        {"torch": "another"},
+    ],
+    ids=str,
 )
 def test_what_a_measurement_depends_on(tmp_path, counted, monkeypatch, change):
     path = tmp_path / "times.json"
-    specs, shapes, options = [PLAIN], TINY, dict(OPTIONS)
-    select(specs, shapes=shapes, measurements=path, **options)
-    if change == "spec":
-        specs = [dataclasses.replace(PLAIN, soft_cap=2.0)]
-    elif change == "layers":
-        specs = [PLAIN, PLAIN]
-    elif change == "block_size":
-        options["block_size"] = 4
-    elif change == "shapes":
-        shapes = TINY[:1]
-    elif change == "candidates":
-        register_backend(sleeping("NEW", 0.0))
-    else:
-        monkeypatch.setattr(measurements, "library_versions", lambda: {"torch": "another"})
-    select(specs, shapes=shapes, measurements=path, **options)
+    asked = {"specs": [PLAIN], "shapes": TINY, "measurements": path} | OPTIONS
+    select(**asked)
+    if "candidate" in change:
+        register_backend(change.pop("candidate"))
+    if "torch" in change:
+        versions = {"torch": change.pop("torch")}
+        monkeypatch.setattr(measurements, "library_versions", lambda: versions)
+    select(**asked | change)
     assert len(counted) == 2
     assert len(json.loads(path.read_text())["entries"]) == 2
 
 
 def test_arguments_that_contradict_each_other(tmp_path):
-    with pytest.raises(ValueError, match="backend must be None with measure=True, got 'TORCH'"):
-        select(PLAIN, backend="TORCH", **OPTIONS)
-    with pytest.raises(ValueError, match="shapes must be None without measure=True"):
-        select(PLAIN, block_size=16, device="cpu", shapes=TINY)
-    with pytest.raises(ValueError, match="measurements must be None without measure=True"):
-        select(PLAIN, block_size=16, device="cpu", measurements=tmp_path / "times.json")
+    for asked, message in (
+        ({"backend": "TORCH"}, "backend must be None with measure=True, got 'TORCH'"),
+        ({"measure": False, "shapes": TINY}, "shapes must be None without measure=True"),
+        ({"measure": False, "measurements": tmp_path / "times.json"}, "None without measure=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select(PLAIN, **OPTIONS | asked)
 
 
 @pytest.mark.parametrize(
     "shape", [([], []), ([1], [1, 2]), ([2], [1]), ([0], [1]), 3, MeasuredShape(0, 1, 1)]
 )
 def test_shapes_that_are_no_batches(shape):
-    with pytest.raises(ValueError, match="shapes must be batches"):
-        select(PLAIN, shapes=[TINY[0], shape], **OPTIONS)
-
-
-def test_no_shapes():
-    with pytest.raises(ValueError, match="shapes must hold at least one batch"):
-        select(PLAIN, shapes=[], **OPTIONS)
+    for shapes, message in (([TINY[0], shape], "be batches"), ([], "hold at least one batch")):
+        with pytest.raises(ValueError, match=f"shapes must {message}"):
+            select(PLAIN, shapes=shapes, **OPTIONS)
 
 
 def test_default_shapes_are_a_decode_and_a_prefill():

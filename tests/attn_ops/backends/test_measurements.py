@@ -81,10 +81,9 @@ def test_saving_keeps_links(tmp_path):
 def test_files_that_cannot_be_used(tmp_path):
     with pytest.raises(ValueError, match="measurements must be a file that can be written"):
         select(PLAIN, shapes=TINY, measurements=tmp_path / "none" / "times.json", **OPTIONS)
-    with pytest.raises(ValueError, match="measurements must be a file that select_backend wrote"):
-        select(PLAIN, shapes=TINY, measurements=tmp_path, **OPTIONS)
-    with pytest.raises(ValueError, match="measurements must be a file that select_backend wrote"):
-        select(PLAIN, shapes=TINY, measurements=3, **OPTIONS)
+    for path in (tmp_path, 3):
+        with pytest.raises(ValueError, match="measurements must be a file that select_backend wr"):
+            select(PLAIN, shapes=TINY, measurements=path, **OPTIONS)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -89,43 +89,23 @@ CASES = {
     [(False, 100), (True, 10), pytest.param(True, 25, marks=pytest.mark.slow)],
 )
 def test_against_brute_force(make_batch, compiled, num_cases):
-    @settings(
-        max_examples=num_cases,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-    @given(**CASES)
-    def check(
-        lengths,
-        heads,
-        head_size,
-        block_size,
-        sliding_window,
-        soft_cap,
-        causal,
-        alibi,
-        with_sinks,
-        dtype,
-        num_padding_rows,
-        seed,
-    ):
+    @settings(max_examples=num_cases, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.fixed_dictionaries(CASES))
+    def check(case):
+        lengths, (num_heads, num_kv_heads) = case.pop("lengths"), case.pop("heads")
+        alibi, with_sinks = case.pop("alibi"), case.pop("with_sinks")
+        options = {name: case.pop(name) for name in ("sliding_window", "soft_cap")}
+        dtype, scale = case["dtype"], case["head_size"] ** -0.5
         b = make_batch(
             [q for q, _ in lengths],
             [q + computed for q, computed in lengths],
-            num_heads=heads[0],
-            num_kv_heads=heads[1],
-            head_size=head_size,
-            block_size=block_size,
-            dtype=dtype,
-            causal=causal,
-            num_padding_rows=num_padding_rows,
-            seed=seed,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            **case,
         )
-        scale = head_size**-0.5
-        options = {"sliding_window": sliding_window, "soft_cap": soft_cap}
         vectors = {
-            "alibi_slopes": torch.rand(heads[0]) if alibi else None,
-            "sinks": torch.randn(heads[0]) * 3 if with_sinks else None,
+            "alibi_slopes": torch.rand(num_heads) if alibi else None,
+            "sinks": torch.randn(num_heads) * 3 if with_sinks else None,
         }
         lists = {name: None if v is None else v.tolist() for name, v in vectors.items()}
         wanted, wanted_lse = brute_force(b, scale, **options, **lists)

@@ -64,16 +64,8 @@ def test_random_batches(
     lengths, heads, dtype, block_size, window, alibi, causal, kv_cache_dtype, folded_rows,
     masked_rows, seed,
 ):  # fmt: skip
-    spec = AttentionSpec(
-        heads[0],
-        heads[1],
-        8,
-        dtype,
-        window,
-        alibi=alibi,
-        causal=causal,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+    asked = {"alibi": alibi, "causal": causal, "kv_cache_dtype": kv_cache_dtype}
+    spec = AttentionSpec(*heads, 8, dtype, window, **asked)
     q, cache, meta = make(lengths, spec, block_size, seed)
     options: dict[str, Any] = {"sliding_window": window, "kv_cache_dtype": kv_cache_dtype}
     if alibi:

@@ -261,26 +261,18 @@ def step_arguments() -> dict:
 
 @pytest.mark.parametrize("name", step_arguments())
 def test_advance_step_refuses_and_writes_nothing(name):
-    """Another dtype and one dimension more, each argument in turn."""
-    for change in (torch.Tensor.double, lambda tensor: tensor[None, None]):
+    """Another dtype, one dimension more and more requests, each argument in turn."""
+    # The others are measured against seq_lens, so that one of them may be named for its shape.
+    offender = f"^{name} must" if name != "seq_lens" else "^(seq_lens|sampled_token_ids) must"
+    changes = [(torch.Tensor.double, offender), (lambda tensor: tensor[None, None], offender)]
+    if name not in ("block_table", "paged_kv_indices"):
+        changes.append((lambda tensor: torch.cat([tensor, tensor]), "must have shape"))
+    for change, message in changes:
         given = step_arguments()
         before = lists(given)
-        changed = {**given, name: change(given[name])}
-        # The others are measured against seq_lens, so that one of them may be named for its shape.
-        offender = f"^{name} must" if name != "seq_lens" else "^(seq_lens|sampled_token_ids) must"
-        with pytest.raises(ValueError, match=offender):
-            advance_step(**changed, block_size=4)
+        with pytest.raises(ValueError, match=message):
+            advance_step(**{**given, name: change(given[name])}, block_size=4)
         assert lists(given) == before
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in step_arguments() if n not in ("block_table", "paged_kv_indices")]
-)
-def test_advance_step_refuses_another_number_of_requests(name):
-    given = step_arguments()
-    given[name] = torch.cat([given[name], given[name]])
-    with pytest.raises(ValueError, match="must have shape"):
-        advance_step(**given, block_size=4)
 
 
 @pytest.mark.parametrize(

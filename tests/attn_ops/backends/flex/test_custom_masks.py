@@ -111,9 +111,3 @@ def test_a_custom_mask_never_asks_for_cascade():
     builder = backend.builder(backend, [SPEC], 16, "cpu")
     lens = np.full(16, 2, dtype=np.int32)
     assert not builder.use_cascade_attention(512, lens, 4, 2, False, False, False, 132)
-
-
-def test_a_custom_mask_is_refused_chunks_when_it_is_selected():
-    backend = flex_backend("CUSTOM", lambda request, query, key: key >= 0)
-    spec = AttentionSpec(4, 2, 32, torch.float32, attention_chunk_size=16)
-    assert backend.reasons_against(spec, 16, torch.device("cpu"))

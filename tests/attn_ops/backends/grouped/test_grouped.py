@@ -25,6 +25,8 @@ from attn_ops.backends.grouped import levels, runs_on
 from attn_ops.testing import make_case
 from attn_ops.testing.calls import chunked_oracle
 from attn_ops.testing.features import FEATURES, LENGTHS
+from tests.attn_ops.backends.flex.masks import check as check_custom
+from tests.attn_ops.backends.flex.masks import oracle
 from tests.attn_ops.backends.grouped.grouped_layers import (
     CAPPED,
     CHUNKED,
@@ -124,19 +126,9 @@ def test_custom_mask_of_one_group(make_batch):
     batch = mixed_batch(make_batch)
     meta = built(backend, batch.common, (FULL, SLIDING))
     check(attention(batch.q, batch.kv_cache, meta, SCALE), None, batch, {})
-    out = attention(batch.q, batch.kv_cache, meta, SCALE, sliding_window=9)
-    starts, table = batch.common.query_start_loc.tolist(), batch.common.block_table_tensor.long()
-    for request, length in enumerate(batch.common.seq_lens.tolist()):
-        for row in range(starts[request], starts[request + 1]):
-            position = length - (starts[request + 1] - row)
-            keys = torch.arange(position, max(-1, position - 9), -3)
-            k_CNH, v_CNH = (
-                batch.kv_cache[table[request, keys // 16], i, keys % 16].double()
-                .repeat_interleave(2, 1) for i in (0, 1)
-            )  # fmt: skip
-            weights = (torch.einsum("nh,cnh->nc", batch.q[row].double(), k_CNH) * SCALE).softmax(1)
-            want_NH = torch.einsum("nc,cnh->nh", weights, v_CNH)
-            assert (out[row] - want_NH).norm() <= 1e-5 * want_NH.norm()
+    found = attention_with_lse(batch.q, batch.kv_cache, meta, 0.3, sliding_window=9)
+    nine = oracle(batch, {}, True, lambda r, q, k: ((q - k) % 3 == 0) & (q - k < 9))
+    check_custom(*found, *nine)
 
 
 @pytest.mark.parametrize("chunked_on", ["FLEX", "TRITON"])

@@ -18,12 +18,7 @@ pytestmark = pytest.mark.skipif(
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES = {
     "decodes": ([1, 1, 1, 1], [1, 2, 17, 70]),
-    "drafts": ([4, 4, 4], [4, 50, 35]),
-    "prompts": ([10, 1, 35, 20], [10, 1, 35, 20]),
     "unsorted": ([30, 1, 0, 12, 1, 20], [61, 33, 0, 12, 9, 90]),
-    "long beside empty": ([20, 10, 15], [200, 10, 15]),
-    "nothing": ([0, 0], [0, 0]),
-    "padding requests": ([20, 0, 0], [40, 0, 0]),
 }
 
 
@@ -34,26 +29,21 @@ def way_by_query_length(monkeypatch):
     monkeypatch.setattr(planning, "LONG_CONTEXT_QUERY_LEN", 0)
 
 
-def batch(name: str, num_tokens: int = 1024, dtype: torch.dtype = torch.float16, **changes):
-    spec = AttentionSpec.of_latent(3, SMALL, dtype)
-    changes = {
-        "num_padding_rows": 2,
-        "block_size": 16,
-        "backend": "TRITON_MLA",
-        "device": DEVICE,
-    } | changes
-    workspace = MLAWorkspace([spec], num_tokens, DEVICE)
-    return build_latent_batch(*BATCHES[name], dtype=dtype, workspace=workspace, **changes)
+def batch(name: str) -> LatentBatch:
+    dtype = torch.float16
+    workspace = MLAWorkspace([AttentionSpec.of_latent(3, SMALL, dtype)], 1024, DEVICE)
+    more = {"backend": "TRITON_MLA", "device": DEVICE, "workspace": workspace, "dtype": dtype}
+    return build_latent_batch(*BATCHES[name], num_padding_rows=2, block_size=16, **more)
 
 
-def check(b: LatentBatch, tolerance: float = 4e-3) -> None:
+def check(b: LatentBatch) -> None:
     want_lse = torch.empty(b.q.shape[:2], device=DEVICE)
     want = reference_mla_attention(b.q, b.kv_cache, b.common, b.options(lse=want_lse))
     out, lse = mla_attention_with_lse(*b.arguments, **b.keywords)
     assert torch.equal(mla_attention(*b.arguments, **b.keywords), out)
     assert out.is_contiguous()
-    assert (out.double() - want).norm() <= tolerance * want.norm()
-    torch.testing.assert_close(lse, want_lse, rtol=tolerance, atol=tolerance)
+    assert (out.double() - want).norm() <= 4e-3 * want.norm()
+    torch.testing.assert_close(lse, want_lse, rtol=4e-3, atol=4e-3)
     assert (out[b.common.num_actual_tokens :] == 0).all()
 
 

@@ -81,19 +81,18 @@ def test_many_splits():
 
 @pytest.mark.parametrize(
     ("programs", "max_keys", "slots", "wanted"),
-    [(64, 8192, 264, 4), (256, 1024, 264, 1), (1, 65536, 264, 128), (1, 100, 264, 3)],
+    [
+        (64, 8192, 264, 4),
+        (256, 1024, 264, 1),
+        (1, 65536, 264, 128),
+        (1, 100, 264, 3),
+        (100, 8192, 264, 5),  # 2 ranges leave 64 slots idle, 5 fill two waves nearly
+    ],
 )
 def test_choice_of_splits(programs, max_keys, slots, wanted):
     from attn_ops.backends.mla.triton.launch import choose_num_splits
 
     assert choose_num_splits(programs, max_keys, slots) == wanted
-
-
-def test_splits_fill_the_last_wave():
-    """100 requests of 264 slots: 2 ranges leave 64 idle, 5 fill two waves nearly."""
-    from attn_ops.backends.mla.triton.launch import choose_num_splits
-
-    assert choose_num_splits(100, 8192, 264) == 5
 
 
 @pytest.mark.parametrize(

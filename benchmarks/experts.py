@@ -24,15 +24,14 @@ from attn_ops import experts
 from attn_ops.ops.moe.composite import BLOCK, experts_by_torch
 from attn_ops.ops.moe.experts import FP8
 from benchmarks.harness import (
-    Bar,
     brief,
     capture,
     copy_bandwidth,
-    finish,
     free,
     median_ms,
     origin,
     parser_of,
+    write,
 )
 
 ROWS = (1, 8, 64, 256, 512, 2048, 8192)
@@ -65,6 +64,7 @@ SHAPES = {
     "deepseek-v3, 64 experts": Shape(7168, 2048, 64, 8),
 }
 TINY = {name: Shape(64, 32, 4, 2, shape.gpt_oss) for name, shape in SHAPES.items()}
+SILU = {"activation": "silu", "alpha": 1.0, "limit": None, "interleaved": False}
 GPT_OSS = {"activation": "gpt_oss", "alpha": 1.702, "limit": 7.0, "interleaved": True}
 
 
@@ -97,39 +97,34 @@ class Layer:
         gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
         return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
-    def ours(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def stored(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None], dict[str, Any]]:
+        """Weights [E, outputs, inputs], biases and gate, as the operator takes them."""
+        weights = [self.gate_up_proj, self.down_proj]
         if not self.shape.gpt_oss:
-            return experts(x, self.gate_up_proj, self.down_proj, ids, weights, **self.scales)
-        stored = self.gate_up_proj.mT, self.down_proj.mT
-        biases = self.gate_up_proj_bias, self.down_proj_bias
-        return experts(x, *stored, ids, weights, *biases, **GPT_OSS, **self.scales)
+            return weights, [None, None], {}
+        return [w.mT for w in weights], [self.gate_up_proj_bias, self.down_proj_bias], GPT_OSS
 
-    def compiled(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Transformers' function by Inductor."""
-        return _compiled()(self, x, ids, weights)
+    def ours(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        stored, biases, gate = self.stored()
+        return experts(x, *stored, ids, weights, *biases, **gate, **self.scales)
 
     def by_torch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What the operator does where our kernels do not run."""
-        gate: dict[str, Any] = {"activation": "silu", "alpha": 1.0, "limit": None}
-        stored, biases = (self.gate_up_proj, self.down_proj), (None, None)
-        if self.shape.gpt_oss:
-            stored = self.gate_up_proj.mT, self.down_proj.mT
-            biases, gate = (self.gate_up_proj_bias, self.down_proj_bias), dict(GPT_OSS)
-        gate.setdefault("interleaved", False)
-        return experts_by_torch(x, *stored, ids, weights, *biases, **gate)
+        stored, biases, gate = self.stored()
+        return experts_by_torch(x, *stored, ids, weights, *biases, **(SILU | gate))
 
     def theirs(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        from transformers.integrations.moe import grouped_mm_experts_forward
+        return _theirs(compiled=False)(self, x, ids, weights)
 
-        module: Any = self
-        return grouped_mm_experts_forward(module, x, ids, weights)
+    def compiled(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return _theirs(compiled=True)(self, x, ids, weights)
 
 
 @functools.cache
-def _compiled() -> Callable[..., torch.Tensor]:
-    from transformers.integrations.moe import grouped_mm_experts_forward
+def _theirs(*, compiled: bool) -> Callable[..., torch.Tensor]:
+    from transformers.integrations.moe import grouped_mm_experts_forward as forward
 
-    return torch.compile(grouped_mm_experts_forward)
+    return torch.compile(forward) if compiled else forward
 
 
 def routed(shape: Shape, rows: int, device: str) -> tuple[torch.Tensor, ...]:
@@ -163,14 +158,15 @@ def microseconds(run: Callable[[int], object], copies: int, rows: int, device: s
     return 1e3 * median_ms(captured, repeats=20) / copies
 
 
-def times(shape: Shape, rows: int, layers: list[Layer], device: str) -> dict[str, Any]:
-    """Ours and Transformers' time, and how far their results are from each other."""
+def times(
+    shape: Shape, rows: int, layers: list[Layer], device: str, bandwidth: float | None
+) -> dict[str, Any]:
+    """Ours, Transformers' and the limit, and how far results are from each other."""
     given = [routed(shape, rows, device) for _ in layers]
     found: dict[str, Any] = {}
-    names = ("ours", "theirs", "by_torch", *(("compiled",) if device == "cuda" else ()))
-    if shape.fp8:
-        names = ("ours",)
-    else:
+    names = ["ours"]
+    if not shape.fp8:
+        names += ["theirs", "by_torch", *(["compiled"] if device == "cuda" else [])]
         ours, theirs = (f(*given[0]).float() for f in (layers[0].ours, layers[0].theirs))
         found["difference"] = round((ours - theirs).abs().max().item(), 4)
     for name in names:
@@ -180,31 +176,23 @@ def times(shape: Shape, rows: int, layers: list[Layer], device: str) -> dict[str
             found[f"{name} us"] = round(us, 1)
         except Exception as error:  # one that cannot be captured is not measured
             found[f"{name} us"] = brief(error)
-    found["ids"] = given[0][1]
+    if bandwidth is not None and isinstance(us := found["ours us"], float):
+        limit = limit_us(shape, given[0][1], bandwidth)
+        found |= {"limit us": round(limit, 1), "ours / limit": round(us / limit, 2)}
     return found
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     bandwidth = copy_bandwidth() if args.device == "cuda" else None
-    rows, bars = {}, []
+    rows = {}
     for name in args.shapes:
         shape = SHAPES[name] if args.device == "cuda" else TINY[name]
         shape = dataclasses.replace(shape, fp8=args.fp8)
-        smallest = (3 if args.fp8 else 6) * shape.k * shape.f * min(shape.top_k, shape.num_experts)
+        smallest = (3 if args.fp8 else 6) * shape.k * shape.f * shape.top_k
         copies = min(4, max(2, math.ceil(CACHE_BYTES / smallest)))
         layers = [Layer(shape, args.device) for _ in range(copies)]
         for number in args.rows:
-            row = times(shape, number, layers, args.device)
-            ids, us = row.pop("ids"), row["ours us"]
-            if bandwidth is not None and isinstance(us, float):
-                limit = limit_us(shape, ids, bandwidth)
-                row |= {"limit us": round(limit, 1), "ours / limit": round(us / limit, 2)}
-                others = [row.get(f"{one} us") for one in ("theirs", "compiled")]
-                best = min([one for one in others if isinstance(one, float)], default=None)
-                most = 1.0 if number <= MOST_CAPTURED else 1.15
-                text = f"{name}, {number} rows: ours over the best of Transformers"
-                if not args.fp8:
-                    bars.append(Bar(text, "<=", most, None if best is None else us / best))
+            row = times(shape, number, layers, args.device, bandwidth)
             rows[f"{name}, {number}"] = row
             print(f"{name}, {number}", row, flush=True)
         del layers
@@ -216,8 +204,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         f"{copied}."
     )
     command = f"python -m benchmarks.experts --device {args.device}{' --fp8' * args.fp8}"
-    found = origin(args) | {"command": command, "note": note, "rows": rows}
-    return found | {"bars": [bar.as_dict() for bar in bars]}
+    return origin(args) | {"command": command, "note": note, "rows": rows}
 
 
 def main() -> None:
@@ -227,7 +214,7 @@ def main() -> None:
     found.add_argument("--fp8", action="store_true", help="weights in FP8, by ours alone")
     args = found.parse_args()
     torch.manual_seed(0)
-    finish(args, measure(args))
+    write(args.json, measure(args))
 
 
 if __name__ == "__main__":

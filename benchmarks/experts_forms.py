@@ -16,8 +16,8 @@ import torch
 
 from attn_ops.ops.moe.composite import BLOCK
 from attn_ops.ops.moe.constants import ExpertsConstants, experts_constants, rows_of_a_block
-from benchmarks.experts import GPT_OSS, SHAPES, TINY, Layer, microseconds, routed
-from benchmarks.harness import brief, finish, free, origin, parser_of
+from benchmarks.experts import SHAPES, TINY, Layer, microseconds, routed
+from benchmarks.harness import brief, free, origin, parser_of, write
 
 SHARED_MEMORY = 227 * 1024
 NUM_LAYERS = 4
@@ -45,19 +45,14 @@ def products(layer: Layer, given: tuple[torch.Tensor, ...], form: ExpertsConstan
     flat, pairs = ids.view(-1), ids.numel()
     one = Blocks(flat, None, form.block_t)
     blocks = one if x.shape[0] == 1 else launch_blocks(flat, layer.num_experts, form.block_t)
-    up, down = layer.gate_up_proj, layer.down_proj
-    if layer.is_transposed:
-        up, down = up.mT, down.mT
+    (up, down), biases, gate = layer.stored()
     h = torch.randn(pairs, down.shape[2], device=x.device).to(x.dtype)
-    biases: tuple[torch.Tensor | None, ...] = (None, None)
-    gate: dict[str, Any] = {"activation": "silu"}
-    if layer.shape.gpt_oss:
-        biases, gate = (layer.gate_up_proj_bias, layer.down_proj_bias), GPT_OSS
-    first: dict[str, Any] = {"widen": wide, "scale": layer.scales.get("gate_up_scale"), **gate}
-    second: dict[str, Any] = {"widen": wide, "scale": layer.scales.get("down_scale")}
+    first: dict[str, Any] = {"scale": layer.scales.get("gate_up_scale"), "activation": "silu"}
+    first |= gate
+    scale = layer.scales.get("down_scale")
     return (
-        lambda: launch_product(x, up, biases[0], blocks, pairs, form, **first),
-        lambda: launch_product(h, down, biases[1], blocks, pairs, form, **second),
+        lambda: launch_product(x, up, biases[0], blocks, pairs, form, widen=wide, **first),
+        lambda: launch_product(h, down, biases[1], blocks, pairs, form, widen=wide, scale=scale),
     )
 
 
@@ -93,10 +88,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for number in args.rows:
             pairs = number * shape.top_k
             block_t = rows_of_a_block(pairs, shape.num_experts)
-            tried = sorted(
-                {16, *(n for n in (block_t // 2, block_t, 2 * block_t) if 16 <= n <= 128)}
-            )
-            tried = [16] if number == 1 else tried if block_t > 16 else tried[:2]
+            tried = {n for n in (16, block_t // 2, block_t, 2 * block_t) if 16 <= n <= 128}
+            tried = [16] if number == 1 else sorted(tried)
             found = fastest(layers, number, args.device, tried)
             chosen = (pairs, shape.num_experts, shape.gpt_oss, BLOCK if args.fp8 else None)
             used = [tuple(experts_constants(k, *chosen)) for k in (shape.k, shape.f)]
@@ -110,7 +103,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         free()
     note = "Model, rows: microseconds of a product by (block_t, block_m, block_k, warps, stages)."
     command = f"python -m benchmarks.experts_forms --device {args.device}{' --fp8' * args.fp8}"
-    return origin(args) | {"command": command, "note": note, "rows": rows, "bars": []}
+    return origin(args) | {"command": command, "note": note, "rows": rows}
 
 
 def main() -> None:
@@ -120,7 +113,7 @@ def main() -> None:
     found.add_argument("--fp8", action="store_true", help="weights in FP8")
     args = found.parse_args()
     torch.manual_seed(0)
-    finish(args, measure(args))
+    write(args.json, measure(args))
 
 
 if __name__ == "__main__":

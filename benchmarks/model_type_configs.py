@@ -1,11 +1,14 @@
-"""Small configs of every causal model type: sizes by the name of the field, then by the type."""
+"""Model types by name, and a small config of each: sizes by the field's name, then by the type.
+
+Causal types, and those that read images and text, whose prompts are text alone, so that what runs
+is the part that decodes. `image-text/llama4` is such a model, `llama4` the causal one of that name.
+"""
 
 import copy
 import dataclasses
 from typing import Any
 
-from benchmarks import model_type_composites as composites
-
+PREFIX = "image-text/"
 VOCAB = 128
 CHUNK = 16
 """Tokens of a chunk of local attention: one block of the cache."""
@@ -15,121 +18,63 @@ RESERVED = (0, 1, 2, 3, *range(112, VOCAB))
 
 SMALL: dict[str, Any] = {
     # what goes in and out
-    "vocab_size": VOCAB,
-    "vocab_size_per_layer_input": VOCAB,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
     "tie_word_embeddings": False,  # tied, many random models repeat their last token
     "is_decoder": True,
     "add_cross_attention": False,
-    "use_cross_attention": False,
     "type_vocab_size": 2,
     "logit_scale": 1.0,
     # widths
-    "hidden_size": 64,
-    "d_model": 64,
-    "n_embd": 64,
-    "emb_dim": 64,
-    "intermediate_size": 96,
-    "decoder_ffn_dim": 96,
-    "encoder_ffn_dim": 96,
-    "ffn_dim": 96,
-    "dff": 96,
-    "d_inner": 96,
-    "shared_intermediate_size": 32,
-    "hidden_size_per_layer_input": 16,
-    "laurel_rank": 16,
-    # layers
-    "num_hidden_layers": 4,
-    "num_layers": 4,
-    "n_layer": 4,
-    "n_layers": 4,
-    "decoder_layers": 4,
-    "encoder_layers": 4,  # BART counts these as num_hidden_layers
-    "num_decoder_layers": 4,
-    "num_encoder_layers": 4,
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_dim"), 96),
+    **dict.fromkeys(("dff", "d_inner", "dense_intermediate_size", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("shared_experts_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 16),
+    # layers; BART counts those of its decoder as num_hidden_layers
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 4),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 4),
     "depth": 2,
     # heads
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "attention_heads": 4,
-    "num_decoder_attention_heads": 4,
-    "num_encoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_global_key_value_heads": 2,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "head_dim": 16,
-    "swa_head_dim": 16,
-    "global_head_dim": 16,
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
+    **dict.fromkeys(("attention_heads", "swa_num_attention_heads", "index_n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
     # latent attention and its indexers
-    "kv_lora_rank": 16,
+    **dict.fromkeys(("kv_lora_rank", "o_lora_rank", "index_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "index_topk"), 8),
     "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "o_lora_rank": 16,
-    "index_n_heads": 4,
-    "index_head_dim": 16,
-    "index_topk": 8,
-    "rotary_dim": 8,
     # experts, and the chunks of local attention
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
     "attention_chunk_size": CHUNK,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "shared_experts_intermediate_size": 32,
-    "expert_ffn_hidden_size": 32,
-    "dense_intermediate_size": 96,
-    "intermediate_size_mlp": 96,
     # linear attention and state spaces
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_state", "mamba_head_dim", "ssm_state_size", "state_size"), 16),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_chunk_size"), 8),
     "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_heads": 4,
-    "linear_head_dim": 16,
-    "mamba_d_state": 16,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
     "mamba_d_ssm": 128,
-    "mamba_chunk_size": 8,
-    "ssm_state_size": 16,
-    "state_size": 16,
     "n_groups": 1,
     # images and sound, which no prompt has
     "image_size": 32,
-    "patch_size": 16,
-    "num_mel_bins": 16,
-    "out_hidden_size": 64,
-    "projector_input_dim": 64,
-    "projector_output_dim": 64,
+    **dict.fromkeys(("patch_size", "num_mel_bins"), 16),
+    **dict.fromkeys(("out_hidden_size", "projector_input_dim", "projector_output_dim"), 64),
     "vision_output_dim": 64,
 }
 """Values of fields that a config declares, in sub-configs too."""
 
 WINDOWS = (
-    "sliding_window",
-    "sliding_window_size",
-    "window_size",
-    "attention_window_size",
-    "local_attention",
-    "keep_window_size",
+    *("sliding_window", "sliding_window_size", "window_size", "attention_window_size"),
+    *("local_attention", "keep_window_size"),
 )
+WINDOW = 8
+"""Tokens."""
 
 _LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 """Where keys are expanded from a latent, head_dim is the rotary part, and there are no groups."""
@@ -138,7 +83,8 @@ _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attent
 _ALTERNATING = {"layer_types": [_SLIDING, _FULL, _SLIDING, _FULL]}
 _WINDOWED = {"use_sliding_window": True, "max_window_layers": 2}
 _WINDOWED_LAST = _WINDOWED | {"layer_types": [_FULL, _FULL, _SLIDING, _SLIDING]}
-_CONVOLVED = {"full_attn_idxs": None, "layer_types": ["conv", _FULL, "conv", _FULL]}
+_CONVOLVED = {"layer_types": ["conv", _FULL, "conv", _FULL]}
+_SPARSE_BUT_ONE = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 _INDEXED = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -156,17 +102,12 @@ _SHARING = {
     "num_kv_shared_layers": 2,
     "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL],
 }
-_GEMMA3N = _SHARING | {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0]}
-_GEMMA3N |= {"intermediate_size": 96}
-_GEMMA4 = {"global_head_dim": 32, "num_global_key_value_heads": 1}
+_GEMMA4 = {"global_head_dim": 32}
+_GEMMA4_SHARED = {"num_global_key_value_heads": 1} | _GEMMA4 | _ALTERNATING
 _GEMMA4_MOE = {"enable_moe_block": True, "top_k_experts": 2, "attention_k_eq_v": True}
-_GEMMA4_MOE |= {"hidden_size_per_layer_input": 0} | _ALTERNATING
 _DOTS3 = {
-    "num_hidden_layers": 4,
     "layer_types": ["indexed_attention", _SLIDING, "indexed_attention", _SLIDING],
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     "head_dim": 24,
-    "num_key_value_heads": 4,
     "swa_num_attention_heads": 2,
     "swa_num_key_value_heads": 2,
     "swa_q_lora_rank": 24,
@@ -177,63 +118,81 @@ _DOTS3 = {
 }
 _BLT = {"hidden_size_global": 64, "num_hidden_layers": 2}
 _DECODER = {"decoder": {"num_hidden_layers": 4, "num_codebooks": 1}}
+_CODES = {
+    "vocabulary_map": {"<image>": 112, "IMGIMG##A": 113, "IMGIMG##B": 114},
+    "vq_config": {"base_channels": 32, "num_res_blocks": 1},
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SECTIONS = {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}}
+"""Frequencies of a small head for time, height and width."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
-    "blt": {
-        "encoder_hash_byte_group_vocab": 64,
-        "encoder_config": _BLT,
-        "decoder_config": _BLT,
-    },
+    "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_config": _BLT, "decoder_config": _BLT},
+    "chameleon": _CODES,
     "cohere_compass_text": _ALTERNATING
-    | {
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-            for kind in (_FULL, _SLIDING)
-        }
-    },
+    | {"rope_parameters": dict.fromkeys((_FULL, _SLIDING), _SECTIONS["rope_parameters"])},
+    "cosmos3_edge_text": _SECTIONS,
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "deepseek_ocr2_text": _SPARSE_BUT_ONE,
     "deepseek_v4": {
-        "head_dim": 16,
         "num_key_value_heads": 1,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
     "dots1": _WINDOWED_LAST | {"n_shared_experts": 1},
     "dots3_note": {
-        "text_config": _DOTS3,
         "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
         "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
     },
     "dots3_note_text": _DOTS3,
-    "gemma3n": {"text_config": _GEMMA3N},
-    "gemma3n_text": _GEMMA3N,
-    "gemma4": {"text_config": _GEMMA4 | _GEMMA4_MOE},
+    "emu3": _CODES,
+    "ernie4_5_vl_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}},
+    "gemma3n_text": _SHARING
+    | {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0], "intermediate_size": 96},
+    "gemma4": {"text_config": _GEMMA4_SHARED | _GEMMA4_MOE | {"hidden_size_per_layer_input": 0}},
     "gemma4_text": _GEMMA4 | _SHARING,
-    "gemma4_unified": {"text_config": _GEMMA4 | _ALTERNATING},
+    "gemma4_unified": {"text_config": _GEMMA4_SHARED},
     "gemma4_unified_text": _GEMMA4 | _SHARING,
+    "glm4v_moe_text": {
+        "rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    },
+    "glm4v_text": _SECTIONS,
+    "glm5_next": {"text_config": {"index_kpool": 4, "qk_rope_head_dim": 0}},
+    "glm_ocr_text": _SECTIONS,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2"},
     "granitemoehybrid": {"layer_types": [_LINEAR, _FULL, _LINEAR, _FULL]},
+    "hunyuan_vl_text": _SECTIONS,
+    "inkling2": {"vision_config": {"text_hidden_size": 64}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kosmos-2.5": {"text_config": {"layers": 4, "embed_dim": 64}},
     "laguna": _ALTERNATING | {"num_attention_heads_per_layer": [4, 4, 8, 4]},
-    "lfm2": _CONVOLVED,
-    "lfm2_moe": {"layer_types": _CONVOLVED["layer_types"]},
+    "lfm2": _CONVOLVED | {"full_attn_idxs": None},
+    "lfm2_moe": _CONVOLVED,
     "longcat_flash": {"zero_expert_num": 2, "ffn_hidden_size": 96},
     "mamba2": {"num_heads": 8},
     "mellum": _ALTERNATING,
-    "minimax_m3_vl_text": {
+    "minimax_m3_vl_text": _SPARSE_BUT_ONE
+    | {
         "index_block_size": 4,
         "index_topk_blocks": 2,
         "layer_types": [_FULL, "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },
     "ministral": _ALTERNATING,
+    "molmo2": {"adapter_config": {"vision_feature_layer": [3, 2]}},
     "musicgen": _DECODER,
     "musicgen_melody": _DECODER,
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "paddleocr_vl_text": _SECTIONS,
     "qwen2": _WINDOWED_LAST,
+    "qwen2_5_omni_text": _SECTIONS,
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 113},
+    "qwen2_5_vl_text": _SECTIONS,
     "qwen2_moe": _WINDOWED_LAST,
+    "qwen2_vl_text": _SECTIONS,
     "qwen3": _WINDOWED_LAST,
     "qwen3_moe": _WINDOWED,
-    "qwen4_exp": {"text_config": _INDEXED},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 113},
     "qwen4_exp_text": _INDEXED,
     "reformer": {
         "attention_head_size": 16,
@@ -245,73 +204,89 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "hash_seed": 0,
     },
     "smollm3": {"use_sliding_window": True, "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL]},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
 }
 """What a type needs besides its small sizes, by field; dicts are for sub-configs."""
-OVERRIDES |= composites.OVERRIDES
 
 _DRAFTS = "it drafts from the hidden states and keys of another model"
-NO_REFERENCE = composites.NO_REFERENCE | {
+_NEED_IMAGES = (
+    *("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "pi0"),
+    *("pix2struct", "pp_formulanet", "udop", "vision-encoder-decoder"),
+)
+NO_REFERENCE = {
+    "diffusion_gemma": "it draws blocks of tokens, not one after another",
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
+    **dict.fromkeys(_NEED_IMAGES, "its forward asks for an image or boxes beside the text"),
 }
-"""Why `generate` cannot run a type by itself."""
+"""Why `generate` cannot run a type by text alone."""
 
 PART = {"musicgen": "decoder", "musicgen_melody": "decoder"}
 """Where the model is built from a sub-config only."""
 
 POSITIONS = 256
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer")
 
 
-def small_config(model_type: str, window: int = 8) -> Any:
+def classes() -> dict[str, str]:
+    """The class of each type: causal ones, then those that read images too, each class once."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    causal = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+    return causal | {PREFIX + name: kind for name, kind in images if causal.get(name) != kind}
+
+
+def plain(name: str) -> str:
+    """As Transformers names the type."""
+    return name.removeprefix(PREFIX)
+
+
+def small_config(model_type: str) -> Any:
     """A config of the type with a few small layers, at least one of each kind it has by default.
 
-    Where its layers can have a window, they have one of that many tokens.
+    Where its layers can have a window, they have one of `WINDOW` tokens.
     """
     from transformers import CONFIG_MAPPING
 
-    model_type = composites.plain(model_type)
+    model_type = plain(model_type)
     if model_type in NO_REFERENCE:
         raise ValueError(NO_REFERENCE[model_type])
     config_class = CONFIG_MAPPING[model_type]
-    config = config_class(**_sizes(config_class, OVERRIDES.get(model_type, {}), window))
+    config = config_class(**_sizes(config_class, OVERRIDES.get(model_type, {})))
     return getattr(config, PART[model_type]) if model_type in PART else config
 
 
-def _sizes(config_class: Any, overrides: dict[str, Any], window: int) -> dict[str, Any]:
+def _sizes(config_class: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the config class; those of its sub-configs are dicts among them."""
     fields = {f.name: f.default for f in dataclasses.fields(config_class)}
-    nested = {k: v for k, v in overrides.items() if k in config_class.sub_configs}
     sizes = {name: value for name, value in SMALL.items() if name in fields}
-    sizes |= {name: window for name in WINDOWS if name in fields}
+    sizes |= {name: WINDOW for name in WINDOWS if name in fields}
     sizes |= _LATENT if "qk_rope_head_dim" in fields else {}
     sizes |= {name: _token(name, default) for name, default in fields.items() if _is_token(name)}
     sizes |= _positions(fields)
     try:
         default = config_class()
     except Exception:  # some have no defaults that fit each other
-        default = None
-    if default is not None:
-        sizes |= _representative_layers(default, fields)
-        sizes |= _as_long_as_defaults(default, sizes) | _rotary_sections(default)
-        sizes |= _sub_sizes(config_class, default, nested, window)
-        overrides = {k: v for k, v in overrides.items() if k not in nested}
-    sizes |= copy.deepcopy(overrides)
-    return sizes
+        return sizes | copy.deepcopy(overrides)
+    sizes |= _representative_layers(default, fields)
+    sizes |= _as_long_as_defaults(default, sizes)
+    own = {k: v for k, v in overrides.items() if k not in config_class.sub_configs}
+    return sizes | _sub_sizes(config_class, default, overrides) | copy.deepcopy(own)
 
 
-def _sub_sizes(
-    config_class: Any, default: Any, nested: dict[str, Any], window: int
-) -> dict[str, Any]:
+def _sub_sizes(config_class: Any, default: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     sizes = {}
     for name in config_class.sub_configs:
         sub = getattr(default, name, None)
         if dataclasses.is_dataclass(sub):
-            own = nested.get(name) or OVERRIDES.get(sub.model_type, {})
-            sizes[name] = _sizes(type(sub), own, window) | {"model_type": sub.model_type}
+            own = overrides.get(name) or OVERRIDES.get(sub.model_type, {})
+            sizes[name] = _sizes(type(sub), own) | {"model_type": sub.model_type}
     return sizes
 
 
@@ -325,9 +300,9 @@ def _token(name: str, default: Any) -> Any:
         return None
     if not isinstance(default, int) or default in RESERVED:
         return default
-    known = ("pad", "bos", "sep", "decoder_start", "cls", "mask")
-    if name.startswith(known):
-        return known.index(next(k for k in known if name.startswith(k))) % 4
+    for i, known in enumerate(("pad", "bos", "sep", "decoder_start", "cls", "mask")):
+        if name.startswith(known):
+            return i % 4
     return RESERVED[4 + sum(name.encode()) % (len(RESERVED) - 4)]
 
 
@@ -345,20 +320,10 @@ def _as_long_as_defaults(default: Any, sizes: dict[str, Any]) -> dict[str, list[
     return {n: [sizes[n]] * len(v) for n, v in lists.items() if isinstance(sizes[n], int)}
 
 
-def _rotary_sections(default: Any) -> dict[str, Any]:
-    """Frequencies of time, height and width: half of what is rotated of a head."""
-    rope = getattr(default, "rope_parameters", None) or {}
-    if "mrope_section" not in rope:
-        return {}
-    half = int(SMALL["head_dim"] * (rope.get("partial_rotary_factor") or 1)) // 2
-    return {"rope_parameters": rope | {"mrope_section": [half // 2, half // 4, half // 4]}}
-
-
 def _representative_layers(default: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Lists with an entry a layer, cut to at least 4 layers: one of every kind, then the first."""
-    count = next((n for n in _LAYER_COUNTS if n in fields), None)
-    num_layers = getattr(default, count, None) if count else None
     values_of = vars(default)  # getattr raises for values that differ between layers
+    num_layers = values_of.get("num_hidden_layers") if "num_hidden_layers" in fields else None
     lists = {
         name: values_of[name]
         for name in fields
@@ -373,4 +338,4 @@ def _representative_layers(default: Any, fields: dict[str, Any]) -> dict[str, An
     chosen += [i for i in range(num_layers) if i not in chosen][: max(0, 4 - len(chosen))]
     chosen.sort()
     sizes = {name: [values[i] for i in chosen] for name, values in lists.items()}
-    return sizes | {count: len(chosen)}
+    return sizes | {"num_hidden_layers": len(chosen)}

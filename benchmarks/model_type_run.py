@@ -1,4 +1,4 @@
-"""One causal model type, built small: its reference, our tokens, and what came of it."""
+"""One model type, built small: Transformers' tokens, a session's tokens, and what came of it."""
 
 import contextlib
 import dataclasses
@@ -6,7 +6,6 @@ import io
 import linecache
 import logging
 import random
-import re
 import time
 import traceback
 from collections.abc import Sequence
@@ -17,15 +16,13 @@ from typing import Any
 import torch
 
 from attn_ops.integrations.transformers import has_latent
-from benchmarks.model_type_reference import (
-    NEW_TOKENS,
-    Generated,
-    built,
-    by_hand,
-    generated,
-    make_prompts,
-    make_reference,
-)
+from benchmarks.model_type_configs import RESERVED, VOCAB, classes, small_config
+
+PROMPT_LENGTHS = (5, 20, 33)
+NEW_TOKENS = 12
+
+SCALE = 1.2
+"""Standard deviation of a weight's elements, times the root of its inputs."""
 
 TIE = 1e-4
 """Logits this close may be ordered either way: such a token ends the comparison of its prompt."""
@@ -36,17 +33,10 @@ TOLERANCE = 1e-3
 FEW = 6
 """Distinct tokens, of all prompts, that prove little."""
 
-_OURS = ("attn_ops", "fx_passes", "graphs")
+ROOT = Path(__file__).parents[1]
+OURS = tuple(f"{ROOT / package}/" for package in ("attn_ops", "fx_passes", "graphs"))
 
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How our side runs."""
-
-    backend: str = "TORCH"  # with latent attention, the one of its name and _MLA
-    compile: bool = False
-    merge: bool = False
-    window: int = 8  # tokens of sliding windows; many: the windows change nothing
+Prompts = Sequence[Sequence[int]]
 
 
 @dataclasses.dataclass
@@ -60,13 +50,19 @@ class Outcome:
     where: str = ""  # file:line that raised it
     note: str = ""  # what weakens the comparison
     seconds: float = 0.0
-    num_compared: int = 0  # tokens before the first near tie of their prompt
-    smallest_margin: float = 0.0  # between the best two logits of a token
-    reference: list[list[int]] = dataclasses.field(default_factory=list)
-    tokens: list[list[int]] = dataclasses.field(default_factory=list)
 
 
-def run_type(model_type: str, options: Options, sender: Connection) -> None:
+@dataclasses.dataclass
+class Generated:
+    """Greedy tokens, a list a prompt, and the logits [tokens, V] they were chosen from."""
+
+    model: Any
+    tokens: list[list[int]]
+    logits: list[torch.Tensor]
+    cached: bool = True  # not by a loop without a cache
+
+
+def run_type(model_type: str, sender: Connection) -> None:
     """Body of a child process: send the stages, then the outcome; what models print is dropped."""
     begin = time.perf_counter()
     stage = "reference"
@@ -75,87 +71,143 @@ def run_type(model_type: str, options: Options, sender: Connection) -> None:
     with contextlib.redirect_stdout(dropped), contextlib.redirect_stderr(dropped):
         try:
             sender.send(stage)
-            prompts = make_prompts()
-            reference = make_reference(model_type, prompts, options.window)
+            draw, known = random.Random(0), [t for t in range(VOCAB) if t not in RESERVED]
+            prompts = [draw.choices(known, k=length) for length in PROMPT_LENGTHS]
+            reference = _reference(model_type, prompts)
             sender.send(stage := "build")
-            model = _ours(model_type, reference.model, options)
+            model = built(model_type, "attn_ops")
+            model.load_state_dict(reference.model.state_dict())
             sender.send(stage := "session")
-            session = _session(model, options)
+            session = _session(model)
             sender.send(stage := "generate")
-            ours = _generated(session, model, prompts)
-            outcome = _judged(model_type, prompts, reference, ours)
+            outcome = _judged(model_type, prompts, reference, _ours(session, model, prompts))
         except Exception as error:
             outcome = _raised(model_type, stage, error)
     outcome.seconds = time.perf_counter() - begin
     sender.send(outcome)
 
 
+# -- Transformers' side ----------------------------------------------------------------------------
+
+
+def built(model_type: str, attn_implementation: str) -> Any:
+    """A model from a fresh config, which building one changes."""
+    import transformers
+
+    config = small_config(model_type)
+    model_class = getattr(transformers, classes()[model_type])
+    if model_class.config_class is type(config.get_text_config()):
+        config = config.get_text_config()  # as AutoModelForCausalLM does
+    torch.manual_seed(0)
+    model = model_class._from_config(config, attn_implementation=attn_implementation)
+    model.generation_config = transformers.GenerationConfig(  # its own may stop or penalize
+        bos_token_id=1, decoder_start_token_id=1
+    )
+    return model.float().eval().requires_grad_(False)
+
+
+def _reference(model_type: str, prompts: Prompts) -> Generated:
+    """Eager attention, one prompt at a time; by hand where `generate` fails."""
+    model = built(model_type, "eager")
+    _randomize(model)
+    try:
+        return _generated(model, prompts)
+    except Exception:
+        return _by_hand(model, prompts)
+
+
+def _randomize(model: torch.nn.Module) -> None:
+    """Weights so large that greedy outputs vary and attention matters, biases that are not 0.
+
+    What is no random weight (decays, scales of norms) stays. No reserved token is ever the best.
+    """
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and weight.abs().mean() > 2 * weight.mean().abs():
+            weight.data.normal_(0, SCALE * weight.shape[-1] ** -0.5, generator=generator)
+        elif name.endswith("bias") and not weight.any():
+            weight.data.normal_(0, 0.1, generator=generator)
+    head = model.get_output_embeddings()
+    for part in head if isinstance(head, torch.nn.ModuleList) else [head]:
+        for weight in part.parameters() if part is not None else ():
+            if weight.shape[0] == VOCAB:
+                weight.data[list(RESERVED)] = 0
+
+
+def _generated(model: Any, prompts: Prompts) -> Generated:
+    """By `generate`, with the cache that the type has."""
+    found = Generated(model, [], [])
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        found.tokens.append(out.sequences[0, len(prompt) :].tolist())
+        found.logits.append(torch.cat(out.logits).float())
+    return found
+
+
+@torch.no_grad()
+def _by_hand(model: Any, prompts: Prompts) -> Generated:
+    """Without `generate` and without a cache."""
+    found = Generated(model, [], [], cached=False)
+    for prompt in prompts:
+        ids, rows = torch.tensor([list(prompt)]), []
+        for _ in range(NEW_TOKENS):
+            out = model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            rows.append(out.logits[:, -1].float())
+            ids = torch.cat([ids, rows[-1].argmax(-1, keepdim=True)], dim=1)
+        found.tokens.append(ids[0, len(prompt) :].tolist())
+        found.logits.append(torch.cat(rows))
+    return found
+
+
 # -- our side --------------------------------------------------------------------------------------
 
 
-def _ours(model_type: str, reference: Any, options: Options) -> Any:
-    """The same weights with `attn_implementation="attn_ops"`."""
-    from attn_ops.integrations.merged import merge_projections
-
-    model = built(model_type, "attn_ops", options.window)
-    model.load_state_dict(reference.state_dict())
-    if options.merge:
-        merge_projections(model)
-    if options.compile:
-        import fx_passes  # noqa: F401
-
-        return torch.compile(model, backend="attn_ops", fullgraph=True)
-    return model
-
-
-def _session(model: Any, options: Options) -> Any:
+def _session(model: Any) -> Any:
     """Room for all prompts at once; the longest is computed in two chunks."""
     from graphs import DecodeSession
 
-    latent = any(map(has_latent, getattr(model, "_orig_mod", model).modules()))
-    backend = f"{options.backend}_MLA" if latent else options.backend
+    backend = "TORCH_MLA" if any(map(has_latent, model.modules())) else "TORCH"
     return DecodeSession(
         model, max_batch_size=3, max_tokens=64, max_tokens_per_step=24, backend=backend
     )
 
 
-def _generated(session: Any, model: Any, prompts: Sequence[Sequence[int]]) -> Generated:
+def _ours(session: Any, model: Any, prompts: Prompts) -> Generated:
     from graphs.app.parity import keeping_logits
 
     with keeping_logits(session) as logits:
         results = session.generate(prompts, max_new_tokens=NEW_TOKENS, eos=())
-    return Generated(
-        model,
-        [r.token_ids for r in results],
-        [torch.stack(logits[i]) for i in range(len(prompts))],
-        cached=True,
-    )
+    rows = [torch.stack(logits[i]) for i in range(len(prompts))]
+    return Generated(model, [r.token_ids for r in results], rows)
 
 
 # -- outcomes --------------------------------------------------------------------------------------
 
 
-def _judged(
-    model_type: str, prompts: Sequence[Sequence[int]], reference: Generated, ours: Generated
-) -> Outcome:
+def _judged(model_type: str, prompts: Prompts, reference: Generated, ours: Generated) -> Outcome:
     """Wrong, unless `generate`, or the model without a cache, has the same tokens and logits."""
     notes = [] if reference.cached else ["generate fails, reference without a cache"]
     reason = _difference(reference, ours)
     if reference.cached:
         with contextlib.suppress(Exception):  # some cannot do without
-            uncached = by_hand(reference.model, prompts)
+            uncached = _by_hand(reference.model, prompts)
             if _difference(uncached, reference):
                 notes.append("generate and a loop without a cache differ")
                 notes += ["equal to generate"] if not reason else []
             if reason and not _difference(uncached, ours):
                 notes.append("equal to the loop")
                 reference, reason = uncached, ""
-    outcome = Outcome(model_type, "wrong" if reason else "equal", "generate", reason)
-    outcome.reference, outcome.tokens = reference.tokens, ours.tokens
-    outcome.smallest_margin = min(float(_margins(rows).min()) for rows in reference.logits)
-    outcome.num_compared = sum(map(_num_clear, reference.logits))
-    outcome.note = ", ".join(notes + _weaknesses(reference, prompts, outcome.num_compared))
-    return outcome
+    note = ", ".join(notes + _weaknesses(reference, prompts))
+    return Outcome(model_type, "wrong" if reason else "equal", "generate", reason, note=note)
 
 
 def _difference(wanted: Generated, got: Generated) -> str:
@@ -171,29 +223,22 @@ def _difference(wanted: Generated, got: Generated) -> str:
     return ""
 
 
-def _margins(logits_TV: torch.Tensor) -> torch.Tensor:
-    """Between the best two of each row."""
-    best = logits_TV.topk(2).values
-    return best[:, 0] - best[:, 1]
-
-
 def _num_clear(logits_TV: torch.Tensor) -> int:
-    """Tokens before the first near tie."""
-    margins = _margins(logits_TV).tolist()
+    """Tokens before the first near tie of the best two logits."""
+    best = logits_TV.topk(2).values
+    margins = (best[:, 0] - best[:, 1]).tolist()
     return next((k for k, margin in enumerate(margins) if margin < TIE), len(margins))
 
 
-def _weaknesses(
-    reference: Generated, prompts: Sequence[Sequence[int]], num_compared: int
-) -> list[str]:
+def _weaknesses(reference: Generated, prompts: Prompts) -> list[str]:
     """What makes equal tokens say less than they seem to."""
-    notes = []
+    notes, num_compared = [], sum(map(_num_clear, reference.logits))
     if num_compared < len(prompts) * NEW_TOKENS:
         notes.append(f"near ties: {num_compared} tokens compared")
     if len({t for tokens in reference.tokens for t in tokens}) < FEW:
         notes.append("few distinct tokens")
     others = [[*random.Random(1).choices(p, k=len(p) - 1), p[-1]] for p in prompts]
-    again = (generated if reference.cached else by_hand)(reference.model, others)
+    again = (_generated if reference.cached else _by_hand)(reference.model, others)
     if not _difference(reference, again):
         notes.append("only the last token of a prompt matters")
     return notes
@@ -202,41 +247,24 @@ def _weaknesses(
 def _raised(model_type: str, stage: str, error: Exception) -> Outcome:
     """Refused, if one of our lines says so with a raise; else a crash."""
     shown: BaseException | None = error
-    while shown is not None and not _on_purpose(shown, error):
+    while shown is not None and not _on_purpose(shown):
         shown = shown.__cause__
     refused, shown = shown is not None, shown or error
     kind = "unbuildable" if stage == "reference" else "refused" if refused else "crash"
     lines = str(shown).strip().splitlines() or [""]
     reason = f"{type(shown).__name__}: {lines[0] if refused else lines[-1]}"
-    filename, number = _origin(shown, error)
-    return Outcome(model_type, kind, stage, reason, f"{_short(filename)}:{number}")
+    filename, number = _origin(shown)
+    return Outcome(model_type, kind, stage, reason, f"{filename.removeprefix(f'{ROOT}/')}:{number}")
 
 
-def _on_purpose(error: BaseException, caught: Exception) -> bool:
+def _on_purpose(error: BaseException) -> bool:
     """A ValueError or TypeError that a raise statement of our packages made."""
-    observed = type(error).__name__.startswith(("ObservedValueError", "ObservedTypeError"))
-    if not observed and not isinstance(error, (ValueError, TypeError)):  # Dynamo has its own
-        return False
-    filename, number = _origin(error, caught)
-    ours = _short(filename).startswith(tuple(f"{p}/" for p in _OURS))
-    return ours and linecache.getline(filename, number).strip().startswith("raise")
+    filename, number = _origin(error)
+    raised = linecache.getline(filename, number).strip().startswith("raise")
+    return isinstance(error, (ValueError, TypeError)) and raised and filename.startswith(OURS)
 
 
-def _origin(error: BaseException, caught: Exception) -> tuple[str, int]:
-    """File and line that raised; what Dynamo saw while tracing, it tells in what was caught."""
+def _origin(error: BaseException) -> tuple[str, int]:
+    """File and line that raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    if frames:
-        return frames[-1].filename, frames[-1].lineno or 0
-    traced = re.findall(r'File "(.+)", line (\d+)', str(caught))
-    return (traced[-1][0], int(traced[-1][1])) if traced else ("", 0)
-
-
-def _short(filename: str) -> str:
-    """The path inside the package that the file belongs to."""
-    path = Path(filename)
-    if "site-packages" in path.parts:
-        return "/".join(path.parts[path.parts.index("site-packages") + 1 :])
-    for package in (*_OURS, "benchmarks"):
-        if package in path.parts:
-            return "/".join(path.parts[len(path.parts) - path.parts[::-1].index(package) - 1 :])
-    return filename
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)

@@ -1,6 +1,6 @@
 """Every model type of Transformers, small and random: does a session generate its tokens?
 
-`python -m benchmarks.model_types [--types llama gpt2 ...] [--compile] [--out results.json]`
+`python -m benchmarks.model_types [--types llama gpt2 ...] [--page docs/models.md]`
 
 Causal types, and those that read images and text (`image-text/llava`), which are given text alone.
 Each type is built from a small config (`model_type_configs`), once with Transformers' eager
@@ -15,9 +15,7 @@ computes all prompts together. Outcomes:
 """
 
 import argparse
-import collections
 import dataclasses
-import json
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -25,8 +23,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_type_composites import classes
-from benchmarks.model_type_run import Options, Outcome, run_type
+from benchmarks.model_type_configs import classes
+from benchmarks.model_type_run import Outcome, run_type
+from benchmarks.model_types_page import page
 
 KINDS = ("equal", "wrong", "refused", "crash", "unbuildable")
 
@@ -46,33 +45,22 @@ class Child:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--types", nargs="+", help="model types; default: all")
-    parser.add_argument("--compile", action="store_true", help="torch.compile, fullgraph")
-    parser.add_argument("--merge", action="store_true", help="merge_projections")
-    parser.add_argument("--backend", default="TORCH", help="attention backend")
-    parser.add_argument("--window", type=int, default=8, help="tokens of sliding windows")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=120, help="seconds a type may take")
-    parser.add_argument("--out", type=Path, help="write the outcomes there, as JSON")
-    parser.add_argument("--page", type=Path, help="write them there, as docs/models.md has them")
+    parser.add_argument("--page", type=Path, help="write the outcomes there, as docs/models.md")
     args = parser.parse_args()
     known = prepared_types()
     types = args.types or known
     if unknown := set(types) - set(known):
         parser.error(f"--types must be known model types, got {', '.join(sorted(unknown))}")
-    options = Options(args.backend, args.compile, args.merge, args.window)
-    outcomes = []
-    begin = time.perf_counter()
-    for outcome in run_all(types, options, args.jobs, args.timeout):
+    outcomes, begin = [], time.perf_counter()
+    for outcome in run_all(types, args.jobs, args.timeout):
         outcomes.append(outcome)
         print(_line(outcome), flush=True)
     outcomes.sort(key=lambda o: types.index(o.model_type))
     _summarize(outcomes, time.perf_counter() - begin)
     if args.page:
-        from benchmarks.model_types_page import page  # behind _prepare, as Transformers is slow
-
         args.page.write_text(page(outcomes))
-    if args.out:
-        args.out.write_text(json.dumps([dataclasses.asdict(o) for o in outcomes], indent=1))
     raise SystemExit(any(o.kind == "wrong" for o in outcomes))
 
 
@@ -91,12 +79,12 @@ def prepared_types() -> list[str]:
     return list(classes())
 
 
-def run_all(types: Sequence[str], options: Options, jobs: int, timeout: float) -> Iterator[Outcome]:
+def run_all(types: Sequence[str], jobs: int, timeout: float) -> Iterator[Outcome]:
     """Outcomes as they come, each type in a forked process of its own."""
     waiting, running = list(types), []
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(_start(waiting.pop(0), options, timeout))
+            running.append(_start(waiting.pop(0), timeout))
         patience = max(0.0, min(c.deadline for c in running) - time.perf_counter())
         ready = wait([c.receiver for c in running], timeout=patience)
         for child in list(running):
@@ -110,10 +98,10 @@ def run_all(types: Sequence[str], options: Options, jobs: int, timeout: float) -
                 yield outcome
 
 
-def _start(model_type: str, options: Options, timeout: float) -> Child:
+def _start(model_type: str, timeout: float) -> Child:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_type, args=(model_type, options, sender), daemon=True)
+    process = context.Process(target=run_type, args=(model_type, sender), daemon=True)
     process.start()
     sender.close()
     begin = time.perf_counter()
@@ -127,10 +115,10 @@ def _received(child: Child) -> Outcome | None:
     except EOFError:
         child.process.join()
         return _failed(child, f"the process ended with status {child.process.exitcode}")
-    if isinstance(message, str):
-        child.stage = message
-        return None
-    return message
+    if not isinstance(message, str):
+        return message
+    child.stage = message
+    return None
 
 
 def _late(child: Child, timeout: float) -> Outcome:
@@ -146,19 +134,16 @@ def _failed(child: Child, reason: str) -> Outcome:
 
 
 def _line(outcome: Outcome) -> str:
-    details = [outcome.stage if outcome.kind in ("refused", "crash") else "", outcome.where]
+    stage = outcome.stage if outcome.kind in ("refused", "crash") else ""
     reason = " ".join(outcome.reason.split())[:300]
-    rest = "; ".join(x for x in (*details, reason, outcome.note) if x)
+    rest = "; ".join(x for x in (stage, outcome.where, reason, outcome.note) if x)
     return f"{outcome.model_type:26} {outcome.kind:12} {outcome.seconds:5.1f} s  {rest}"
 
 
 def _summarize(outcomes: Sequence[Outcome], seconds: float) -> None:
-    counts = collections.Counter(o.kind for o in outcomes)
-    print(f"\n{len(outcomes)} types in {seconds:.0f} s:", end=" ")
-    print(", ".join(f"{counts[kind]} {kind}" for kind in KINDS))
+    print(f"\n{len(outcomes)} types in {seconds:.0f} s")
     for kind in KINDS:
-        names = [o.model_type for o in outcomes if o.kind == kind]
-        if names:
+        if names := [o.model_type for o in outcomes if o.kind == kind]:
             print(f"\n{kind} ({len(names)}): {' '.join(names)}")
 
 

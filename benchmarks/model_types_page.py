@@ -4,9 +4,7 @@ import collections
 import textwrap
 from collections.abc import Sequence
 
-import transformers
-
-from benchmarks.model_type_composites import PREFIX, plain
+from benchmarks.model_type_configs import PREFIX, plain
 from benchmarks.model_type_run import Outcome
 
 HEAD = """# Models
@@ -25,11 +23,6 @@ the session, or the model's constructor, raised an error that says why.
 A type stands here for its decoder. Some causal types are the text part of a model that also reads
 images or sound. A name is in both lists where the two classes differ.
 """
-
-COUNTS = "| {} | {} | {} | {} | {} | {} |"
-
-LISTS = (("causal", ""), ("images and text", "Images and text: "))
-"""What the lists are of, and what their headings begin with."""
 
 REASONS = (
     ("layer_types must be supported", "layers that select keys, or of a type of their own"),
@@ -55,58 +48,56 @@ REASONS = (
 
 def page(outcomes: Sequence[Outcome]) -> str:
     """The whole page."""
-    lists = [[o for o in outcomes if o.model_type.startswith(PREFIX) == i] for i in (False, True)]
-    rows = [_counts(name, members) for (name, _), members in zip(LISTS, lists, strict=True)]
-    parts = [HEAD.format(version=transformers.__version__, counts="\n".join(rows))]
-    for (_, start), members in zip(LISTS, lists, strict=True):
-        parts += _sections(start, members)
-    return "\n".join(parts)
+    from transformers import __version__ as version  # slow
+
+    causal = [o for o in outcomes if not o.model_type.startswith(PREFIX)]
+    images = [o for o in outcomes if o.model_type.startswith(PREFIX)]
+    counts = f"{_counts('causal', causal)}\n{_counts('images and text', images)}"
+    parts = [HEAD.format(version=version, counts=counts), *_sections(causal)]
+    return "\n".join(parts + _sections(images, "Images and text: "))
 
 
 def _counts(name: str, outcomes: Sequence[Outcome]) -> str:
     """A row of the table."""
     found = collections.Counter(outcome.kind for outcome in outcomes)
-    bad = found["wrong"] + found["crash"]
-    kinds = (found["equal"], found["refused"], found["unbuildable"], bad)
-    return COUNTS.format(name, len(outcomes), *kinds)
+    numbers = [found[kind] for kind in ("equal", "refused", "unbuildable")]
+    numbers = [len(outcomes), *numbers, found["wrong"] + found["crash"]]
+    return f"| {name} | {' | '.join(map(str, numbers))} |"
 
 
-def _sections(start: str, outcomes: Sequence[Outcome]) -> list[str]:
-    """Headings and lists of some types."""
+def _sections(outcomes: Sequence[Outcome], start: str = "") -> list[str]:
+    """Headings, which begin so, and lists of some types."""
+
+    def heading(words: str, number: int) -> str:
+        return f"## {start + words if start else words.capitalize()} ({number})\n"
+
     equal = [o.model_type for o in outcomes if o.kind == "equal"]
     wrapped = textwrap.fill(_listed(equal), 100, break_on_hyphens=False)
-    parts = [f"## {_title(start, 'equal')} ({len(equal)})\n", wrapped, ""]
+    parts = [heading("equal", len(equal)), wrapped, ""]
     for kind, title in (("refused", "refused"), ("unbuildable", "not built")):
         rows = [o for o in outcomes if o.kind == kind]
         if rows:
-            parts += [f"## {_title(start, title)} ({len(rows)})\n", _table(rows), ""]
+            parts += [heading(title, len(rows)), _table(rows), ""]
     wrong = [f"{o.model_type} ({o.kind})" for o in outcomes if o.kind in ("wrong", "crash")]
     if wrong:
-        parts += [f"## {_title(start, 'wrong or crashed')} ({len(wrong)})\n", _listed(wrong), ""]
+        parts += [heading("wrong or crashed", len(wrong)), _listed(wrong), ""]
     return parts
 
 
-def _title(start: str, words: str) -> str:
-    return start + words if start else words.capitalize()
-
-
 def _table(outcomes: Sequence[Outcome]) -> str:
-    groups: dict[str, list[Outcome]] = {}
+    groups: dict[str, list[str]] = {}
     for outcome in outcomes:
-        groups.setdefault(reason_of(outcome), []).append(outcome)
-    lines = ["| why | types |", "|---|---|"]
-    for reason, members in sorted(groups.items(), key=lambda item: -len(item[1])):
-        lines.append(f"| {reason} | {_listed([o.model_type for o in members])} |")
-    return "\n".join(lines)
+        groups.setdefault(reason_of(outcome), []).append(outcome.model_type)
+    rows = sorted(groups.items(), key=lambda item: -len(item[1]))
+    lines = [f"| {reason} | {_listed(names)} |" for reason, names in rows]
+    return "\n".join(["| why | types |", "|---|---|", *lines])
 
 
 def reason_of(outcome: Outcome) -> str:
     """In a few words; the message itself, where there are none for it."""
     text = " ".join(outcome.reason.split())
-    known = [words for start, words in REASONS if start in text]
-    if known:
-        return known[0]
-    return text.split(": ", 1)[-1].partition(", got")[0]
+    known = (words for start, words in REASONS if start in text)
+    return next(known, text.split(": ", 1)[-1].partition(", got")[0])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -10,8 +10,8 @@ figures mean nothing.
 
 import argparse
 import multiprocessing
-import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +19,7 @@ import torch
 from attn_ops.ops.products.skinny_constants import SkinnyConstants, skinny_constants
 from attn_ops.ops.triton.fused_products import launch_fused
 from attn_ops.ops.triton.skinny import launch_skinny
-from benchmarks.harness import (
-    brief,
-    capture,
-    copy_bandwidth,
-    finish,
-    median_ms,
-    origin,
-    parser_of,
-)
+from benchmarks.harness import brief, capture, copy_bandwidth, median_ms, origin, parser_of, write
 
 FORMS = [
     SkinnyConstants(m, k, warps, stages, 1)
@@ -82,28 +74,19 @@ class Product(NamedTuple):
         return lambda w, form: launch_fused(x, w, constants=form, **given)
 
 
-def compile_forms(texts: list[str], number: int, processes: int) -> None:
-    """Every so many-th of all, into Triton's cache."""
-    for i, (text, form) in enumerate((text, form) for text in texts for form in FORMS):
-        if i % processes == number:
-            product = Product.of(text)
-            try:
-                product.on(1, "cuda")(product.weight("cuda"), form)
-            except Exception as error:  # it does not fit
-                print(text, form, brief(error), flush=True)
+def compile_form(text: str, form: SkinnyConstants) -> None:
+    """Into Triton's cache."""
+    product = Product.of(text)
+    product.on(1, "cuda")(product.weight("cuda"), form)
 
 
 def compile_all(texts: list[str]) -> None:
-    processes = max(1, (os.cpu_count() or 1) - 1)
+    """A form that does not fit raises in its process; it is told when it is timed."""
     context = multiprocessing.get_context("spawn")
-    started = [
-        context.Process(target=compile_forms, args=(texts, number, processes))
-        for number in range(processes)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
+    with ProcessPoolExecutor(mp_context=context) as pool:
+        for text in texts:
+            for form in FORMS:
+                pool.submit(compile_form, text, form)
 
 
 def timed(product: Product, rows: int, device: str, form: SkinnyConstants) -> float:
@@ -151,7 +134,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             print(f"{text}, {number}", row, flush=True)
     note = "Product, rows: microseconds by (block_m, block_k, warps, stages)."
     command = f"python -m benchmarks.product_forms --device {args.device}"
-    return origin(args) | {"command": command, "note": note, "rows": rows, "bars": []}
+    return origin(args) | {"command": command, "note": note, "rows": rows}
 
 
 def main() -> None:
@@ -160,7 +143,7 @@ def main() -> None:
     found.add_argument("--products", nargs="+", default=PRODUCTS)
     args = found.parse_args()
     torch.manual_seed(0)
-    finish(args, measure(args))
+    write(args.json, measure(args))
 
 
 if __name__ == "__main__":

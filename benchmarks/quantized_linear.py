@@ -22,14 +22,9 @@ def quantize_linear_layers(model: Any, scheme: str, calibrate: Callable[[], obje
     """Replace linear layers of a model in place, all but the head; how many.
 
     Layers of other sizes than FP8 products take stay. Those that `merge_projections` merged stay
-    merged; with a scale a tensor, a group has one.
-
-    Args:
-        scheme: fp8_row, fp8_static, fp8_group64 or fp8_group128: of the activations.
-        calibrate: calls the model on typical inputs, which tell static scales.
-
-    Raises:
-        ValueError: no layer has such sizes.
+    merged; with a scale a tensor, a group has one. `scheme` is fp8_row, fp8_static, fp8_group64 or
+    fp8_group128: of the activations. `calibrate` calls the model on typical inputs, which tell
+    static scales.
     """
     unit, head = _GROUPS.get(scheme, _UNIT), model.get_output_embeddings()
     found = [
@@ -43,11 +38,11 @@ def quantize_linear_layers(model: Any, scheme: str, calibrate: Callable[[], obje
             f"model must have linear layers whose sizes are multiples of {unit} with {scheme}, "
             "got none"
         )
-    if scheme == "fp8_static":
-        largest = _largest_inputs([linear for _, _, linear in found], calibrate)
+    static = scheme == "fp8_static"
+    largest = _largest_inputs([layer for *_, layer in found], calibrate) if static else {}
     wholes: dict[MergedWeights, QuantizedLinear] = {}
     for parent, name, linear in found:
-        amax = largest[linear] if scheme == "fp8_static" else None
+        amax = largest.get(linear)
         if type(linear) is MergedSlice:
             merged = linear.merged
             whole = wholes.get(merged) or QuantizedLinear(_linear_of(merged), scheme, amax)
@@ -55,7 +50,10 @@ def quantize_linear_layers(model: Any, scheme: str, calibrate: Callable[[], obje
             setattr(parent, name, QuantizedSlice(whole, linear.begin, linear.end))
         else:
             setattr(parent, name, QuantizedLinear(linear, scheme, amax))
-    _replace_merged(model, wholes)
+    for parent in list(model.modules()):  # gives the merged weights' memory back
+        for name, child in list(parent.named_children()):
+            if isinstance(child, MergedWeights) and child in wholes:
+                setattr(parent, name, wholes[child])
     return len(found)
 
 
@@ -67,14 +65,6 @@ def _linear_of(merged: MergedWeights) -> nn.Linear:
     if merged.bias is not None:
         linear.bias = nn.Parameter(merged.bias, requires_grad=False)
     return linear
-
-
-def _replace_merged(model: nn.Module, wholes: "dict[MergedWeights, QuantizedLinear]") -> None:
-    """Layers in FP8 where the merged weights were, whose memory is given back."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, MergedWeights) and child in wholes:
-                setattr(parent, name, wholes[child])
 
 
 def _fits(linear: nn.Linear, unit: int) -> bool:
@@ -102,39 +92,27 @@ def _largest_inputs(
 
 
 class QuantizedLinear(nn.Module):
-    """x @ weight.T + bias, of x and weight in FP8.
+    """x @ weight.T + bias, of x and weight in FP8; `amax` is the largest |x|, for fp8_static."""
 
-    Args:
-        linear: the layer in full precision.
-        scheme: of `quantize_linear_layers`.
-        amax: the largest |x|, for fp8_static.
-
-    Attributes:
-        weight: [M, K] FP8.
-        weight_scale: [M, 1] float32 with fp8_row, [M, G] with groups, else [1].
-        input_scale: [1] float32; None where x tells it.
-    """
-
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
+    weight: torch.Tensor  # [M, K] FP8
+    weight_scale: torch.Tensor  # [M, 1] float32 with fp8_row, [M, G] with groups, else [1]
     bias: torch.Tensor | None
-    input_scale: torch.Tensor | None
+    input_scale: torch.Tensor | None  # [1] float32; None where x tells it
 
     def __init__(self, linear: nn.Linear, scheme: str, amax: torch.Tensor | None = None) -> None:
         super().__init__()
         self.scheme, self.group = scheme, _GROUPS.get(scheme)
-        weight, scale = self._weight(linear.weight.detach().float())
+        weight_MK = linear.weight.detach().float()
+        if scheme == "fp8_static":
+            scale = (weight_MK.abs().max() / _MAX).view(1)
+            weight = _rounded(weight_MK / scale)
+        else:
+            weight, scale = self._quantized(weight_MK)
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", scale)
         self.register_buffer("bias", linear.bias)
         input_scale = None if amax is None else (amax.clamp(min=1e-4) / _MAX).view(1)
         self.register_buffer("input_scale", input_scale)
-
-    def _weight(self, weight_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.scheme == "fp8_static":
-            scale = (weight_MK.abs().max() / _MAX).view(1)
-            return _rounded(weight_MK / scale), scale
-        return self._quantized(weight_MK)
 
     def _quantized(self, x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and scales, of each row or each group of it."""

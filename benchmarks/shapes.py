@@ -4,57 +4,55 @@ from collections.abc import Callable
 from typing import Any
 
 
+def _config(
+    kind: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    theta: float | None = None,
+    **more: Any,
+) -> Any:
+    """Of a class of Transformers, for up to 16,384 tokens."""
+    import transformers
+
+    if theta is not None:
+        more["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    return getattr(transformers, f"{kind}Config")(
+        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=16384,
+        **more,
+    )  # fmt: skip
+
+
 def llama_3_8b(layers: int | None = None) -> Any:
-    return _llama(hidden=4096, intermediate=14336, heads=32, layers=layers or 32)
+    sizes = {"head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": False}
+    return _config("Llama", layers or 32, 4096, 14336, 32, 8, theta=500000.0, **sizes)
 
 
 def llama_3_70b(layers: int | None = None) -> Any:
     """20 of its 80 layers: one GPU holds them."""
-    return _llama(hidden=8192, intermediate=28672, heads=64, layers=layers or 20)
-
-
-def _llama(*, hidden: int, intermediate: int, heads: int, layers: int) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, vocab_size=128256,
-        max_position_embeddings=16384, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )  # fmt: skip
+    sizes = {"head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": False}
+    return _config("Llama", layers or 20, 8192, 28672, 64, 8, theta=500000.0, **sizes)
 
 
 def qwen3_8b(layers: int | None = None) -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers or 36,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936,
-        max_position_embeddings=16384, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-    )  # fmt: skip
+    sizes = {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
+    return _config("Qwen3", layers or 36, 4096, 12288, 32, 8, theta=1000000.0, **sizes)
 
 
 def gemma_3_12b(layers: int | None = None) -> Any:
     """Five layers of six see a window of 1,024 keys."""
-    from transformers import Gemma3TextConfig
-
-    return Gemma3TextConfig(
-        hidden_size=3840, intermediate_size=15360, num_hidden_layers=layers or 48,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=256, vocab_size=262208,
-        max_position_embeddings=16384, sliding_window=1024,
-    )  # fmt: skip
+    sizes = {"head_dim": 256, "vocab_size": 262208, "sliding_window": 1024}
+    return _config("Gemma3Text", layers or 48, 3840, 15360, 16, 8, **sizes)
 
 
 def gemma_2_9b(layers: int | None = None) -> Any:
     """Scores are capped; every second layer sees a window of 4,096 keys."""
-    from transformers import Gemma2Config
-
-    return Gemma2Config(
-        hidden_size=3584, intermediate_size=14336, num_hidden_layers=layers or 42,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=256, vocab_size=256000,
-        max_position_embeddings=16384, sliding_window=4096,
-    )  # fmt: skip
+    sizes = {"head_dim": 256, "vocab_size": 256000, "sliding_window": 4096}
+    return _config("Gemma2", layers or 42, 3584, 14336, 16, 8, **sizes)
 
 
 def gpt_oss_20b(layers: int | None = None) -> Any:
@@ -73,39 +71,23 @@ def gpt_oss_120b(layers: int | None = None) -> Any:
 
 def qwen3_30b_a3b(layers: int | None = None) -> Any:
     """128 experts, 8 a token."""
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        hidden_size=2048, intermediate_size=6144, num_hidden_layers=layers or 48,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
-        max_position_embeddings=16384, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-    )  # fmt: skip
+    sizes = {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
+    sizes |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    sizes |= {"norm_topk_prob": True}
+    return _config("Qwen3Moe", layers or 48, 2048, 6144, 32, 4, theta=1000000.0, **sizes)
 
 
 def qwen3_5_4b(layers: int | None = None) -> Any:
     """Three of four layers keep a state: the gated delta rule."""
-    from transformers import Qwen3_5TextConfig
-
-    return Qwen3_5TextConfig(
-        hidden_size=2560, intermediate_size=9216, num_hidden_layers=layers or 32,
-        num_attention_heads=16, num_key_value_heads=4, head_dim=256, vocab_size=248320,
-        linear_num_value_heads=32, linear_num_key_heads=16, max_position_embeddings=16384,
-        tie_word_embeddings=True,
-    )  # fmt: skip
+    sizes = {"head_dim": 256, "vocab_size": 248320, "tie_word_embeddings": True}
+    sizes |= {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
+    return _config("Qwen3_5Text", layers or 32, 2560, 9216, 16, 4, **sizes)
 
 
 def mixtral_8x7b(layers: int | None = None) -> Any:
     """8 of its 32 layers: one GPU holds them. 8 experts, 2 a token."""
-    from transformers import MixtralConfig
-
-    return MixtralConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers or 8,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=32000,
-        num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=16384,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-    )  # fmt: skip
+    sizes = {"head_dim": 128, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+    return _config("Mixtral", layers or 8, 4096, 14336, 32, 8, theta=1000000.0, **sizes)
 
 
 def deepseek_v3_like(layers: int | None = None) -> Any:

@@ -4,8 +4,6 @@ Every request brings one row. A kernel reads and writes the state of each, and i
 beside it, so a copy of as many bytes is the limit. Sizes are those of one layer of Qwen3-Next-80B,
 Kimi-Linear-48B, Nemotron-H-8B and Jamba-v0.1, and of Qwen3-Next's convolution. On a CPU, where the
 operators are plain PyTorch, sizes are tiny and figures mean nothing.
-
-    python -m benchmarks.state_layers --sweep --batches 64 256 --rules gated_delta_rule kda
 """
 
 import argparse
@@ -22,26 +20,14 @@ import torch
 
 from attn_ops.ops import states as ops
 from attn_ops.states import StateSpec, allocated
-from benchmarks.harness import (
-    Bar,
-    capture,
-    copy_bandwidth,
-    finish,
-    free,
-    median_ms,
-    origin,
-    parser_of,
-)
+from benchmarks.harness import capture, copy_bandwidth, finish, free, median_ms, origin, parser_of
 
-BATCHES = (1, 8, 64, 256)
 CACHE_BYTES = 2**28
 """Launches that follow each other go over so many bytes, several times what an L2 holds."""
 
 MOST_COPIES = 32
 NUM_LAUNCHES = 64
 """Of a graph."""
-
-_Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -56,13 +42,11 @@ class Layer:
         """slots, starts, seq_lens and perhaps kept."""
         return self.operator(*self.given, self.states, *batch)
 
-    def copied(self) -> "Layer":
-        given = [x.clone() if isinstance(x, torch.Tensor) else x for x in self.given]
-        return Layer(self.operator, tuple(given), self.states.clone())
-
-    def moved(self, device: str, dtype: torch.dtype) -> "Layer":
-        """A copy elsewhere, in another dtype."""
-        given = [x.to(device, dtype) if isinstance(x, torch.Tensor) else x for x in self.given]
+    def moved(self, device: str | None = None, dtype: torch.dtype | None = None) -> "Layer":
+        """A copy, perhaps elsewhere or in another dtype."""
+        given = [
+            x.to(device, dtype, copy=True) if isinstance(x, torch.Tensor) else x for x in self.given
+        ]
         return Layer(self.operator, tuple(given), self.states.to(device, dtype, copy=True))
 
     @property
@@ -76,19 +60,16 @@ class Layer:
         return rows + result + 2 * states.numel() * states.element_size()
 
 
-class _Numbers:
-    """Random tensors on a device."""
+def _random(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype or self.dtype)
+    return new
 
 
 def conv(rows: int, slots: int, device: str, dtype: torch.dtype, channels: int = 8192) -> Layer:
     """4 inputs of each channel."""
-    new = _Numbers(device, dtype)
+    new = _random(device, dtype)
     given = (new(rows, channels), new(channels, 4), None, "silu")
     return Layer(ops.causal_conv1d_update, given, _columns((channels, 3), dtype, slots, device))
 
@@ -100,32 +81,29 @@ def _columns(shape: tuple[int, ...], dtype: torch.dtype, slots: int, device: str
 
 
 def delta(
-    rows: int, slots: int, device: str, dtype: torch.dtype, heads: int = 32, size: int = 128
+    rows: int,
+    slots: int,
+    device: str,
+    dtype: torch.dtype,
+    heads: int = 32,
+    size: int = 128,
+    *,
+    kda: bool = False,
 ) -> Layer:
-    """Two heads of values a head of keys."""
-    new = _Numbers(device, dtype)
-    keys = max(1, heads // 2)
+    """Two heads of values a head of keys; of KDA one, with a decay for each of its numbers."""
+    new, keys = _random(device, dtype), heads if kda else max(1, heads // 2)
+    decay = new(rows, heads, *([size] if kda else []), dtype=torch.float32)
     inputs = (new(rows, keys, size), new(rows, keys, size), new(rows, heads, size))
-    gates = (-new(rows, heads, dtype=torch.float32).abs(), new(rows, heads).sigmoid())
+    given = (*inputs, -decay.abs(), new(rows, heads).sigmoid(), True)
     states = _columns((heads, size, size), torch.float32, slots, device)
-    return Layer(ops.gated_delta_rule, (*inputs, *gates, True), states)
-
-
-def kda(
-    rows: int, slots: int, device: str, dtype: torch.dtype, heads: int = 32, size: int = 128
-) -> Layer:
-    new = _Numbers(device, dtype)
-    inputs = [new(rows, heads, size) for _ in range(3)]
-    gates = (-new(rows, heads, size, dtype=torch.float32).abs(), new(rows, heads).sigmoid())
-    states = _columns((heads, size, size), torch.float32, slots, device)
-    return Layer(ops.kda, (*inputs, *gates, True), states)
+    return Layer(ops.kda if kda else ops.gated_delta_rule, given, states)
 
 
 def ssd(
     rows: int, slots: int, device: str, dtype: torch.dtype, heads: int = 128, width: int = 128
 ) -> Layer:
     """Heads of 64 in up to 8 groups."""
-    new, groups = _Numbers(device, dtype), min(8, heads)
+    new, groups = _random(device, dtype), min(8, heads)
     A, D, bias = (new(heads, dtype=torch.float32) for _ in range(3))
     inputs = (new(rows, heads, 64), new(rows, heads), -A.abs())
     shared = (new(rows, groups, width), new(rows, groups, width))
@@ -138,7 +116,7 @@ def selective(
     rows: int, slots: int, device: str, dtype: torch.dtype, channels: int = 8192
 ) -> Layer:
     """16 numbers a channel."""
-    new = _Numbers(device, dtype)
+    new = _random(device, dtype)
     A = -new(channels, 16, dtype=torch.float32).abs()
     D, bias = (new(channels, dtype=torch.float32) for _ in range(2))
     inputs = (new(rows, channels), new(rows, channels), A, new(rows, 16), new(rows, 16), D)
@@ -150,7 +128,7 @@ def selective(
 LAYERS: dict[str, Callable[..., Layer]] = {
     "causal_conv1d_update": conv,
     "gated_delta_rule": delta,
-    "kda": kda,
+    "kda": functools.partial(delta, kda=True),
     "ssd_state_update": ssd,
     "selective_state_update": selective,
 }
@@ -165,36 +143,29 @@ TINY: dict[str, dict[str, int]] = {
 }
 
 
-def decodes(number: int, device: str) -> _Batch:
+def decodes(number: int, device: str) -> tuple[torch.Tensor, ...]:
     """A row of each request; slots are in no order, every request goes on."""
     order = 1 + torch.randperm(number, device=device)
     starts = torch.arange(number + 1, device=device)
     return order.int(), starts.int(), torch.full_like(order, 100).int()
 
 
-def microseconds(name: str, number: int, device: str) -> tuple[float, int]:
-    """A launch's time in a step of so many requests, and the bytes that it moves."""
-    sizes = TINY[name] if device == "cpu" else {}
-    first = LAYERS[name](number, number, device, torch.bfloat16, **sizes)
-    num_bytes, batch = first.num_bytes, decodes(number, device)
+def layers_of(name: str, number: int, device: str) -> list[Layer]:
+    """For so many requests: as many alike as no cache holds at once; on a CPU one."""
+    if device == "cpu":
+        return [LAYERS[name](number, number, device, torch.bfloat16, **TINY[name])]
+    first = LAYERS[name](number, number, device, torch.bfloat16)
+    copies = min(MOST_COPIES, max(2, math.ceil(CACHE_BYTES / first.num_bytes)))
+    return [first, *(first.moved() for _ in range(copies - 1))]
+
+
+def launch_us(calls: list[Callable[[], Any]], device: str) -> float:
+    """Microseconds of one, in a graph that goes over them, each with memory for its results."""
     if device == "cpu":
         begin = time.perf_counter()
-        first.run(*batch)
-        return 1e6 * (time.perf_counter() - begin), num_bytes
-    calls = [functools.partial(layer.run, *batch) for layer in _copies(first)]
-    return _launches_us(calls), num_bytes
-
-
-def _copies(first: Layer) -> list[Layer]:
-    """A layer and others like it, so many that none is in a cache when its turn comes again."""
-    copies = min(MOST_COPIES, max(2, math.ceil(CACHE_BYTES / first.num_bytes)))
-    return [first, *(first.copied() for _ in range(copies - 1))]
-
-
-def _launches_us(calls: list[Callable[[], Any]]) -> float:
-    """Microseconds of one, in a graph that goes over them, each with memory for its results."""
-    for call in calls[:1] * 2:
-        call()  # compiles
+        calls[0]()
+        return 1e6 * (time.perf_counter() - begin)
+    calls[0]()  # compiles
 
     def run() -> None:
         held = collections.deque(maxlen=len(calls))
@@ -204,11 +175,17 @@ def _launches_us(calls: list[Callable[[], Any]]) -> float:
     return 1e3 * median_ms(capture(run).replay) / NUM_LAUNCHES
 
 
-def fla_us(name: str, number: int) -> float | None:
-    """Microseconds of a decode of so many requests by flash-linear-attention, where it has one."""
-    layers = _copies(LAYERS[name](number, number, "cuda", torch.bfloat16))
-    calls = [call for layer in layers if (call := by_fla(name, layer, prompt=False))]
-    return _launches_us(calls) if calls else None
+def of_decodes(name: str, number: int, device: str, bandwidth: float | None) -> dict[str, Any]:
+    """A launch in a step of so many requests, and fla's where it has one."""
+    layers, batch = layers_of(name, number, device), decodes(number, device)
+    num_bytes = layers[0].num_bytes
+    us = launch_us([functools.partial(layer.run, *batch) for layer in layers], device)
+    percent = None if bandwidth is None else round(1e8 * num_bytes / bandwidth / us, 1)
+    row = {"us": round(us, 2), "MB": round(num_bytes / 1e6, 2), "% of a copy": percent}
+    if device == "cuda":
+        calls = [call for layer in layers if (call := by_fla(name, layer, prompt=False))]
+        row |= {"fla, us": round(launch_us(calls, device), 2)} if calls else {}
+    return row
 
 
 def of_a_prompt(name: str, length: int, device: str) -> dict[str, float]:
@@ -237,8 +214,7 @@ def of_a_prompt(name: str, length: int, device: str) -> dict[str, float]:
         ways["by fla, us"] = fla
     found = {}
     for way, run in ways.items():
-        for _ in range(2):  # compiles
-            run()
+        run()  # compiles
         found[way] = round(1e3 * median_ms(capture(run).replay), 1)
     usual, chunks.LONG = chunks.LONG, length + 1
     found["by rows, us"] = round(1e3 * median_ms(capture(ways["us"]).replay), 1)
@@ -275,59 +251,12 @@ def by_fla(name: str, layer: Layer, *, prompt: bool) -> Callable[[], Any] | None
     return run
 
 
-SWEPT = ((1024, 1), (1024, 2), (2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8), (8192, 4),
-         (8192, 8), (16384, 8))  # fmt: skip
-"""Numbers of a state that a program holds, and its warps."""
-
-SWEPT_CHANNELS = ((128, 1), (128, 2), (256, 1), (256, 2), (256, 4), (512, 2), (512, 4), (512, 8),
-                  (1024, 4), (1024, 8))  # fmt: skip
-"""Channels of a convolution that a program holds, and its warps."""
-
-TILED = {
-    "causal_conv1d_update": "causal_conv1d",
-    "ssd_state_update": "ssd",
-    "selective_state_update": "selective",
-}
-"""By operator, what `triton.states.TILES` calls its rule, where that is another name."""
-
-
-def sweep(args: argparse.Namespace) -> None:
-    """Print microseconds of every tile, the best first; `*`: what is launched without a sweep."""
-    from attn_ops.ops.triton.states import TILES, Tile
-
-    for name in args.rules or LAYERS:
-        rule = TILED.get(name, name)
-        usual, tried = TILES[rule], SWEPT_CHANNELS if rule == "causal_conv1d" else SWEPT
-        for number in args.batches:
-            found: list[tuple[float, Tile]] = []
-            for tile in dict.fromkeys((usual, *(Tile(*sizes) for sizes in tried))):
-                TILES[rule] = tile
-                try:
-                    found.append((microseconds(name, number, args.device)[0], tile))
-                finally:
-                    TILES[rule] = usual
-                free()
-            times = (
-                f"{tile.numbers}x{tile.warps}{'*' if tile == usual else ''} {us:.2f}"
-                for us, tile in sorted(found)
-            )
-            print(f"{name}, {number}: {', '.join(times)}", flush=True)
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     bandwidth = copy_bandwidth() if args.device == "cuda" else None
-    rows, bars = {}, []
+    rows = {}
     for name in args.rules or LAYERS:
         for number in args.batches:
-            us, num_bytes = microseconds(name, number, args.device)
-            part = None if bandwidth is None else num_bytes / bandwidth / (us / 1e6)
-            percent = None if part is None else round(100 * part, 1)
-            row = {"us": round(us, 2), "MB": round(num_bytes / 1e6, 2), "% of a copy": percent}
-            rows[f"{name}, {number}"] = row
-            if args.device == "cuda" and (theirs := fla_us(name, number)):
-                row["fla, us"] = round(theirs, 2)
-            if number >= 64:
-                bars.append(Bar(f"{name}, {number}: part of a copy's bandwidth", ">=", 0.85, part))
+            rows[f"{name}, {number}"] = of_decodes(name, number, args.device, bandwidth)
             free()
         for length in args.prompts:
             rows[f"{name}, a prompt of {length}"] = of_a_prompt(name, length, args.device)
@@ -339,21 +268,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     prompts = f" --prompts {' '.join(map(str, args.prompts))}" if args.prompts else ""
     command = f"python -m benchmarks.state_layers --device {args.device}{prompts}"
-    found = origin(args) | {"command": command, "note": note, "rows": rows}
-    return found | {"bars": [bar.as_dict() for bar in bars]}
+    return origin(args) | {"command": command, "note": note, "rows": rows}
 
 
 def main() -> None:
     found = parser_of(__doc__)
-    found.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    found.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     found.add_argument("--rules", nargs="+", choices=list(LAYERS), help="default: all")
     found.add_argument("--prompts", type=int, nargs="*", default=[], help="rows of one request")
-    found.add_argument("--sweep", action="store_true", help="time other tiles, and print them")
     args = found.parse_args()
     torch.manual_seed(0)
-    if args.sweep:
-        sweep(args)
-        return
     finish(args, measure(args))
 
 

@@ -13,21 +13,9 @@ import torch
 from benchmarks.batch_invariance_cost import prompt_ms
 from benchmarks.decode_step import build, ours_ms, session_of
 from benchmarks.floor import limit_ms
-from benchmarks.harness import (
-    Bar,
-    capture,
-    copy_bandwidth,
-    finish,
-    free,
-    median_ms,
-    origin,
-    parser_of,
-)
+from benchmarks.harness import capture, copy_bandwidth, finish, free, median_ms, origin, parser_of
 from benchmarks.shapes import MODELS
 from benchmarks.state_layers import LAYERS, by_fla
-
-BARS = {"1x1024": 1.15, "64x1024": 1.12}
-PROMPT_BAR = 1.2
 
 
 def products_ms(model: torch.nn.Module, rows: int) -> float:
@@ -53,8 +41,7 @@ def rule_ms(config: Any, rows: int) -> tuple[float, str]:
     one = torch.ones(1, dtype=torch.int32, device="cuda")
     by = by_fla("gated_delta_rule", layer, prompt=True)
     run = by or (lambda: layer.run(one, starts, starts[1:]))
-    for _ in range(2):
-        run()  # compiles
+    run()  # compiles
     number = list(config.layer_types).count("linear_attention")
     return number * median_ms(capture(run).replay), "fla" if by else "ours"
 
@@ -87,25 +74,16 @@ def main() -> None:
     session.release()
     del session, compiled
     free()
-    bars = [
-        Bar(f"ours / bytes: {name}", "<=", BARS[name], rows[name]["ratio"])
-        for name in BARS
-        if name in rows
-    ]
     for length in args.prompts:
         row = rows[str(length)]
         row["products"] = products_ms(model, length)
         row["rule"], row["rule by"] = rule_ms(config, length)
         row["ratio"] = row["ours"] / (row["products"] + row["rule"])
-        bars.append(Bar(f"a prompt of {length}", "<=", PROMPT_BAR, row["ratio"]))
     shown = ["python -m benchmarks.state_model --model", args.model, "--cases", *args.cases]
     shown += ["--prompts", *map(str, args.prompts)]
     shown += [] if args.layers is None else ["--layers", str(args.layers)]
     note = f"Milliseconds; a copy moves {bandwidth / 1e12:.2f} TB/s; states {kept} bytes a request."
-    finish(args, {
-        "command": " ".join(shown), "note": note, **origin(args), "rows": rows,
-        "bars": [bar.as_dict() for bar in bars],
-    })  # fmt: skip
+    finish(args, {"command": " ".join(shown), "note": note, **origin(args), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -3,34 +3,18 @@
 python -m benchmarks.update_weights
 """
 
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from attn_ops.integrations import transformers as integration
 from benchmarks.batch_invariance import built
-from benchmarks.harness import Bar, finish, model_of, origin, parser_of
+from benchmarks.harness import finish, model_of, origin, parser_of, wall_ms
 from graphs import DecodeSession
 
 
-def wall_ms(run: Callable[[], object], repeats: int = 7) -> float:
-    """Median, without the first two."""
-    times = []
-    for _ in range(repeats + 2):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - begin))
-    return statistics.median(times[2:])
-
-
 def main() -> None:
-    parser = parser_of(__doc__)
-    args = model_of(parser)
+    args = model_of(parser_of(__doc__))
     integration.register()
     model = built(args.model, args.layers or 32, args.device)
     compiled: Any = torch.compile(model, backend="attn_ops", fullgraph=True)
@@ -52,8 +36,7 @@ def main() -> None:
     note = (
         f"{args.model}, {args.layers or 32} layers, {num_bytes / 1e9:.1f} GB, merged projections."
     )
-    bars = [Bar("update_weights / copy", "<=", 1.2, update / copy).as_dict()]
-    finish(args, {"command": command, "note": note, **origin(args), "rows": rows, "bars": bars})
+    finish(args, {"command": command, "note": note, **origin(args), "rows": rows})
 
 
 if __name__ == "__main__":

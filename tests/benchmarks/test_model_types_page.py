@@ -14,8 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from benchmarks.model_type_composites import PREFIX, classes, plain
-from benchmarks.model_type_run import Options
+from benchmarks.model_type_configs import PREFIX, classes, plain
 from benchmarks.model_types import prepared_types, run_all
 from benchmarks.model_types_page import page
 
@@ -91,7 +90,7 @@ def test_a_class_is_counted_once():
 def test_the_page_is_what_a_run_writes():
     """Of every 24th type: all of them take 8 minutes, and `make models` runs them."""
     types = prepared_types()[::24]
-    found = sections(page(list(run_all(types, Options(), jobs=2, timeout=300))))
+    found = sections(page(list(run_all(types, jobs=2, timeout=300))))
     for titles, start in ((CAUSAL, ""), (IMAGES, PREFIX)):
         ran = {plain(name) for name in types if name.startswith(PREFIX) == bool(start)}
         for title in titles:

@@ -14,32 +14,8 @@ def test_it_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["it", "--device", "cpu", "--json", str(path)])
     state_layers.main()
     result = json.loads(path.read_text())
-    assert len(result["rows"]) == len(state_layers.LAYERS) * len(state_layers.BATCHES)
-    assert len(result["bars"]) == 2 * len(state_layers.LAYERS)
+    assert len(result["rows"]) == 4 * len(state_layers.LAYERS)
     assert result["command"].startswith("python -m benchmarks.state_layers ")
-
-
-@pytest.mark.slow
-def test_tiles_are_swept(monkeypatch, capsys):
-    tiles = pytest.importorskip("attn_ops.ops.triton.states").TILES
-    before, tried = dict(tiles), []
-
-    def microseconds(name, number, device):
-        tried.append(tiles[name])
-        return float(tiles[name].warps == 2) + number, 0
-
-    monkeypatch.setattr(state_layers, "microseconds", microseconds)
-    monkeypatch.setattr(
-        "sys.argv", ["it", "--sweep", "--device", "cpu", "--rules", "kda", "--batches", "64", "256"]
-    )
-    state_layers.main()
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("kda, 64: ")
-    numbers, warps = before["kda"]
-    assert f" {numbers}x{warps}* {64 + (warps == 2)}.00, " in first
-    assert second.endswith(" 257.00")
-    assert tiles == before
-    assert len(set(tried)) == len(state_layers.SWEPT)
 
 
 @pytest.mark.parametrize("name", state_layers.LAYERS)
@@ -48,7 +24,7 @@ def test_bytes_of_a_step(name):
     layer = state_layers.LAYERS[name](3, 3, "cpu", torch.bfloat16, **state_layers.TINY[name])
     states = layer.states[1:]
     assert layer.num_bytes > 2 * states.numel() * states.element_size()
-    other, before = layer.copied(), layer.states.clone()
+    other, before = layer.moved(), layer.states.clone()
     out = other.run(*state_layers.decodes(3, "cpu"))
     assert out.isfinite().all()
     assert torch.equal(layer.states, before)

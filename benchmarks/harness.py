@@ -1,46 +1,19 @@
-"""What all benchmarks share: timing on a GPU, the origin of figures, bars, JSON and tables."""
+"""What all benchmarks share: arguments, the origin of figures, JSON, memory and timing."""
 
 import argparse
-import dataclasses
 import datetime
 import gc
 import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from attn_ops.backends.measurements import library_versions
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """One figure and its bound."""
-
-    what: str
-    relation: str  # >=, > or <=
-    asked: float
-    measured: float | None
-
-    @property
-    def met(self) -> bool | None:
-        if self.measured is None:
-            return None
-        if self.relation == "<=":
-            return self.measured <= self.asked
-        return self.measured > self.asked if self.relation == ">" else self.measured >= self.asked
-
-    @property
-    def verdict(self) -> str:
-        return {None: "not measured", True: "met", False: "missed"}[self.met]
-
-    def as_dict(self) -> dict:
-        return dataclasses.asdict(self) | {"verdict": self.verdict}
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -93,12 +66,16 @@ def model_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def finish(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
-    """Write the figures, and print them by row; bars where there are some."""
+    """Write the figures, and print them by row."""
     write(args.json, result)
     for name, row in result["rows"].items():
         print(name, row)
-    for bar in result.get("bars", ()):
-        print(bar)
+
+
+def brief(error: BaseException) -> str:
+    """An exception as one line of a table."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
 def free() -> None:
@@ -210,32 +187,3 @@ def copy_bandwidth() -> float:
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / (median_ms(lambda: target.copy_(source), repeats=10) / 1000)
-
-
-# -- for people ------------------------------------------------------------------------------------
-
-
-def brief(error: BaseException) -> str:
-    """An exception as one line of a table."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]
-
-
-def number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def bar_table(bars: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="bars")
-    for column in ("bar", "asked", "measured", "verdict"):
-        table.add_column(column)
-    for fields in bars:
-        asked = f"{fields['relation']} {fields['asked']:g}"
-        table.add_row(fields["what"], asked, number(fields["measured"], 3), fields["verdict"])
-    return table
-
-
-def verdicts(bars: Sequence[dict[str, Any]]) -> str:
-    """How many bars were met."""
-    found = [bar["verdict"] for bar in bars]
-    return ", ".join(f"{found.count(v)} {v}" for v in ("met", "missed", "not measured"))

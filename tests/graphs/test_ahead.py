@@ -145,17 +145,6 @@ def test_a_model_without_graphs_on_a_cpu_computes_nothing_ahead(model):
     assert session.loop.num_launches["ahead"] == 0
 
 
-def test_a_new_request_joins_the_next_step(model):
-    session = captured_lazily(model)
-    asynchronous(session)
-    first = session.add([1, 2], 12)
-    session.step()
-    second = session.add([3], 3)
-    tokens = drain(session)
-    assert tokens[second] == uncaptured(model).generate([[3]], 3)[0].token_ids
-    assert session.result(first) == uncaptured(model).generate([[1, 2]], 12)[0]
-
-
 def test_samples_of_a_prompt_share_it_one_launch_after_it(model):
     """They need not wait until its tokens are read."""
     session = captured_lazily(

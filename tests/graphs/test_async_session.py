@@ -114,20 +114,6 @@ def test_generate_takes_arguments_of_add(model, opened):
     assert run(opened.generate(PROMPTS[0], 9, temperature=0.9, seed=3)) == want[0]
 
 
-def test_threads(model, session):
-    want = make_session(model).generate(MANY, 12)
-
-    def ask(number):
-        handle = opened.submit(MANY[number], 12)
-        tokens = [output.token_id for output in handle]
-        assert list(handle) == []
-        assert handle.result(0).token_ids == tokens
-        return handle.result()
-
-    with AsyncSession(session) as opened, ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, range(20))) == want
-
-
 def test_captured_steps_that_are_launched_together(model):
     want = make_session(model).generate(MANY, 12)
     with AsyncSession(captured_lazily(model, decode_steps=3)) as opened:

@@ -59,19 +59,6 @@ def test_parse_refuses(mode):
 # -- keys ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("key", "query_len"),
-    [
-        (BatchDescriptor(8, 8), None),
-        (BatchDescriptor(8, 8, uniform=True), 1),
-        (BatchDescriptor(12, 3, uniform=True), 4),
-        (BatchDescriptor(13, 3), None),
-    ],
-)
-def test_query_len(key, query_len):
-    assert key.query_len == query_len
-
-
 def test_every_field_tells_keys_apart():
     key = BatchDescriptor(8, 4, uniform=True)
     others = [

@@ -280,14 +280,3 @@ def test_json_and_text(model):
     assert max(map(len, str(report).splitlines())) <= 120
     for text in ("FULL asked for, FULL used", "decode 4 random FULL 0 B", "(verify=3)"):
         assert text in one_line(report)
-
-
-@pytest.mark.parametrize("mode", list(CUDAGraphMode))
-def test_every_mode(model, mode):
-    debug = None if mode is CUDAGraphMode.NONE else "eager_replay"
-    session = captured(model, cudagraph_mode=mode, decode_steps=2, debug=debug)
-    session.generate(PROMPTS, 3)
-    report = session.report()
-    assert (report.mode_asked, report.mode_used) == (mode.name, mode.name)
-    assert bool(report.graphs) == (mode is not CUDAGraphMode.NONE)
-    assert str(report)

@@ -10,10 +10,11 @@ from graphs.app import chat as chat_module
 from graphs.app import presets
 from graphs.app.chat import Chat
 from graphs.app.cli import app
-from graphs.app.presets import PRESETS, load
+from graphs.app.presets import load
 from graphs.app.prompts import QUESTIONS, questions, tokenizer_of
 from graphs.requests.tokens import Tokens
 from tests.graphs.requests.test_text import SAMPLE
+from tests.kit.models import build_model
 from tests.kit.text import byte_level
 
 TEMPLATE = (
@@ -26,16 +27,10 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with a tokenizer of 400 tokens, many of them parts of characters."""
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     where = tmp_path_factory.mktemp("chat")
-    torch.manual_seed(0)
-    config = LlamaConfig(**PRESETS["llama-tiny"].sizes | {"vocab_size": 400})
-    model = LlamaForCausalLM(config)
-    for weight in model.parameters():
-        weight.data.normal_(0, 0.15) if weight.dim() > 1 else None
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(where)
+    build_model(vocab_size=400, max_position_embeddings=1024).save_pretrained(where)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=byte_level([SAMPLE], 400), eos_token="<eos>"
     )

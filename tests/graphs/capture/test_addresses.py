@@ -1,13 +1,6 @@
-"""Address books: every tensor a graph may read is found by name, and every way to move one is seen.
-
-What `moved` costs, 32 caches, a step's 12 tensors and a batch's metadata, without and with the 297
-weights of 33 layers (no timed test; a part of an AMD EPYC that is shared, 2026-11-21: 8, 24 us):
-
-    PYTHONPATH=. python tests/graphs/capture/test_addresses.py
-"""
+"""Address books: tensors a graph may read are found by name, and every move of one is seen."""
 
 import dataclasses
-import timeit
 
 import pytest
 import torch
@@ -256,18 +249,3 @@ def test_foreign_objects_are_not_entered():
             self.tensor = zeros(1)
 
     assert AddressBook.of(x=Foreign(), y=[Foreign()], z=Foreign, n=3).places == {}
-
-
-def main():
-    """Print what `moved` costs."""
-    caches = [zeros(8) for _ in range(32)]
-    step = {f"field{i}": zeros(4) for i in range(12)}
-    weights = [torch.nn.Parameter(zeros(2)) for _ in range(297)]
-    for more in ({}, {"weights": weights}):
-        book = AddressBook.of(kv_caches=caches, step=step, metadata=metadata(), **more)
-        seconds = min(timeit.repeat(book.moved, number=100, repeat=300)) / 100
-        print(f"{len(book)} tensors: {seconds * 1e6:.1f} us")
-
-
-if __name__ == "__main__":
-    main()

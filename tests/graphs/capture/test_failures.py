@@ -147,17 +147,6 @@ def test_an_ordinary_error_is_not_blamed_on_capture():
     assert "raise ValueError" in error.line
 
 
-def test_function_of_torch_that_is_no_operator():
-    def synchronizes(x):
-        torch.cuda.synchronize()  # refused here for want of a GPU
-        return x
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU: see tests/gpu/graphs/test_capture_failures.py")
-    error = failed(Model(synchronizes))
-    assert "torch.cuda.synchronize()" in error.line
-
-
 def test_failure_behind_the_model_is_found_in_our_own_code():
     """No frame of a model is on the way; the innermost of `graphs` is named."""
     source = "with diagnosing('key'):\n    estimate([0], **sizes)"

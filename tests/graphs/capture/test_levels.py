@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn_ops import AttentionCGSupport, AttentionSpec, get_backend
-from graphs.capture.plan import CapturePlan, resolve, takes
+from graphs.capture.plan import CapturePlan, resolve
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.options import SessionOptions
 
@@ -44,11 +44,6 @@ USED = {
 }
 
 # -- one group -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", AttentionCGSupport)
-def test_what_a_level_takes(level):
-    assert tuple(takes(level, kind) for kind in (*QUERY_LENS, None)) == TAKES[level]
 
 
 EVERY = list(itertools.product(CUDAGraphMode, AttentionCGSupport))
@@ -159,16 +154,6 @@ def test_a_lowered_mode_is_logged_once_with_what_would_change_it(caplog):
 def test_the_level_that_would_do_is_named(level, query_lens, needed):
     found = resolve(DECODE_ONLY, {"all": level}, "cuda", query_lens)
     assert found.why.endswith(f"choose a backend of at least level {needed} for it")
-
-
-def test_lines_of_a_report():
-    found = resolve(FULL, {"full": ALWAYS, "b": SINGLE, "a": SINGLE}, "cuda", QUERY_LENS)
-    assert found.lines() == [
-        "decode batches: FULL",
-        "uniform batches of 4 tokens a request: FULL asked for, PIECEWISE used, "
-        "between graphs: a, b",
-        "mixed batches: FULL asked for, PIECEWISE used, between graphs: a, b",
-    ]
 
 
 # -- strict ----------------------------------------------------------------------------------------

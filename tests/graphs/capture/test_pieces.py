@@ -163,14 +163,6 @@ def test_replays_with_other_batches_equal_eager(make_model, family, backend):
         assert sorted(CALLED.values()) == [2, 2, 6]
 
 
-def test_recorded_for_decoding_replayed_mixed(make_model):
-    """What is frozen of attention is nothing: the recording's own batch does not matter."""
-    steps = Steps(make_model())
-    for recorded in BATCHES.values():
-        graph = steps.record(steps.set_batch(*recorded, seed=0))
-        steps.check(graph, BATCHES["mixed"], seed=1)
-
-
 def test_the_tape_would_notice_frozen_lengths(make_model):
     """Whole steps on one tape attend over the recording's batch: the checks above can fail."""
     steps = Steps(make_model())

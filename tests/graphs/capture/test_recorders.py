@@ -1,10 +1,9 @@
 """The contract of a recorder, kept by each: its graphs give the tokens of steps that are called."""
 
 import pytest
+import torch
 
-from attn_ops.backends.grouped import grouped_backend
-from graphs.capture.piecewise import PiecewiseGraph, PiecewiseRecorder
-from graphs.capture.plan import resolve
+from graphs.capture.piecewise import PiecewiseRecorder
 from graphs.capture.recorder import RerunRecorder, WholeGraph, plan_in_place
 from graphs.modes import CUDAGraphMode
 from tests.graphs.capture.tape import TapeRecorder, TapeSegments
@@ -54,6 +53,23 @@ def recorded_by(name, model, **options):
     return session
 
 
+def plans_on_the_host(builder) -> list[list[int]]:
+    """Make a builder one that plans whole graphs; lengths of the replays that it plans."""
+    prepare_replay, planned = builder.prepare_replay, []
+
+    def prepare(metadata, common):
+        planned.append(common.seq_lens_cpu.tolist())
+        assert metadata.common.seq_lens is common.seq_lens, "the batch of the captured step"
+        assert torch.equal(common.seq_lens_cpu, common.seq_lens), "uploaded before it is planned"
+        computed = (common.seq_lens_cpu - common.query_start_loc_cpu.diff()).clamp(min=0)
+        assert torch.equal(common.num_computed_tokens_cpu, computed)
+        return prepare_replay(metadata, common)
+
+    builder.prepare_capture = lambda common: builder.build(0, common)
+    builder.prepare_replay = prepare
+    return planned
+
+
 @pytest.mark.parametrize("prepares", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RECORDERS)
 def test_replays_give_the_tokens_of_calls(model, name, prepares):
@@ -65,10 +81,12 @@ def test_replays_give_the_tokens_of_calls(model, name, prepares):
     options = {"max_tokens_per_step": 16, "mixed_capture_sizes": [8, 16]}
     want = uncaptured(model, max_tokens_per_step=16).generate(PROMPTS, 6)
     session = recorded_by(name, model, **options)
-    if prepares:
-        session.builder.prepare_capture = lambda common: session.builder.build(0, common)
+    planned = plans_on_the_host(session.builder) if prepares else []
     assert session.generate(PROMPTS, 6) == want
     assert session.num_steps["called"] == 0
+    if prepares and mode is FULL:
+        assert len(planned) == session.num_steps["captured"]
+        assert any(lens[-1] == 0 for lens in planned), "padding requests have no tokens"
     assert session.graphs is not None
     graphs = list(session.graphs)
     assert {c.mode for c in graphs} == {mode}
@@ -82,23 +100,13 @@ def test_replays_give_the_tokens_of_calls(model, name, prepares):
     assert session.generate(PROMPTS, 6) == want
 
 
-def is_sliding(spec) -> bool:
-    return spec.sliding_window is not None
-
-
-@pytest.mark.slow
-def test_only_layers_of_a_weak_group_stand_between_graphs(make_model):
-    """The others are recorded, with metadata that the recording builds."""
-    model = make_model("gemma2", num_layers=4, head_dim=32)
-    backend = grouped_backend({is_sliding: "TORCH"}, default="TRITON")
-    options = {"backend": backend, "block_size": 16}
-    want = uncaptured(model, **options).generate(PROMPTS[:2], 3)
-    session = captured(model, cudagraph_mode="FULL", lazy_capture=True, **options)
-    assert session.graphs is not None
-    session.plan.resolution = resolve(FULL, session.plan.resolution.groups, "cuda")
-    session.graphs.recorders = {PIECEWISE: RECORDERS["pieces"][1](session)}
-    assert session.generate(PROMPTS[:2], 3) == want
-    assert len(session.graphs) > 1
-    for c in session.graphs:
-        assert isinstance(c.graph, PiecewiseGraph)
-        assert (c.graph.num_breaks, c.graph.num_segments) == (2, 3)
+def test_moved_caches_are_refused_before_anything_is_planned(model):
+    session = captured(model, cudagraph_mode=FULL)
+    planned = plans_on_the_host(session.builder)
+    session.warm_up()
+    planned.clear()
+    graph = next(iter(session.graphs))
+    session.cache.tensors[0] = session.cache.tensors[0].clone()
+    with pytest.raises(ValueError, match="tensors of a captured step must stay where they were"):
+        session.graphs.replay(graph)
+    assert planned == []

@@ -383,12 +383,6 @@ doc_to_target: "{{city}}"
 generation_kwargs: {until: ["\\n", "<|im_end|>"], max_gen_toks: 16, do_sample: false}
 metric_list: [{metric: exact_match, regexes_to_ignore: ["^ "]}]
 """,
-    "licence": """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]
-""",
 }
 COUNTRIES = {"France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid"}
 COUNTRIES |= {"the United Kingdom": "London", "Portugal": "Lisbon"}
@@ -404,8 +398,7 @@ def trained(smollm2) -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_fewshot", "chat"), [*long((0, True), (2, False)), (2, True)])
 def test_a_trained_model_answers_as_with_hf(trained, tmp_path, num_fewshot, chat):
-    text = (ROOT / "LICENSE").read_text()[:700]
-    docs = [{"country": a, "city": b, "text": text} for a, b in COUNTRIES.items()]
+    docs = [{"country": a, "city": b} for a, b in COUNTRIES.items()]
     written(tmp_path, docs, REAL)
     options = {"num_fewshot": num_fewshot, "apply_chat_template": chat}
     options |= {"fewshot_as_multiturn": chat}

@@ -140,8 +140,7 @@ def test_what_it_refuses(model, tokenizer, tmp_path):
         door.rollout_func()(TEXTS[:2], trainer)
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_other_trainers_are_untouched(model, tokenizer, tmp_path, kind):
+def test_other_trainers_are_untouched(model, tokenizer, tmp_path):
     """An enabled model that has generated trains to the same weights."""
     weights = []
     for enabled in (False, True):
@@ -150,23 +149,12 @@ def test_other_trainers_are_untouched(model, tokenizer, tmp_path, kind):
             enable(own)
             own.generate_batch([[5, 6]], max_new_tokens=4)
         torch.manual_seed(0)
-        options = {
-            "output_dir": str(tmp_path), "max_steps": 3, "bf16": False, "use_cpu": True,
-            "report_to": [], "save_strategy": "no", "disable_tqdm": True,
-            "per_device_train_batch_size": 2,
-        }  # fmt: skip
-        if kind == "sft":
-            rows = datasets.Dataset.from_dict({"text": TEXTS[:9]})
-            args = trl.SFTConfig(**options, max_length=32)
-            trainer = trl.SFTTrainer(own, args, train_dataset=rows, processing_class=tokenizer)
-        else:
-            rows = {"prompt": TEXTS[:6], "chosen": [" two"] * 6, "rejected": [" one"] * 6}
-            rows = datasets.Dataset.from_dict(rows)
-            trainer = trl.DPOTrainer(
-                own, copy.deepcopy(model), trl.DPOConfig(**options), train_dataset=rows,
-                processing_class=tokenizer,
-            )  # fmt: skip
-        trainer.train()
+        rows = datasets.Dataset.from_dict({"text": TEXTS[:9]})
+        args = trl.SFTConfig(
+            str(tmp_path), max_steps=3, bf16=False, use_cpu=True, report_to=[], save_strategy="no",
+            disable_tqdm=True, per_device_train_batch_size=2, max_length=32,
+        )  # fmt: skip
+        trl.SFTTrainer(own, args, train_dataset=rows, processing_class=tokenizer).train()
         weights.append([weight.detach().clone() for weight in own.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     assert not torch.equal(weights[0][0], next(model.parameters()))

@@ -99,9 +99,6 @@ def test_a_sharer_reads_with_the_scales_of_its_target(make_batch):
     assert first.std() > 0.1
 
 
-# -- graphs ----------------------------------------------------------------------------------------
-
-
 def test_layers_of_equal_geometry_are_one_subgraph(make_batch):
     """Two kinds in all: four owners become calls of one, and four sharers of another."""
     model = Model(4, 4)
@@ -137,9 +134,6 @@ def layers_of(gm: torch.fx.GraphModule) -> dict[int, str]:
     return {i: text for i, text in texts.items() if "attention" in text and i}
 
 
-# -- modules ---------------------------------------------------------------------------------------
-
-
 def test_a_target_is_no_submodule():
     owner = Attention(4, 2, 8, sinks=nn.Parameter(torch.zeros(4)))
     sharer = Attention(4, 2, 8, sinks=nn.Parameter(torch.ones(4)), kv_sharing_target=owner)
@@ -173,9 +167,6 @@ def test_specs():
     spec = AttentionSpec(4, 2, 8, torch.bfloat16, 3, kv_cache_dtype="fp8_e4m3", sinks=True)
     assert owner.spec(torch.bfloat16, "fp8_e4m3") == spec == sharer.spec(torch.bfloat16, "fp8_e4m3")
     assert len(PagedKVCache([spec], num_tokens=16).tensors) == 1
-
-
-# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -57,19 +57,20 @@ def session_of(model, **options):
     return graphs.DecodeSession(model, max_batch_size=4, cache_tokens=256, **options)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_tokens_are_those_of_generate(model_type):
-    session = session_of(model_of(model_type, "attn_ops"))
-    outputs = session.generate(PROMPTS, 12)
-    assert [o.token_ids for o in outputs] == expected(model_type)
+OLD = {"new_decoder_architecture": False, "num_kv_heads": None}
 
 
-@pytest.mark.parametrize("changes", [{"multi_query": True}, {"multi_query": False}])
-def test_falcon_of_the_old_architecture(changes):
-    changes |= {"new_decoder_architecture": False, "num_kv_heads": None}
-    session = session_of(model_of("falcon", "attn_ops", **changes))
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        *((name, {}) for name in CONFIGS),
+        *(("falcon", OLD | {"multi_query": m}) for m in (True, False)),
+    ],
+)
+def test_tokens_are_those_of_generate(model_type, changes):
+    session = session_of(model_of(model_type, "attn_ops", **changes))
     outputs = session.generate(PROMPTS, 12)
-    assert [o.token_ids for o in outputs] == expected("falcon", **changes)
+    assert [o.token_ids for o in outputs] == expected(model_type, **changes)
 
 
 def test_falcon_with_alibi_is_refused():

@@ -25,8 +25,6 @@ def test_register_is_idempotent():
     assert AttentionInterface()[NAME] is attention_forward
 
 
-# -- geometry --------------------------------------------------------------------------------------
-
 WINDOWS = {
     "llama": [None] * 4,
     "qwen3": [None] * 4,
@@ -58,9 +56,6 @@ def test_attention_specs_refuse(make_model):
         attention_specs(bare)
 
 
-# -- numbers ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_prefill_logits_are_those_of_eager_attention(make_model, make_prompts, name, compiled):
@@ -82,9 +77,6 @@ def test_slot_mapping_is_optional(make_model, make_prompts):
     wanted = model(**prompts.keywords).logits
     del prompts.keywords["slot_mapping"]
     assert torch.equal(model(**prompts.keywords).logits, wanted)
-
-
-# -- refusals --------------------------------------------------------------------------------------
 
 
 TWICE = "input_ids must have shape .1, num_tokens., got a batch dimension of 2"

@@ -122,25 +122,6 @@ def test_merged_states(scheme, dtype):
         assert scale_steps(got[1], wanted[1]) <= 1
 
 
-def test_a_new_scale_counts_without_a_new_graph():
-    """`out_scale` is read on the device: a compiled graph sees what is written to it."""
-    case, scale = case_of("TORCH", "decode"), torch.tensor([0.05], device=DEVICE)
-
-    def run(scale: torch.Tensor) -> torch.Tensor:
-        return attention_quant(*arguments_of(case), scheme="fp8_static", out_scale=scale)[0]
-
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    before = compiled(scale).float()
-    scale.mul_(2)
-    after = compiled(scale).float()
-    plain = attention(*arguments_of(case))
-    for got, value in ((before, 0.05), (after, 0.1)):
-        want = reference_quantize(
-            plain, forms_of("fp8_static")[0], torch.tensor([value], device=DEVICE)
-        )[0]
-        assert torch.equal(got, want.float())
-
-
 def test_a_hook_takes_the_call_over():
     """Captures in pieces cut around it, with memory for both results."""
     case, seen = case_of("TORCH", "decode"), []

@@ -4,7 +4,7 @@ T tokens, N query heads, K kv heads, H head size, P blocks, B block size.
 """
 
 import dataclasses
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +15,6 @@ from tests.kit.operators import bits
 
 ops = torch.ops.attn_ops
 
-
-# -- no recompilation ------------------------------------------------------------------------------
 
 BATCHES = [
     ([3, 0, 1], [7, 5, 4]),
@@ -70,8 +68,6 @@ def test_slots_from_the_metadata_do_not_recompile(make_batch, as_dynamic, num_gr
     assert num_graphs() - before == 1
 
 
-# -- order of reads and writes ---------------------------------------------------------------------
-
 REVERSED = torch.tensor([20, 16, 12, 8, 4])
 """Slot 0 of blocks 5 to 1, of 4 tokens each."""
 
@@ -82,28 +78,16 @@ def read_a_clone_after_the_write(b, kv_cache):
     return attention(b.q, old, b.meta, 1.0), attention(b.q, kv_cache, b.meta, 1.0)
 
 
-def write_slices_of_a_clone(b, kv_cache):
+def slices_of_a_clone(b, kv_cache, write):
     """op(clone(x), x) of pytorch#198031: block i is written to block 6 - i, read before."""
     old = kv_cache.clone()
-    write_kv(old[1:6, 0, 0], old[1:6, 1, 0], kv_cache, b.meta, slot_mapping=REVERSED)
+    write(old[1:6, 0, 0], old[1:6, 1, 0], kv_cache, b.meta, slot_mapping=REVERSED)
     return (b.q * 2,)
 
 
-def write_clones_of_slices(b, kv_cache):
+def clones_of_slices(b, kv_cache, write):
     k, v = kv_cache[1:6, 0, 0].clone(), kv_cache[1:6, 1, 0].clone()
-    write_kv(k, v, kv_cache, b.meta, slot_mapping=REVERSED)
-    return (b.q * 2,)
-
-
-def operator_on_slices_of_a_clone(b, kv_cache):
-    old = kv_cache.clone()
-    ops.write_kv(old[1:6, 0, 0], old[1:6, 1, 0], kv_cache, b.meta, slot_mapping=REVERSED)
-    return (b.q * 2,)
-
-
-def operator_on_clones_of_slices(b, kv_cache):
-    k, v = kv_cache[1:6, 0, 0].clone(), kv_cache[1:6, 1, 0].clone()
-    ops.write_kv(k, v, kv_cache, b.meta, slot_mapping=REVERSED)
+    write(k, v, kv_cache, b.meta, slot_mapping=REVERSED)
     return (b.q * 2,)
 
 
@@ -114,17 +98,17 @@ def write_twice(b, kv_cache):
     return first, attention(b.q, kv_cache, b.meta, 1.0)
 
 
-HAZARDS: list[Callable] = [
-    read_a_clone_after_the_write,
-    write_slices_of_a_clone,
-    write_clones_of_slices,
-    operator_on_slices_of_a_clone,
-    operator_on_clones_of_slices,
-    write_twice,
-]
+HAZARDS = {
+    "read_a_clone_after_the_write": read_a_clone_after_the_write,
+    "write_slices_of_a_clone": partial(slices_of_a_clone, write=write_kv),
+    "write_clones_of_slices": partial(clones_of_slices, write=write_kv),
+    "operator_on_slices_of_a_clone": partial(slices_of_a_clone, write=ops.write_kv),
+    "operator_on_clones_of_slices": partial(clones_of_slices, write=ops.write_kv),
+    "write_twice": write_twice,
+}
 
 
-@pytest.mark.parametrize("function", HAZARDS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", HAZARDS.values(), ids=HAZARDS)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_order_of_reads_and_writes(make_batch, function, backend):
     b = make_batch([3, 0, 1, 1], [7, 5, 1, 9], num_blocks=20)

@@ -38,7 +38,7 @@ def calls() -> dict[str, tuple[tuple, dict]]:
     latent = build_latent_batch([3, 1], [5, 4])
     states = (torch.randn(4, 2, 64), torch.randn(4, 2)) * 2
     quant = {"scheme": "fp8_static", "out_scale": torch.tensor([0.5])}
-    x, weight = torch.randn(3, 8), torch.ones(8)
+    x, weight, w = torch.randn(3, 8), torch.ones(8), torch.randn(8, 4)
     pairs, zero = torch.tensor([[1, 2]]), torch.zeros(2, dtype=torch.int32)
     tables, lengths = b.common.block_table_tensor, b.common.seq_lens
     out = torch.zeros(9, latent.kv_cache.shape[2])
@@ -52,19 +52,9 @@ def calls() -> dict[str, tuple[tuple, dict]]:
         "attention": (paged,),
         "attention_with_lse": (paged,),
         "attention_quant": (paged, quant),
-        "causal_conv1d_update": (
-            (x, torch.randn(8, 4), weight, "silu", torch.zeros(2, 8, 3), *one),
-        ),
+        "causal_conv1d_update": ((x, w, weight, "silu", torch.zeros(2, 8, 3), *one),),
         "copy_blocks": (([torch.ones(4, 2, 16, 2, 16)] * 2, pairs),),
-        "experts": (
-            (
-                x,
-                torch.randn(2, 8, 8),
-                torch.randn(2, 8, 4),
-                pairs.expand(3, 2) - 1,
-                torch.rand(3, 2),
-            ),
-        ),
+        "experts": ((x, torch.randn(2, 8, 8), torch.randn(2, 8, 4), pairs.expand(3, 2) - 1, dt),),
         "gated_delta_rule": ((rule, rule, rule, -dt, dt, True, pool, *one),),
         "gated_mlp": ((x, x, weight, 1e-6, torch.randn(8, 8), torch.randn(4, 8)),),
         "gather_kv": ((b.kv_cache, tables, lengths, 9),),
@@ -75,12 +65,12 @@ def calls() -> dict[str, tuple[tuple, dict]]:
         "mla_attention": (latent.arguments, latent.keywords),
         "mla_attention_with_lse": (latent.arguments, latent.keywords),
         "mla_attention_quant": (latent.arguments, latent.keywords | quant),
-        "norm_mm": ((x, weight, 1e-6, torch.randn(8, 4)),),
+        "norm_mm": ((x, weight, 1e-6, w),),
         "rms_norm": ((x, weight, 1e-6),),
         "selective_state_update": (
             (x, x, channels, steps, steps, weight, x, weight, True, torch.zeros(2, 8, 2), *one),
         ),
-        "skinny_mm": ((x, torch.randn(8, 4)),),
+        "skinny_mm": ((x, w),),
         "ssd_state_update": (
             (rule, dt, -dt[0], rule, rule, dt[0], dt[0], True, None, None, None, pool, *one),
         ),
@@ -216,9 +206,7 @@ def test_a_call_beside_tangents_is_not_refused():
 @pytest.mark.parametrize(
     ("backend", "compile_with"),
     [
-        ("TORCH", None),
-        ("TRITON", None),
-        ("FLEX", None),
+        *((name, None) for name in ("TORCH", "TRITON", "FLEX")),
         ("TORCH", "inductor"),
         ("FLEX", "attn_ops"),
     ],
@@ -246,10 +234,8 @@ def test_a_cache_that_is_written_with_gradients_hands_the_refusal_on(backend, co
 
 def test_traced_write_of_latents():
     """A trace writes them by `index_put_`."""
-    b, factor = (
-        build_latent_batch([3, 1], [5, 4], written=False),
-        torch.ones((), requires_grad=True),
-    )
+    b, factor = build_latent_batch([3, 1], [5, 4], written=False), torch.ones(())
+    factor.requires_grad_()
 
     def write(kv_c, k_pe, kv_cache, meta):
         write_mla_kv(kv_c * factor, k_pe, kv_cache, meta)

@@ -101,9 +101,6 @@ def test_nothing_is_reduced_where_all_rows_are_wanted(make_batch, query, rows):
     assert meta.logits_rows(len(rows)) is meta
 
 
-# -- refusals --------------------------------------------------------------------------------------
-
-
 LAST = "must hold the last rows of each request, in order"
 ALL = "must be the . rows of the batch in their order"
 

@@ -35,9 +35,6 @@ RAGGED = ([3, 0, 1, 1], [7, 5, 1, 9])  # query lengths and seq_lens
 ops = torch.ops.attn_ops
 
 
-# -- schemas ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "lengths", [RAGGED, ([1], [4]), ([0], [0])], ids=["ragged", "one", "empty"]
@@ -82,9 +79,6 @@ def test_opcheck_of_strided_queries(make_batch):
     turned = b.q.transpose(0, 1).contiguous().transpose(0, 1)
     for q in (turned, torch.cat([b.q, b.q], dim=1)[:, 4:]):
         opcheck(ops.attention.default, (q, b.kv_cache, b.meta, 1.0))
-
-
-# -- write_kv --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -151,9 +145,6 @@ def test_wrong_writes_are_refused_and_write_nothing(make_batch, case, backend):
     with pytest.raises(error, match=message):
         write(**arguments | {name: wrong(b)}, meta=b.meta)
     assert torch.equal(bits(b.kv_cache), bits(before))
-
-
-# -- attention -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -268,9 +259,6 @@ def test_a_step_is_freed_with_its_last_reference(grouped):
             assert seen() is None
     finally:
         gc.enable()
-
-
-# -- beyond the cache ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["TORCH", "TRITON", "FLEX"])

@@ -15,6 +15,7 @@ from attn_ops.output_quant.schemes import SCHEMES, OutputQuant
 from attn_ops.testing.calls import Case, make_case
 from attn_ops.testing.features import FEATURES
 from attn_ops.testing.quantized import nibble_steps, scale_steps
+from tests.kit.marks import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ODD = (0.02, 1.0, 17.0, 0.0, -0.5, float("nan"), float("inf"), 1e-40)
@@ -47,10 +48,8 @@ def random_case(numbers: random.Random, how: OutputQuant, backend: str) -> Case 
     seen = [length + numbers.choice([0, 0, 5, 40, 130]) for length in lengths]
     asked = FEATURES[numbers.choice(["plain", "plain", "window", "soft_cap"])]
     spec = AttentionSpec(*heads, size, dtype, **asked.spec)
-    padding = numbers.choice([0, 2])
-    case = make_case(
-        get_backend(backend), spec, (lengths, seen), asked, num_padding_rows=padding, device=DEVICE
-    )
+    more = {"num_padding_rows": numbers.choice([0, 2]), "device": DEVICE}
+    case = make_case(get_backend(backend), spec, (lengths, seen), asked, **more)
     if numbers.random() < 0.5:
         for block in case.kv_cache[:, 1]:
             block *= 10.0 ** numbers.randint(*((-40, 30) if wide else (-7, 3)))
@@ -81,13 +80,7 @@ def check(seed: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["TORCH", "TRITON"])
-def test_random_forms(backend):
-    for seed in range(6):
-        check(seed, backend)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["TORCH", "TRITON"])
-def test_more_random_forms(backend):
-    for seed in range(6, 106):
+@pytest.mark.parametrize("seeds", [range(6), *slow(range(6, 106))], ids=["few", "many"])
+def test_random_forms(backend, seeds):
+    for seed in seeds:
         check(seed, backend)

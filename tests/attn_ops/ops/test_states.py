@@ -159,20 +159,6 @@ def test_ragged_rows(rule, compiled):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_chunks_are_the_whole(rule):
-    case = rule(11)
-    states = torch.zeros((3, *case.shape), dtype=torch.float64)
-    want = call(case, states, *batch([11], [0], [1]))
-    parts, begin = [], 0
-    for size in (1, 4, 1, 5):
-        rows = slice(begin, begin + size)
-        parts.append(call(case, states, *batch([size], [begin], [2]), rows=rows))
-        begin += size
-    torch.testing.assert_close(torch.cat(parts), want)
-    torch.testing.assert_close(states[2], states[1])
-
-
-@pytest.mark.parametrize("rule", RULES)
 def test_states_behind_single_rows_are_kept(rule):
     """As if the request had ended there; what is named for rows of padding stays as it was."""
     case = rule(7)

@@ -56,11 +56,9 @@ def products(layer: Layer, given: tuple[torch.Tensor, ...], form: ExpertsConstan
     )
 
 
-def fastest(
-    layers: list[Layer], rows: int, device: str, block_ts: list[int]
-) -> dict[str, list[tuple[float, str]]]:
+def fastest(layers: list[Layer], rows: int, device: str, block_ts: list[int]) -> dict[str, list]:
     """Times and forms of both products, the fastest first."""
-    found: dict[str, list[tuple[float, str]]] = {"product 1": [], "product 2": []}
+    found: dict[str, list] = {"product 1": [], "product 2": []}
     given = [routed(layer.shape, rows, device) for layer in layers]
     for block_t in block_ts:
         for form in forms(block_t, device == "cpu", layers[0].shape.fp8):

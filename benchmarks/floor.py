@@ -62,26 +62,19 @@ def has_experts(config: Any) -> bool:
 
 
 def limit_ms(
-    model: torch.nn.Module,
-    caches: list[torch.Tensor],
-    batch: int,
-    context: int,
-    bytes_per_second: float,
+    model: torch.nn.Module, caches: list[torch.Tensor], batch: int, context: int, rate: float
 ) -> tuple[float, float]:
     """A step's limit, and the mean of experts a layer that are chosen; 0 where there are none.
 
-    Each token chooses its experts at random. Counted are the bytes of all weights but of an
-    embedding that is not the head too, those of experts by the chosen part, and those of keys and
-    values.
+    `rate` is in bytes a second. Each token chooses its experts at random. Counted are the bytes of
+    all weights but of an embedding that is not the head too, those of experts by the chosen part,
+    and those of keys and values.
     """
     config: Any = model.config
     total, chosen = 1, 0.0
     if has_experts(config):
-        total = next(
-            getattr(config, name)
-            for name in ("num_local_experts", "num_experts", "n_routed_experts")
-            if hasattr(config, name)
-        )
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        total = next(getattr(config, name) for name in names if hasattr(config, name))
         chosen = total * (1 - (1 - config.num_experts_per_tok / total) ** batch)
     num_bytes = 0.0
     embedding: Any = model.get_input_embeddings()
@@ -94,7 +87,7 @@ def limit_ms(
         tokens = context if window is None else min(context, window)
         block_size = cache.shape[2] if cache.dim() == 5 else cache.shape[1]
         num_bytes += batch * tokens * cache[0].nbytes / block_size
-    return 1000 * num_bytes / bytes_per_second, chosen
+    return 1000 * num_bytes / rate, chosen
 
 
 def physical_limit_ms(
@@ -113,9 +106,9 @@ def physical_limit_ms(
 class Matrix:
     """A random weight [rows, columns] in bf16, or in FP8 with a scale a row."""
 
-    def __init__(self, rows: int, columns: int, fp8: bool = False, device: str = "cuda") -> None:
-        self.weight = torch.randn(rows, columns, device=device, dtype=torch.bfloat16) * 0.02
-        self.scale = torch.full((1, rows), 1e-3, device=device) if fp8 else None
+    def __init__(self, rows: int, columns: int, fp8: bool = False) -> None:
+        self.weight = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 0.02
+        self.scale = torch.full((1, rows), 1e-3, device="cuda") if fp8 else None
         if fp8:
             self.weight = (self.weight / 1e-3).to(torch.float8_e4m3fn)
 
@@ -134,19 +127,10 @@ class Weights:
     """Random merged weights of all layers, so that every product reads its own bytes."""
 
     def __init__(self, shape: Shape, fp8: bool = False) -> None:
-        def matrix(rows: int, columns: int) -> Matrix:
-            return Matrix(rows, columns, fp8)
-
-        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_size
-        self.layers = [
-            (
-                matrix(qkv, shape.hidden),
-                matrix(shape.hidden, shape.heads * shape.head_size),
-                matrix(2 * shape.intermediate, shape.hidden),
-                matrix(shape.hidden, shape.intermediate),
-            )
-            for _ in range(shape.layers)
-        ]
+        hidden, qkv = shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_size
+        sizes = [(qkv, hidden), (hidden, shape.heads * shape.head_size)]
+        sizes += [(2 * shape.intermediate, hidden), (hidden, shape.intermediate)]
+        self.layers = [[Matrix(*size, fp8) for size in sizes] for _ in range(shape.layers)]
         self.lm_head = Matrix(shape.vocab, shape.hidden)
 
 
@@ -176,12 +160,10 @@ def floor_graph(
     x_a = o.input(torch.randn(num_rows, shape.heads * shape.head_size, **bf16))
     x_i = down.input(torch.randn(num_rows, shape.intermediate, **bf16))
     blocks = -(-context // block_size)
-    table = torch.arange(1, batch * blocks + 1, device="cuda", dtype=torch.int32).view(
-        batch, blocks
-    )
+    table = torch.arange(1, batch * blocks + 1, device="cuda", dtype=torch.int32)
+    table = table.view(batch, blocks)
     lens = torch.full((batch,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, num_rows + 1, query, device="cuda", dtype=torch.int32)
-
     sizes = {window: window_sizes(window, causal=True) for window in shape.windows}
 
     def step() -> None:

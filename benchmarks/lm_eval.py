@@ -78,8 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = MODELS[args.model](args.layers) if args.device == "cuda" else tiny_llama(2)
     model, tokenizer = build(config, "sdpa", args.device), large_tokenizer(config.vocab_size)
     sizes = (args.questions, args.answers, args.context, config.vocab_size)
-    requests, times = requests_of(*sizes), {}
-    rows: dict[str, dict[str, Any]] = {}
+    requests, times, rows = requests_of(*sizes), {}, {}
     part = requests[: max(len(requests) // 4, 1)]
     for size in args.batch_sizes:
         name = f"hf, batch {size}, a quarter"

@@ -135,10 +135,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cosmos3_edge_text": _SECTIONS,
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "deepseek_ocr2_text": _SPARSE_BUT_ONE,
-    "deepseek_v4": {
-        "num_key_value_heads": 1,
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-    },
     "dots1": _WINDOWED_LAST | {"n_shared_experts": 1},
     "dots3_note": {
         "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},

@@ -111,7 +111,6 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--device", default="")
     args = parser.parse_args()
-    FOLDER.mkdir(exist_ok=True)
     if args.tests:
         found = of_junit(args.tests, commit=args.commit, device=args.device, note=args.note)
         (FOLDER / f"{args.name}.json").write_text(json.dumps(found, indent=1) + "\n")

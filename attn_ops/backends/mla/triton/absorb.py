@@ -71,7 +71,7 @@ class AbsorbLaunch(NamedTuple):
 
 
 def absorb_launch(num_rows: int, dtype: torch.dtype) -> AbsorbLaunch:
-    """Within 8 percent of the best form (one H200, 2026-11-23, `benchmarks.mla project`)."""
+    """Within 8 percent of the best form (one H200, 2026-11-23)."""
     if dtype == torch.float32:  # products run as scalar FMAs, unrolled: larger tiles spill
         return AbsorbLaunch(16, 32, 4)
     rows = min(max(next_power_of_2(num_rows), 16), 64)

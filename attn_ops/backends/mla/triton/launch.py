@@ -42,7 +42,7 @@ def decode_launch(
 
     Up to 16 rows, tiles of 64 keys are within 2.2 percent of the best form on average, with one
     program an SM. More requests than SMs are faster with two (76.9 for 82.5 us at 256 x 1,024; one
-    H200, 2026-11-23, `python -m benchmarks.mla tune`).
+    H200, 2026-11-23).
 
     64 rows need two warp groups, as their result fills the registers of one. Triton gives both the
     same scores to compute, because a product that feeds another has all warps along its rows. That

@@ -123,7 +123,7 @@ def project_launch(
     """For parts of `num_splits` ranges.
 
     Of few rows, wider tiles of W_UV merge their ranges fewer times; without ranges to merge more
-    programs are faster (one H200, 2026-11-23, `python -m benchmarks.mla project`).
+    programs are faster (one H200, 2026-11-23).
     """
     padded_latent = max(next_power_of_2(latent), 16)
     padded_value = max(next_power_of_2(value), 16)

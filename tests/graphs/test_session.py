@@ -87,11 +87,6 @@ def test_a_prompt_of_exactly_max_tokens(model, wanted):
     assert results[1].token_ids == wanted[2]
 
 
-def test_the_room_of_the_session_ends_it(model, wanted):
-    (result,) = poisoned(chunked(model, max_tokens=42)).generate([PROMPTS[4]], 8)
-    assert (result.token_ids, result.finish_reason) == (wanted[4][:3], "max_tokens")
-
-
 def test_requests_wait_for_the_cache(model, wanted):
     """The cache holds one long request at a time, though the batch has room for four."""
     session = poisoned(chunked(model, cache_tokens=48))

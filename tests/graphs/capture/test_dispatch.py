@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs.capture.dispatch import CudagraphDispatcher, fits
+from graphs.capture.dispatch import CudagraphDispatcher
 from graphs.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 from graphs.sampling.params import Sampling
 
@@ -226,21 +226,6 @@ def test_dispatch_for_any_sizes(made, batch, kind):
     same = [k for k in able[mode] if k.uniform == key.uniform]
     assert (key.num_tokens, key.num_reqs) == min((k.num_tokens, k.num_reqs) for k in same)
     assert key.uniform or not any(k.uniform for k in able[mode]), "its own keys come first"
-
-
-@settings(deadline=None)
-@given(dispatchers(), batches())
-def test_fits_is_what_can_be_padded(made, batch):
-    for mode in RUNTIME_MODES:
-        for key in made.keys(mode):
-            assert fits(key, *batch) == holds(key, *batch)
-
-
-@settings(deadline=None)
-@given(dispatchers())
-def test_a_key_names_one_graph(made):
-    keys = [key for mode in RUNTIME_MODES for key in made.keys(mode)]
-    assert len(keys) == len(set(keys))
 
 
 @settings(deadline=None)

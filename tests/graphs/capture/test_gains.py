@@ -83,26 +83,25 @@ def test_calls_that_find_no_memory(model):
     assert "find no memory; used from" in session.report().mixed_gains[0]
 
 
-def test_every_size_is_timed_once_before_the_first_step(model):
+@pytest.mark.parametrize(
+    ("times", "sizes"),
+    [
+        ([1.0] * 16, [16, 32, 64, 128]),
+        # Smaller ones are not timed where launches take longer.
+        ([3.0, 4.0, 5.0, 2.9, 2.0, 3.0, 4.0, 2.1], [64, 128]),
+    ],
+)
+def test_every_size_is_timed_once_before_the_first_step(model, times, sizes):
     session = captured(model, cudagraph_mode="FULL", max_tokens_per_step=128)
-    left = timed(session, *[1.0] * 16)
+    left = timed(session, *times)
     session.warm_up()
     assert not left
-    assert [gain.num_tokens for gain in session.loop.gains] == [16, 32, 64, 128]
-    assert [gain.low for gain in session.loop.gains] == [1, 17, 33, 65]
+    gains = list(session.loop.gains)
+    assert [gain.num_tokens for gain in gains] == sizes
+    assert [gain.low for gain in gains] == [1, 17, 33, 65][-len(sizes) :]
     assert session.generate(PROMPTS, 6) == uncaptured(model).generate(PROMPTS, 6)
     assert session.num_steps["called"] == 0
     session.generate(PROMPTS, 6, temperature=0.5)  # other graphs, the same sizes
-
-
-def test_smaller_sizes_are_not_timed_where_launches_take_longer(model):
-    session = captured(model, cudagraph_mode="FULL", max_tokens_per_step=128)
-    left = timed(session, *(3.0, 4.0, 5.0, 2.9), *(2.0, 3.0, 4.0, 2.1))
-    session.warm_up()
-    assert not left
-    assert [gain.num_tokens for gain in session.loop.gains] == [64, 128]
-    assert session.generate(PROMPTS, 6) == uncaptured(model).generate(PROMPTS, 6)
-    assert session.num_steps["called"] == 0
 
 
 def test_nothing_is_timed_on_a_cpu_nor_where_sizes_are_asked_for(model):

@@ -172,16 +172,6 @@ def test_strings_with_a_length_have_no_control_characters(grammars, tokenizer):
     assert not any(char < " " for text in texts for char in text)
 
 
-def test_is_done_when_nothing_may_follow(grammars, tokenizer):
-    state = GrammarState(grammars.compile({"choice": ["", "ab"]}))
-    assert not state.is_done
-    for token in tokenizer("ab")["input_ids"]:
-        assert not state.is_done
-        state.accept(token)
-    assert state.is_done
-    assert GrammarState(grammars.compile({"choice": [""]})).is_done
-
-
 def test_stop_tokens_of_the_session(tokenizer):
     grammars = Grammars(tokenizer, ROWS, stop_token_ids={1, 7})
     state = GrammarState(grammars.compile({"choice": ["a"]}))

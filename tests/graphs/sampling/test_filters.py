@@ -70,22 +70,6 @@ def test_support_is_that_of_brute_force(exact, keep, ties, temperature, rounds):
         assert row.tolist() == [p > 0 for p in exact(values, wanted)], wanted
 
 
-def test_equal_tokens_stay_or_go_together(keep):
-    scaled = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -INF]])
-
-    def kept(top_k=0, top_p=1.0, min_p=0.0):
-        row = (torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p]))
-        return keep(scaled, *row, torch.tensor([min_p]))[0][:5].tolist()
-
-    assert kept(top_k=1) == [True, False, False, False, False]
-    assert kept(top_k=2) == kept(top_k=3) == kept(top_k=4) == [True] * 4 + [False]
-    assert kept(top_k=5) == kept(top_k=6) == kept(top_k=0) == [True] * 5
-    assert kept(top_p=1e-30) == [True, False, False, False, False]
-    assert kept(top_p=0.5) == [True] * 4 + [False]  # the first has 0.45 of the probability
-    assert kept(min_p=0.3) == [True] * 4 + [False]
-    assert kept(min_p=1.0) == [True, False, False, False, False]
-
-
 def test_logits_that_stay_are_not_changed():
     params = [SamplingParams(0.7, top_k=4), SamplingParams(0.7), SamplingParams(0.0, top_k=4)]
     logits = torch.randn(3, 100).to(torch.bfloat16)
@@ -109,14 +93,6 @@ def test_rows_of_infinities_and_nan(case):
     assert out[2, 3] == -INF
     assert (out[2] > -INF).sum() >= 1
     assert out[3].argmax() == 7
-
-
-def test_a_row_does_not_see_the_others():
-    params = [SamplingParams(0.8, **case) for case in CASES]
-    logits = torch.randn(len(params), 5000) * 2
-    together = filtered(logits, stacked(params))
-    for row, one in enumerate(params):
-        assert torch.equal(filtered(logits[row : row + 1], stacked([one]))[0], together[row])
 
 
 def test_vocabulary_of_128256(exact):

@@ -3,11 +3,9 @@
 import math
 
 import pytest
-import torch
 
 from graphs.sampling import FIELDS, SamplingParams
 from graphs.sampling.params import Sampling
-from tests.kit.sampling import stacked
 
 
 @pytest.mark.parametrize(
@@ -63,15 +61,6 @@ def test_kind(keywords, kind):
 
 def test_defaults_are_the_neutral_values():
     assert SamplingParams().values() == tuple(neutral for _, neutral in FIELDS.values())
-
-
-def test_stacked():
-    params = [SamplingParams(0.5, 3, 0.9, 0.1, 1.2, 0.3, -0.4, -7), SamplingParams()]
-    fields = stacked(params, default_seed=2**62 + 1)
-    assert {name: x.dtype for name, x in fields.items()} == {n: d for n, (d, _) in FIELDS.items()}
-    assert fields["seed"].tolist() == [-7, 2**62 + 1]
-    assert fields["top_k"].tolist() == [3, 0]
-    assert torch.equal(fields["frequency_penalty"], torch.tensor([-0.4, 0.0]))
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS.keys() - {"temperature", "seed"}))

@@ -43,14 +43,6 @@ def test_draws_follow_the_softmax(check, temperature, dtype):
     check(tokens, (logits_V.double() / temperature).softmax(0).tolist())
 
 
-def test_draws_over_a_vocabulary_of_several_counters(check):
-    logits_V = torch.full((3000,), -20.0)
-    likely = [0, 255, 256, 1023, 1024, 1999, 2999]
-    logits_V[likely] = torch.arange(7) * 0.4
-    tokens = reference_race(logits_V.expand(4000, -1), *rows(4000, 1.0))
-    check(tokens, logits_V.double().softmax(0).tolist())
-
-
 @pytest.mark.parametrize(
     "vocab_size",
     [1, 255, 1025, 2049, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 1024, 2048, 5003))],

@@ -90,23 +90,6 @@ def test_tokens_do_not_depend_on_the_batch(dtype):
                 assert token == whole[row], (one, kind)
 
 
-def test_seed_and_position_decide():
-    logits = torch.zeros(1, 1000)
-    arguments = logits, [SamplingParams(1.0, seed=5)], torch.tensor([7])
-    token = draw(*arguments)
-    assert token == draw(*arguments)
-    others = {
-        draw(logits, [SamplingParams(1.0, seed=5)], torch.tensor([i])).item() for i in range(50)
-    }
-    assert len(others) > 40
-    others = {
-        draw(logits, [SamplingParams(1.0, seed=i)], torch.tensor([7])).item() for i in range(50)
-    }
-    assert len(others) > 40
-    torch.manual_seed(123)
-    assert token == draw(*arguments)
-
-
 @pytest.mark.parametrize("kind", list(Sampling), ids=lambda kind: kind.name)
 def test_greedy_rows_are_argmax_in_every_kind(kind):
     logits = torch.randn(20, 4096).to(torch.bfloat16)  # with ties

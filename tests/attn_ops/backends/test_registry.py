@@ -24,6 +24,7 @@ from attn_ops.backends.flex import flex_backend
 
 TORCH = get_backend("TORCH")
 PLAIN = AttentionSpec(4, 2, 64, torch.float16)
+CPU: dict = {"block_size": 16, "device": "cpu"}
 
 
 def zeros(q, *rest):
@@ -74,30 +75,28 @@ def install(monkeypatch):
 
 
 def test_a_cpu_gets_torch_and_the_reasons_against_the_others():
-    selection = select_backend(PLAIN, block_size=16, device="cpu")
+    selection = select_backend(PLAIN, **CPU)
     assert selection.backend is TORCH
     assert "cpu" in selection.why
     assert set(selection.reasons_against) == set(backend_names()) - {"TORCH"}
     assert all(selection.reasons_against.values())
-    assert (
-        "device must be supported, got cpu; supported: cuda"
-        in selection.reasons_against["FLASH_ATTN"]
-    )
+    reason = "device must be supported, got cpu; supported: cuda"
+    assert reason in selection.reasons_against["FLASH_ATTN"]
 
 
 def test_latent_layers_get_backends_of_latent_attention_alone():
     latent = LatentShape(16, 8, 4, 6)
     spec = AttentionSpec.of_latent(4, latent, torch.float32)
-    selection = select_backend(spec, block_size=16, device="cpu")
+    selection = select_backend(spec, **CPU)
     assert selection.backend.name == "TORCH_MLA"
     against = selection.reasons_against
     assert f"latent must be None, got {latent}; supported: None" in against["TORCH"]
-    plain = select_backend(PLAIN, block_size=16, device="cpu").reasons_against["TORCH_MLA"]
+    plain = select_backend(PLAIN, **CPU).reasons_against["TORCH_MLA"]
     assert plain == ["latent must be a LatentShape, got None; supported: latent attention alone"]
     with pytest.raises(ValueError, match="backend TORCH cannot be used: latent must be None"):
-        select_backend(spec, block_size=16, device="cpu", backend="TORCH")
+        select_backend(spec, **CPU, backend="TORCH")
     with pytest.raises(ValueError, match="no backend supports these layers"):
-        select_backend([spec, PLAIN], block_size=16, device="cpu")
+        select_backend([spec, PLAIN], **CPU)
 
 
 def test_latent_sizes_are_declared():
@@ -112,10 +111,10 @@ def test_latent_sizes_are_declared():
 
 def test_what_applies_but_was_not_chosen_says_so():
     register_backend(NARROW)
-    assert select_backend(PLAIN, block_size=16, device="cpu").reasons_against["NARROW"] == [
+    assert select_backend(PLAIN, **CPU).reasons_against["NARROW"] == [
         "applies, but TORCH was preferred"
     ]
-    selection = select_backend(PLAIN, block_size=16, device="cpu", backend="NARROW")
+    selection = select_backend(PLAIN, **CPU, backend="NARROW")
     assert (selection.backend, selection.why) == (NARROW, "requested")
     assert selection.reasons_against["TORCH"] == ["applies, but NARROW was requested"]
 
@@ -126,35 +125,23 @@ def test_order_of_preference(monkeypatch):
     register_backend(NARROW)
     register_backend(second)
     assert backend_names() == ["FLASH_ATTN", "NARROW", "SECOND"]
-    assert select_backend(PLAIN, block_size=16, device="cpu").backend is NARROW
+    assert select_backend(PLAIN, **CPU).backend is NARROW
 
 
-REFUSALS = {
-    "device": ({}, {"device": "meta"}, "device must be supported, got meta; supported: cpu"),
-    "dtype": (
-        {"dtype": torch.float32},
-        {},
-        "dtype must be supported, got float32; supported: float16",
-    ),
-    "head_size": ({"head_size": 32}, {}, "head_size must be supported, got 32; supported: 64"),
-    "block_size": ({}, {"block_size": 32}, "block_size must be supported, got 32; supported: 16"),
-    "sliding_window": (
-        {"sliding_window": 8},
-        {},
-        "sliding_window must be None, got 8; supported: None",
-    ),
-    "soft_cap": ({"soft_cap": 30.0}, {}, "soft_cap must be None, got 30.0; supported: None"),
-}
-
-
-@pytest.mark.parametrize("feature", REFUSALS)
-def test_undeclared_features_are_refused(feature):
-    change, options, reason = REFUSALS[feature]
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        ({}, {"device": "meta"}, "device must be supported, got meta; supported: cpu"),
+        ({"dtype": torch.float32}, {}, "dtype must be supported, got float32; supported: float16"),
+        ({"head_size": 32}, {}, "head_size must be supported, got 32; supported: 64"),
+        ({}, {"block_size": 32}, "block_size must be supported, got 32; supported: 16"),
+        ({"sliding_window": 8}, {}, "sliding_window must be None, got 8; supported: None"),
+        ({"soft_cap": 30.0}, {}, "soft_cap must be None, got 30.0; supported: None"),
+    ],
+)
+def test_undeclared_features_are_refused(change, options, reason):
     register_backend(NARROW)
-    spec, options = (
-        dataclasses.replace(PLAIN, **change),
-        {"block_size": 16, "device": "cpu", **options},
-    )
+    spec, options = dataclasses.replace(PLAIN, **change), CPU | options
     with pytest.raises(
         ValueError, match=f"^backend NARROW cannot be used: {reason}; backends that can: .*"
     ):
@@ -207,10 +194,9 @@ def test_undeclared_geometry_is_refused(make_batch, feature, case):
 
 def test_a_missing_library_is_a_reason():
     register_backend(dataclasses.replace(NARROW, unavailable=no_library))
-    with pytest.raises(
-        ValueError, match="backend NARROW cannot be used: the library must be installed, got none"
-    ):
-        select_backend(PLAIN, block_size=16, device="cpu", backend="NARROW")
+    message = "backend NARROW cannot be used: the library must be installed, got none"
+    with pytest.raises(ValueError, match=message):
+        select_backend(PLAIN, **CPU, backend="NARROW")
 
 
 def test_no_backend_at_all_lists_every_reason(monkeypatch):
@@ -220,28 +206,21 @@ def test_no_backend_at_all_lists_every_reason(monkeypatch):
         ValueError,
         match=r"no backend supports these layers: FLASH_ATTN: .*; NARROW: soft_cap must be",
     ):
-        select_backend(dataclasses.replace(PLAIN, soft_cap=1.0), block_size=16, device="cpu")
+        select_backend(dataclasses.replace(PLAIN, soft_cap=1.0), **CPU)
 
 
 def test_unknown_names():
-    for call in (
-        get_backend,
-        lambda name: select_backend(PLAIN, block_size=16, device="cpu", backend=name),
-    ):
-        with pytest.raises(
-            ValueError,
-            match="backend must be a known name, got 'NONE'; supported: AUTO, FLASH_ATTN, TRITON",
-        ):
+    message = "backend must be a known name, got 'NONE'; supported: AUTO, FLASH_ATTN, TRITON"
+    for call in (get_backend, lambda name: select_backend(PLAIN, **CPU, backend=name)):
+        with pytest.raises(ValueError, match=message):
             call("NONE")
 
 
 def test_taken_names():
     register_backend(NARROW)
     for backend in (NARROW, dataclasses.replace(NARROW, name="TORCH")):
-        with pytest.raises(
-            ValueError,
-            match=f"backend.name must be new, got {backend.name}; taken: AUTO, FLASH_ATTN",
-        ):
+        message = f"backend.name must be new, got {backend.name}; taken: AUTO, FLASH_ATTN"
+        with pytest.raises(ValueError, match=message):
             register_backend(backend)
     assert get_backend("TORCH") is TORCH
 
@@ -253,7 +232,7 @@ def test_nothing_is_declared_and_nothing_missing_by_default():
     assert backend.missing() is None
     assert (support.sliding_window, support.soft_cap) == (False, False)
     assert support.cudagraph is AttentionCGSupport.NEVER
-    assert select_backend(PLAIN, block_size=16, device="cpu", backend="LEAST").backend is backend
+    assert select_backend(PLAIN, **CPU, backend="LEAST").backend is backend
 
 
 def test_closures_are_taken():
@@ -274,9 +253,8 @@ def test_only_backends_are_registered(install, what):
 
 @pytest.mark.parametrize("name", [None, "", 3, "narrow", "Narrow"])
 def test_names_are_in_upper_case(name):
-    with pytest.raises(
-        ValueError, match=f"backend.name must be a name in upper case, got {name!r}"
-    ):
+    message = f"backend.name must be a name in upper case, got {name!r}"
+    with pytest.raises(ValueError, match=message):
         register_backend(dataclasses.replace(NARROW, name=name))
 
 
@@ -291,7 +269,7 @@ def test_fields_have_their_types(install, field, value):
         register_backend(wrong)
     assert "NARROW" not in backend_names()
     install(EntryPoint("NARROW", lambda: wrong))
-    assert field in select_backend(PLAIN, block_size=16, device="cpu").reasons_against["NARROW"][0]
+    assert field in select_backend(PLAIN, **CPU).reasons_against["NARROW"][0]
 
 
 def test_an_entry_point_has_the_name_of_its_backend(install):
@@ -304,7 +282,7 @@ def test_entry_points(install):
     install(EntryPoint("NARROW", lambda: NARROW))
     assert backend_names()[-1] == "NARROW"
     assert get_backend("NARROW") is NARROW
-    assert select_backend(PLAIN, block_size=16, device="cpu", backend="NARROW").backend is NARROW
+    assert select_backend(PLAIN, **CPU, backend="NARROW").backend is NARROW
     with pytest.raises(ValueError, match="must be new, got NARROW"):
         register_backend(NARROW)
 
@@ -314,8 +292,8 @@ def test_a_broken_entry_point_is_a_reason_and_stops_nobody_else(install):
         raise ImportError("libbroken.so: cannot open shared object file")
 
     install(EntryPoint("BROKEN", load))
-    selection = select_backend(PLAIN, block_size=16, device="cpu")
+    selection = select_backend(PLAIN, **CPU)
     assert selection.backend is TORCH
     assert "libbroken.so" in " ".join(selection.reasons_against["BROKEN"])
     with pytest.raises(ValueError, match=r"libbroken.so"):
-        select_backend(PLAIN, block_size=16, device="cpu", backend="BROKEN")
+        select_backend(PLAIN, **CPU, backend="BROKEN")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attn_ops import AttentionSpec, CommonAttentionMetadata, attention, attention_with_lse, write_kv
+from attn_ops import AttentionSpec, attention, attention_with_lse, write_kv
 from attn_ops.backends.torch_backend import reference_attention
 from tests.kit.batches import build_metadata, random_batch
 
@@ -178,23 +178,15 @@ def test_fp8_cache(make_batch, kv_cache_dtype, scales):
     torch.testing.assert_close(got.double(), wanted, atol=1e-4, rtol=1e-4)
 
 
-def no_keys(name, query, keys, **spec):
-    """A non-causal batch of one request whose keys are not its rows, as in cross-attention."""
-    q, cache, _ = random_batch((query,), (48,))
-    common = CommonAttentionMetadata.from_lengths(
-        [query], [query], torch.arange(1, 4, dtype=torch.int32)[None], 16
-    ).replace(
-        seq_lens=torch.tensor([keys], dtype=torch.int32),
-        seq_lens_cpu=torch.tensor([keys], dtype=torch.int32),
-        num_computed_tokens_cpu=None,
-        causal=False,
-    )
-    asked = AttentionSpec(4, 2, 32, torch.float32, causal=False, **spec)
-    return q, cache, build_metadata(name, common, asked)
-
-
 def test_torch_rows_that_see_no_key_are_zero():
-    q, cache, meta = no_keys("TORCH", 12, 4, sliding_window=3)
+    """A non-causal request whose keys are not its rows, as in cross-attention."""
+    q, cache, common = random_batch((12,), (48,))
+    keys = torch.tensor([4], dtype=torch.int32)
+    common = common.replace(
+        seq_lens=keys, seq_lens_cpu=keys, num_computed_tokens_cpu=None, causal=False
+    )
+    spec = AttentionSpec(4, 2, 32, torch.float32, sliding_window=3, causal=False)
+    meta = build_metadata("TORCH", common, spec)
     out, lse = attention_with_lse(q, cache, meta, 0.2, sliding_window=3)
     assert not out[0].any()
     assert (lse[0] == float("-inf")).all()

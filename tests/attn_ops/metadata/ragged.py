@@ -160,10 +160,7 @@ def read_batch(data: bytes, max_reqs: int = 6) -> Ragged:
     most_computed = tape.pick([30, 30, 8, 0])
     seq_lens = [query + tape.below(most_computed + 1) for query in query_lens]
     if tape.below(3) == 2:  # a padding request: nothing in the cache either
-        query_lens, seq_lens = (
-            [*query_lens[:-1], *[0][:num_reqs]],
-            [*seq_lens[:-1], *[0][:num_reqs]],
-        )
+        query_lens[-1:] = seq_lens[-1:] = [0][:num_reqs]
     width = max([1, *(-(-n // block_size) for n in seq_lens)]) + tape.below(3)
     step, offset = 1 + tape.below(PRIME - 1), tape.below(PRIME)
     table = [

@@ -22,6 +22,7 @@ from attn_ops.metadata import (
 )
 from attn_ops.ops import attention, write_kv
 from tests.attn_ops.metadata.ragged import int32, int64
+from tests.kit.batches import build_metadata
 
 
 def table(rows: int, width: int = 2) -> torch.Tensor:
@@ -40,19 +41,12 @@ def test_builders_refuse_another_device(name, device):
 
 
 def test_builders_plan_once_a_geometry(make_batch):
-    backend = get_backend("TORCH")
-    one, other = (
-        AttentionSpec(4, 2, 8, torch.float32),
-        AttentionSpec(4, 4, 8, torch.float32, sliding_window=3),
-    )
-    meta = backend.builder(backend, [one, other, one], 4, "cpu").build(
-        0, make_batch([1], [3]).common
-    )
+    one = AttentionSpec(4, 2, 8, torch.float32)
+    other = AttentionSpec(4, 4, 8, torch.float32, sliding_window=3)
+    meta = build_metadata("TORCH", make_batch([1], [3]).common, [one, other, one], 4)
     assert list(meta.plans) == [one, other]
-    assert (
-        repr(meta)
-        == "AttentionMetadata(TORCH, num_reqs=1, num_tokens=1, max_query_len=1, max_seq_len=3)"
-    )
+    wanted = "AttentionMetadata(TORCH, num_reqs=1, num_tokens=1, max_query_len=1, max_seq_len=3)"
+    assert repr(meta) == wanted
 
 
 def test_constants():
@@ -165,17 +159,16 @@ def test_layers_with_a_window_read_blocks_of_their_own(feature, backend):
     common = whole.replace(
         window_block_table_tensor=own.block_table_tensor, window_slot_mapping=own.slot_mapping
     )
-    chosen = get_backend(backend)
     specs = [AttentionSpec(4, 2, 16, torch.float32)]
     specs.append(dataclasses.replace(specs[0], **{feature: 16}))
-    meta = chosen.builder(chosen, specs, 16, "cpu").build(0, common)
+    meta = build_metadata(backend, common, specs)
     q = torch.randn(11, 4, 16, generator=generator)
     for batch, option in ((whole, {}), (own, {feature: 16})):
         cache = torch.full((40, 2, 16, 2, 16), float("nan"))
         cache[batch.block_table_tensor.flatten().long()] = torch.randn(
             9, 2, 16, 2, 16, generator=generator
         )
-        plain = chosen.builder(chosen, specs, 16, "cpu").build(0, batch)
+        plain = build_metadata(backend, batch, specs)
         want = attention(q, cache, plain, 0.25, **option)
         assert want[:9].isfinite().all()
         assert torch.equal(attention(q, cache, meta, 0.25, **option)[:9], want[:9])
@@ -227,15 +220,6 @@ def test_grouped_builders_take_windows_if_all_groups_do(split):
         assert grouped.builder.takes_windows == takes
 
 
-def test_a_layer_has_a_window_or_chunks(split):
-    backend = get_backend("TORCH")
-    spec = AttentionSpec(2, 1, 8, torch.float32, sliding_window=4)
-    meta = backend.builder(backend, [spec], 4, "cpu").build(0, split)
-    q, cache = torch.ones(2, 2, 8), torch.ones(9, 2, 4, 1, 8)
-    with pytest.raises(ValueError, match="sliding_window must be None with attention_chunk_size"):
-        attention(q, cache, meta, 1.0, sliding_window=4, attention_chunk_size=4)
-
-
 def test_chunks_are_those_of_windows(split):
     virtual = make_local_attention_virtual_batches(4, split, 4)
     own = make_local_attention_virtual_batches(4, split.of_windows(), 4)
@@ -248,13 +232,12 @@ def test_slots_of_two_kinds_must_be_given():
     batch = batch.replace(
         window_block_table_tensor=batch.block_table_tensor, window_slot_mapping=batch.slot_mapping
     )
-    backend = get_backend("TORCH")
     spec = AttentionSpec(2, 1, 8, torch.float32)
-    meta = backend.builder(backend, [spec], 4, "cpu").build(0, batch)
+    meta = build_metadata("TORCH", batch, spec, 4)
     k, cache = torch.ones(2, 1, 8), torch.zeros(9, 2, 4, 1, 8)
     with pytest.raises(ValueError, match="slot_mapping must be given where layers with a window"):
         write_kv(k, k, cache, meta)
     assert not cache.any()
     write_kv(k, k, cache, meta, slot_mapping=batch.slot_mapping)
     with pytest.raises(ValueError, match="common_prefix_len must be 0 with window_block_table"):
-        backend.builder(backend, [spec], 4, "cpu").build(1, batch)
+        build_metadata("TORCH", batch, spec, 4, common_prefix_len=1)

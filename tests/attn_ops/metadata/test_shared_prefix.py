@@ -157,10 +157,8 @@ LLAMA_8B = (32, 8)
 
 
 def pays(length, query_lens, heads=LLAMA_8B, features=(False, False, False), num_sms=132):
-    spec = AttentionSpec(4, 2, 8, torch.float32)
-    backend = get_backend("TORCH")
-    builder = backend.builder(backend, [spec], 4, "cpu")
-    return builder.use_cascade_attention(length, np.array(query_lens), *heads, *features, num_sms)
+    arguments = length, np.array(query_lens), *heads, *features, num_sms
+    return builder_of().use_cascade_attention(*arguments)
 
 
 @pytest.mark.parametrize(

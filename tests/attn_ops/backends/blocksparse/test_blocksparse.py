@@ -12,6 +12,7 @@ import torch
 
 from attn_ops import (
     Attention,
+    AttentionOptions,
     AttentionSpec,
     CommonAttentionMetadata,
     attention,
@@ -77,6 +78,18 @@ def test_groups_of_more_than_32_heads():
         check(case_of(*lengths, num_heads=40, num_kv_heads=1), "BLOCKSPARSE", DEVICE)
 
 
+def by_kernel(kernel, *more):
+    """What `check` calls instead of the operator; rows of the log-sum-exp begin as NaN."""
+
+    def attend(q, kv_cache, meta, scale, blocksparse):
+        lse = torch.full(q.shape[:2], float("nan"), device=q.device)
+        size, layout = blocksparse.block_size, blocksparse.tensors()
+        options = AttentionOptions(scale, sparse_block_size=size, block_layout=layout, lse=lse)
+        return kernel(q, kv_cache, meta.common, options, size, layout, *more), lse
+
+    return attend
+
+
 @pytest.mark.parametrize("num_splits", [1, 5, *slow(2, 64)])
 @pytest.mark.parametrize("homo_head_group", [False, True])
 def test_any_number_of_ranges(num_splits, homo_head_group):
@@ -85,14 +98,7 @@ def test_any_number_of_ranges(num_splits, homo_head_group):
 
     case = case_of(*DECODE, homo_head_group=homo_head_group, num_padding_rows=2)
 
-    def attend(q, kv_cache, meta, scale, blocksparse):
-        options = asked(scale, q, blocksparse)
-        layout = blocksparse.tensors()
-        size, common = blocksparse.block_size, meta.common
-        out = decode_attention(q, kv_cache, common, options, size, layout, num_splits)
-        return out, options.lse
-
-    check(case, "BLOCKSPARSE", DEVICE, attend)
+    check(case, "BLOCKSPARSE", DEVICE, by_kernel(decode_attention, num_splits))
 
 
 @pytest.mark.parametrize("keys", ["in place", "by rows", "gathered"])
@@ -106,17 +112,12 @@ def test_forms_of_prefill(keys, num_splits, rows):
     gather = keys == "gathered"
     launch = Launch(rows, 32, 4, 1, heads=1, gather=gather, num_splits=num_splits)
 
-    def attend(q, kv_cache, meta, scale, blocksparse):
-        options = asked(scale, q, blocksparse)
-        layout = blocksparse.tensors()
-        size, common = blocksparse.block_size, meta.common
-        by_rows = keys == "by rows"
+    def kernel(q, kv_cache, *arguments):
         assert readable_by_rows(kv_cache, q.dtype, launch.keys)
-        out = prefill_attention(q, kv_cache, common, options, size, layout, launch, by_rows)
-        return out, options.lse
+        return prefill_attention(q, kv_cache, *arguments, launch, keys == "by rows")
 
     case = case_of(*MIXED, num_padding_rows=3, cache_block_size=64)
-    check(case, "BLOCKSPARSE", DEVICE, attend)
+    check(case, "BLOCKSPARSE", DEVICE, by_kernel(kernel))
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -136,15 +137,6 @@ def test_caches_that_are_no_rows():
     assert not readable_by_rows(cache[:, :, :, :1], half, 64)
     assert not readable_by_rows(torch.zeros(3, 2, 64, 2, 80, dtype=half), half, 64)
     assert not readable_by_rows(cache.to(torch.float8_e4m3fn).view(torch.uint8), half, 64)
-
-
-def asked(scale, q, blocksparse):
-    from attn_ops import AttentionOptions
-
-    lse = torch.full(q.shape[:2], float("nan"), device=q.device)
-    return AttentionOptions(
-        scale, sparse_block_size=blocksparse.block_size, block_layout=blocksparse.tensors(), lse=lse
-    )
 
 
 def test_dense_layers_run_on_the_kernels_of_triton():

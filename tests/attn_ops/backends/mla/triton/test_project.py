@@ -17,21 +17,24 @@ def wanted(case) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.einsum("dnl,nvl->dnv", latent, case.w_uv.double().cpu()), lse
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("num_splits", [1, 3, 20])
-def test_project(dtype, num_splits):
+def check(case, tolerance: float, num_splits: int) -> None:
     from attn_ops.backends.mla.triton.project import mla_decode_project
 
-    case = make_case(*DECODE, dtype=dtype, value=24)
     out, lse = wanted(case)
     found_lse = torch.empty(lse.shape, device=case.q_pe.device)
     found = mla_decode_project(
         *case.inputs, case.w_uv, **case.options, lse=found_lse, num_splits=num_splits
     )
-    assert found.dtype == dtype
+    assert found.dtype == case.q_pe.dtype
     assert found.is_contiguous()
-    assert_near(found, out, 2 * TOLERANCE[dtype])
+    assert_near(found, out, tolerance)
     torch.testing.assert_close(found_lse.double().cpu(), lse, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_splits", [1, 3, 20])
+def test_project(dtype, num_splits):
+    check(make_case(*DECODE, dtype=dtype, value=24), 2 * TOLERANCE[dtype], num_splits)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 17, *slow(70)])
@@ -53,15 +56,8 @@ def test_many_ranges_are_merged_before_the_product(monkeypatch):
     merged, before = [], project.combine
     monkeypatch.setattr(project, "MAX_PASSES", 0)
     monkeypatch.setattr(project, "combine", lambda *a: (merged.append(1), before(*a))[1])
-    case = make_case(*DECODE)
-    out, lse = wanted(case)
-    found_lse = torch.empty(lse.shape, device=case.q_pe.device)
-    found = project.mla_decode_project(
-        *case.inputs, case.w_uv, **case.options, lse=found_lse, num_splits=3
-    )
+    check(make_case(*DECODE), 4e-3, 3)
     assert merged
-    assert_near(found, out, 4e-3)
-    torch.testing.assert_close(found_lse.double().cpu(), lse, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ TILES: dict[str, Tile] = {
     "ssd": Tile(4096, 4),
     "selective": Tile(4096, 2),
 }
-"""By rule. `python -m benchmarks.state_layers --sweep` tries others.
+"""By rule; `python -m benchmarks.state_layers` times them.
 
 4,096 numbers of four warps are 32 registers of each thread. Four channels of a convolution are 8
 bytes of every input in bfloat16, and the most whose weights a thread reads from few lines.

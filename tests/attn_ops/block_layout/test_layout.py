@@ -185,14 +185,10 @@ def test_numbers_out_of_range_are_refused():
         (lambda: text(short, [2]), "head must be from 0 to 1, got 2"),
         (
             lambda: dilated(2, 1, 2, 16, dilation=0, num_seen=1),
-            "dilation must be at least 1, got 0",
+            "dilation must be at least 1",
         ),
-        (
-            lambda: sliding_global(2, 1, 2, 16, window_blocks=-1, global_blocks=0),
-            "window_blocks must be at least 0, got -1",
-        ),
+        (lambda: sliding_global(2, 1, 2, 16, window_blocks=-1, global_blocks=0), "got -1"),
         (lambda: layout_of(lambda *_: True, 2, 1, 0, 16), "num_blocks must be at least 1, got 0"),
-        (lambda: BlockLayout.from_masks([torch.tensor(1)], 16, 1), "masks must be of one shape"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -231,10 +227,13 @@ def test_other_wrong_layouts_are_refused():
         given = {"block_size": 16, "num_kv_heads": 1, "starts": starts, "columns": columns}
         with pytest.raises(ValueError, match=message):
             BlockLayout(**given | changes)
-    with pytest.raises(ValueError, match="masks must be of one shape"):
-        BlockLayout.from_masks([torch.ones(2, 2), torch.ones(3, 3)], 16, 1)
-    with pytest.raises(ValueError, match="masks must hold one a head"):
-        BlockLayout.from_masks([], 16, 1)
+    for masks, message in (
+        ([torch.tensor(1)], "masks must be of one shape"),
+        ([torch.ones(2, 2), torch.ones(3, 3)], "masks must be of one shape"),
+        ([], "masks must hold one a head"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BlockLayout.from_masks(masks, 16, 1)
 
 
 def test_what_a_layer_may_be_given():

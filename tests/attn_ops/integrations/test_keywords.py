@@ -1,6 +1,6 @@
 """Models that drop the keywords of attn_ops, and those with attention classes of their own."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -132,36 +132,16 @@ def test_nothing_is_kept_when_the_forward_raises():
 
 
 def test_one_thread_at_a_time():
-    carrier, errors = KeywordCarrier(("attn_metadata",)), []
-    carrier.take(None, (), {"attn_metadata": "first"})
-
-    def other():
-        try:
-            carrier.take(None, (), {"attn_metadata": "second"})
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert "one thread at a time" in errors[0]
-    assert carrier.keywords == {"attn_metadata": "first"}
-
-
-def test_forwards_of_others_are_left_alone():
-    """Training and `generate` beside a session's forward, and what Ctrl-C has left."""
+    """Others may train and `generate` beside a session's forward."""
     carrier = KeywordCarrier(("attn_metadata",))
     carrier.take(None, (), {"attn_metadata": "first"})
-
-    def trains():
-        carrier.take(None, (), {"labels": 1})
-        carrier.drop(None, (), None)
-
-    thread = threading.Thread(target=trains)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as other:
+        with pytest.raises(RuntimeError, match="one thread at a time"):
+            other.submit(carrier.take, None, (), {"attn_metadata": "second"}).result()
+        other.submit(carrier.take, None, (), {"labels": 1}).result()
+        other.submit(carrier.drop, None, (), None).result()
     assert carrier.keywords == {"attn_metadata": "first"}
-    carrier.take(None, (), {"attn_metadata": "second"})
+    carrier.take(None, (), {"attn_metadata": "second"})  # the first is what Ctrl-C has left
     assert carrier.keywords == {"attn_metadata": "second"}
     carrier.drop(None, (), None)
     assert carrier.keywords is None

@@ -21,10 +21,10 @@ from attn_ops.testing.calls import Case, make_case
 from attn_ops.testing.features import FEATURES, LENGTHS
 from attn_ops.testing.quantized import check_quantized, forms_of, nibble_steps, scale_steps
 from tests.kit.marks import slow
+from tests.kit.operators import opcheck
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = torch.tensor([0.05], device=DEVICE)
-OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 def case_of(
@@ -49,15 +49,9 @@ def test_opcheck(scheme):
     if scheme not in ("fp8_static", "nvfp4"):
         floor = {"min_scale": 1e-6}  # NaN does not equal itself
     keywords = {"scheme": scheme, "out_scale": given(scheme), **floor}
-    torch.library.opcheck(
-        torch.ops.attn_ops.attention_quant.default, arguments_of(case), keywords,
-        test_utils=OPCHECKS,
-    )  # fmt: skip
+    opcheck(torch.ops.attn_ops.attention_quant.default, arguments_of(case), keywords)
     states = [torch.randn(5, 4, 64, device=DEVICE), torch.randn(5, 4, device=DEVICE)] * 2
-    torch.library.opcheck(
-        torch.ops.attn_ops.merge_attn_states_quant.default, tuple(states), keywords,
-        test_utils=OPCHECKS,
-    )  # fmt: skip
+    opcheck(torch.ops.attn_ops.merge_attn_states_quant.default, tuple(states), keywords)
 
 
 @pytest.mark.parametrize("feature", ["window", "soft_cap", "alibi", "sinks", "fp8_e4m3"])

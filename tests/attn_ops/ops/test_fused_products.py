@@ -9,6 +9,9 @@ import torch
 from attn_ops import gated_mlp, norm_mm
 from attn_ops.ops.products import fused_products
 from attn_ops.ops.products.skinny_constants import SkinnyConstants
+from attn_ops.ops.triton.fused_products import launch_fused
+from attn_ops.ops.triton.rows import launch_rms_norm, launch_silu_mul
+from attn_ops.ops.triton.skinny import launch_skinny
 from tests.kit.operators import opcheck
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -45,9 +48,6 @@ def mlp(x, residual, weight, w_gate_up, w_down):
 
 
 def launch(*args, **kwargs):
-    pytest.importorskip("triton")
-    from attn_ops.ops.triton.fused_products import launch_fused
-
     return launch_fused(*args, constants=SMALL, **kwargs)
 
 
@@ -81,17 +81,12 @@ def test_a_number_added_to_the_weight():
     close(norm_mm(x, weight, EPS, w, norm_offset=1.0), wanted)
     wanted = mlp(x, residual, weight.double() + 1, w, down)
     close(gated_mlp(x, residual, weight, EPS, w, down, norm_offset=1.0), wanted, 4e-2)
-    from attn_ops.ops.triton.rows import launch_rms_norm
-
     rows = launch_rms_norm(x, None, weight, EPS, 1.0)[1]
     torch.testing.assert_close(rows.double(), normed(x, weight.double() + 1), atol=2e-2, rtol=2e-2)
 
 
 def test_vectors_with_strides():
     """A norm's weight and a bias that are columns of something else."""
-    from attn_ops.ops.triton.rows import launch_rms_norm
-    from attn_ops.ops.triton.skinny import launch_skinny
-
     x, w, weight, b = randn(2, 64), randn(40, 64) / 8, randn(64, 2)[:, 1], randn(40, 3)[:, 1]
     wanted = normed(x, weight) @ w.double().t() + b.double()
     close(launch(x, w.t(), norm_weight=weight, eps=EPS, bias=b), wanted)
@@ -102,7 +97,6 @@ def test_vectors_with_strides():
 
 def test_large_rows_in_float16(monkeypatch):
     """Products with the norm's weight that are over 65,504 before they are divided by the norm."""
-    pytest.importorskip("triton")
     monkeypatch.setattr(fused_products, "takes", lambda w, device: True)
     x, weight = randn(3, 128, dtype=torch.float16) * 8000, randn(128, dtype=torch.float16).abs() + 9
     w, w_down = randn(64, 128, dtype=torch.float16) / 200, randn(128, 32, dtype=torch.float16)
@@ -115,9 +109,6 @@ def test_large_rows_in_float16(monkeypatch):
 @pytest.mark.parametrize(("rows", "rows_first"), [(3, False), (33, False), (33, True)])
 def test_residuals(num_residuals, rows, rows_first):
     """Bit for bit as by the product alone and additions behind it."""
-    from attn_ops.ops.triton.fused_products import launch_fused
-    from attn_ops.ops.triton.skinny import launch_skinny
-
     form = SMALL._replace(rows_first=rows_first)
     x, w = randn(rows, 128), randn(40, 128) / 8
     residuals = tuple(randn(rows, 40 + i)[:, :40] for i in range(num_residuals))
@@ -143,9 +134,6 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("k", [40, 130])
 def test_kernels_of_rows(rows, k):
-    pytest.importorskip("triton")
-    from attn_ops.ops.triton.rows import launch_rms_norm, launch_silu_mul
-
     x, residual, weight = randn(rows, k), randn(rows, k + 1)[:, :k], randn(k)
     total, out = launch_rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, x + residual)

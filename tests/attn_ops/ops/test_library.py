@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,9 +18,7 @@ from attn_ops import (
     write_kv,
     write_mla_kv,
 )
-from attn_ops.metadata import METADATA_TYPE, AttentionMetadata
 from attn_ops.ops import collectives  # noqa: F401  otherwise imported with ranks alone
-from attn_ops.ops.library import schema_of
 from tests.kit.batches import build_batch
 from tests.kit.latent import build_latent_batch
 
@@ -107,27 +104,6 @@ def scaled_call(name: str):
 def test_every_operator_is_here():
     schemas = [s.name.partition("::") for s in torch._C._jit_get_all_schemas()]
     assert {name for space, _, name in schemas if space == "attn_ops"} == calls().keys() | WITHOUT
-
-
-def test_a_schema_is_what_the_annotations_say():
-    def function(
-        x: torch.Tensor,
-        caches: Sequence[torch.Tensor],
-        meta: AttentionMetadata,
-        size: int | torch.SymInt,
-        *,
-        out: torch.Tensor | None = None,
-        window: int | None = None,
-        name: str = "auto",
-        dtype: torch.dtype | None = None,
-        **more: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    assert schema_of(function, ("caches", "out"), "bool flag=False") == (
-        f"(Tensor x, Tensor(a!)[] caches, {METADATA_TYPE} meta, SymInt size, *, "
-        "Tensor(b!)? out=None, int? window=None, str name='auto', ScalarType? dtype=None, "
-        "bool flag=False) -> (Tensor, Tensor)"
-    )
 
 
 def test_a_wrapper_has_the_signature_of_its_operator():

@@ -1,19 +1,14 @@
 """`mla_attention_quant`: the output of `mla_attention`, quantized by the reference."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from attn_ops import LatentShape, mla_attention_quant
 from tests.kit.latent import build_latent_batch
+from tests.kit.operators import opcheck
 
 SHAPE = LatentShape(16, 6, 4, 64)  # groups of 64 lie within a head
 RAGGED = ([3, 0, 1, 12], [7, 5, 1, 20])
-opcheck = partial(
-    torch.library.opcheck,
-    test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-)
 
 
 def batch(**changes):

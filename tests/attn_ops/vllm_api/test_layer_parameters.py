@@ -110,8 +110,3 @@ def test_layers_that_do_not_fit(names, cls, message):
     layers = {"a": Impl(scale=1.0), "b": Impl()}
     with pytest.raises(ValueError, match=message):
         get_per_layer_parameters(layers, names, cls)
-
-
-def test_a_layer_without_an_impl_is_its_own():
-    layer = type("Layer", (), {"scale": 0.5, "sliding_window": 9})()
-    assert get_per_layer_parameters({"a": layer}, ["a"])["a"] == PerLayerParameters(8, None, 0.5)

@@ -205,14 +205,6 @@ def test_ubatch_slice():
     assert UBatchSlice(slice(1, 3), slice(4, 4)).is_empty()
 
 
-def test_a_dummy_run_keeps_the_longest_query():
-    """Every length is 0 and all rows are padding."""
-    common = from_lengths([0, 0], [0, 0], int32([[0], [0]]), 8, num_padded_tokens=4)
-    common.max_query_len = 4
-    got = _make_metadata_with_slice(UBatchSlice(slice(0, 2), slice(0, 4)), common)
-    assert_fields(got, query_start_loc=[0, 0, 0], max_query_len=4, slot_mapping=[-1] * 4)
-
-
 @pytest.mark.parametrize(
     ("requests", "tokens"),
     [

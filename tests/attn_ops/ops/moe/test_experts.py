@@ -4,6 +4,7 @@ T rows, K inputs and outputs, F columns of a gate, E experts.
 """
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.nn import functional
 
 from attn_ops import experts
 from attn_ops.ops.moe.constants import ExpertsConstants, experts_constants, most_blocks
-from tests.kit.fp8 import in_fp8, scaled
+from attn_ops.ops.triton.experts import launch_blocks, launch_experts
+from tests.kit.fp8 import KINDS, in_fp8, scaled
 from tests.kit.operators import bits, opcheck
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,10 +45,8 @@ class Case:
         generator = torch.Generator().manual_seed(self.rows + self.k)
         e, k, f = self.num_experts, self.k, self.f
         self.x = randn(self.rows, k)
-        self.w_gate_up, self.w_down = (
-            randn(e, 2 * f, k, scale=k**-0.5),
-            randn(e, k, f, scale=f**-0.5),
-        )
+        self.w_gate_up = randn(e, 2 * f, k, scale=k**-0.5)
+        self.w_down = randn(e, k, f, scale=f**-0.5)
         order = torch.rand(self.rows, e, generator=generator).argsort(1)[:, : self.top_k]
         self.ids = (order if self.ids is None else self.ids).to(DEVICE)
         self.weights = torch.rand(self.ids.shape, generator=generator).to(DEVICE)
@@ -60,11 +60,10 @@ class Case:
             self.w_gate_up = self.w_gate_up.mT.contiguous().mT
             self.w_down = self.w_down.mT.contiguous().mT
         self.scales = {}
-        if self.scale is not None:
-            self.w_gate_up, self.scales["gate_up_scale"] = in_fp8(
-                self.w_gate_up, self.scale, generator
-            )
-            self.w_down, self.scales["down_scale"] = in_fp8(self.w_down, self.scale, generator)
+        for name in ("gate_up", "down") if self.scale is not None else ():
+            w, scale = in_fp8(getattr(self, f"w_{name}"), self.scale, generator)
+            setattr(self, f"w_{name}", w)
+            self.scales[f"{name}_scale"] = scale
 
     @property
     def args(self):
@@ -126,7 +125,7 @@ CASES = {
 
 FP8_CASES = {
     f"{kind}, {name}": dataclasses.replace(case, scale=kind)
-    for kind in ("row", "expert", "half", "block", "row of blocks")
+    for kind in KINDS
     for name, case in {
         "several blocks": Case(rows=6, k=272, f=136),
         "one row": Case(rows=1, k=144, f=144, bias=True),
@@ -141,9 +140,6 @@ def case(request) -> Case:
 
 
 def launch(case, *args, constants=SMALL, **more):
-    pytest.importorskip("triton")
-    from attn_ops.ops.triton.experts import launch_experts
-
     return launch_experts(*(args or case.args), **case.gate, constants=constants, **more)
 
 
@@ -264,9 +260,6 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize("num_pairs", [1, 16, 130, 4500])
 def test_blocks(num_experts, num_pairs):
     """Every pair is in one block of its expert, in order; the rest is empty."""
-    pytest.importorskip("triton")
-    from attn_ops.ops.triton.experts import launch_blocks
-
     generator = torch.Generator().manual_seed(num_pairs)
     drawn = torch.randint(-1, num_experts + 1, (num_pairs,), generator=generator)
     for ids in (drawn, torch.full_like(drawn, num_experts - 1)):
@@ -276,8 +269,7 @@ def test_blocks(num_experts, num_pairs):
         assert found == sorted(found[:used]) + [-1] * (len(found) - used)
         for expert, pairs in zip(found[:used], blocks.pairs[:used].tolist(), strict=True):
             inside = [pair for pair in pairs if pair >= 0]
-            assert inside
-            assert pairs == inside + [-1] * (16 - len(inside))
+            assert pairs == inside + [-1] * (16 - len(inside)) != [-1] * 16
             assert all(ids[pair] == expert for pair in inside)
             listed += inside
         there = (ids >= 0) & (ids < num_experts)
@@ -287,17 +279,10 @@ def test_blocks(num_experts, num_pairs):
 
 def test_most_blocks():
     """No spread of pairs fills more."""
-    for num_pairs in range(1, 9):
-        for num_experts in range(1, 4):
-            counts = _spreads(num_pairs, num_experts)
-            most = max(sum(-(-n // 2) for n in spread) for spread in counts)
-            assert most_blocks(num_pairs, num_experts, 2) == most
-
-
-def _spreads(pairs, num_experts):
-    if num_experts == 1:
-        return [(pairs,)]
-    return [(n, *rest) for n in range(pairs + 1) for rest in _spreads(pairs - n, num_experts - 1)]
+    for num_pairs, num_experts in itertools.product(range(1, 9), range(1, 4)):
+        counts = itertools.product(range(num_pairs + 1), repeat=num_experts)
+        most = max(sum(-(-n // 2) for n in each) for each in counts if sum(each) == num_pairs)
+        assert most_blocks(num_pairs, num_experts, 2) == most
 
 
 def test_constants():
@@ -337,14 +322,12 @@ def changed(**what):
         ({"weights": torch.ones(3, 1)}, r"weights must be .* \[3, 2\], got torch.float32 \[3, 1\]"),
         ({"gate_up_bias": torch.ones(5, 24)}, r"gate_up_bias must have shape \[5, 48\], got"),
         ({"down_bias": torch.ones(64)}, r"down_bias must have shape \[5, 64\], got \[64\]"),
-        (
-            {"weights": torch.ones(3, 2, device="meta")},
-            "weights must be on x's device .*, got meta",
-        ),
+        ({"weights": torch.ones(3, 2).to("meta")}, "weights must be on x's device .*, got meta"),
         ({"activation": "relu"}, "activation must be known, got 'relu'; supported: silu"),
         ({"alpha": NAN}, "alpha must be finite, and 1 for gelu_tanh, got nan"),
         ({"activation": "gelu_tanh", "alpha": 1.7}, "alpha must be finite, and 1 for gelu_tanh"),
         ({"limit": -1.0}, "limit must be None or over 0, got -1.0"),
+        ({"ordered": True}, "for ordered=True, got torch.float32"),
         ({"residual": torch.ones(3, 8)}, r"residual must be torch.float32 of x's shape \[3, 64\]"),
     ],
 )
@@ -355,8 +338,3 @@ def test_refused(what, message):
     }
     with pytest.raises(ValueError, match=message):
         experts(**given)
-
-
-def test_ordered_is_refused_where_it_cannot_be_had():
-    with pytest.raises(ValueError, match=r"for ordered=True, got torch\.float32"):
-        experts(**changed(), ordered=True)

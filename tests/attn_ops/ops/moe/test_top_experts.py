@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attn_ops import top_experts
+from attn_ops.ops.triton.top_experts import launch_top_experts
 from tests.kit.operators import bits, opcheck
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -16,9 +17,6 @@ SHAPES = [(1, 8, 2), (5, 128, 8), (3, 40, 1), (2, 5, 5), (4, 384, 6)]
 
 
 def by_kernel(scores, top_k, softmax, weights, dtype=torch.float32):
-    pytest.importorskip("triton")
-    from attn_ops.ops.triton.top_experts import launch_top_experts
-
     return launch_top_experts(scores, top_k, softmax, weights, dtype)
 
 

@@ -26,6 +26,7 @@ from attn_ops.block_layout import (
     local_strided,
 )
 from attn_ops.metadata import KV_CACHE_DTYPES
+from attn_ops.testing.features import FEATURES
 
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Relative error of the rows, by dtype of q."""
@@ -228,17 +229,11 @@ def make(case: BlocksparseCase, device: str) -> Tensors:
 
 
 def _options(case: BlocksparseCase, num_heads: int, device: str) -> dict[str, Any]:
+    asked = [name.removesuffix("_slopes") for name in case.features]
+    asked += [case.kv_cache_dtype] if case.kv_cache_dtype != "auto" else []
     options: dict[str, Any] = {}
-    if "soft_cap" in case.features:
-        options["soft_cap"] = 5.0
-    if "alibi_slopes" in case.features:
-        options["alibi_slopes"] = torch.linspace(0.01, 0.3, num_heads, device=device)
-    if "sinks" in case.features:
-        options["sinks"] = torch.linspace(-2, 3, num_heads, device=device)
-    if case.kv_cache_dtype != "auto":
-        options["kv_cache_dtype"] = case.kv_cache_dtype
-        options["k_scale"] = torch.tensor([0.5], device=device)
-        options["v_scale"] = torch.tensor([1.7], device=device)
+    for name in asked:
+        options |= FEATURES[name].options(num_heads, torch.device(device))
     return options
 
 

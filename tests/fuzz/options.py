@@ -26,20 +26,16 @@ CLOSE = {"cpu": 1e-5, "cuda": 3e-5}
 """Of log-probabilities in float32, and of logits that are all but equal: on a GPU the products of a
 batch add in another order than those of one row."""
 
+CALLED = {"cudagraph_mode": "NONE"}
 SESSIONS: list[dict[str, Any]] = [
-    {"cudagraph_mode": "NONE"},
+    CALLED,
     {"debug": "eager_replay"},
     {"debug": "eager_replay", "decode_steps": 8},
     {"debug": "eager_replay", "decode_steps": 8, "share_prefixes": True},
     {"debug": "eager_replay", "num_draft_tokens": 3},
     {"debug": "eager_replay", "num_draft_tokens": 2, "share_prefixes": True, "cache_tokens": 96},
     {"debug": "eager_replay", "cache_tokens": 80, "max_tokens_per_step": 8, "decode_steps": 2},
-    {
-        "cudagraph_mode": "NONE",
-        "share_prefixes": True,
-        "cache_tokens": 80,
-        "max_tokens_per_step": 7,
-    },
+    {"share_prefixes": True, "cache_tokens": 80, "max_tokens_per_step": 7} | CALLED,
 ]
 
 
@@ -156,17 +152,14 @@ def run(sessions: list[DecodeSession], model: Any, seed: int) -> str:
 @torch.no_grad()
 def _check_scores(session: DecodeSession, model: Any, rng: random.Random) -> None:
     pairs = [(prompt_of(rng), prompt_of(rng)[:8]) for _ in range(rng.randrange(3))]
-    for (prompt, rest), score in zip(pairs, session.score(*_columns(pairs)), strict=True):
+    scores = session.score([p for p, _ in pairs], [r for _, r in pairs])
+    for (prompt, rest), score in zip(pairs, scores, strict=True):
         raw = model(torch.tensor([prompt + rest], device=model.device)).logits[0].float()
         raw = raw.log_softmax(-1)[len(prompt) - 1 : -1]
         wanted = raw.gather(1, torch.tensor(rest, device=raw.device)[:, None])[:, 0].tolist()
         assert len(score.logprobs) == len(wanted)
         error = max(abs(a - b) for a, b in zip(wanted, score.logprobs, strict=True))
         assert error < CLOSE[raw.device.type]
-
-
-def _columns(pairs: list[tuple[list[int], list[int]]]) -> tuple[list[list[int]], list[list[int]]]:
-    return [p for p, _ in pairs], [r for _, r in pairs]
 
 
 def search(args: argparse.Namespace) -> Callable[[int], str]:

@@ -20,20 +20,6 @@ def test_split():
     assert rest == {"max_autotune": True, "triton.cudagraphs": False}
 
 
-@pytest.mark.parametrize("value", [1, "no", None])
-def test_split_refuses_what_is_no_bool(value):
-    with pytest.raises(ValueError, match=r"options\['share_products'\] must be True or False, got"):
-        PassConfig.split({"share_products": value})
-
-
-def test_split_refuses_unknown_options():
-    with pytest.raises(
-        ValueError,
-        match="got 'share_product'; supported: attn_quant, batch_invariant, check",
-    ):
-        PassConfig.split({"share_product": False})
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -139,13 +139,17 @@ def test_a_reason_is_counted_without_its_place():
 
 
 def test_an_outlined_model():
-    """A layer's matches are those of one layer, and say how many there are."""
+    """A layer's matches are those of one layer, of how many; printing a graph changes nothing."""
     model = nn.Sequential(
         nn.Embedding(8, 8),
         *(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)),
     ).requires_grad_(False)
-    with recording() as recorder:
-        torch.compile(model, backend=attn_ops, fullgraph=True)(torch.arange(4))
+    wanted = model(torch.arange(4))
+    with recording(Recorder(texts=True)) as recorder:
+        got = torch.compile(model, backend=attn_ops, fullgraph=True)(torch.arange(4))
+    torch.testing.assert_close(got, wanted)
+    outlined = next(r for r in recorder.passes if r.pass_name == "outline_layers")
+    assert ("layer_0(" in outlined.before, "layer_0(" in outlined.after) == (False, True)
     assert [name for name, _ in recorder.final_graphs] == ["embedding", "layer"]
     assert {r.graph_name for r in recorder.passes if r.stage == "dynamo"} == {"embedding"}
     words = recorder.matches_in_words()

@@ -6,16 +6,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.nn import functional
 
+import attn_ops.ops.products.fused_products as fused
+import attn_ops.ops.products.skinny_mm as skinny
 from attn_ops.ops import collectives
+from fx_passes import Recorder, recording
 from fx_passes.config import PassConfig
 from fx_passes.failures import RefusedError, refusal
 from fx_passes.inductor_slot import AtenPipeline
 from fx_passes.ordered import check_ordered, order_norms
+from graphs import DecodeSession
+from tests.kit.marks import long, slow
+from tests.kit.models import build_model
 
 X, W = torch.randn(5, 64), torch.randn(96, 64)
 
 
-def compiled(aten_graph, function, *args):
+def rewritten(aten_graph, function, *args):
     """The graph after all passes."""
     graph = aten_graph(function, *args)
     AtenPipeline(PassConfig(batch_invariant=True).ordered())(graph.graph)
@@ -26,9 +32,9 @@ def compiled(aten_graph, function, *args):
 def test_products_are_ours(aten_graph, bias, monkeypatch):
     monkeypatch.setattr("fx_passes.passes.skinny_products.takes_ordered", lambda *_: True)
     if bias is None:
-        text = compiled(aten_graph, functional.linear, X, W)
+        text = rewritten(aten_graph, functional.linear, X, W)
     else:
-        text = compiled(aten_graph, functional.linear, X, W, bias)
+        text = rewritten(aten_graph, functional.linear, X, W, bias)
     assert "attn_ops.skinny_mm" in text
     assert "ordered: True" in text
     assert "aten.mm" not in text
@@ -44,7 +50,7 @@ def test_products_are_ours(aten_graph, bias, monkeypatch):
 )
 def test_others_are_refused(aten_graph, function, args, named):
     with pytest.raises(Exception, match=f"batch_invariant must be False.*{named}") as caught:
-        compiled(aten_graph, function, *args)
+        rewritten(aten_graph, function, *args)
     assert isinstance(refusal(caught.value), RefusedError)
 
 
@@ -132,3 +138,29 @@ def test_a_product_without_a_sum(aten_graph):
     """RoPE's angles: one number times another."""
     graph = aten_graph(lambda x: x.unsqueeze(2) @ x.unsqueeze(1), X)
     check_ordered(graph.graph, "any")
+
+
+# -- real models -----------------------------------------------------------------------------------
+
+PASSES = ("skinny_products.takes_ordered", "rms_norms.takes_ordered")
+SUMS = ("aten.mean", "aten.sum", "aten.var_mean", "aten.rsqrt", "aten.mm", "aten.addmm", "aten.bmm")
+
+
+@pytest.mark.parametrize("name", ["qwen3", *slow("gemma3"), *long("llama", "gemma2", "phi3")])
+def test_no_sum_is_left(name, monkeypatch):
+    """As on a Hopper GPU, whose products are stood for by PyTorch's."""
+    for one in PASSES:
+        monkeypatch.setattr(f"fx_passes.passes.{one}", lambda *_: True)
+    for module in (fused, skinny):
+        monkeypatch.setattr(module, "ordered_product", lambda x, w, b: skinny.product(x, w, b))
+    torch._dynamo.reset()
+    model = build_model(name, dtype=torch.bfloat16)
+    compiled = torch.compile(
+        model, backend="attn_ops", fullgraph=True, options={"batch_invariant": True}
+    )
+    with recording(Recorder(texts=True)) as recorder:
+        DecodeSession(compiled, max_batch_size=2, max_tokens=32).generate([[1, 2, 3]], 4)
+    assert recorder.final_graphs
+    for _, text in recorder.final_graphs:
+        left = [line for line in text.splitlines() if any(f"{s}." in line for s in SUMS)]
+        assert not left

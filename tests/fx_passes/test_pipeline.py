@@ -60,23 +60,10 @@ def test_register_and_unregister(where, index):
     assert pass_names() == BUILT_IN
 
 
-def test_refusals():
-    with pytest.raises(
-        ValueError, match=r"at most one of before and after .* got 'share_products' and 'coll"
-    ):
-        register_pass(Counting, before="share_products", after="collapse_views")
-    with pytest.raises(
-        ValueError, match="must name a pass, got 'nothing'; supported: device_constants, fast_pre"
-    ):
-        register_pass(Counting, after="nothing")
+def test_a_pass_that_is_not_there_is_not_taken_out():
     with pytest.raises(ValueError, match="name must be a pass, got 'counting'"):
         unregister_pass("counting")
     assert pass_names() == BUILT_IN
-    register_pass(Counting)
-    with pytest.raises(
-        ValueError, match="pass name must be new, got 'counting'; taken: device_constants, fast"
-    ):
-        register_pass(Counting)
 
 
 def test_a_registered_pass_runs_in_its_place():

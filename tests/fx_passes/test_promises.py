@@ -8,11 +8,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 
 import graphs
-from fx_passes import Pass, PassConfig, attn_ops, pipeline, recording, register_pass
+from fx_passes import Pass, PassConfig, PassError, attn_ops, pipeline, recording, register_pass
 from fx_passes.observe import graph_text
 from fx_passes.pipeline import run_dynamo_stage
 
 pytestmark = pytest.mark.usefixtures("own_pipeline")
+aten = torch.ops.aten
 
 
 class Breaking(Pass):
@@ -86,10 +87,40 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_outputs_and_writes_stay(case):
     change, message = BROKEN[case]
-    register_pass(breaking(change))
+    check_outputs_and_writes(breaking(change), message)
+
+
+def unwritten_aten(graph, output):
+    (write,) = graph.find_nodes(op="call_function", target=aten.copy_.default)[:1]
+    write.replace_all_uses_with(write.args[1])
+    graph.erase_node(write)
+
+
+def halved_aten(graph, output):
+    node = output.args[0][-2]
+    with graph.inserting_before(output):
+        new = graph.call_function(aten._to_copy.default, (node,), {"dtype": torch.half})
+    output.replace_input_with(node, new)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (halved_aten, r"output \d of the graph must be torch.float32 .*, got torch.float16"),
+        (unwritten_aten, "the graph must write .*aten.copy_.default.* in this order, got"),
+    ],
+)
+def test_outputs_and_writes_of_aten_graphs_stay(change, message):
+    """Of any sizes; their forms are found as those of the Dynamo graph."""
+    check_outputs_and_writes(breaking(change, stage="aten"), message, dynamic=True)
+
+
+def check_outputs_and_writes(one, message, **how):
+    register_pass(one)
     given = inputs()
     with pytest.raises(BackendCompilerFailed, match="the pass 'breaking' failed on the gr") as seen:
-        torch.compile(lambda *given: model(*given), backend=attn_ops)(*given)
+        torch.compile(lambda *given: model(*given), backend=attn_ops, **how)(*given)
+    assert isinstance(seen.value.inner_exception, PassError)
     assert re.search(message, str(seen.value.inner_exception)), seen.value
     assert not given[1].any(), "nothing ran"
 
@@ -234,16 +265,8 @@ def test_a_graph_that_cannot_be_printed_is_noted_too(tmp_path):
 @pytest.mark.parametrize("stage", ["dynamo", "aten"])
 def test_the_graph_that_the_backend_was_given_stays(stage):
     """Whoever calls the backend may compile the graph by other means."""
-
-    class Layers(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.ModuleList([torch.nn.ReLU() for _ in range(2)])
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x).sin()
-            return x
+    layers = (torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()) for _ in range(2))
+    layers = torch.nn.Sequential(*layers)
 
     def change(graph, output):
         raise ZeroDivisionError
@@ -260,7 +283,7 @@ def test_the_graph_that_the_backend_was_given_stays(stage):
         return gm
 
     x = torch.randn(3)
-    torch.testing.assert_close(torch.compile(Layers(), backend=backend)(x), Layers()(x))
+    torch.testing.assert_close(torch.compile(layers, backend=backend)(x), layers(x))
     assert texts[0][0] == texts[0][1]
 
 

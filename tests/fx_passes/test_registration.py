@@ -7,10 +7,7 @@ import pytest
 from fx_passes import Pass, broken_passes, installed, pass_names, pipeline, register_pass
 from fx_passes.pipeline import passes
 
-
-@pytest.fixture(autouse=True)
-def own_pipeline(monkeypatch):
-    monkeypatch.setattr(pipeline, "_PIPELINE", list(pipeline._PIPELINE))
+pytestmark = pytest.mark.usefixtures("own_pipeline")
 
 
 class Mine(Pass):
@@ -46,59 +43,33 @@ class Bare:
     name, stage = "bare", "aten"
 
 
+STAGE = r"stage of the pass '\w+' must be known, got {}; supported: dynamo, aten"
+NAME = r"name of a pass must be an identifier, as my_pass, got {}"
+PLACE = r"before and after must name a pass, got '{}'; supported: device_constants"
+RANGE = r"token_range of the pass 'mine' must be range\(least, most \+ 1\), got {}"
+TWO = {"runs_after": "share_products", "runs_before": "collapse_views"}
 REFUSED = {
-    "no class": (Mine(), TypeError, r"pass must be a subclass of fx_passes.Pass, got <"),
-    "no pass": (Bare, TypeError, r"pass must be a subclass of fx_passes.Pass, got <class"),
-    "None": (None, TypeError, r"pass must be a subclass of fx_passes.Pass, got None"),
-    "no apply": (NoApply, TypeError, r"pass must define apply, got <class .*NoApply'> without"),
-    "no stage": (
-        NoStage,
-        ValueError,
-        r"stage of the pass 'no_stage' must be known, got None; supported: dynamo, aten",
-    ),
-    "another stage": (
-        changed(stage="post_grad"),
-        ValueError,
-        r"stage of the pass 'mine' must be known, got 'post_grad'; supported: dynamo, aten",
-    ),
-    "no name": (NoName, ValueError, r"name of a pass must be an identifier, as my_pass, got None"),
-    "a path": (changed(name="../mine"), ValueError, r"must be an identifier, .* got '../mine'"),
-    "no place": (
-        changed(runs_after="nowhere"),
-        ValueError,
-        r"before and after must name a pass, got 'nowhere'; supported: device_constants",
-    ),
-    "beside itself": (
-        changed(runs_before="mine"),
-        ValueError,
-        r"before and after must name a pass, got 'mine'; supported: device_constants",
-    ),
-    "no range": (
-        changed(token_range=(1, 64)),
-        ValueError,
-        r"token_range of the pass 'mine' must be range\(least, most \+ 1\), got \(1, 64\)",
-    ),
-    **{
-        f"{counts!r}": (
-            changed(token_range=counts),
-            ValueError,
-            r"token_range of the pass 'mine' must be range\(least, most \+ 1\), got range\(",
-        )
-        for counts in (range(0), range(1, 64, 2), range(64, 1, -1))
-    },
-    "two places": (
-        changed(runs_after="share_products", runs_before="collapse_views"),
-        ValueError,
-        r"at most one of before and after must be given, got 'collapse_views' and 'share",
-    ),
+    "no class": (Mine(), r"pass must be a subclass of fx_passes.Pass, got <"),
+    "no pass": (Bare, r"pass must be a subclass of fx_passes.Pass, got <class"),
+    "no apply": (NoApply, r"pass must define apply, got <class .*NoApply'> without"),
+    "no stage": (NoStage, STAGE.format("None")),
+    "another stage": (changed(stage="post_grad"), STAGE.format("'post_grad'")),
+    "no name": (NoName, NAME.format("None")),
+    "a path": (changed(name="../mine"), NAME.format("'../mine'")),
+    "no place": (changed(runs_after="nowhere"), PLACE.format("nowhere")),
+    "beside itself": (changed(runs_before="mine"), PLACE.format("mine")),
+    "no range": (changed(token_range=(1, 64)), RANGE.format(r"\(1, 64\)")),
+    "an empty range": (changed(token_range=range(64, 1)), RANGE.format(r"range\(64, 1\)")),
+    "steps": (changed(token_range=range(1, 64, 2)), RANGE.format(r"range\(1, 64, 2\)")),
+    "two places": (changed(**TWO), "at most one of before and after must be given, got 'collapse"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case):
-    new, kind, message = REFUSED[case]
+    new, message = REFUSED[case]
     names = pass_names()
-    with pytest.raises(kind, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         register_pass(new)
     assert pass_names() == names
 

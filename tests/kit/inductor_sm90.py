@@ -22,11 +22,10 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from tests.kit.sm90 import Hopper
+from tests.kit.sm90 import Hopper, without_binary
 
 HEADER = """import triton
 import triton.language as tl
@@ -113,13 +112,7 @@ def ptx_of(source: str) -> tuple[str, dict[int, str]]:
         spec.loader.exec_module(module)
         constants = {name: 64 for name, kind in signature.items() if kind == "constexpr"}
         kernel = ASTSource(getattr(module, function.name), signature, constants)
-        stages = CUDABackend.add_stages
-
-        def without_binary(self: Any, made: dict[str, Any], *args: Any) -> None:
-            stages(self, made, *args)
-            made["cubin"] = lambda source, metadata: b""
-
-        with mock.patch.object(CUDABackend, "add_stages", without_binary):
+        with without_binary():
             compiled = triton.compile(kernel, target=GPUTarget("cuda", 90, 32))
     arguments = [name for name, kind in signature.items() if kind != "constexpr"]
     pointers = {i: n for i, n in enumerate(arguments) if signature[n].startswith("*")}

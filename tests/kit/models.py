@@ -49,6 +49,15 @@ CONFIGS = {
     "mistral": ("MistralConfig", {"sliding_window": 6}),
     "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 10}),
     "phi3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": 7}),
+    "cohere2": (
+        "Cohere2Config",
+        {
+            "pad_token_id": 0,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "logit_scale": 1.0,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -153,6 +162,21 @@ def build_model(
             parameter.data.normal_(0, 0.2 if parameter.dim() > 1 else 1.0)
     model.generation_config.eos_token_id = overrides.get("eos_token_id")
     return model.requires_grad_(False)
+
+
+@torch.no_grad()
+def generated(
+    model, prompt: list[int], max_new_tokens: int, implementation: str = "eager", **options
+) -> list[int]:
+    """Tokens of Transformers' `generate`, with attention of its own."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        ids, more = torch.tensor([prompt]), {"max_new_tokens": max_new_tokens, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **(more | options))
+    finally:
+        model.set_attn_implementation(own)
+    return out[0, len(prompt) :].tolist()
 
 
 @dataclasses.dataclass

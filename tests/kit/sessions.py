@@ -75,6 +75,23 @@ def drain(session, outputs=None) -> dict[int, list[int]]:
     return streamed
 
 
+def drafted(session, prompts, want, propose, **asked):
+    """Results of requests with a draft in every step, and how many calls it took.
+
+    Args:
+        want: their tokens, by prompt.
+        propose: makes a draft of the tokens that come next.
+    """
+    ids = [session.add(p, len(w), **asked) for p, w in zip(prompts, want, strict=True)]
+    num_calls = 0
+    while session.num_unfinished and num_calls < 200:
+        known = [len(session._requests[i].token_ids) for i in ids]
+        rows = zip(ids, want, known, strict=True)
+        session.verify_draft({i: propose(tokens[number:]) for i, tokens, number in rows})
+        num_calls += 1
+    return [session.result(i) for i in ids], num_calls
+
+
 def is_empty(session) -> bool:
     """Whether nobody owns a block of any kind, nor a slot for states."""
     states = session.cache.states

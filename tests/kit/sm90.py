@@ -32,6 +32,17 @@ class Hopper:
         return 0
 
 
+def without_binary() -> contextlib.AbstractContextManager:
+    """Kernels are compiled to PTX, not for a GPU."""
+    stages = CUDABackend.add_stages
+
+    def add_stages(self: Any, made: dict[str, Any], *args: Any) -> None:
+        stages(self, made, *args)
+        made["cubin"] = lambda source, metadata: b""
+
+    return mock.patch.object(CUDABackend, "add_stages", add_stages)
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """One kernel of a launch."""
@@ -47,7 +58,7 @@ class Compiled:
 def compiling() -> Iterator[list[Compiled]]:
     """Launches inside the block compile and do not run; tensors are on the CPU."""
     found: list[Compiled] = []
-    run, stages = JITFunction.run, CUDABackend.add_stages
+    run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -58,14 +69,10 @@ def compiling() -> Iterator[list[Compiled]]:
         # None: a launcher that kept the kernel would launch it the next time.
         found.append(Compiled(name, kernel.asm["ptx"], pointers, early, rest))
 
-    def without_binary(self: Any, made: dict[str, Any], *args: Any) -> None:
-        stages(self, made, *args)
-        made["cubin"] = lambda source, metadata: b""
-
     with (
         mock.patch.object(driver, "_active", Hopper(), create=True),
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(CUDABackend, "add_stages", without_binary),
+        without_binary(),
         mock.patch.object(launch, "_launches_early", return_value=True),
         mock.patch.object(torch.cuda, "device_of", return_value=contextlib.nullcontext()),
         triton.knobs.compilation.scope(),

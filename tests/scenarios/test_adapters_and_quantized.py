@@ -7,20 +7,14 @@ from torch._dynamo.utils import counters
 from attn_ops.integrations.merged import merge_projections
 from attn_ops.integrations.transformers import attention_specs
 from tests.kit.marks import slow
-from tests.kit.models import build_model
+from tests.kit.models import build_model, generated
 from tests.kit.sessions import make_session, refuses, tokens_of
 
 PROMPTS = [[5, 9, 33, 2, 61], [7], [11, 12]]
 
 
 def expected(model) -> list[list[int]]:
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return [generated(model, prompt, 8, do_sample=False) for prompt in PROMPTS]
 
 
 def plain(implementation: str):
@@ -59,11 +53,11 @@ def check(model, wanted, compiled: bool) -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("compiled", [False, *slow(True)])
-def test_a_model_with_a_lora_adapter(compiled):
+@pytest.mark.slow
+def test_a_compiled_model_with_a_lora_adapter():
     wanted = expected(adapted("eager"))
     assert wanted != expected(plain("eager"))
-    check(adapted("attn_ops").base_model.model, wanted, compiled)
+    check(adapted("attn_ops").base_model.model, wanted, compiled=True)
 
 
 def test_the_peft_model_itself():
@@ -112,16 +106,11 @@ def test_virtual_tokens_are_refused():
     ],
 )
 def test_weights_quantized_by_torchao(config_name, compiled):
-    wanted = expected(quantized("eager", config_name))
-    check(quantized("attn_ops", config_name), wanted, compiled)
-
-
-@pytest.mark.parametrize("config_name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_quantized_weights_are_not_merged(config_name):
-    model = quantized("attn_ops", config_name)
+    """They are not merged."""
+    model, wanted = quantized("attn_ops", config_name), expected(quantized("eager", config_name))
     with pytest.raises(ValueError, match=r"q_proj must be a plain tensor.*not quantized"):
         merge_projections(model)
-    check(model, expected(quantized("eager", config_name)), compiled=False)
+    check(model, wanted, compiled)
 
 
 def test_merged_weights_are_not_quantized():

@@ -10,10 +10,10 @@ import torch
 import fx_passes
 import graphs
 from attn_ops.block_layout import BlockTables, sliding_global
-from attn_ops.integrations.transformers import attention_specs
 from graphs import DecodeSession
 from graphs.app.parity import Reference, compare, keeping_logits
-from graphs.app.presets import definition, load
+from graphs.app.presets import load
+from tests.kit.marks import long, slow
 from tests.kit.sessions import poisoned, tokens_of
 from tests.scenarios.test_fast_prefill import eager, matches
 
@@ -42,13 +42,6 @@ def check(session: DecodeSession, model: Any, kept: bool) -> None:
     assert parity.num_identical == len(prompts)
     assert parity.max_logits_difference < 1e-4
     assert parity.num_distinct_tokens > 24
-
-
-def test_layers_alternate(model):
-    specs = attention_specs(model)
-    assert [spec.blocksparse for spec in specs] == [16, None, 16, None]
-    layers = model.model.layers
-    assert layers[0].self_attn.blocksparse is layers[2].self_attn.blocksparse
 
 
 @pytest.mark.parametrize("backend", ["TORCH", "FLEX"])
@@ -151,8 +144,7 @@ def test_sessions_by_triton(model, options):
     assert tokens_of(session.generate(prompts, 3)) == wanted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["TORCH", "FLEX"])
+@pytest.mark.parametrize("backend", [*slow("TORCH"), *long("FLEX")])
 def test_fast_prefill_of_the_last_layer(model, backend):
     """It sees the rows whose logits are wanted alone, each in its own row of the layout."""
     copied = copy.deepcopy(model)
@@ -167,11 +159,3 @@ def test_fast_prefill_of_the_last_layer(model, backend):
         assert tokens_of(session.generate(prompts_of(3), 6)) == wanted
     assert matches(recorder) == [True]
     assert session.counters.num_recompiles == 0
-
-
-def test_published_sizes():
-    """Those of Phi-3-small's config."""
-    _, config = definition(f"{FILE}:PUBLISHED")
-    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (32, 4096, 100352)
-    pattern = (config.blocksparse_block_size, config.blocksparse_num_local_blocks)
-    assert (*pattern, config.blocksparse_vert_stride) == (64, 16, 8)

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import fx_passes
-from attn_ops.integrations.transformers import attention_specs, register
+from attn_ops.integrations.transformers import attention_specs
 from graphs.app.parity import Reference
+from tests.fuzz.wrappers import MIXERS, Again, Around, OwnAttention
+from tests.kit.models import build_model
 from tests.kit.sessions import chunked, make_session, refuses, tokens_of
 
 PROMPTS = [[5, 9, 3], list(range(20)), [60]]
@@ -103,16 +105,6 @@ def test_a_layer_that_is_run_twice(model):
     refuses(model, "model.layers.2.self_attn must attend once in a forward")
 
 
-def test_layers_that_are_looped_over(model):
-    def twice(self, *args, **kwargs):
-        first = super(type(self), self).forward(*args, **kwargs)
-        kwargs |= {"input_ids": None, "inputs_embeds": first.last_hidden_state}
-        return super(type(self), self).forward(**kwargs)
-
-    of_class(model.model, forward=twice)
-    refuses(model, "model.layers.0.self_attn must attend once in a forward")
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_layers_with_one_layer_idx(model, compiled):
     model.model.layers[3] = copy.deepcopy(model.model.layers[2])
@@ -152,17 +144,8 @@ def test_a_layer_that_never_attends(model):
 
 
 def test_a_layer_that_attends_by_itself(model):
-    class Own(nn.Module):
-        def __init__(self, attention):
-            super().__init__()
-            self.attention = attention
-
-        def forward(self, hidden_states, **kwargs):
-            q = self.attention.q_proj(hidden_states).view(1, -1, 4, 16).transpose(1, 2)
-            out = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-            return self.attention.o_proj(out.transpose(1, 2).reshape(hidden_states.shape)), None
-
-    model.model.layers[1].self_attn = Own(model.model.layers[1].self_attn)
+    layer = model.model.layers[1]
+    layer.self_attn = OwnAttention(layer.self_attn, adds=False)
     refuses(model, "rows of a batch must meet in attention only")
 
 
@@ -188,15 +171,7 @@ def test_an_mlp_that_attends_by_likeness(model, num_layers, seed):
 
 
 def test_a_layer_that_attends_now_and_then(model):
-    class Sometimes(type(model.model.layers[1])):
-        def forward(self, hidden_states, **kwargs):
-            return (
-                super().forward(hidden_states, **kwargs)
-                if hidden_states.shape[1] > 4
-                else (hidden_states)
-            )
-
-    model.model.layers[1].__class__ = Sometimes
+    model.model.layers[1] = Again(model.model.layers[1], "unless_short")
     refuses(model, "layers must attend in the same way in every forward|rows of a batch")
 
 
@@ -206,18 +181,8 @@ def test_a_layer_that_attends_now_and_then(model):
 @pytest.fixture
 def qwen2_moe():
     """It holds a window and does not hand it to attention; its masks have it."""
-    transformers = pytest.importorskip("transformers")
-    register()
-    config = transformers.Qwen2MoeConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, intermediate_size=96, moe_intermediate_size=32, num_experts=4,
-        shared_expert_intermediate_size=32, use_sliding_window=True, sliding_window=6,
-        max_window_layers=1,
-    )  # fmt: skip
-    make = transformers.AutoModelForCausalLM.from_config
-    model = make(config, attn_implementation="attn_ops").eval()
-    model.generation_config.eos_token_id = None
-    return model
+    window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    return build_model("qwen2_moe", **window)
 
 
 def test_a_window_that_stands_in_the_mask_alone(qwen2_moe):
@@ -285,16 +250,13 @@ def test_keywords_that_attention_would_not_look_at(model):
     refuses(model, "attention of model.layers.2.self_attn .*got the keywords alibi")
 
 
-@pytest.mark.parametrize("family", ["exaone4", "exaone_moe"])
-def test_full_layers_have_no_window(family):
+def test_full_layers_have_no_window():
     """EXAONE-4's full layers hold the window of its sliding ones, and do not use it."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(
-        family, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, intermediate_size=96, sliding_window=6, sliding_window_pattern="LLLG",
-        layer_types=["sliding_attention"] * 3 + ["full_attention"], moe_intermediate_size=32,
-        num_experts=4, num_experts_per_tok=2, mlp_layer_types=["dense"] * 2 + ["sparse"] * 2,
-        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        "exaone4", hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, intermediate_size=96, sliding_window=6,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
     assert [s.sliding_window for s in attention_specs(model)] == [6, 6, 6, None]
@@ -304,26 +266,8 @@ def test_full_layers_have_no_window(family):
 # -- rows meet in attention only -------------------------------------------------------------------
 
 
-class Around(nn.Module):
-    """A layer of whose result something is made."""
-
-    def __init__(self, layer, change):
-        super().__init__()
-        self.layer, self.change = layer, change
-
-    def forward(self, *args, **kwargs):
-        return self.change(self.layer(*args, **kwargs))
-
-
 MIXTURES = {
-    "mean": lambda x: x + x.mean(1, keepdim=True),
-    "last": lambda x: x + x[:, -1:],
-    "shift": lambda x: x + x.roll(1, 1),
-    "sum of those before": lambda x: x.cumsum(1),
-    "softmax over rows": lambda x: x + 0.1 * x.softmax(1) * x,
-    "several rows": lambda x: x * 2 if x.shape[1] > 1 else x,
-    "number of tokens": lambda x: x * x.shape[1],
-    "position in the batch": lambda x: x + torch.arange(x.shape[1]).view(1, -1, 1),
+    **{name: mix for name, mix in MIXERS.items() if name not in ("scale", "attend_rows")},
     "a norm over tokens": lambda x: x / x.norm(dim=1, keepdim=True),
     "draws": lambda x: nn.functional.dropout(x, 0.3, training=True),
 }
@@ -331,7 +275,7 @@ MIXTURES = {
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_rows_that_meet_outside_attention(model, name):
-    model.model.layers[1] = Around(model.model.layers[1], MIXTURES[name])
+    model.model.layers[1] = Around(model.model.layers[1], MIXTURES[name], before=False)
     refuses(model, "rows of a batch must meet in attention only")
 
 
@@ -373,5 +317,5 @@ def test_positions_that_the_models_own_generate_makes(model):
 
 
 def test_what_rows_do_alone_is_theirs(model):
-    model.model.layers[1] = Around(model.model.layers[1], lambda x: x.tanh() * 3)
+    model.model.layers[1] = Around(model.model.layers[1], MIXERS["scale"], before=False)
     chunked(model)

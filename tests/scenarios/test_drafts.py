@@ -1,9 +1,10 @@
 """Drafts: the same tokens, within the positions of the model and the token budget."""
 
-import pytest
-import torch
+import random
 
-from tests.kit.sessions import PROMPTS, captured_lazily, drain, uncaptured
+import pytest
+
+from tests.kit.sessions import PROMPTS, captured_lazily, drafted, drain, tokens_of, uncaptured
 
 SHORT = {
     "gpt2": {},  # its positions are rows of a table
@@ -68,26 +69,18 @@ def test_drafts_keep_to_the_token_budget(model, budget, monkeypatch):
 @pytest.mark.parametrize("debug", [None, "eager_replay"])
 def test_drafts_change_nothing(model, sampling, debug):
     """Right, partly right and wrong drafts; near the end of a request too."""
-    want = uncaptured(model).generate(PROMPTS[:4], 13, **sampling)
+    want = uncaptured(model).generate(PROMPTS, 13, **sampling)
     mode = "FULL_DECODE_ONLY" if debug else "NONE"
     session = captured_lazily(model, debug=debug, cudagraph_mode=mode, num_draft_tokens=3)
-    ids = [session.add(p, 13, **sampling) for p in PROMPTS[:4]]
-    generator, num_steps = torch.Generator().manual_seed(1), 0
-    while session.num_unfinished:
-        drafts = {}
-        for index, request in enumerate(ids):
-            known = len(session._requests[request].token_ids)
-            draft = want[index].token_ids[known : known + 3]
-            kind = int(torch.randint(0, 4, (), generator=generator))
-            if kind == 0:
-                draft = [(t + 1) % 64 for t in draft]
-            elif kind == 1:
-                draft = draft[:1]
-            if kind < 3:
-                drafts[request] = draft
-        session.verify_draft(drafts)
-        num_steps += 1
-    assert [session.result(i) for i in ids] == want
+    generator = random.Random(1)
+
+    def propose(following):
+        draft = following[:3]
+        wrong = [(t + 1) % 64 for t in draft]
+        return generator.choice([draft, draft[:1], wrong, []])
+
+    results, num_steps = drafted(session, PROMPTS, tokens_of(want), propose, **sampling)
+    assert results == want
     assert num_steps < 11
     with pytest.raises(ValueError, match="num_draft_tokens"):
         uncaptured(model).verify_draft({})

@@ -14,6 +14,7 @@ import fx_passes
 from attn_ops import CommonAttentionMetadata, PagedKVCache, get_backend, varlen_metadata
 from attn_ops.integrations import transformers as integration
 from fx_passes.observe import CompileCounters
+from tests.kit.marks import long, slow
 
 transformers = pytest.importorskip("transformers")
 
@@ -76,7 +77,8 @@ def packed(name: str, model: Any, ids: list[list[int]]) -> dict:
     ("name", "compiled"),
     [
         *((name, False) for name in ENCODERS),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ENCODERS),
+        *slow(("modernbert", True)),
+        *long(("bert", True), ("xlm_roberta", True)),
     ],
 )
 def test_packed_rows_equal_each_sequence_alone(name, compiled):
@@ -280,23 +282,10 @@ def test_a_decoder_without_its_encoder_is_refused():
 
 def test_a_compiled_encoder_refuses_a_causal_batch_as_an_eager_one_does():
     """Eager raises; compiled, every row silently sees no later one."""
-    transformers = pytest.importorskip("transformers")
-    integration.register()
-    config = transformers.BertConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=16,
-    )
-    model = transformers.AutoModel.from_config(config, attn_implementation="attn_ops").eval()
-    model.requires_grad_(False)
+    model = encoder("bert")
+    keywords = packed("bert", model, [[5, 6, 7]])
     spec = dataclasses.replace(integration.attention_specs(model)[0], causal=True)
-    keywords = {
-        "input_ids": torch.tensor([[5, 6, 7]]),
-        "position_ids": torch.arange(3)[None],
-        "attn_metadata": varlen_metadata([3], spec),
-    }
+    keywords["attn_metadata"] = varlen_metadata([3], spec)
     torch._dynamo.reset()
     with pytest.raises(ValueError, match="causal"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(**keywords)

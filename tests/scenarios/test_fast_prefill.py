@@ -9,7 +9,6 @@ from fx_passes.pipeline import run_dynamo_stage
 from tests.kit.marks import long, slow
 from tests.kit.sessions import chunked, tokens_of
 
-SLOW = pytest.mark.slow
 PROMPTS = [[3], [5, 9], list(range(1, 40)), [1, 2, 3, 4], [7] * 9]
 MODES = {
     "called": {"cudagraph_mode": "NONE"},
@@ -52,37 +51,17 @@ def test_sessions_generate_the_same(make_model, num_graphs, name):
             session = chunked(fast, **mode)
             assert tokens_of(session.generate(PROMPTS, 8)) == wanted
             assert session.counters.num_recompiles == 0
+        check_chunks_without_logits(model, fast)
     assert matches(recorder) == [True]
     assert num_graphs() - before == 1
 
 
-@pytest.mark.slow
-def test_sessions_by_inductor(make_model, num_graphs):
-    model = make_model()
-    wanted = tokens_of(chunked(model).generate(PROMPTS, 8))
-    before = num_graphs()
-    fast = torch.compile(
-        model, backend=fx_passes.attn_ops, fullgraph=True, options={"fast_prefill": "on"}
-    )
-    with recording() as recorder:
-        for mode in ("called", "full"):
-            session = chunked(fast, **MODES[mode])
-            assert tokens_of(session.generate(PROMPTS, 8)) == wanted
-            assert session.counters.num_recompiles == 0
-    assert matches(recorder) == [True]
-    assert num_graphs() - before == 1
-
-
-@pytest.mark.parametrize("name", ["llama", *slow("gemma4"), *long("gemma3n")])
-def test_chunks_of_a_prompt_compute_no_logits(make_model, num_graphs, name):
+def check_chunks_without_logits(model, fast):
     """Three chunks of 16 tokens want none, the fourth wants one: behind the last cache write the
-    model sees no row. One compiled model in all modes; replays are compared with calls.
+    model sees no row. Replays are compared with calls.
     """
-    model = make_model(name, tie_word_embeddings=False)
-    prompts = [list(range(1, 56))]
+    prompts, sizes = [list(range(1, 56))], []
     wanted = tokens_of(chunked(model).generate(prompts, 8))
-    fast = torch.compile(model, backend=eager, fullgraph=True)
-    before, sizes = num_graphs(), []
     session = chunked(fast, **MODES["called"])
     with session.observe_logits(lambda step, logits_RV: sizes.append(logits_RV.shape[0])):
         assert tokens_of(session.generate(prompts, 8)) == wanted
@@ -93,19 +72,26 @@ def test_chunks_of_a_prompt_compute_no_logits(make_model, num_graphs, name):
         (graph,) = (one for one in session.graphs or () if not one.key.logits)
         assert (graph.key.num_tokens, graph.num_replays) == (16, 3)
         assert "chunks of 16 tokens, 5 requests, no logits" in str(session.report())
-    assert num_graphs() - before == 1
 
 
-def test_chunks_by_inductor(make_model, num_graphs):
-    """The graph that was compiled for some rows runs for none."""
-    model, prompts = make_model(), [list(range(1, 56))]
+@pytest.mark.slow
+def test_sessions_by_inductor(make_model, num_graphs):
+    """The graph that was compiled for some rows runs for none: chunks of prompts."""
+    model, prompts = make_model(), [*PROMPTS, list(range(1, 56))]
     wanted = tokens_of(chunked(model).generate(prompts, 8))
-    options = {"fast_prefill": "on"}
-    fast = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True, options=options)
     before = num_graphs()
-    session = chunked(fast, **MODES["full"])
-    assert tokens_of(session.generate(prompts, 8)) == wanted
+    fast = torch.compile(
+        model, backend=fx_passes.attn_ops, fullgraph=True, options={"fast_prefill": "on"}
+    )
+    with recording() as recorder:
+        for mode in ("called", "full"):
+            session = chunked(fast, **MODES[mode])
+            assert tokens_of(session.generate(prompts, 8)) == wanted
+            assert session.counters.num_recompiles == 0
+    session, prompts = chunked(fast, **MODES["full"]), prompts[-1:]
+    assert tokens_of(session.generate(prompts, 8)) == wanted[-1:]
     assert [one.num_replays for one in session.graphs or () if not one.key.logits] == [3]
+    assert matches(recorder) == [True]
     assert num_graphs() - before == 1
 
 
@@ -146,12 +132,3 @@ def test_other_models_compute_all_logits(make_model):
     session = chunked(make_model(), **MODES["full"])
     session.generate([list(range(1, 56))], 2)
     assert all(one.key.logits for one in session.graphs or ())
-
-
-def test_auto_leaves_other_sessions_alone(make_model):
-    """Off is the default, and runs nothing."""
-    with recording() as recorder:
-        chunked(torch.compile(make_model(), backend=fx_passes.attn_ops, fullgraph=True)).generate(
-            PROMPTS, 8
-        )
-    assert matches(recorder) == []

@@ -1,11 +1,10 @@
 """Requests take their end and their sampling from the model's generation config, as `generate`."""
 
 import pytest
-import torch
 
 from graphs.requests.defaults import IDLE, REFUSED, TAKEN
 from tests.fuzz.configs import VALUES, search
-from tests.kit.models import build_model
+from tests.kit.models import build_model, generated
 from tests.kit.sessions import (
     PROMPTS,
     captured_lazily,
@@ -31,24 +30,6 @@ def configured():
     return configure
 
 
-def generated(model, prompt, max_new_tokens, **options) -> list[int]:
-    """By `generate` of Transformers, with the model's generation config."""
-    ids = torch.tensor([prompt])
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=0,
-            **options,
-        )
-    finally:
-        model.set_attn_implementation(implementation)
-    return out[0, len(prompt) :].tolist()
-
-
 # -- the end ---------------------------------------------------------------------------------------
 
 
@@ -62,15 +43,6 @@ def test_eos_of_the_config_ends_requests(configured, make, several):
     results = poisoned(make(model)).generate(PROMPTS, 12)
     assert tokens_of(results) == [generated(model, p, 12) for p in PROMPTS] != free
     assert results[0].finish_reason == "eos"
-
-
-def test_a_config_that_changes_counts_from_the_next_request(configured):
-    session = make_session(configured())
-    (free,) = session.generate(PROMPTS[:1], 6)
-    configured(eos_token_id=free.token_ids[1])
-    (ended,) = session.generate(PROMPTS[:1], 6)
-    assert ended.finish_reason == "eos"
-    assert len(ended.token_ids) <= 2
 
 
 @pytest.mark.parametrize("name", ["eos", "eos_token_id"])

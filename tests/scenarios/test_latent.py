@@ -17,12 +17,20 @@ import fx_passes
 from attn_ops import LatentShape
 from attn_ops.integrations.transformers import attention_specs
 from graphs.app import tables
-from graphs.app.parity import Reference, compare, keeping_logits
+from graphs.app.parity import Reference, keeping_logits
 from tests.kit.compile import graphs_are_compiled_anew
 from tests.kit.marks import long, slow
-from tests.kit.models import build_model
-from tests.kit.sessions import captured, chunked, make_session, poisoned, refuses, tokens_of
-from tests.scenarios.test_families import assert_outputs_vary, random_batch
+from tests.kit.models import build_model, generated
+from tests.kit.sessions import (
+    captured,
+    chunked,
+    drafted,
+    make_session,
+    poisoned,
+    refuses,
+    tokens_of,
+)
+from tests.scenarios.test_families import assert_outputs_vary, check_random_batches
 from tests.scenarios.test_fast_prefill import MODES, eager
 
 FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"]
@@ -35,28 +43,11 @@ def expected(model, num_tokens: int = 12) -> list[list[int]]:
     return [reference.generate(prompt, num_tokens)[0] for prompt in PROMPTS]
 
 
-def check_batches(model, run, num_batches: int, seed: object, **options) -> list[list[int]]:
-    """Random batches, chunked, over poisoned caches: tokens and logits are the reference's."""
-    session, reference = poisoned(chunked(run, **options)), Reference(model)
-    numbers, outputs = random.Random(str(seed)), []
-    for _ in range(num_batches):
-        prompts, max_new_tokens = random_batch(numbers)
-        with keeping_logits(session) as logits:
-            results = session.generate(prompts, max_new_tokens)
-        parity = compare(reference, prompts, results, [r for _, r in sorted(logits.items())])
-        assert parity.num_identical == len(prompts)
-        assert parity.max_logits_difference < 1e-4
-        outputs += [result.token_ids for result in results]
-    counters = session.counters
-    assert (counters.num_breaks, counters.num_recompiles) == (0, 0)
-    return outputs
-
-
 @pytest.mark.parametrize("family", [*FAMILIES[:2], *slow(*FAMILIES[2:])])
 def test_random_batches_equal_transformers(family):
     model = build_model(family, tie_word_embeddings=False)
     names = list(model.state_dict())
-    outputs = check_batches(model, model, 10, family)
+    _, outputs = check_random_batches(model, model, 10, family)
     assert_outputs_vary(outputs)
     assert list(model.state_dict()) == names
     assert attention_specs(model)[0].latent == SHAPE
@@ -94,7 +85,7 @@ def test_random_batches_by_inductor(family, fast_prefill, num_graphs):
         fullgraph=True,
         options={"fast_prefill": fast_prefill},
     )
-    check_batches(model, run, 12, family)
+    check_random_batches(model, run, 12, family)
     assert num_graphs() - before == 1
 
 
@@ -149,18 +140,14 @@ def test_captured_steps_by_triton(options):
 def test_drafts(options):
     """Right ones and wrong ones."""
     model, numbers = build_model("deepseek_v3"), random.Random(0)
-    wanted = expected(model)
     session = poisoned(make_session(model, num_draft_tokens=3, **options))
-    ids = [session.add(prompt, 12) for prompt in PROMPTS]
-    made, num_calls = [0] * len(ids), 0
-    while session.num_unfinished and num_calls < 60:
-        num_calls += 1
-        following = [tokens[n : n + 3] for tokens, n in zip(wanted, made, strict=True)]
-        drafts = [[t if numbers.random() < 0.8 else (t + 1) % 64 for t in f] for f in following]
-        for output in session.verify_draft(dict(zip(ids, drafts, strict=True))):
-            made[ids.index(output.request_id)] += 1
+
+    def propose(following):
+        return [t if numbers.random() < 0.8 else (t + 1) % 64 for t in following[:3]]
+
+    results, num_calls = drafted(session, PROMPTS, wanted := expected(model), propose)
     assert num_calls < 11, "drafts were accepted"
-    assert tokens_of([session.result(i) for i in ids]) == wanted
+    assert tokens_of(results) == wanted
 
 
 # -- FP8 caches ------------------------------------------------------------------------------------
@@ -199,22 +186,6 @@ def test_the_scale_of_an_fp8_cache():
 # -- the cache -------------------------------------------------------------------------------------
 
 
-def test_a_token_takes_one_latent():
-    session = make_session(build_model("deepseek_v3"))
-    assert [list(c.shape[1:]) for c in session.cache.tensors] == [[4, 24]] * 2
-    assert session.cache.bytes_per_block == 2 * 4 * 24 * 4
-
-
-def test_weights_written_in_place_are_followed():
-    model = build_model("deepseek_v3")
-    session = make_session(model)
-    before = tokens_of(session.generate(PROMPTS, 12))
-    for layer in model.model.layers:
-        layer.self_attn.kv_b_proj.weight.copy_(layer.self_attn.kv_b_proj.weight.flip(0))
-    wanted = expected(model)
-    assert tokens_of(session.generate(PROMPTS, 12)) == wanted != before
-
-
 def test_a_copy_and_other_implementations_attend_by_themselves():
     model = build_model("deepseek_v2")
     wanted = expected(model)
@@ -223,12 +194,7 @@ def test_a_copy_and_other_implementations_attend_by_themselves():
     assert twin.model.layers[0].self_attn.expand_kv.__self__ is twin.model.layers[0].self_attn
     assert tokens_of(make_session(twin).generate(PROMPTS, 12)) == wanted
     for implementation in ("sdpa", "eager"):
-        twin.set_attn_implementation(implementation)
-        ids = torch.tensor([PROMPTS[3]])
-        out = twin.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
-        )
-        assert out[0, 4:].tolist() == wanted[3]
+        assert generated(twin, PROMPTS[3], 12, implementation, do_sample=False) == wanted[3]
 
 
 # -- refusals --------------------------------------------------------------------------------------

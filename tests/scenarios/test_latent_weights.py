@@ -34,33 +34,18 @@ def check(model, wanted: list[list[int]], compiled: bool, **options) -> None:
     assert (session.counters.num_breaks, session.counters.num_recompiles) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("config_name", "compiled"),
-    [
-        ("Float8WeightOnlyConfig", True),
-        ("Int8WeightOnlyConfig", False),
-        *slow(("Int8WeightOnlyConfig", True)),
-    ],
-)
-def test_weights_quantized_by_torchao(config_name, compiled):
-    torchao = pytest.importorskip("torchao.quantization")
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_weights_written_in_place_are_followed(is_quantized):
     model = build_model("deepseek_v3")
-    plain = expected(model)
-    torchao.quantize_(model, getattr(torchao, config_name)())
-    assert type(linears(model)[0].weight) not in (nn.Parameter, torch.Tensor)
-    wanted = expected(model)
-    assert wanted != plain
-    check(model, wanted, compiled)
-
-
-def test_quantized_weights_written_in_place_are_followed():
-    torchao = pytest.importorskip("torchao.quantization")
-    model = build_model("deepseek_v3")
-    torchao.quantize_(model, torchao.Float8WeightOnlyConfig())
+    if is_quantized:
+        model = quantized(model, "Float8WeightOnlyConfig")
     session = make_session(torch.compile(model, backend=eager, fullgraph=True))
     before = tokens_of(session.generate(PROMPTS, 8))
     for linear in linears(model):
-        linear.weight.scale.mul_(3)
+        if is_quantized:
+            linear.weight.scale.mul_(3)
+        else:
+            linear.weight.copy_(linear.weight.flip(0))
     wanted = expected(model)
     assert wanted != before
     assert tokens_of(session.generate(PROMPTS, 8)) == wanted
@@ -101,21 +86,6 @@ def test_transformers_layers_in_fp8(block_size):
     assert torch.equal(expansion(linear, weight), weight)
 
 
-@pytest.mark.parametrize("compiled", [False, *slow(True)])
-def test_a_lora_adapter_of_kv_b_proj(compiled):
-    peft = pytest.importorskip("peft")
-    model = build_model("deepseek_v3")
-    plain = expected(model)
-    config = peft.LoraConfig(
-        r=4, lora_alpha=16, target_modules=["kv_b_proj", "q_b_proj"], init_lora_weights=False
-    )
-    torch.manual_seed(9)
-    model = peft.get_peft_model(model, config).eval().base_model.model
-    wanted = expected(model)
-    assert wanted != plain
-    check(model, wanted, compiled)
-
-
 def test_merged_projections():
     model = build_model("deepseek_v3")
     wanted = expected(model)
@@ -150,14 +120,49 @@ class CompressedLinear(nn.Linear):
         return x @ (self.weight_packed * self.weight_scale[:, None]).t()
 
 
-@pytest.mark.parametrize(
-    ("kind", "compiled"), [(Packed, False), (CompressedLinear, False), *slow((Packed, True))]
-)
-def test_weights_under_other_names(kind, compiled):
-    model = build_model("deepseek_v3")
-    plain = expected(model)
+def quantized(model, config_name: str):
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(model, getattr(torchao, config_name)())
+    assert type(linears(model)[0].weight) not in (nn.Parameter, torch.Tensor)
+    return model
+
+
+def replaced(model, kind):
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = kind(layer.self_attn.kv_b_proj)
+    return model
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=["kv_b_proj", "q_b_proj"], init_lora_weights=False
+    )
+    torch.manual_seed(9)
+    return peft.get_peft_model(model, config).eval().base_model.model
+
+
+CHANGES = {
+    "Float8WeightOnlyConfig": lambda m: quantized(m, "Float8WeightOnlyConfig"),
+    "Int8WeightOnlyConfig": lambda m: quantized(m, "Int8WeightOnlyConfig"),
+    "LoRA": adapted,
+    "Packed": lambda m: replaced(m, Packed),
+    "CompressedLinear": lambda m: replaced(m, CompressedLinear),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "compiled"),
+    [
+        *((name, name == "Float8WeightOnlyConfig") for name in CHANGES),
+        *slow(*((name, True) for name in ("Int8WeightOnlyConfig", "LoRA", "Packed"))),
+    ],
+)
+def test_changed_weights(change, compiled):
+    """Quantized by torchao, adapted by peft, or under other names."""
+    model = build_model("deepseek_v3")
+    plain = expected(model)
+    model = CHANGES[change](model)
     wanted = expected(model)
     assert wanted != plain
     check(model, wanted, compiled)

@@ -5,7 +5,7 @@ import torch
 
 import fx_passes
 from graphs import DecodeSession
-from tests.kit.models import build_model
+from tests.kit.models import build_model, generated
 from tests.kit.sessions import drain
 
 ORIGINAL = 32
@@ -21,18 +21,15 @@ PROMPTS = [LONGEST[:5], LONGEST[:20], LONGEST[:33], LONGEST[:32], LONGEST, [9]]
 NEW = [12, 13, 12, 1, 12, 12]  # the second and the fourth just fit
 
 
-def build(implementation: str = "attn_ops"):
+def build():
     sizes = {"max_position_embeddings": 128, "original_max_position_embeddings": ORIGINAL}
-    return build_model("phi3", implementation, rope_parameters=dict(ROPE), **sizes)
+    return build_model("phi3", rope_parameters=dict(ROPE), **sizes)
 
 
-def generated(model) -> list[list[int]]:
-    found = []
-    for prompt, number in zip(PROMPTS, NEW, strict=True):
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, max_new_tokens=number, min_new_tokens=number, do_sample=False)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+def by_itself(model) -> list[list[int]]:
+    """Of as many tokens as are asked for."""
+    pairs = zip(PROMPTS, NEW, strict=True)
+    return [generated(model, p, n, "sdpa", min_new_tokens=n, do_sample=False) for p, n in pairs]
 
 
 def make_session(model, **options) -> DecodeSession:
@@ -59,7 +56,7 @@ def decoded(session: DecodeSession) -> list[list[int]]:
 def test_requests_on_both_sides(options):
     """Prompts share prefixes across the boundary, and some are preempted where blocks are few."""
     model = build()
-    wanted = generated(build("sdpa"))
+    wanted = by_itself(build())
     options = dict(options)
     run = model
     if options.pop("compiled", False):
@@ -69,8 +66,7 @@ def test_requests_on_both_sides(options):
     if run is not model:
         assert session.counters.num_recompiles == 0
     assert decoded(session) == wanted
-    model.set_attn_implementation("sdpa")
-    assert generated(model) == wanted, "its own generate stays what it was"
+    assert by_itself(model) == wanted, "its own generate stays what it was"
 
 
 def test_requests_that_cross_are_refused():

@@ -17,7 +17,7 @@ from graphs.capture.verifier import VerificationError
 from tests.fuzz.sessions import results_alone, run_session
 from tests.kit.marks import long, slow
 from tests.kit.models import build_model
-from tests.kit.sessions import captured_lazily, is_empty, make_session, poisoned
+from tests.kit.sessions import captured_lazily, drafted, is_empty, make_session, poisoned, tokens_of
 
 PROMPTS = [list(range(1, 61)), [7] * 30, [3, 4], list(range(5, 50)), [9] * 8]
 OPTIONS = {"max_tokens": 96, "max_tokens_per_step": 8}
@@ -95,14 +95,8 @@ def test_what_padding_writes_is_read_by_nobody(model, want):
 
 def test_drafts(model, want):
     session = poisoned(captured_lazily(model, num_draft_tokens=2, **OPTIONS))
-    ids = [session.add(p, 20, **SAMPLED) for p in PROMPTS]
-    known = dict.fromkeys(ids, 0)
-    while session.num_unfinished:
-        rows = zip(ids, want, strict=True)
-        drafts = {i: [*r.token_ids[known[i] : known[i] + 1], 5][:2] for i, r in rows}
-        for output in session.verify_draft(drafts):
-            known[output.request_id] += 1
-    assert [session.result(i) for i in ids] == want
+    propose = lambda following: [*following[:1], 5]  # noqa: E731
+    assert drafted(session, PROMPTS, tokens_of(want), propose, **SAMPLED)[0] == want
 
 
 def test_verified(model, want):
@@ -181,18 +175,6 @@ def test_a_prefix_whose_window_is_gone_is_computed_again(model):
     assert session.report().prefixes.num_shared_tokens == found
     session.forget_prefixes()
     assert session.generate([[*SYSTEM, 50]], 12, **SAMPLED) == want
-
-
-def test_prefixes_in_a_small_cache(model):
-    """Requests are preempted, and find what they had computed."""
-    prompts = [[*SYSTEM, last] for last in (50, 51, 52, 53)] + PROMPTS[1:]
-    alone = make_session(model, max_batch_size=1, reserve="length", **OPTIONS)
-    want = alone.generate(prompts, 20, **SAMPLED)
-    session = shared(model, cache_tokens=130)
-    for _ in range(2):
-        assert session.generate(prompts, 20, **SAMPLED) == want
-    assert session.report().prefixes.num_hits > 4
-    assert is_empty(session)
 
 
 @pytest.mark.parametrize("options", [{"reserve": "length"}, {"max_tokens": 16}], ids=str)

@@ -6,6 +6,7 @@ import pytest
 from tests.kit.models import build_model
 from tests.kit.sessions import (
     captured_lazily,
+    drafted,
     drain,
     is_empty,
     make_session,
@@ -65,35 +66,18 @@ def test_captured(model, decode_steps, mode):
     options = {"decode_steps": decode_steps, "cudagraph_mode": mode}
     want = uncaptured(model).generate(PROMPTS, 20, **DRAWN)
     session = tight(model, captured_lazily, **options)
-    assert session.generate(PROMPTS, 20, **DRAWN) == want
+    ids = [session.add(p, 20, **DRAWN) for p in PROMPTS]
+    streamed = drain(session)
+    assert [streamed[i] for i in ids] == tokens_of(want), "handed out once, and in order"
     assert session.report().preemptions.num_preemptions > 0
     assert is_empty(session)
-
-
-def test_verified(model):
-    session = tight(model, captured_lazily, verify="always")
-    assert session.generate(PROMPTS, 20) == make_session(model).generate(PROMPTS, 20)
-    assert session.report().num_verified > 0
-
-
-def test_tokens_are_handed_out_once(model):
-    session = tight(model, captured_lazily, decode_steps=3)
-    ids = [session.add(p, 20) for p in PROMPTS]
-    streamed = drain(session)
-    assert session.report().preemptions.num_preemptions > 0
-    assert [streamed[i] for i in ids] == [session.result(i).token_ids for i in ids]
 
 
 def test_drafts(model):
     alone = tokens_of(make_session(model).generate(PROMPTS, 20))
     session = tight(model, num_draft_tokens=3)
-    ids = [session.add(p, 20) for p in PROMPTS]
-    for _ in range(200):
-        right = zip(ids, alone, strict=True)
-        drafts = {i: tokens[len(session._requests[i].token_ids) :][:3] for i, tokens in right}
-        if session.num_unfinished:
-            session.verify_draft(drafts)
-    assert [session.result(i).token_ids for i in ids] == alone
+    results, _ = drafted(session, PROMPTS, alone, lambda following: following[:3])
+    assert tokens_of(results) == alone
     assert session.report().preemptions.num_preemptions > 0
 
 

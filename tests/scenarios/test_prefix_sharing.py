@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from tests.kit.models import build_model
-from tests.kit.sessions import captured_lazily, drain, is_empty, make_session, poisoned, tokens_of
+from tests.kit.sessions import (
+    captured_lazily,
+    drafted,
+    drain,
+    is_empty,
+    make_session,
+    poisoned,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,13 +82,6 @@ def test_captured(model, decode_steps, mode):
     assert is_empty(session)
 
 
-def test_verified(model):
-    session = sharing(model, captured_lazily, verify="always")
-    want = make_session(model).generate(PROMPTS, 5)
-    assert session.generate(PROMPTS, 5) == want
-    assert session.report().num_verified > 0
-
-
 def test_a_computed_prompt_costs_one_token(model):
     session = sharing(model)
     (first,), computed = count_tokens(session, lambda: session.generate([SYSTEM], 1))
@@ -126,21 +127,9 @@ def test_drafts(model):
     want = make_session(model).generate(PROMPTS, 8)
     session = sharing(model, num_draft_tokens=2)
     session.generate(PROMPTS[:1], 3)
-    ids = [session.add(p, 8) for p in PROMPTS]
-    for _ in range(60):
-        if not session.num_unfinished:
-            break
-        right = {i: w.token_ids for i, w in zip(ids, want, strict=True)}
-        known = {i: len(session._requests[i].token_ids) for i in ids}
-        session.verify_draft({i: [*right[i][known[i] :], 1, 2][:2] for i in ids})
-    assert [session.result(i) for i in ids] == want
-    assert is_empty_after_discards(session, ids)
-
-
-def is_empty_after_discards(session, ids) -> bool:
-    for request in ids:
-        session.discard(request)
-    return is_empty(session)
+    results, _ = drafted(session, PROMPTS, tokens_of(want), lambda rest: [*rest, 1, 2][:2])
+    assert results == want
+    assert is_empty(session)
 
 
 def test_a_small_cache_evicts(model):
@@ -158,22 +147,10 @@ def test_a_small_cache_evicts(model):
 
 
 CHANGES = {
-    "in place": lambda m: m.model.layers[0].self_attn.k_proj.weight.mul_(-1),
-    "loaded": lambda m: m.load_state_dict({k: v * 0.7 for k, v in m.state_dict().items()}),
-    "a bias": lambda m: setattr(
-        m.model.layers[0].self_attn.k_proj, "bias", torch.nn.Parameter(torch.linspace(-3, 3, 32))
-    ),
-    "trained": lambda m: trained(m),
+    "counted": lambda m: m.model.layers[0].self_attn.k_proj.weight.mul_(-1),
+    "not counted": lambda m: m.model.layers[0].self_attn.k_proj.weight.data.mul_(-1),
 }
-
-
-def trained(model):
-    """A step that torch's counters do not see."""
-    model.requires_grad_(True)
-    for weight in model.parameters():
-        weight.grad = torch.sin(torch.arange(weight.numel()) * 7.0).view_as(weight)
-    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
-    model.requires_grad_(False)
+"""By torch; of others see tests/graphs/verify/test_weight_versions.py."""
 
 
 @pytest.mark.parametrize("make", [make_session, captured_lazily])
@@ -191,31 +168,6 @@ def test_a_changed_model_forgets(make, change):
     assert want != before
     assert session.generate(PROMPTS, 6) == want
     assert session.report().prefixes.num_forgotten >= 1
-
-
-def test_data_that_is_assigned_is_seen():
-    model = build_model()
-    session = sharing(model)
-    before = session.generate(PROMPTS, 6)
-    weight = model.model.layers[0].self_attn.k_proj.weight
-    weight.data = -weight.data
-    want = make_session(model).generate(PROMPTS, 6)
-    assert session.generate(PROMPTS, 6) == want != before
-
-
-def test_data_is_not_counted_but_may_be_told():
-    model = build_model()
-    session = sharing(model)
-    session.generate(PROMPTS, 6)
-    model.model.layers[0].self_attn.k_proj.weight.data.mul_(-1)  # torch does not count it
-    assert session.generate(PROMPTS, 6) == make_session(model).generate(PROMPTS, 6)
-
-
-def test_weights_that_are_not_counted_are_refused():
-    with torch.inference_mode():
-        model = build_model()
-    with pytest.raises(ValueError, match=r"^share_prefixes must be False for a model made in"):
-        make_session(model, share_prefixes=True)
 
 
 @pytest.mark.parametrize(

@@ -191,15 +191,13 @@ def test_fewer_key_and_value_heads_than_ranks(tmp_path):
         assert "must be a multiple of the ranks, and num_key_value_heads a" in rank["error"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_more_families_on_four_ranks(tmp_path):
-    """Experts, latent attention, sinks."""
+    """Experts, latent attention, sinks: Transformers splits no attention of GPT-OSS."""
     names = ("deepseek_v2", "gpt_oss", "qwen2_moe")
     sessions, heads, _ = check_families(tmp_path, 4, names)
     for name, session in sessions.items():
-        parts = 1 if name == "gpt_oss" else 4
-        assert heads[name][0] == session.specs[0].num_heads // parts, name
+        assert heads[name][0] == session.specs[0].num_heads // (1 if name == "gpt_oss" else 4), name
 
 
 def program(*command: str) -> str:

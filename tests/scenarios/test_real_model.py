@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from graphs import DecodeSession
 from graphs.app.chat import Chat
@@ -13,6 +14,7 @@ from graphs.app.presets import load
 from graphs.app.prompts import tokenizer_of
 from graphs.requests.tokens import Tokens
 from tests.kit.marks import REAL_MODEL
+from tests.kit.models import generated
 
 pytestmark = REAL_MODEL
 
@@ -35,23 +37,6 @@ def tokenizer(smollm2):
     return tokenizer_of(smollm2)
 
 
-@torch.no_grad()
-def generated(model, prompt: list[int]) -> list[int]:
-    """Greedy tokens of Transformers, up to its end of a turn."""
-    model.set_attn_implementation("eager")
-    try:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-        )
-    finally:
-        model.set_attn_implementation("attn_ops")
-    return out[0, len(prompt) :].tolist()
-
-
 def test_four_chats_at_once_equal_generate(model, tokenizer):
     assert model.dtype == torch.float32
     prompts = [Tokens(tokenizer).chat([{"role": "user", "content": q}]) for q in QUESTIONS]
@@ -60,7 +45,7 @@ def test_four_chats_at_once_equal_generate(model, tokenizer):
     )
     results = session.generate(prompts, NUM_TOKENS)
     for prompt, result in zip(prompts, results, strict=True):
-        assert result.token_ids == generated(model, prompt)
+        assert result.token_ids == generated(model, prompt, NUM_TOKENS, do_sample=False)
         ends = result.token_ids[-1] == tokenizer.eos_token_id
         assert (result.finish_reason == "eos") == ends
         assert tokenizer.eos_token_id not in result.token_ids[:-1]
@@ -74,7 +59,7 @@ def test_a_conversation_equals_generate(smollm2, model, tokenizer):
     for question in ("What is the capital of France?", "And of Italy?", "What do bees make?"):
         answers.append("".join(talk.ask(question)))
         messages.append({"role": "user", "content": question})
-        tokens = generated(model, Tokens(tokenizer).chat(messages))
+        tokens = generated(model, Tokens(tokenizer).chat(messages), NUM_TOKENS, do_sample=False)
         assert answers[-1] == tokenizer.decode(tokens, skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answers[-1]})
     assert "Paris" in answers[0]
@@ -106,24 +91,6 @@ def test_perplexity_of_a_licence_is_that_of_transformers(session, model, tokeniz
     assert 0.3 < sum(score.is_argmax) / len(score.is_argmax) < 1, "it knows such texts"
 
 
-def test_answers_are_scored_as_one_would(session):
-    question = "Question: What is the capital of France?\nAnswer:"
-    answers = [" Paris", " Banana", " Berlin", " Monday"]
-    scores = session.score([question] * 4, answers)
-    totals = [score.total for score in scores]
-    assert totals.index(max(totals)) == 0
-
-
-def test_streams_stop_where_the_text_says(session, tokenizer):
-    messages = [{"role": "user", "content": "Name three fruits."}]
-    prompt = Tokens(tokenizer).chat(messages)
-    whole = session.chat(messages, NUM_TOKENS)
-    assert whole.text == "".join(output.text for output in session.stream(prompt, NUM_TOKENS))
-    (cut,) = session.generate([prompt], NUM_TOKENS, stop="2.")
-    assert cut.text == whole.text.partition("2.")[0]
-    assert (cut.finish_reason, cut.stop_reason) == ("stop", "2.")
-
-
 def test_json_is_sensible(session):
     pytest.importorskip("xgrammar")
     schema = {
@@ -134,39 +101,6 @@ def test_json_is_sensible(session):
     messages = [{"role": "user", "content": "Name the capital of France, in JSON."}]
     found = json.loads(session.chat(messages, 64, structured_outputs={"json": schema}).text)
     assert "Paris" in found["capital"]
-
-
-def test_drafts_from_the_prompt_are_accepted(session, tokenizer):
-    """Text that repeats: tokens after the same two are proposed."""
-    text = "The sea is blue. The sky is blue. The sea is blue. The sky is"
-    (alone,) = session.generate([text], 20)
-    request, accepted, steps = session.add(text, 20), 0, 0
-    known = tokenizer(text)["input_ids"]
-    while session.num_unfinished:
-        tail, draft = known[-2:], []
-        for at in range(len(known) - 3, -1, -1):
-            if known[at : at + 2] == tail:
-                draft = known[at + 2 : at + 5]
-                break
-        outputs = session.verify_draft({request: draft})
-        known += [output.token_id for output in outputs]
-        accepted, steps = accepted + len(outputs), steps + 1
-    assert session.result(request).token_ids == alone.token_ids
-    session.discard(request)
-    assert accepted / steps > 1.2
-
-
-def test_an_fp8_cache_costs_little(model, tokenizer):
-    session = DecodeSession(
-        model, max_batch_size=1, max_tokens=512, tokenizer=tokenizer, cudagraph_mode="NONE",
-        kv_cache_dtype="fp8_e4m3",
-    )  # fmt: skip
-    exact = DecodeSession(
-        model, max_batch_size=1, max_tokens=512, tokenizer=tokenizer, cudagraph_mode="NONE"
-    )
-    (rough,), (right,) = session.score([LICENCE]), exact.score([LICENCE])
-    difference = (right.total - rough.total) / len(right.logprobs)
-    assert abs(difference) < 0.05
 
 
 def test_bfloat16_rounds_no_worse_than_transformers(model, tokenizer):
@@ -190,3 +124,55 @@ def test_bfloat16_rounds_no_worse_than_transformers(model, tokenizer):
         model.set_attn_implementation("attn_ops")
     mean_ours, mean_theirs = torch.cat(errors, dim=1).mean(dim=1).tolist()
     assert mean_ours < 1.05 * mean_theirs
+
+
+# -- doors; lm-eval and the server have theirs -----------------------------------------------------
+
+
+def test_generate_batch_answers_as_generate_does(model, tokenizer):
+    from graphs.integrations.generate_batch import disable, enable
+
+    prompts = [Tokens(tokenizer).chat([{"role": "user", "content": q}]) for q in QUESTIONS[:3]]
+    config = GenerationConfig(
+        max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    wanted = [generated(model, prompt, NUM_TOKENS, do_sample=False) for prompt in prompts]
+    model.set_attn_implementation("sdpa")
+    enable(model)
+    found = model.generate_batch(prompts, generation_config=config)
+    disable(model)
+    model.set_attn_implementation("attn_ops")
+    assert [found[f"req_{i}"].generated_tokens for i in range(3)] == wanted
+    assert "Paris" in tokenizer.decode(found["req_0"].generated_tokens)
+
+
+def test_it_draws_its_own_answers_while_it_is_trained(model, tokenizer, tmp_path):
+    """A few steps of GRPO by `rollout_func`."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from graphs.integrations.trl import rollout_func
+
+    trained = copy.deepcopy(model).requires_grad_(True).train()
+    trained.set_attn_implementation("sdpa")
+    said = []
+
+    def reward(completions, **_):
+        said.extend(completion[0]["content"] for completion in completions)
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    chats = [[{"role": "user", "content": "Name any city."}]] * 16
+    args = trl.GRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=8, max_steps=2,
+        max_completion_length=8, learning_rate=2e-5, beta=0.0, bf16=False, use_cpu=True,
+        report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    trainer = trl.GRPOTrainer(
+        model=trained, reward_funcs=reward, args=args, processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_dict({"prompt": chats}),
+        rollout_func=rollout_func(max_tokens=128),
+    )  # fmt: skip
+    trainer.train()
+    assert len(said) == 16
+    assert len(set(said)) > 4
+    pairs = zip(model.parameters(), trained.parameters(), strict=True)
+    assert any(not torch.equal(before, after) for before, after in pairs)

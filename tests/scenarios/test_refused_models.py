@@ -23,16 +23,8 @@ def tiny(config: str, model: str, **sizes):
 SIZES = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 32}
 
 
-def as_it_is(model):
-    return model
-
-
 def compiled(model):
     return torch.compile(model, backend="attn_ops", fullgraph=True)
-
-
-BOTH = pytest.mark.parametrize("given", [as_it_is, compiled])
-"""A compiled model is refused for what the model is, before anything is traced."""
 
 
 def test_a_name_is_told_how_to_load_it():
@@ -46,27 +38,6 @@ def test_a_name_is_told_how_to_load_it():
         DecodeSession(3, max_batch_size=1, max_tokens=8)  # pyright: ignore
 
 
-@BOTH
-def test_a_plain_module_is_told_how_to_run_by_hand(given):
-    message = "^model must have a Transformers config, got Linear without one; .*docs/by_hand.md$"
-    refuses(given(nn.Linear(2, 2)), message)
-
-
-@BOTH
-def test_a_classifier_draws_no_tokens(given):
-    sizes = {"intermediate_size": 32, "num_key_value_heads": 2, "pad_token_id": 0}
-    model = given(tiny("LlamaConfig", "LlamaForSequenceClassification", **sizes))
-    refuses(model, "^model must compute logits of the next token, got LlamaForSequenceClassific")
-
-
-@BOTH
-def test_dropout_that_trains_is_found_when_the_session_is_made(given):
-    model = build_model(attention_dropout=0.5)
-    refuses(
-        given(model.train()), r"^model\.training must be False, got True; call model\.eval\(\)$"
-    )
-
-
 WHISPER = {
     "d_model": 32, "decoder_layers": 1, "encoder_layers": 1, "decoder_attention_heads": 4,
     "encoder_attention_heads": 4, "decoder_ffn_dim": 32, "encoder_ffn_dim": 32,
@@ -75,16 +46,39 @@ WHISPER = {
 }  # fmt: skip
 
 
-@BOTH
-def test_whisper_is_refused_with_a_reason(given):
-    pair = tiny("WhisperConfig", "WhisperForConditionalGeneration", **WHISPER)
-    refuses(given(pair), "^model must be a decoder alone, got WhisperForConditionalGeneration, an")
+LLAMA = {"intermediate_size": 32, "num_key_value_heads": 2, "pad_token_id": 0}
+XLNET = {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 32}
+REFUSED = {
+    "a plain module": (
+        lambda: nn.Linear(2, 2),
+        "^model must have a Transformers config, got Linear without one; .*docs/by_hand.md$",
+    ),
+    "a classifier": (
+        lambda: tiny("LlamaConfig", "LlamaForSequenceClassification", **LLAMA),
+        "^model must compute logits of the next token, got LlamaForSequenceClassific",
+    ),
+    "in training": (
+        lambda: build_model(attention_dropout=0.5).train(),
+        r"^model\.training must be False, got True; call model\.eval\(\)$",
+    ),
+    "Whisper": (
+        lambda: tiny("WhisperConfig", "WhisperForConditionalGeneration", **WHISPER),
+        "^model must be a decoder alone, got WhisperForConditionalGeneration, an",
+    ),
+    "XLNet": (
+        lambda: tiny("XLNetConfig", "XLNetLMHeadModel", **XLNET),
+        "^model must have layers that .*, got XLNetLMHeadModel, whose layers",
+    ),
+}
 
 
-@BOTH
-def test_xlnet_is_refused_with_a_reason(given):
-    model = tiny("XLNetConfig", "XLNetLMHeadModel", d_model=32, n_layer=1, n_head=4, d_inner=32)
-    refuses(given(model), "^model must have layers that .*, got XLNetLMHeadModel, whose layers")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_reason(name):
+    """A compiled model is refused for what the model is, before anything is traced."""
+    make, message = REFUSED[name]
+    model = make()
+    refuses(model, message)
+    refuses(compiled(model), message)
 
 
 @pytest.fixture

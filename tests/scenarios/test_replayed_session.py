@@ -4,9 +4,7 @@ Everything else is as on a GPU: static tensors, padding, keys, launched steps, c
 """
 
 import pytest
-import torch
 
-from graphs.capture.verifier import VerificationError
 from graphs.modes import CUDAGraphMode
 from tests.kit.sessions import captured, uncaptured
 
@@ -69,65 +67,11 @@ def test_sampling_in_graphs(model, kinds, decode_steps):
         assert run(captured(model, seed=99), [seeded]) == {seeded: want[seeded]}
 
 
-def test_requests_come_and_go_between_launched_steps(model):
-    """Added and discarded between any two steps: the others are what they are alone."""
-    session, generator = captured(model, decode_steps=4), torch.Generator().manual_seed(0)
-    alone = {}
-    done, live = {}, {}
-    for _ in range(120):
-        action = int(torch.randint(0, 6, (), generator=generator))
-        if action < 2 and len(live) < 7:
-            length = int(torch.randint(1, 20, (), generator=generator))
-            prompt = torch.randint(1, 64, (length,), generator=generator).tolist()
-            new = int(torch.randint(1, 20, (), generator=generator))
-            request = session.add(prompt, new)
-            live[request] = (prompt, new)
-        elif action == 2 and live and int(torch.randint(0, 3, (), generator=generator)) == 0:
-            gone = sorted(live)[0]
-            session.discard(gone)
-            del live[gone]
-        session.step()
-        for request in list(live):
-            if session.result(request) is not None:
-                done[request], alone[request] = session.result(request), live.pop(request)
-                session.discard(request)
-    assert len(done) > 15
-    for request, (prompt, new) in alone.items():
-        assert done[request] == uncaptured(model).generate([prompt], new)[0]
-    while session.num_unfinished:
-        session.step()
-    for request in live:
-        session.discard(request)
-    assert session.cache.num_free_blocks == session.cache.num_blocks - 1
-
-
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
 def test_every_replay_verified(model, mode):
     session = captured(model, cudagraph_mode=mode, verify="always", max_tokens_per_step=16)
     got = session.generate(PROMPTS, 6, temperature=0.8)
     assert got == uncaptured(model, max_tokens_per_step=16).generate(PROMPTS, 6, temperature=0.8)
-
-
-def test_a_wrong_graph_is_caught(model):
-    """A step that computes something else when it is captured: another length is frozen."""
-    session = captured(model, verify="always")
-    build = session.builder.build_for_cudagraph_capture
-
-    def frozen(common):
-        short = common.replace(seq_lens=common.seq_lens.clamp(max=4))
-        return build(short)
-
-    session.builder.build_for_cudagraph_capture = frozen
-    with pytest.raises(VerificationError):
-        session.generate(PROMPTS, 6)
-
-
-def test_moved_tensors_are_named(model):
-    session = captured(model)
-    session.generate(PROMPTS[:1], 3)
-    session.cache.tensors[1] = session.cache.tensors[1].clone()
-    with pytest.raises(ValueError, match=r"must stay where they were, got .*kv_caches.*another"):
-        session.generate(PROMPTS[:1], 3)
 
 
 def test_swapped_weights_are_named(make_model):

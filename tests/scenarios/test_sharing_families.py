@@ -1,6 +1,5 @@
 """Gemma 3n and Gemma 4, whose last layers read the KV caches of earlier ones, in sessions."""
 
-import random
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ from attn_ops import write_kv
 from attn_ops.compat.torch_version import TORCH_VERSION
 from attn_ops.integrations.transformers import attention_specs, cache_index
 from attn_ops.integrations.transformers import forward as integration
-from graphs import DecodeSession
-from graphs.app.parity import Reference, compare, keeping_logits
 from tests.kit.marks import long, slow
+from tests.scenarios.test_families import assert_outputs_vary, check_random_batches
 
 FAMILIES = ["gemma3n", "gemma4"]
-LENGTHS = [1, 33, 20, 5, 2]  # longer than a step, longer than the window of 6, one token
 MODES = {
     "called": {"cudagraph_mode": "NONE"},
     "eager_replay": {"cudagraph_mode": "FULL_DECODE_ONLY", "debug": "eager_replay"},
@@ -33,35 +30,13 @@ def make_sharing(make_model):
     return lambda name, **overrides: make_model(name, tie_word_embeddings=False, **overrides)
 
 
-def generate_like_transformers(model, run, **mode: Any) -> DecodeSession:
-    """Two rounds of ragged prompts, over caches of NaN; tokens and logits are compared."""
-    session = DecodeSession(
-        run, max_batch_size=4, max_tokens=48, max_tokens_per_step=16, backend="TORCH", **mode
-    )
-    for cache in session.cache.tensors:
-        cache[1:] = float("nan")
-    reference, numbers, tokens = Reference(model), random.Random(0), set()
-    for first in (0, len(LENGTHS)):
-        prompts = [[numbers.randrange(64) for _ in range(n)] for n in LENGTHS]
-        with keeping_logits(session) as logits:
-            results = session.generate(prompts, 6)
-        rows = [logits.get(i, []) for i in range(first, first + len(prompts))]
-        if "debug" in mode:  # the logits of replayed steps are not kept
-            rows = [[] for _ in prompts]
-        parity = compare(reference, prompts, results, rows)
-        assert parity.num_identical == len(prompts)
-        assert parity.max_logits_difference < 1e-4
-        tokens |= {token for r in results for token in r.token_ids}
-    assert len(tokens) > 24, "a model that repeats itself agrees with any other that does"
-    return session
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sessions_equal_transformers(make_sharing, family, mode):
     model = make_sharing(family)
-    session = generate_like_transformers(model, model, **MODES[mode])
+    session, outputs = check_random_batches(model, model, 4, family, **MODES[mode])
     assert len(session.cache.tensors) == 3  # of five layers
+    assert_outputs_vary(outputs)
 
 
 @pytest.mark.parametrize("family", [*slow("gemma4"), *long("gemma3n")])
@@ -70,8 +45,7 @@ def test_compiled_sessions_equal_transformers(make_sharing, family):
     model = make_sharing(family)
     compiled = torch.compile(model, backend=fx_passes.attn_ops, fullgraph=True)
     for mode in MODES.values():
-        counters = generate_like_transformers(model, compiled, **mode).counters
-        assert (counters.num_breaks, counters.num_recompiles) <= (0, MORE_GRAPHS)
+        check_random_batches(model, compiled, 4, family, MORE_GRAPHS, **mode)
 
 
 @pytest.mark.slow
@@ -87,7 +61,7 @@ def test_compiled_sessions_equal_transformers(make_sharing, family):
 )  # fmt: skip
 def test_variants_of_gemma4(make_sharing, overrides):
     model = make_sharing("gemma4", **overrides)
-    generate_like_transformers(model, model, cudagraph_mode="NONE")
+    check_random_batches(model, model, 4, "gemma4", cudagraph_mode="NONE")
 
 
 # -- which cache -----------------------------------------------------------------------------------
@@ -100,10 +74,6 @@ def test_specs_and_indices(make_sharing, family):
     specs = attention_specs(model)
     assert [(s.head_size, s.sliding_window) for s in specs] == [(16, 6), (16, 6), (size, None)]
     assert [cache_index(layer.self_attn) for layer in model.model.layers] == [0, 1, 2, 1, 2]
-
-
-def test_indices_without_sharing(make_model):
-    assert [cache_index(layer.self_attn) for layer in make_model().model.layers] == [0, 1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

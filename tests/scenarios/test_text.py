@@ -11,7 +11,7 @@ import torch
 
 from graphs import AsyncSession, DecodeSession
 from tests.kit.models import build_model
-from tests.kit.sessions import asynchronous, captured, is_empty, make_session
+from tests.kit.sessions import asynchronous, captured, drafted, is_empty, make_session, tokens_of
 from tests.kit.text import small_tokenizer
 
 PROMPTS = ["The quick brown", "one two", '{"name"']
@@ -154,11 +154,10 @@ def test_bad_words_as_text(model):
     assert all(found[i : i + len(tokens)] != tokens for i in range(len(found)))
 
 
-@pytest.mark.parametrize("make", [make_session, captured])
-def test_structured_outputs(model, make):
+def test_structured_outputs(model):
     """Beside requests that ask for none, with log-probabilities."""
     pytest.importorskip("xgrammar")
-    session = make(model, tokenizer=small_tokenizer(), max_tokens=128, decode_steps=4)
+    session = session_of(model)
     eos = small_tokenizer().eos_token_id
     schema = {
         "type": "object",
@@ -320,23 +319,19 @@ def test_an_error_is_told_before_the_end(model, late):
     opened.close()
 
 
-def drafted(model, draft, prompt, new, **asked):
+def by_drafts(model, draft, new, **asked):
     """Tokens of a request with a draft in each step, which goes on where it does."""
     session = session_of(model, num_draft_tokens=3)
-    request = session.add(prompt, new, **asked)
-    session.step()
-    while session.num_unfinished:
-        known = session.result(request)
-        number = len(session.book.requests[request].token_ids) if known is None else 0
-        session.verify_draft({request: draft[number:][:3]})
-    return session.result(request).token_ids
+    want = [*draft, *[0] * (new - len(draft))]
+    results, _ = drafted(session, [[3, 4]], [want], lambda following: following[:3], **asked)
+    return tokens_of(results)[0]
 
 
 def test_drafts_behind_the_end_of_a_grammar(model):
     pytest.importorskip("xgrammar")
     asked = {"structured_outputs": {"choice": ["Yes"]}, "eos": 0, "ignore_eos": True}
     (alone,) = session_of(model).generate([[3, 4]], 10, **asked)
-    tokens = drafted(model, [*alone.token_ids[:2], 0, 0, 0, 0], [3, 4], 10, **asked)
+    tokens = by_drafts(model, alone.token_ids[:2], 10, **asked)
     assert tokens == alone.token_ids
 
 
@@ -344,7 +339,7 @@ def test_drafts_after_which_nothing_may_follow(model):
     asked = {"allowed_token_ids": [5], "bad_words": [[5, 5, 5]]}
     for run in (
         lambda: session_of(model).generate([[3, 4]], 10, **asked),
-        lambda: drafted(model, [5, 5, 7], [3, 4], 10, **asked),
+        lambda: by_drafts(model, [5, 5, 7], 10, **asked),
     ):
         with pytest.raises(RuntimeError, match="got none after 2 tokens"):
             run()
@@ -401,16 +396,12 @@ REFUSED = {
     "min_tokens with many ends": (
         {"min_tokens": 2, "eos": list(range(9))}, "min_tokens must be 0 with more than 8 tokens",
     ),
-    "structured": ({"structured_outputs": {"xml": 1}}, "structured_outputs must be a mapping"),
-    "unknown": ({"logprob": 1}, "sampling parameters must be known, got logprob; supported: "),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(model, name):
     """Nothing is queued."""
-    if name == "structured":
-        pytest.importorskip("xgrammar")
     wanted, message = REFUSED[name]
     session = session_of(model)
     with pytest.raises(ValueError, match=message):
@@ -421,10 +412,6 @@ def test_refused(model, name):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda s: s.generate(["text"], 2),
-            "prompt must be .*, or make the session with tokenizer",
-        ),
         (lambda s: s.generate([[1]], 2, stop="a"), "stop must come with DecodeSession"),
         (lambda s: s.generate([[1]], 2, bad_words=["a"]), "bad_words of text must come with"),
         (lambda s: s.chat([{"role": "user", "content": "a"}]), "messages must come with"),

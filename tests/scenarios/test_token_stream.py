@@ -16,27 +16,25 @@ def begun(model, **options):
     return session, request, outputs
 
 
-def others():
-    def release(session):
-        session.release()
-
-    def generate(session):
-        session.generate([[3, 4]], 20)
-
-    def failing_drafts(session):
-        session.loop._run_alone = None
-        with pytest.raises(TypeError):
-            session.verify_draft({})
-        del session.loop._run_alone
-
-    return [release, generate, failing_drafts]
+def failing_drafts(session):
+    session.loop._run_alone = None
+    with pytest.raises(TypeError):
+        session.verify_draft({})
+    del session.loop._run_alone
 
 
-@pytest.mark.parametrize("call", others())
+OTHERS = {
+    "release": lambda session: session.release(),
+    "generate": lambda session: session.generate([[3, 4]], 20),
+    "failing drafts": failing_drafts,
+}
+
+
+@pytest.mark.parametrize("call", OTHERS)
 def test_no_token_of_the_stream_is_lost(model, call):
     want = uncaptured(model).generate([[1, 2]], 12)[0].token_ids
     session, _, outputs = begun(model, num_draft_tokens=2)
-    call(session)
+    OTHERS[call](session)
     assert session.num_unfinished == 1
     while session.num_unfinished:
         outputs += session.step()

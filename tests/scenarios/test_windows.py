@@ -41,19 +41,6 @@ def test_tokens_are_right_and_blocks_go_back(model, make, reserve):
     assert is_empty(session)
 
 
-@pytest.mark.parametrize("make", [make_session, captured_lazily])
-def test_what_padding_writes_is_read_by_nobody(model, make):
-    """Rows of a request that has ended may be NaN, and go to the null block."""
-    want = make_session(model, max_batch_size=1).generate(PROMPTS, 20)
-    session = poisoned(make(model, **OPTIONS))
-    ids = [session.add(p, 20) for p in PROMPTS]
-    while session.num_unfinished:
-        for cache in session.cache.tensors:
-            cache[0] = float("nan")
-        session.step()
-    assert [session.result(i) for i in ids] == want
-
-
 def test_more_run_in_a_small_cache(model):
     """Four prompts of 40 tokens in 80: each needs its window and what is computed at a time."""
     prompts = [[first, *PROMPTS[0][1:]] for first in (1, 2, 3, 4)]
@@ -81,13 +68,6 @@ def test_blocks_go_back_when_they_are_needed(model, monkeypatch):
         num_steps += len(session.step()) // 2
     assert num_steps > 50
     assert len(fills) < 8
-
-
-def test_verified(model):
-    """Replays are compared with calls, and writes to blocks that they do not own are seen."""
-    session = make_session(model, verify="always", debug="eager_replay", **OPTIONS)
-    assert session.generate(PROMPTS, 12) == make_session(model).generate(PROMPTS, 12)
-    assert session.verifier.num_checked > 0
 
 
 def test_with_shared_prefixes(model):

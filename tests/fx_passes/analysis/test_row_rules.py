@@ -110,7 +110,8 @@ def in_place(x: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> torch.Te
     return x
 
 
-# By category of the table: what stays apart, and what looks like it and does not.
+# By category of the table: what stays apart, and what looks like it and does not, where `ALONG`
+# below has not the same operator along the rows.
 ROW_WISE: dict[str, tuple] = {
     "constant": (lambda x: x + torch.full((x.shape[0], 4), 2.0), X),
     "new zeros": (lambda x: x + x.new_zeros(x.shape[0], 1), X),
@@ -169,38 +170,20 @@ MIXING: dict[str, tuple] = {
     "arange is not constant": (lambda x: x + torch.arange(x.shape[0])[:, None], X),
     "other rows of a broadcast": (lambda x, y: x.unsqueeze(0) + y.unsqueeze(1), X, X),
     "as many columns as rows": (lambda x: x.view(-1, 1) * torch.ones(x.shape[0]), ONE.float()),
-    "repeat rows": (lambda x: x.repeat(2, 1), X),
     "repeat interleaved": (lambda x: x.repeat_interleave(2, 0), X),
-    "sum over rows": (lambda x: x + x.sum(0), X),
     "mean of all": (lambda x: x + x.mean(), X),
-    "norm over rows": (lambda x: x / x.norm(dim=0, keepdim=True), X),
     "maximum of all": (lambda x: x - x.max(), X),
-    "softmax over rows": (lambda x: torch.softmax(x, 1), XB),
-    "cumsum over rows": (lambda x: x.cumsum(0), X),
-    "sort rows": (lambda x: x.sort(0).values, X),
     "topk, the default dimension": (lambda x: torch.topk(x.t(), 2).indices, X),
-    "argmax over rows": (lambda x: x + x.argmax(0), X),
-    "gather along rows": (lambda x, k: x.gather(0, k), X, KEYS),
     "gather from a table": (lambda k: TABLE[:, :3].gather(1, k), KEYS),
-    "norm of two dims": (lambda x: torch.nn.functional.layer_norm(x, (x.shape[0], 4)), X),
-    "rows merged": (lambda x: x.view(-1), X),
     "rows and heads merged": (lambda x: x.view(1, -1, 4), XH),
     "rows and columns swapped": (lambda x: x.reshape(4, x.shape[0]), X),
     "transposed and merged": (lambda x: x.transpose(1, 2).reshape(1, -1, 4), XH),
-    "squeeze of all": (lambda x: x.squeeze(), XB),
     "squeeze of rows": (lambda x: x.squeeze(0), X),
-    "slice of rows": (lambda x: x[:, 1:], XB),
-    "every other row": (lambda x: x[::2], X),
     "one row": (lambda x: x + x[0], X),
     "last row": (lambda x: x[:, -1:], XB),
     "first rows of a table": (lambda x: x + TABLE[: x.shape[0]], X),
     "narrowed table": (lambda x: x + TABLE.narrow(0, 2, x.shape[0]), X),
-    "split of rows": (lambda x: x.split([1, x.shape[0] - 1], 0), X),
-    "cat of rows": (lambda x, y: torch.cat((x, y), 0), X, X),
     "cat with a row": (lambda x: torch.cat((x[:, :1], x), 1), XB),
-    "pad rows": (lambda x: torch.nn.functional.pad(x, (0, 0, 1, 0)), X),
-    "rolled": (lambda x: x.roll(1, 0), X),
-    "flipped": (lambda x: x.flip(0), X),
     "rows contracted": (lambda x, y: x + (x.t() @ y)[0], X, X),
     "Gram matrix": (lambda x: x @ x.t(), X),
     "bmm, rows contracted": (lambda x, y: torch.bmm(x, y), torch.randn(2, 3, 7),
@@ -219,7 +202,6 @@ MIXING: dict[str, tuple] = {
     "filled with the number of rows": (lambda x: torch.full_like(x, x.shape[0]), X),
     "clamped to the number of rows": (lambda x: x.clamp(max=x.shape[0]), X),
     "random": (lambda x: x + torch.rand_like(x), X),
-    "in place over rows": (lambda x: in_place(x, lambda z: z.cumsum_(0)), X),
     "in place on a row": (lambda x: in_place(x, lambda z: z[0].fill_(1)), X),
     "in place on some rows": (lambda x: in_place(x, lambda z: z[2:].mul_(2)), X),
 }  # fmt: skip

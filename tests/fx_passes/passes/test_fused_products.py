@@ -26,10 +26,14 @@ def norm_of_gemma(x, g, eps=1e-6, rounded=True):
     return wide.type_as(x) if rounded else wide
 
 
-def mlp(x, g, w, d, act=functional.silu, norm=norm):
+def halves(both):
+    return both[..., :48], both[..., 48:]
+
+
+def mlp(x, g, w, d, act=functional.silu, norm=norm, halves=halves):
     h = x.sin() + x
-    both = functional.linear(norm(h, g), w)
-    return h + functional.linear(act(both[..., :48]) * both[..., 48:], d)
+    gate, up = halves(functional.linear(norm(h, g), w))
+    return h + functional.linear(act(gate) * up, d)
 
 
 def run(one, contract, aten_graph, function, *args, matches=1, mode="always"):
@@ -59,60 +63,35 @@ def test_mlp(aten_graph, contract):
     def batched(x, g, w, d):
         return mlp(x.unsqueeze(0), g, w, d)
 
-    after = run(FusedMlp, contract, aten_graph, batched, X, G, W, D)
-    assert "attn_ops.gated_mlp" in after
-
-
-def test_mlp_in_bfloat16(aten_graph, contract):
-    args = [t.to(torch.bfloat16) for t in (X, G, W, D)]
-    assert "attn_ops.gated_mlp" in run(FusedMlp, contract, aten_graph, mlp, *args)
-
-
-def another_activation(*args):
-    return mlp(*args, act=functional.gelu)
+    for dtype in (torch.float32, torch.bfloat16):
+        args = [t.to(dtype) for t in (X, G, W, D)]
+        assert "attn_ops.gated_mlp" in run(FusedMlp, contract, aten_graph, batched, *args)
 
 
 def norm_of_another(x, g, w, d):
-    both = norm(x, g) @ w.t()
-    return (x.sin() + x) + functional.linear(functional.silu(both[:, :48]) * both[:, 48:], d)
+    gate, up = halves(norm(x, g) @ w.t())
+    return (x.sin() + x) + functional.linear(functional.silu(gate) * up, d)
 
 
-def halves_swapped(x, g, w, d):
-    h = x.sin() + x
-    both = functional.linear(norm(h, g), w)
-    return h + functional.linear(functional.silu(both[..., 48:]) * both[..., :48], d)
+def silu_to_bfloat16(gate):
+    return functional.silu(gate).to(torch.bfloat16).float()
 
 
-def gate_twice(x, g, w, d):
-    h = x.sin() + x
-    both = functional.linear(norm(h, g), w)
-    return h + functional.linear(functional.silu(both[..., :48]) * both[..., :48], d)
+OTHER = {
+    "activation": {"act": functional.gelu},
+    "swapped": {"halves": lambda both: halves(both)[::-1]},
+    "gate twice": {"halves": lambda both: (both[..., :48], both[..., :48])},
+    "gate in narrow": {"act": lambda gate: functional.silu(gate.half()).float()},
+    "activation in narrow": {"act": silu_to_bfloat16},
+    "up in narrow": {"halves": lambda both: (both[..., :48], both[..., 48:].to(torch.int8))},
+    "norm of another": None,
+}
 
 
-def gate_in_narrow(x, g, w, d):
-    return mlp(x, g, w, d, act=lambda gate: functional.silu(gate.half()).float())
-
-
-def activation_in_narrow(x, g, w, d):
-    act = lambda gate: functional.silu(gate).to(torch.bfloat16).float()  # noqa: E731
-    return mlp(x, g, w, d, act=act)
-
-
-def up_in_narrow(x, g, w, d):
-    h = x.sin() + x
-    both = functional.linear(norm(h, g), w)
-    up = both[..., 48:].to(torch.int8)
-    return h + functional.linear(functional.silu(both[..., :48]) * up, d)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        another_activation, norm_of_another, halves_swapped, gate_twice, gate_in_narrow,
-        activation_in_narrow, up_in_narrow,
-    ],
-)  # fmt: skip
-def test_other_mlps_are_left(aten_graph, contract, function):
+@pytest.mark.parametrize("case", OTHER)
+def test_other_mlps_are_left(aten_graph, contract, case):
+    other = OTHER[case]
+    function = norm_of_another if other is None else lambda *args: mlp(*args, **other)
     run(FusedMlp, contract, aten_graph, function, X, G, W, D, matches=0)
 
 
@@ -183,12 +162,6 @@ def test_skipped_when_rows_are_read_again(aten_graph, contract):
     run(NormProducts, contract, aten_graph, twice, X, G, W, matches=0)
 
 
-@pytest.mark.skipped_when(NormProducts, 'the mode is not "always": called steps would lose by it')
-def test_norm_products_are_off(aten_graph, contract):
-    function = lambda x, g, w: norm(x, g) @ w.t()  # noqa: E731
-    run(NormProducts, contract, aten_graph, function, X, G, W, matches=0, mode="auto")
-
-
 @pytest.mark.skipped_when(
     FusedMlp, "something else reads a value between the first addition and the last"
 )
@@ -208,116 +181,56 @@ def test_skipped_when_a_value_is_read(aten_graph, contract):
         run(FusedMlp, contract, aten_graph, function, X, G, W, D, matches=0)
 
 
+FORMS = {
+    FusedMlp: (mlp, (X, G, W, D)),
+    NormProducts: (lambda x, g, w: norm(x, g) @ w.t(), (X, G, W)),
+}
+
+
+@pytest.mark.skipped_when(NormProducts, 'the mode is not "always": called steps would lose by it')
 @pytest.mark.skipped_when(FusedMlp, 'the mode is not "always": called steps')
-def test_mlps_are_off(aten_graph, contract):
-    run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0, mode="auto")
+@pytest.mark.parametrize("one", FORMS)
+def test_off(aten_graph, contract, one):
+    function, args = FORMS[one]
+    run(one, contract, aten_graph, function, *args, matches=0, mode="auto")
 
 
 @pytest.mark.skipped_when(FusedMlp, "no kernel for few rows takes a weight on a GPU")
-def test_mlps_without_a_kernel(aten_graph, contract, monkeypatch):
-    monkeypatch.setattr("fx_passes.passes.fused_mlp.fuses", lambda *weights, **_: len(weights) != 2)
-    run(FusedMlp, contract, aten_graph, mlp, X, G, W, D, matches=0)
-
-
 @pytest.mark.skipped_when(NormProducts, "no kernel for few rows takes a weight on a GPU")
-def test_norm_products_without_a_kernel(aten_graph, contract, monkeypatch):
-    monkeypatch.setattr("fx_passes.passes.norm_products.fuses", lambda *weights, **_: not weights)
-    function = lambda x, g, w: norm(x, g) @ w.t()  # noqa: E731
-    run(NormProducts, contract, aten_graph, function, X, G, W, matches=0)
-
-
-@pytest.mark.slow
-def test_a_session_of_a_merged_llama(make_model):
-    """Both passes rewrite the layer that is compiled once; tokens are those of separate kernels."""
-    from attn_ops.integrations.merged import merge_projections
-    from graphs import DecodeSession
-
-    results = []
-    for mode in ("never", "always"):
-        torch._dynamo.reset()
-        model = make_model("llama")
-        merge_projections(model)
-        options = {"fused_mlp": mode, "norm_products": mode}
-        compiled = torch.compile(model, backend="attn_ops", fullgraph=True, options=options)
-        session = DecodeSession(compiled, max_batch_size=4, max_tokens=64)
-        results.append([g.token_ids for g in session.generate([[1, 2, 3], [4, 5], [6]], 12)])
-        matches = session.compile_record.matches()
-        expected = {"never": None, "always": 1}[mode]
-        assert (matches.get("fused_mlp"), matches.get("norm_products")) == (expected, expected)
-    assert results[0] == results[1]
+@pytest.mark.parametrize("one", FORMS)
+def test_without_a_kernel(aten_graph, contract, monkeypatch, one):
+    function, args = FORMS[one]
+    module, number = one.__module__, len(args) - 2  # of the weights that it asks about
+    monkeypatch.setattr(f"{module}.fuses", lambda *weights, **_: len(weights) != number)
+    run(one, contract, aten_graph, function, *args, matches=0)
 
 
 ALWAYS = {"fused_mlp": "always", "norm_products": "always", "skinny_products": "always"}
 
 
-def _sum_with_a_size(x):
-    return x + x.shape[0]
+ODD = {
+    "a sum with a size": (lambda x: x + x.shape[0], (3, 8), (5, 8)),
+    "a product with a size": (
+        lambda x: functional.linear(x * x.shape[0], torch.ones(4, x.shape[1])), (3, 8), (5, 8),
+    ),
+    "a sum with an argument": (lambda x: x * 2 + x.shape[0] * 3, (3, 8), (5, 8)),
+    "a bias of one element": (lambda x: torch.addmm(G[:1], x, W.t()), (3, 64)),
+    "a single vector": (lambda x: functional.linear(norm(x, G), W), (64,)),
+}  # fmt: skip
 
 
-def _product_with_a_size(x):
-    return torch.nn.functional.linear(x * x.shape[0], torch.ones(4, x.shape[1]))
-
-
-def _sum_with_an_argument(x):
-    return x * 2 + x.shape[0] * 3
-
-
-@pytest.mark.parametrize(
-    "function", [_sum_with_a_size, _product_with_a_size, _sum_with_an_argument]
-)
-@pytest.mark.parametrize("options", [None, ALWAYS])
-def test_sums_and_products_with_sizes_compile(function, options):
-    torch._dynamo.reset()
-    compiled = torch.compile(function, backend="attn_ops", dynamic=True, options=options)
-    with torch.no_grad():
-        for rows in (3, 5):
-            x = torch.ones(rows, 8)
-            torch.testing.assert_close(compiled(x), function(x))
-
-
-def test_a_bias_of_one_element_is_left_alone():
-    w, bias = torch.randn(16, 8), torch.randn(1)
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: torch.addmm(bias, x, w.t()), backend="attn_ops", options=ALWAYS
-    )
-    with torch.no_grad():
-        x = torch.randn(3, 8)
-        torch.testing.assert_close(compiled(x), torch.addmm(bias, x, w.t()))
-
-
-def test_a_single_vector_compiles():
-    g, w = torch.randn(64), torch.randn(96, 64)
-
-    def function(x):
-        normed = g * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-        return torch.nn.functional.linear(normed, w)
-
+@pytest.mark.parametrize("case", ODD)
+def test_odd_forms_compile(case):
+    function, *shapes = ODD[case]
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="attn_ops", dynamic=True, options=ALWAYS)
     with torch.no_grad():
-        x = torch.randn(64)
-        torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-4)
+        for shape in shapes:
+            x = torch.randn(shape)
+            torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"eps": -1.0}, "eps must be finite and at least 0, got -1.0"),
-        ({"eps": float("nan")}, "eps must be finite and at least 0, got nan"),
-        (
-            {"norm_weight": torch.ones(8, device="meta")},
-            "norm_weight must have shape .* on cpu, got .* on meta",
-        ),
-        (
-            {"x": torch.ones(2, 8).int(), "w": torch.ones(8, 4).int()},
-            "x must have shape .* and a floating-point dtype",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(changed, message):
-    arguments = {
-        "x": torch.ones(2, 8), "norm_weight": torch.ones(8), "eps": 1e-6, "w": torch.ones(8, 4),
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        norm_mm(**(arguments | changed))
+@pytest.mark.parametrize("eps", [-1.0, float("nan")])
+def test_a_bad_eps_is_named(eps):
+    with pytest.raises(ValueError, match=f"eps must be finite and at least 0, got {eps}"):
+        norm_mm(torch.ones(2, 8), G[:8], eps, torch.ones(8, 4))

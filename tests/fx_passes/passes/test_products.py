@@ -8,21 +8,6 @@ from fx_passes.passes.products import ShareProducts
 aten = torch.ops.aten
 
 
-def merged_qkv(x, w):
-    q = aten.slice(aten.mm(aten.view(x, [-1, 8]), w), 1, 0, 4)
-    k = aten.slice(aten.mm(aten.view(x, [-1, 8]), w), 1, 4, 6)
-    v = aten.slice(aten.mm(aten.view(x, [-1, 8]), w), 1, 6, 8)
-    return q, k, v
-
-
-def test_contract(aten_graph, contract):
-    x, w = torch.randn(1, 3, 8), torch.randn(8, 8)
-    before, after = contract(ShareProducts(), aten_graph(merged_qkv, x, w), x, w, matches=2)
-    assert (before.count("aten.mm.default"), after.count("aten.mm.default")) == (3, 1)
-    assert (before.count("aten.view.default"), after.count("aten.view.default")) == (3, 1)
-    assert (before.count("aten.slice.Tensor"), after.count("aten.slice.Tensor")) == (3, 3)
-
-
 def test_addmm(aten_graph, contract):
     def function(x, b, w):
         return (

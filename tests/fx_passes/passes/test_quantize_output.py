@@ -5,11 +5,15 @@ import random
 import pytest
 import torch
 
+from attn_ops import LatentShape
 from attn_ops.block_layout import BlocksparseParams, BlockTables, local_strided
 from attn_ops.block_layout.tables import layout_arguments
+from attn_ops.output_quant.schemes import SCHEMES
+from fx_passes import PassConfig
 from fx_passes.analysis.quantize_forms import FORMS
 from fx_passes.analysis.quantize_scales import _Numbers
-from fx_passes.passes.quantize_output import QuantizeOutput
+from fx_passes.inductor_slot import AtenPipeline
+from fx_passes.passes.quantize_output import QuantizeOutput, why_slower
 from tests.fx_passes.passes.quantize_models import (
     MAX,
     SCALE,
@@ -28,6 +32,7 @@ from tests.fx_passes.passes.quantize_models import (
     tensor,
     times_inverse,
 )
+from tests.kit.latent import build_latent_batch
 
 HALF = SCALE.to(torch.bfloat16)
 F32 = torch.float32
@@ -271,3 +276,83 @@ def test_what_is_written_around_it(batch, function):
         found.append([*behind.run(), behind.batch.kv_cache, *behind.more])
     for before, after in zip(*found, strict=True):
         assert torch.equal(before.nan_to_num(-7.0), after.nan_to_num(-7.0))
+
+
+# -- the option `attn_quant` -----------------------------------------------------------------------
+
+
+@pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto", and it is on a CPU')
+def test_auto_leaves_a_cpu_alone(batch):
+    one = QuantizeOutput.of(PassConfig())
+    assert one.run(Behind(batch(), given, SCALE).graph) == 0
+    assert one.reasons == ["on a CPU the output would be quantized by plain PyTorch"]
+    assert one.facts == {}
+
+
+@pytest.mark.skipped_when(QuantizeOutput, '`attn_quant` is "auto", and a scale')
+def test_auto_leaves_a_scale_of_the_batch(batch):
+    cuda = torch.device("cuda")
+    assert [scheme for scheme in SCHEMES if why_slower(scheme, cuda)] == ["fp8_tensor"]
+    assert QuantizeOutput("always").run(Behind(batch(), tensor).graph) == 1
+
+
+def test_the_option():
+    config, rest = PassConfig.split({"attn_quant": "always"})
+    assert (config.attn_quant, rest) == ("always", {})
+    assert not PassConfig(attn_quant="never").is_on("attn_quant")
+    keys = {AtenPipeline(PassConfig(attn_quant=o)).uuid() for o in ("auto", "always", "never")}
+    assert len(keys) == 3
+
+
+# -- behind latent attention -----------------------------------------------------------------------
+
+LATENT = LatentShape(16, 8, 4, 128)
+
+
+class BehindLatent(Behind):
+    """The graph of latent attention, and of what stands behind it."""
+
+    attend = staticmethod(torch.ops.attn_ops.mla_attention)
+
+    def _behind(self, q, kv_cache, *more):
+        made = self.batch
+        keywords = {"v_head_dim": LATENT.v_head_dim, **self.keywords}
+        out = self.attend(q, kv_cache, made.meta, made.kv_b, 0.3, **keywords)
+        out = out if isinstance(out, torch.Tensor) else out[0]
+        return self.function(out.unsqueeze(0).reshape(1, q.shape[0], -1), *more)
+
+
+def latent_batch():
+    sizes = {"shape": LATENT, "dtype": torch.bfloat16, "num_padding_rows": 2}
+    return build_latent_batch([1, 5, 2], [7, 5, 9], num_heads=2, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "scheme"),
+    [
+        (row, (), "fp8_row"),
+        (group, (), "fp8_group128"),
+        (given, (SCALE,), "fp8_static"),
+    ],
+)
+def test_behind_latent_attention(function, more, scheme):
+    behind = BehindLatent(latent_batch(), function, *more, causal=True)
+    one = rewritten(behind)
+    (node,) = behind.graph.find_nodes(
+        op="call_function", target=torch.ops.attn_ops.mla_attention_quant.default
+    )
+    asked = {k: node.kwargs[k] for k in ("scheme", "v_head_dim", "causal")}
+    assert asked == {"scheme": scheme, "v_head_dim": 128, "causal": True}
+    assert not behind.graph.find_nodes(
+        op="call_function", target=torch.ops.attn_ops.mla_attention.default
+    )
+    assert one.summary() == f"attention writes {scheme}"
+
+
+def test_latent_attention_with_lse_is_left_alone():
+    class WithLSE(BehindLatent):
+        attend = staticmethod(torch.ops.attn_ops.mla_attention_with_lse)
+
+    behind, one = WithLSE(latent_batch(), row), QuantizeOutput("always")
+    assert one.run(behind.graph) == 0
+    assert "mla_attention_with_lse has no quantized form" in one.skipped[0]

@@ -101,7 +101,7 @@ def test_left(aten_graph, contract, why):
     contract(ShortProducts(), aten_graph(function, x), x, matches=0)
 
 
-@pytest.mark.parametrize("sizes", [(3, 7, 2), (1, 7, 2, 1, 0, 5), (6, 1, 3)])
+@pytest.mark.parametrize("sizes", [(3, 7, 1, 2), (1, 7, 2, 1, 0, 5)])
 def test_by_inductor(sizes):
     """A product by hand is equal to 1e-6, for any number of tokens; compiled once, as off."""
     fast = torch.compile(product, backend=attn_ops, fullgraph=True)

@@ -22,13 +22,6 @@ def x_w():
     return torch.randn(3, 8), torch.randn(8, 12)
 
 
-def test_contract(aten_graph, contract, x_w):
-    before, after = contract(CollapseViews(), aten_graph(project, *x_w), *x_w, matches=1)
-    assert before.count("aten.view.default") == before.count("aten.permute.default") == 1
-    assert re.search(r"aten.as_strided.default\(mm, \[1, 2, \w+, 2\], \[1, 2, 12, 1\], 4\)", after)
-    assert not any(f"aten.{name}" in after for name in ("slice", "view", "permute"))
-
-
 @pytest.mark.parametrize("num_rows", [1, 2, 7])
 def test_one_graph_serves_any_number_of_rows(aten_graph, num_rows):
     w = torch.randn(8, 12)
@@ -61,29 +54,43 @@ def test_parts_of_a_split_are_views(aten_graph, contract, x_w, split, offset):
     assert "unbind" not in after
 
 
-def test_a_chain_back_to_the_product_is_the_product(aten_graph, contract, x_w):
-    def function(x, w):
-        return aten.view(aten.view(aten.mm(x, w), [x.shape[0], 3, 4]), [x.shape[0], 12]).sin()
+def back_to_the_product(x, w):
+    return aten.view(aten.view(aten.mm(x, w), [x.shape[0], 3, 4]), [x.shape[0], 12]).sin()
 
+
+def contiguous(x, w):
+    return aten.view(aten.unsqueeze(aten.mm(x, w), 0), [1, x.shape[0], 3, 4]).sin()
+
+
+def copied(x, w):
+    return aten.clone(aten.mm(x, w)).sin()
+
+
+def twice_the_rows(x, w):
+    return aten.permute(aten.view(aten.mm(x, w), [x.shape[0] * 2, 2, 3]), [1, 0, 2]).sin()
+
+
+def concatenated(x, w):
+    """GPT-OSS rotates q and k by concatenating halves; its rows are not the first dimension."""
+    heads = aten.permute(aten.view(x + 1, [1, x.shape[0], 2, 4]), [0, 2, 1, 3])
+    turned = aten.cat([aten.slice(heads, 3, 2, 4), aten.slice(heads, 3, 0, 2)], 3)
+    return aten.squeeze(aten.permute(turned, [0, 2, 1, 3]), 0).sin()
+
+
+@pytest.mark.parametrize(
+    ("function", "gone"),
+    [
+        (back_to_the_product, "aten.view"),
+        (contiguous, "unsqueeze"),
+        (copied, "clone"),
+        (twice_the_rows, "permute"),
+        (concatenated, "squeeze"),
+    ],
+)
+def test_collapsed(aten_graph, contract, x_w, function, gone):
     _, after = contract(CollapseViews(), aten_graph(function, *x_w), *x_w, matches=1)
-    assert "aten.view" not in after
-
-
-def test_contiguous_chains_become_views(aten_graph, contract, x_w):
-    def function(x, w):
-        return aten.view(aten.unsqueeze(aten.mm(x, w), 0), [1, x.shape[0], 3, 4]).sin()
-
-    _, after = contract(CollapseViews(), aten_graph(function, *x_w), *x_w, matches=1)
-    assert after.count("aten.view.default") == 1
-    assert "unsqueeze" not in after
-
-
-def test_copies_of_a_product_are_dropped(aten_graph, contract, x_w):
-    def function(x, w):
-        return aten.clone(aten.mm(x, w)).sin()
-
-    _, after = contract(CollapseViews(), aten_graph(function, *x_w), *x_w, matches=1)
-    assert "clone" not in after
+    assert gone not in after
+    assert (after.count("aten.view.default") == 1) == (function in (contiguous, concatenated))
 
 
 SKIPPED = {
@@ -121,26 +128,6 @@ def test_skipped(aten_graph, contract, x_w, case):
     assert bool(one.skipped) == (case == "another size")
     if one.skipped:
         assert "row count" in one.skipped[0]
-
-
-def test_multiples_of_the_row_count(aten_graph, contract, x_w):
-    def function(x, w):
-        return aten.permute(aten.view(aten.mm(x, w), [x.shape[0] * 2, 2, 3]), [1, 0, 2]).sin()
-
-    _, after = contract(CollapseViews(), aten_graph(function, *x_w), *x_w, matches=1)
-    assert "permute" not in after
-
-
-def test_a_concatenation_is_a_producer(aten_graph, contract, x_w):
-    """GPT-OSS rotates q and k by concatenating halves; its rows are not the first dimension."""
-
-    def function(x, w):
-        heads = aten.permute(aten.view(x + 1, [1, x.shape[0], 2, 4]), [0, 2, 1, 3])
-        turned = aten.cat([aten.slice(heads, 3, 2, 4), aten.slice(heads, 3, 0, 2)], 3)
-        return aten.squeeze(aten.permute(turned, [0, 2, 1, 3]), 0).sin()
-
-    _, after = contract(CollapseViews(), aten_graph(function, *x_w), *x_w, matches=1)
-    assert "squeeze" not in after
 
 
 def test_attention_is_a_producer(aten_graph, contract, make_batch):

@@ -174,8 +174,6 @@ def test_the_largest_step(max_tokens, max_batch_size, budget):
         assert len(rows) == max_batch_size
 
 
-# -- blocks of layers with a window: the figures of docs/sessions.md
-
 GIB = 2**30
 MODELS = {  # layers, every so many of which see all keys; heads, KV heads, head size; window
     "gemma-3-12b": (48, 6, 16, 8, 256, 1024),

@@ -26,8 +26,6 @@ PARTS = {
     BOTH: (FULL, PIECEWISE, True),
 }
 
-# -- modes -----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("mode", CUDAGraphMode)
 def test_parts(mode):
@@ -54,9 +52,6 @@ def test_parse(mode):
 def test_parse_refuses(mode):
     with pytest.raises(ValueError, match=r"^cudagraph_mode must be known, got .*NONE, PIECE"):
         CUDAGraphMode.parse(mode)
-
-
-# -- keys ------------------------------------------------------------------------------------------
 
 
 def test_every_field_tells_keys_apart():
@@ -106,9 +101,6 @@ def test_sampling_kinds_are_ordered():
     kinds = [Sampling.RANDOM, Sampling.GREEDY, Sampling.PENALIZED, Sampling.FILTERED]
     assert max(kinds) is Sampling.PENALIZED
     assert max(kinds[:2]) is Sampling.RANDOM
-
-
-# -- sizes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,6 @@ def one_line(report: SessionReport) -> str:
     return " ".join(str(report).split())
 
 
-# -- without graphs --------------------------------------------------------------------------------
-
-
 def test_a_session_without_graphs(model):
     session = captured(model, debug=None, decode_steps=8)
     report = session.report()
@@ -72,19 +69,6 @@ def test_a_mode_that_is_asked_for_says_what_came_of_it(model):
         "mixed batches: NONE",
     ]
     assert "decode steps 8 asked for, 1 used: no decode step is captured" in one_line(report)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "why"), [(0.0, "it is not compiled yet"), (0.5, "the model was compiled before it")]
-)
-def test_why_no_pass_has_run_yet(model, seconds, why):
-    report = dataclasses.replace(
-        captured(model, debug=None).report(), no_passes_why=None, compile_seconds=seconds
-    )
-    assert f"passes none has run for this session: {why}" in one_line(report)
-
-
-# -- with graphs -----------------------------------------------------------------------------------
 
 
 def test_captured_keys_and_replays(model):
@@ -165,9 +149,6 @@ def test_failures(model):
     assert session.report().decode_steps.why == "no decode step could be captured"
 
 
-# -- decode steps ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "plans", "why"),
     [
@@ -207,9 +188,6 @@ def test_batches_beyond_the_largest_graph(model):
     assert [g.batch for g in report.graphs] == ["decode 1"]
     assert report.num_keys == 2
     assert report.decode_steps.why == "no decode graph needs the host; 1 for more than 2 requests"
-
-
-# -- as on a GPU -----------------------------------------------------------------------------------
 
 
 def on_a_gpu(session: DecodeSession) -> None:
@@ -262,9 +240,6 @@ def test_no_estimate_for_a_model_of_unknown_shape(make_model, monkeypatch):
     session = captured(model)
     on_a_gpu(session)
     assert session.report().graph_bytes_estimated is None
-
-
-# -- for programs and people -----------------------------------------------------------------------
 
 
 def test_json_and_text(model):

@@ -21,9 +21,6 @@ def wanted(model):
     return [reference.generate(p, 8)[0] for p in PROMPTS]
 
 
-# -- generation ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("max_batch_size", [1, 2, 7])
 def test_more_requests_than_the_batch_holds(model, wanted, max_batch_size):
     session = poisoned(chunked(model, max_batch_size=max_batch_size))
@@ -123,9 +120,6 @@ def test_seeds(model):
     assert generate(1) != generate(2)
 
 
-# -- graph modes -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"cudagraph_mode": "AUTO"}])
 def test_nobody_is_warned_of_graphs_that_nobody_asked_for(model, caplog, options):
     with caplog.at_level(logging.INFO, "graphs"):
@@ -133,9 +127,6 @@ def test_nobody_is_warned_of_graphs_that_nobody_asked_for(model, caplog, options
     assert session.graph_mode is CUDAGraphMode.NONE
     assert session.graph_mode_why == "the model is on cpu; CUDA graphs need a model on cuda"
     assert [r.levelname for r in caplog.records if "NONE used" in r.getMessage()] == ["INFO"]
-
-
-# -- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,6 @@ USED = {
     (BOTH, ALWAYS): (FULL, FULL, PIECEWISE, BOTH),
 }
 
-# -- one group -------------------------------------------------------------------------------------
-
-
 EVERY = list(itertools.product(CUDAGraphMode, AttentionCGSupport))
 
 
@@ -73,9 +70,6 @@ def test_a_model_without_attention_has_every_mode(mode):
     assert not any(found.broken.values())
 
 
-# -- groups of different levels --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("mode", "full", "sliding"),
     list(itertools.product(CUDAGraphMode, *[AttentionCGSupport] * 2)),
@@ -101,9 +95,6 @@ def test_groups_of_a_key():
     assert found.broken_for(BatchDescriptor(32, 9)) == {"odd", "sliding"}
 
 
-# -- devices ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("mode", "level"), EVERY)
 def test_nothing_is_captured_on_the_cpu(mode, level):
     found = resolve(mode, {"all": level}, "cpu", QUERY_LENS)
@@ -113,9 +104,6 @@ def test_nothing_is_captured_on_the_cpu(mode, level):
     assert found.lowered is (mode is not NONE)
     said = "the model is on cpu; CUDA graphs need a model on cuda"
     assert found.why == (said if found.lowered else "asked for")
-
-
-# -- what is said ----------------------------------------------------------------------------------
 
 
 def said_at(caplog) -> list[tuple[str, str]]:
@@ -154,9 +142,6 @@ def test_a_lowered_mode_is_logged_once_with_what_would_change_it(caplog):
 def test_the_level_that_would_do_is_named(level, query_lens, needed):
     found = resolve(DECODE_ONLY, {"all": level}, "cuda", query_lens)
     assert found.why.endswith(f"choose a backend of at least level {needed} for it")
-
-
-# -- strict ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "level"), USED)

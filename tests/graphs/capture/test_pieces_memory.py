@@ -115,9 +115,6 @@ def test_memory_that_is_not_owned():
     assert weak.shape == (2, 3, 4)
 
 
-# -- the hook --------------------------------------------------------------------------------------
-
-
 def test_the_hook_is_asked_on_its_thread_and_not_about_itself(make_batch):
     batch, calls = make_batch([1, 1], [5, 7]), []
     wanted = attention(batch.q, batch.kv_cache, batch.meta, 0.3)

@@ -129,17 +129,6 @@ def test_steps_reach_no_further_than_blocks():
     assert reaches[1] > 100, "its longest sequence"
 
 
-def test_tokens_of_launched_steps_count_as_known():
-    """Request 0 has drawn 2 tokens that the host has not read."""
-    scheduler = make_scheduler(64, lookahead=1)
-    queue(scheduler, 0, 6, new=20)
-    (row,) = scheduler.next_step()
-    assert row.request.room == 8
-    (row,) = scheduler.next_step(After([row], 2))
-    assert (row.length, row.num_computed) == (8, 7)
-    assert row.request.room > 8
-
-
 def test_who_has_ended_in_launched_steps_is_waited_for():
     scheduler = make_scheduler(16, most=2)
     first, second = queue(scheduler, 0, 6, new=4), queue(scheduler, 1, 3, new=2)

@@ -5,6 +5,7 @@ import torch
 
 from graphs.sampling import PenaltyState, SamplingParams, argmax, sample
 from graphs.sampling.params import Sampling
+from tests.graphs.sampling.exact import brute_force, check_draws
 from tests.kit.sampling import stacked
 
 PARAMS = [
@@ -33,7 +34,7 @@ def draw(logits, params, positions, kind: Sampling | None = None, history=HISTOR
     return sample(logits, stacked(params), positions, kind, counts)
 
 
-def test_distribution_of_every_row_of_a_mixed_batch(exact, check):
+def test_distribution_of_every_row_of_a_mixed_batch():
     num_draws = 5000
     logits = torch.randn(len(PARAMS), 16) * 1.5
     positions = torch.arange(num_draws).repeat(len(PARAMS))
@@ -45,30 +46,30 @@ def test_distribution_of_every_row_of_a_mixed_batch(exact, check):
     for row, (params, drawn) in enumerate(
         zip(PARAMS, tokens.view(len(PARAMS), num_draws), strict=True)
     ):
-        probabilities = exact(logits[row], params, *HISTORY)
-        check(drawn, probabilities)
+        probabilities = brute_force(logits[row], params, *HISTORY)
+        check_draws(drawn, probabilities)
         assert drawn.unique().numel() > 1 or max(probabilities) == 1
 
 
-def test_seeds_give_independent_draws(check):
+def test_seeds_give_independent_draws():
     """One position, many seeds: the numbers of one seed do not tell those of the next."""
     logits = torch.randn(12)
     params = [SamplingParams(1.0, seed=seed) for seed in range(20000)]
     tokens = draw(logits.expand(20000, -1), params, torch.full((20000,), 5))
     p = logits.double().softmax(0)
-    check(tokens, p.tolist())
+    check_draws(tokens, p.tolist())
     pairs = tokens[:-1] * 12 + tokens[1:]
-    check(pairs[::2], torch.outer(p, p).flatten().tolist())
+    check_draws(pairs[::2], torch.outer(p, p).flatten().tolist())
 
 
-def test_consecutive_positions_are_independent(check):
+def test_consecutive_positions_are_independent():
     logits = torch.randn(12)
     tokens = draw(
         logits.expand(40000, -1), [SamplingParams(1.0, seed=3)] * 40000, torch.arange(40000)
     )
     p = logits.double().softmax(0)
     pairs = tokens[:-1] * 12 + tokens[1:]
-    check(pairs[::2], torch.outer(p, p).flatten().tolist())
+    check_draws(pairs[::2], torch.outer(p, p).flatten().tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -127,8 +127,6 @@ def test_models_in_training_mode(model):
     refuses(model, "model.layers.2.mlp.act_fn.1.training must be False")
 
 
-# -- merged weights --------------------------------------------------------------------------------
-
 REPLACED = {
     "data": lambda layer: setattr(layer.weight, "data", layer.weight.data.clone()),
     "parameter": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.clone())),

@@ -57,13 +57,6 @@ def test_each_key_is_counted_by_itself(mode, want):
     assert seen == [(bool(w), bool(w)) for w in want]
 
 
-def test_graphs_captured_anew_are_checked_anew():
-    verifier = Verifier("first")
-    assert [verifier.should(KEY), verifier.should(KEY)] == [True, False]
-    verifier.forget(KEY)
-    assert verifier.should(KEY)
-
-
 @pytest.mark.parametrize("mode", ["last", 0, -1, True, 1.5, "", [1]])
 def test_other_modes_are_refused(mode):
     with pytest.raises(ValueError, match=r"verify must be known, got .*; supported: first, always"):

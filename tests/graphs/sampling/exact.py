@@ -1,9 +1,8 @@
 """Exact distributions of a row's token, and a test of draws against them. V vocabulary."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import pytest
 import torch
 
 from graphs.sampling import SamplingParams
@@ -59,13 +58,3 @@ def check_draws(tokens: torch.Tensor, probabilities: Sequence[float]) -> None:
     spread = 2 / (9 * freedom)
     critical = freedom * (1 - spread + 4.265 * math.sqrt(spread)) ** 3
     assert statistic < critical, f"chi-square {statistic:.1f} of {freedom}, at most {critical:.1f}"
-
-
-@pytest.fixture(scope="session")
-def exact() -> Callable[..., list[float]]:
-    return brute_force
-
-
-@pytest.fixture(scope="session")
-def check() -> Callable[[torch.Tensor, Sequence[float]], None]:
-    return check_draws

@@ -90,7 +90,7 @@ def test_depyf_writes_into_the_dump_alone(tmp_path, monkeypatch):
         torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3))
     assert ["sin()" in text for text in said] == [True, True]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dump", "in"]
-    names = [path.name.split(".")[1] for path in (directory / "depyf").glob("*of_a*")]
+    names = [path.name.split(".")[1] for path in (directory / "depyf").glob("*of_a*.py")]
     assert names == ["of_a_graph"]
     assert "depyf left" not in (directory / "index.md").read_text()
 

@@ -73,6 +73,8 @@ def batch(dtype=torch.bfloat16, fp8=False, padding=2, query=(1, 5, 0, 7)):
 
 
 def install(monkeypatch, fake, name="vllm_flash_attn"):
+    for function in ASKED[1:]:
+        function.cache_clear()
     monkeypatch.setattr(library, "find_library", lambda: (name, fake))
     return fake
 
@@ -117,8 +119,6 @@ def test_without_padding_rows_fa3_makes_the_output(monkeypatch, versions, makes)
     want = reference_attention(q, cache, common, 0.125)
     for options in (AttentionOptions(0.125), AttentionOptions(0.125, lse=lse)):
         fake = install(monkeypatch, FakeLibrary(common, options, versions))
-        library.fa_version.cache_clear()
-        library.varlen_function.cache_clear()
         meta = metadata(common, AttentionSpec(4, 2, 64, torch.bfloat16))
         for _ in range(2):
             assert error(flash_attn.forward(q, cache, meta, options), want) < 5e-3
@@ -186,9 +186,8 @@ def test_fp8_cache(monkeypatch, dtype, scaled):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_single_tokens_over_an_fp8_cache(monkeypatch, dtype):
     q, cache, common = batch(dtype, fp8=True, query=(1, 1, 0, 1))
-    q[:3] *= torch.tensor([1.0, 1.0, 2**-6, 2**-6, 2**-3, 2**-3, 1, 1, 1, 1, 2**-5, 2**-5]).view(
-        3, 4, 1
-    )
+    halved = torch.tensor([0, 0, 6, 6, 3, 3, 0, 0, 0, 0, 5, 5])
+    q[:3] *= torch.exp2(-halved.float()).view(3, 4, 1)
     options = AttentionOptions(0.125, kv_cache_dtype="fp8_e4m3")
     fake = install(monkeypatch, FakeLibrary(common, options))
     meta = metadata(common, AttentionSpec(4, 2, 64, dtype, kv_cache_dtype="fp8_e4m3"))
@@ -217,7 +216,6 @@ def test_fp8_needs_fa3(monkeypatch):
         metadata(common, spec)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for version, refused in ((2, True), (3, False)):
-        library.fa_version.cache_clear()
         install(monkeypatch, FakeLibrary(common, options, versions=(version,)))
         backend = dataclasses.replace(BACKEND, unavailable=lambda: None)
         reasons = backend.reasons_against(spec, 16, torch.device("cuda"))
@@ -331,8 +329,6 @@ def test_sinks_without_a_cache(monkeypatch):
     arguments = (q, k, v, options, common)
     call = check_varlen_keywords(monkeypatch, "vllm_flash_attn", (3,), *arguments)
     assert call["s_aux"].dtype == torch.bfloat16
-    for function in ASKED[1:]:
-        function.cache_clear()
     with pytest.raises(ValueError, match="sinks must be None with flash_attn"):
         check_varlen_keywords(monkeypatch, "flash_attn", (), *arguments)
 
@@ -347,16 +343,11 @@ def test_no_rows(monkeypatch):
     assert (flash_attn.varlen(q, q[:, :2], q[:, :2], meta, options) == 0).all()
 
 
-def install_modules(monkeypatch, **found):
-    """Libraries where imports find them, and none of the others."""
-    for name in library.LIBRARIES:
-        monkeypatch.setitem(sys.modules, name, found.get(name.replace(".", "_")))
-
-
 def test_a_build_of_before_fa3_is_refused_by_name(monkeypatch):
     """`vllm_flash_attn` 2.6.2 imports, and cannot say which kernels it has."""
     old = types.SimpleNamespace(flash_attn_varlen_func=None, flash_attn_with_kvcache=None)
-    install_modules(monkeypatch, vllm_flash_attn=old)
+    for name in library.LIBRARIES:
+        monkeypatch.setitem(sys.modules, name, old if name == "vllm_flash_attn" else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     spec = AttentionSpec(8, 2, 128, torch.bfloat16)
     (reason,) = BACKEND.reasons_against(spec, 16, torch.device("cuda"))

@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_ops import (
-    AttentionSpec,
-    LatentShape,
-    get_backend,
-    register_backend,
-)
+from attn_ops import AttentionSpec, LatentShape, get_backend, register_backend
 from attn_ops import select_backend as select
 from attn_ops.backends import measure, measurements, registry
 from attn_ops.backends.measure import MeasuredShape, Measurement

@@ -138,13 +138,12 @@ def test_large_scores_do_not_overflow(make_batch):
 def test_padding_requests_of_a_captured_batch_are_zero(make_batch):
     """A query row whose request has nothing in the cache: seq_len 0."""
     b = make_batch([1, 1], [5, 1])
+    wanted, _ = brute_force(b, 1.0)
     seq_lens = torch.tensor([5, 0], dtype=torch.int32)
     b.meta.common = dataclasses.replace(b.common, seq_lens=seq_lens, seq_lens_cpu=seq_lens)
     out = attention(b.q, b.kv_cache, b.meta, 1.0)
-    wanted = reference_attention(b.q[:1], b.kv_cache, make_batch([1], [5]).common, 1.0)
+    torch.testing.assert_close(out[0].double(), wanted[0], atol=1e-5, rtol=1e-5)
     assert (out[1] == 0).all()
-    assert wanted.shape == (1, 4, 8)
-    assert out[0].isfinite().all()
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])

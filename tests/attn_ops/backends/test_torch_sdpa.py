@@ -105,9 +105,6 @@ def test_what_stays_with_the_reference(monkeypatch):
         out = attention(q, cache, meta, SCALE, **options).double()
         want = reference_attention(q, cache, meta.common, SCALE, **options)
         assert (out - want).norm() <= 1e-5 * want.norm()
-    lse = torch.empty(q.shape[:2])
-    reference_attention(q, cache, meta.common, SCALE, lse=lse)
-    assert lse[:4].isfinite().all()
 
 
 def test_buckets():

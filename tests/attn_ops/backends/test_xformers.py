@@ -27,6 +27,7 @@ BACKEND = dataclasses.replace(
     xformers_backend.BACKEND,
     support=dataclasses.replace(xformers_backend.BACKEND.support, devices=("cpu",)),
 )
+PLAIN = AttentionSpec(4, 2, 64, torch.float16)
 
 
 class FakeXFormers:
@@ -111,10 +112,6 @@ def make(
     cache = heads_first(cache) if layout == "HND" else cache
     meta = BACKEND.builder(BACKEND, [made], block_size, "cpu").build(0, common)
     return q, cache, meta, spec
-
-
-def spec_of(q, cache):
-    return AttentionSpec(q.shape[1], cache.shape[3], q.shape[2], q.dtype)
 
 
 def check(q, cache, meta, options):
@@ -234,9 +231,7 @@ def test_a_captured_decode_reads_no_lengths_of_the_host(library):
     common = dataclasses.replace(
         meta.common, query_start_loc_cpu=None, seq_lens_cpu=None, num_computed_tokens_cpu=None
     )
-    meta = BACKEND.builder(BACKEND, [spec_of(q, cache)], 16, "cpu").build_for_cudagraph_capture(
-        common
-    )
+    meta = BACKEND.builder(BACKEND, [PLAIN], 16, "cpu").build_for_cudagraph_capture(common)
     for lengths in ([3, 40, 17], [2, 39, 0], [0, 0, 0]):
         common.seq_lens.copy_(torch.tensor(lengths))
         check(q, cache, meta, options)
@@ -248,7 +243,7 @@ def test_table_widths_are_powers_of_two(library):
     table = torch.zeros(1, 64, dtype=torch.int32)
     table[:, :6] = meta.common.block_table_tensor
     common = dataclasses.replace(meta.common, block_table_tensor=table)
-    meta = BACKEND.builder(BACKEND, [spec_of(q, cache)], 16, "cpu").build(0, common)
+    meta = BACKEND.builder(BACKEND, [PLAIN], 16, "cpu").build(0, common)
     check(q, cache, meta, options)
     assert library.calls[0][0].block_tables.shape == (1, 8)
 
@@ -292,17 +287,8 @@ def test_refusals(monkeypatch):
         ("0.1.0", "spec", None),
     ],
 )
-def test_unavailable(monkeypatch, installed, found, reason):
-    def version(name):
-        if installed is None:
-            raise xformers_backend.PackageNotFoundError(name)
-        return installed
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(xformers_backend, "version", version)
-    monkeypatch.setattr(xformers_backend.importlib.util, "find_spec", lambda name: found)
-    assert xformers_backend.unavailable.__wrapped__() == reason
+def test_unavailable(reason_against, installed, found, reason):
+    assert reason_against(xformers_backend, installed, found) == reason
 
 
 INTERPRETED = pytest.mark.skipif(TRITON.unavailable() is not None, reason="needs TRITON_INTERPRET")

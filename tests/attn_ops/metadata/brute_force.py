@@ -242,8 +242,3 @@ def conv1d_chunks(query_lens: Sequence[int], chunk: int) -> tuple[list[int], lis
             requests.append(request)
             offsets.append(offset)
     return requests, offsets
-
-
-def flat_rows(groups: int, length: int) -> list[tuple[int, int]]:
-    """(request, token) of every row of a query that holds `groups` requests of `length` tokens."""
-    return [(request, token) for request in range(groups) for token in range(length)]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from attn_ops import (
-    PAD_SLOT_ID,
     AttentionSpec,
     CommonAttentionMetadata,
     get_backend,
@@ -47,13 +46,6 @@ def test_builders_plan_once_a_geometry(make_batch):
     assert list(meta.plans) == [one, other]
     wanted = "AttentionMetadata(TORCH, num_reqs=1, num_tokens=1, max_query_len=1, max_seq_len=3)"
     assert repr(meta) == wanted
-
-
-def test_constants():
-    assert PAD_SLOT_ID == -1
-    assert {level.name: level.value for level in AttentionCGSupport} == {
-        "ALWAYS": 3, "UNIFORM_BATCH": 2, "UNIFORM_SINGLE_TOKEN_DECODE": 1, "NEVER": 0,
-    }  # fmt: skip
 
 
 class RecordingBuilder(AttentionMetadataBuilder):

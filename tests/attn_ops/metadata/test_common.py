@@ -253,8 +253,7 @@ def test_unpadded(batch):
 
 
 @pytest.mark.parametrize(("sizes", "name"), [((99, 1), "num_tokens"), ((1, 99), "num_reqs")])
-def test_unpadded_refuses_more_than_there_is(sizes, name):
-    common = CommonAttentionMetadata.from_lengths([1, 2], [5, 2], int32([[1, 2], [3, 4]]), 4)
+def test_unpadded_refuses_more_than_there_is(common, sizes, name):
     with pytest.raises(ValueError, match=name):
         common.unpadded(*sizes)
 

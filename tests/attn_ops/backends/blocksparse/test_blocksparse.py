@@ -16,13 +16,13 @@ from attn_ops import (
     AttentionSpec,
     CommonAttentionMetadata,
     attention,
-    get_backend,
     select_backend,
     varlen_attention,
     varlen_metadata,
 )
 from attn_ops.block_layout import BlocksparseParams, BlockTables, local_strided
 from tests.fuzz.blocksparse import BlocksparseCase, check, draw, make, run_rank
+from tests.kit.batches import build_metadata
 from tests.kit.marks import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,11 +143,9 @@ def test_dense_layers_run_on_the_kernels_of_triton():
     """A model whose layers alternate needs one backend and one step's metadata."""
     specs = [AttentionSpec(4, 2, 16, torch.float32), None]
     specs[1] = dataclasses.replace(specs[0], blocksparse=16)
-    backend = get_backend("BLOCKSPARSE")
-    lengths = ([1, 5], [40, 33])
     table = torch.arange(1, 7, dtype=torch.int32).view(2, 3)
-    common = CommonAttentionMetadata.from_lengths(*lengths, table, 16, DEVICE)
-    meta = backend.builder(backend, specs, 16, DEVICE).build(0, common)
+    common = CommonAttentionMetadata.from_lengths([1, 5], [40, 33], table, 16, DEVICE)
+    meta = build_metadata("BLOCKSPARSE", common, specs)
     q, cache = torch.randn(6, 4, 16, device=DEVICE), torch.randn(7, 2, 16, 2, 16, device=DEVICE)
     tables = BlockTables(local_strided(BlocksparseParams(48, 4, 2, 16, 48, 1))).to(DEVICE)
     dense = attention(q, cache, meta, 0.25)
@@ -162,10 +160,8 @@ def test_the_layer():
     assert layers[2].blocksparse is tables
     spec = AttentionSpec(4, 2, 8, torch.float32, blocksparse=16)
     assert all(layer.spec(torch.float32) == spec for layer in layers)
-    backend = get_backend("TORCH")
-    table = torch.arange(1, 5, dtype=torch.int32)[None]
-    common = CommonAttentionMetadata.from_lengths([40], [60], table, 16)
-    meta = backend.builder(backend, [spec], 16, "cpu").build(0, common)
+    common = CommonAttentionMetadata.from_lengths([40], [60], [[1, 2, 3, 4]], 16)
+    meta = build_metadata("TORCH", common, spec)
     q, k, v = torch.randn(40, 4, 8), torch.randn(40, 2, 8), torch.randn(40, 2, 8)
     cache = torch.randn(5, 2, 16, 2, 8)
     outs = [layer(q, k, v, cache.clone(), meta) for layer in layers]
@@ -209,14 +205,14 @@ def test_layouts_that_do_not_fit_a_call():
 
 def test_batches_that_do_not_fit_are_refused_before_they_are_written():
     layer = Attention(4, 2, 8, blocksparse=BlocksparseParams(32, 4, 2, 16, 1, 2))
-    backend, table = get_backend("TORCH"), torch.arange(1, 4, dtype=torch.int32)[None]
-    common = CommonAttentionMetadata.from_lengths([33], [33], table, 16)
-    meta = backend.builder(backend, [layer.spec(torch.float32)], 16, "cpu").build(0, common)
+    spec = layer.spec(torch.float32)
+    common = CommonAttentionMetadata.from_lengths([33], [33], [[1, 2, 3]], 16)
+    meta = build_metadata("TORCH", common, spec)
     q, k, cache = torch.randn(33, 4, 8), torch.randn(33, 2, 8), torch.zeros(4, 2, 16, 2, 8)
     with pytest.raises(ValueError, match=r"max_seq_len must be at most 32, .* got 33"):
         layer(q, k, k, cache, meta)
-    common = CommonAttentionMetadata.from_lengths([30], [30], table, 16)
-    meta = backend.builder(backend, [layer.spec(torch.float32)], 16, "cpu").build(0, common)
+    common = CommonAttentionMetadata.from_lengths([30], [30], [[1, 2]], 16)
+    meta = build_metadata("TORCH", common, spec)
     with pytest.raises(ValueError, match="blocksparse must be on cpu, got meta"):
         layer.to("meta")(q[:30], k[:30], k[:30], cache, meta)
     assert not cache.any()
@@ -225,10 +221,8 @@ def test_batches_that_do_not_fit_are_refused_before_they_are_written():
 def test_a_step_of_flex_holds_the_tables_that_name_its_masks():
     """Else tables of another layout could take their memory, and the mask be found for those."""
     spec = AttentionSpec(2, 2, 16, torch.float32, blocksparse=16)
-    table = torch.arange(1, 5, dtype=torch.int32)[None]
-    common = CommonAttentionMetadata.from_lengths([60], [60], table, 16)
-    backend = get_backend("FLEX")
-    meta = backend.builder(backend, [spec], 16, "cpu").build(0, common)
+    common = CommonAttentionMetadata.from_lengths([60], [60], [[1, 2, 3, 4]], 16)
+    meta = build_metadata("FLEX", common, spec)
     tables = BlockTables(local_strided(BlocksparseParams(64, 2, 2, 16, 1, 2)))
     q, cache = torch.randn(60, 2, 16), torch.randn(5, 2, 16, 2, 16)
     attention(q, cache, meta, 0.25, blocksparse=tables)

@@ -26,18 +26,15 @@ def stub(monkeypatch):
     install(monkeypatch)
 
 
-def step(seq, width=WIDTH):
+def step(seq):
     """A decode step's common; padding requests have a row, and nothing of use in their table."""
-    size = len(seq)
-    table = (torch.randperm(size * width) + 1).view(size, width).int()
-    lens = torch.tensor(seq, dtype=torch.int32)
-    table[lens == 0] = -7
-    starts = torch.arange(size + 1, dtype=torch.int32)
-    return CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts.clone(), seq_lens=lens,
-        seq_lens_cpu=lens.clone(), num_reqs=size, num_actual_tokens=size, max_query_len=1,
-        max_seq_len=width * BLOCK, block_table_tensor=table,
-        slot_mapping=torch.zeros(size, dtype=torch.int64),
+    table = (torch.randperm(len(seq) * WIDTH) + 1).view(len(seq), WIDTH).int()
+    rows, lens = [1] * len(seq), torch.tensor(seq, dtype=torch.int32)
+    common = CommonAttentionMetadata.from_lengths(rows, [max(1, n) for n in seq], table, BLOCK)
+    common.block_table_tensor[lens == 0] = -7
+    return common.replace(
+        seq_lens=lens, seq_lens_cpu=lens.clone(), num_computed_tokens_cpu=None,
+        max_seq_len=WIDTH * BLOCK,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ FlashInfer is replaced by `fake.py`. tests/gpu/attn_ops/test_flashinfer.py runs 
 
 import dataclasses
 import gc
-import importlib.metadata
 
 import numpy as np
 import pytest
@@ -251,14 +250,5 @@ def test_workspace_holds_what_splitting_can_need():
         ("1.0", None),
     ],
 )
-def test_unavailable_says_what_is_missing(monkeypatch, installed, reason):
-    def version(name):
-        if installed is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(backend_module, "version", version)
-    monkeypatch.setattr(backend_module.importlib.util, "find_spec", lambda name: installed)
-    assert backend_module.unavailable.__wrapped__() == reason
+def test_unavailable_says_what_is_missing(reason_against, installed, reason):
+    assert reason_against(backend_module, installed, installed) == reason

@@ -7,8 +7,6 @@ import torch
 from attn_ops.backends.flex import BACKEND
 
 RAGGED = ([1, 3, 0, 7, 40, 2], [5, 33, 4, 7, 61, 2])
-
-
 PREFIX = torch.tensor([2, 9, 1, 5, 30, 0], dtype=torch.int32)
 
 

@@ -8,17 +8,10 @@ T rows, N query heads, Q rows of one request, C cached tokens of one request.
 import pytest
 import torch
 
-from attn_ops import (
-    AttentionSpec,
-    attention,
-    attention_with_lse,
-    varlen_metadata,
-)
+from attn_ops import AttentionSpec, attention, attention_with_lse, varlen_metadata
 from attn_ops.backends.flex import BACKEND, flex_backend, plan
 from attn_ops.backends.torch_backend import reference_attention
 from tests.attn_ops.backends.flex.masks import RAGGED, check, every_third, oracle, ragged
-
-# -- plans -----------------------------------------------------------------------------------------
 
 
 def test_geometries_share_the_plan_of_their_mask(make_batch, monkeypatch):
@@ -81,9 +74,6 @@ def test_infinite_sinks(make_batch, sink):
             check(out, lse, *oracle(batch, {}, True, mask or (lambda r, q, k: k >= 0)))
 
 
-# -- inside the dispatcher -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_grad_modes(make_batch, mode, requires_grad):
@@ -94,9 +84,6 @@ def test_grad_modes(make_batch, mode, requires_grad):
         out = attention(batch.q, batch.kv_cache, batch.meta, 0.3)
         want = reference_attention(batch.q, batch.kv_cache, batch.common, 0.3)
         assert (out - want).norm() <= 1e-5 * want.norm()
-
-
-# -- tiles -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row_tile", [16, 128])

@@ -51,9 +51,6 @@ def three():
     return three_groups()
 
 
-# -- numbers ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_three_groups_in_one_batch(make_batch, three, name, compiled):
@@ -82,9 +79,8 @@ def test_one_graph_serves_every_batch(make_batch, three, num_graphs):
     before = num_graphs()
     for name in ("mixed", "prefill", "uniform"):
         batch = mixed_batch(make_batch, name)
-        check(
-            layer(batch.q, batch.kv_cache, built(three, batch.common)), None, batch, LAYERS[SLIDING]
-        )
+        out = layer(batch.q, batch.kv_cache, built(three, batch.common))
+        check(out, None, batch, LAYERS[SLIDING])
     assert num_graphs() == before + 1
 
 
@@ -172,9 +168,6 @@ def test_layers_are_as_causal_as_the_batch(make_batch, three):
         check(attention(batch.q, batch.kv_cache, meta, SCALE, **options), None, batch, options)
 
 
-# -- shared prefixes -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("default", ["TRITON", "TORCH"])
 def test_cascade_is_the_groups_own(default):
     lengths = ([1, 1, 9, 4], [33, 65, 41, 72])
@@ -213,9 +206,6 @@ def test_cascade_is_refused_where_a_group_must_and_cannot(make_batch):
             builder.build(16, batch.common)
     backend = grouped_backend({is_sliding: "FLEX"}, default="TRITON")
     assert not backend.builder(backend, [SLIDING], 16, "cpu").use_cascade_attention(*arguments)
-
-
-# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,12 +254,8 @@ def test_refused_calls(make_batch, three):
     check(*attention_with_lse(batch.q, batch.kv_cache, meta, SCALE), batch, {})
     with pytest.raises(ValueError, match="backend SILENT cannot return the log-sum-exp"):
         attention_with_lse(batch.q, batch.kv_cache, meta, SCALE, sliding_window=9)
-    check(
-        attention(batch.q, batch.kv_cache, meta, SCALE, sliding_window=9),
-        None,
-        batch,
-        LAYERS[SLIDING],
-    )
+    out = attention(batch.q, batch.kv_cache, meta, SCALE, sliding_window=9)
+    check(out, None, batch, LAYERS[SLIDING])
 
 
 def test_unavailable_group(three):
@@ -277,9 +263,6 @@ def test_unavailable_group(three):
     backend = grouped_backend({is_sliding: gone}, default="TORCH")
     assert select_reasons(backend, SLIDING) == ["GONE: no library"]
     assert select_reasons(backend, FULL) == []
-
-
-# -- models ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from attn_ops.metadata import AttentionSpec, LatentShape
 from tests.kit.latent import SMALL, LatentBatch, build_latent_batch
 
 SPEC = AttentionSpec.of_latent(3, SMALL, torch.float64)
-SPEC_32 = dataclasses.replace(SPEC, dtype=torch.float32)
 BATCHES = {
     "mixed": ([1, 1, 0, 12, 40], [5, 33, 0, 12, 61]),
     "unsorted": ([30, 1, 0, 12, 1, 20], [61, 33, 0, 12, 9, 90]),

@@ -9,11 +9,7 @@ import itertools
 import pytest
 import torch
 
-from attn_ops import (
-    AttentionOptions,
-    AttentionSpec,
-    attention_with_lse,
-)
+from attn_ops import AttentionOptions, AttentionSpec, attention_with_lse
 from attn_ops.backends.triton import BACKEND
 from attn_ops.metadata import KV_CACHE_DTYPES
 from tests.attn_ops.backends.paged import TOLERANCE, Paged, assert_right, make_paged

@@ -29,8 +29,6 @@ def mixed(num_tokens: int) -> BatchDescriptor:
     return BatchDescriptor(num_tokens, {4: 4, 8: 7, 16: 7, 32: 7}[num_tokens])
 
 
-# -- keys ------------------------------------------------------------------------------------------
-
 UNIFORM_KEYS = [uniform(n, q) for n, q in itertools.product(DECODE_SIZES, QUERY_LENS)]
 MIXED_KEYS = [mixed(num_tokens) for num_tokens in MIXED_SIZES]
 KEYS = {
@@ -62,8 +60,6 @@ def test_a_mixed_key_has_room_for_the_owner_of_padding_rows():
     keys = CudagraphDispatcher(FULL, [], [1, 2, 6, 7, 64], max_num_reqs=6).keys(FULL)
     assert [(k.num_tokens, k.num_reqs) for k in keys] == [(64, 7), (7, 7), (6, 6), (2, 2), (1, 1)]
 
-
-# -- a table of batches ----------------------------------------------------------------------------
 
 BATCHES = {
     # (tokens, requests, query length): the uniform key that fits, the mixed one that fits
@@ -103,9 +99,6 @@ def test_every_mode_and_batch(mode, batch):
     assert dispatcher(mode).dispatch(*batch) == expected(mode, batch)
 
 
-# -- modes by query length -------------------------------------------------------------------------
-
-
 def test_query_lengths_may_have_modes_of_their_own():
     made = dispatcher(BOTH)
     made.initialize_keys({3: PIECEWISE})
@@ -132,9 +125,6 @@ def test_keys_are_made_anew():
     assert [made.keys(mode) for mode in RUNTIME_MODES] == [[], [], []]
     made.initialize_keys()
     assert made.keys(FULL) == dispatcher(FULL).keys(FULL)
-
-
-# -- sampling --------------------------------------------------------------------------------------
 
 
 def test_keys_of_other_kinds_follow_when_they_are_asked_for():

@@ -195,9 +195,6 @@ def test_only_a_weak_groups_layers_are_broken_out(make_model):
     steps.check(graph, lengths, seed=1)
 
 
-# -- the calls -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", ["chunked", "cascade", "with_lse", "strided q", "options"])
 def test_every_kind_of_call(make_batch, case):
     batch = make_batch([1, 3, 2], [18, 14, 11], num_padding_rows=2)

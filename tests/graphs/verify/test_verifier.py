@@ -38,9 +38,6 @@ def verifier(tmp_path):
     return Verifier("always", directory=tmp_path)
 
 
-# -- when ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("mode", "want"),
     [
@@ -76,9 +73,6 @@ def test_other_arguments_are_refused():
     with pytest.raises(ValueError, match=f"slots must be below {P * B}, .* got {P * B}"):
         step.check(Verifier("first"), step.run)
     assert step.num_runs == 0
-
-
-# -- right replays ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "latent"])
@@ -198,9 +192,6 @@ def test_no_cache_is_copied(layout, verifier):
     assert 0 < largest.num_elements < step.caches[0].numel()
 
 
-# -- tolerances ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "passes", "fails"),
     [
@@ -248,9 +239,6 @@ def test_float32_logits_are_no_more_exact_than_the_model(
     step.outputs = lambda: found() | {"logits": step.logits[[0, 1, 3]].float()}  # type: ignore[method-assign]
     with contextlib.nullcontext() if right else pytest.raises(VerificationError):
         step.check(verifier, lambda: step.run(noise=0.01), dtypes=[dtype])
-
-
-# -- dumps and failures ----------------------------------------------------------------------------
 
 
 def test_dump_holds_both_results(tmp_path):

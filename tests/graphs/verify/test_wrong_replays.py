@@ -33,9 +33,6 @@ def verifier(tmp_path):
     return Verifier("always", directory=tmp_path)
 
 
-# -- wrong replays ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
     ("damage", "tensor", "difference", "where"),
@@ -164,9 +161,6 @@ def test_fp8_is_compared_as_the_values_that_it_means(
         return
     error = step.wrong(verifier, replay)
     assert (error.tensor, error.difference) == ("kv_caches[0].keys", difference)
-
-
-# -- tokens whose logits are nearly equal ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gap", "right"), [(1e-5, True), (0.5, False)])

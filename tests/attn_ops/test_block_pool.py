@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from attn_ops import AttentionSpec, PagedKVCache
 from attn_ops.kv_cache import NULL_BLOCK, OutOfBlocksError
@@ -70,6 +70,7 @@ class Sharing(RuleBasedStateMachine):
     )
     def begin(self, request: int, tokens: list[int], room: int) -> None:
         if request in self.tokens:
+            self.reserved(request, len(tokens) + room)
             return
         found = self.cache.match(tokens[:-1], block_keys(tokens, SIZE))
         if not self.reserved(request, len(tokens) + room, found):
@@ -80,13 +81,12 @@ class Sharing(RuleBasedStateMachine):
         self.tokens[request], self.written[request] = tokens, found.num_tokens
         self.released[request] = 0
 
-    @rule(request=st.integers(0, 5), num_tokens=st.integers(-3, 35))
-    def grow(self, request: int, num_tokens: int) -> None:
-        if num_tokens < 0:
-            with pytest.raises(ValueError, match="num_tokens must not be negative"):
-                self.cache.reserve(request, num_tokens)
-        elif request in self.tokens:
-            self.reserved(request, num_tokens)
+    @precondition(lambda self: self.tokens)
+    @rule(pick=st.integers(0, 5), num_tokens=st.integers(0, 30))
+    def grow(self, pick: int, num_tokens: int) -> None:
+        self.reserved(sorted(self.tokens)[pick % len(self.tokens)], num_tokens)
+        with pytest.raises(ValueError, match="num_tokens must not be negative"):
+            self.cache.reserve(pick, -1)
 
     def reserved(self, request: int, num_tokens: int, found: Match = NO_MATCH) -> bool:
         """Whether there was room: of too little, nothing changes."""

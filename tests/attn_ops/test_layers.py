@@ -13,6 +13,7 @@ from torch import nn
 
 from attn_ops import Attention, AttentionSpec, PagedKVCache
 from attn_ops.backends.torch_backend import reference_attention
+from fx_passes.passes.layers import OutlineLayers
 
 BATCHES = [
     ([3, 0, 1, 6], [7, 5, 4, 6]),  # chunk, nothing, decode, whole prompt
@@ -100,38 +101,22 @@ def test_a_sharer_reads_with_the_scales_of_its_target(make_batch):
 
 
 def test_layers_of_equal_geometry_are_one_subgraph(make_batch):
-    """Two kinds in all: four owners become calls of one, and four sharers of another."""
+    """Owners become calls of one, and sharers of another."""
     model = Model(4, 4)
     b = make_batch([3, 1], [5, 4], written=False)
     caches = [b.kv_cache.clone() for _ in range(4)]
     slots = b.common.slot_mapping.clone()
     wanted = model(b.q, b.k, b.v, [c.clone() for c in caches], b.meta, slots)
-    graphs = []
+    matches = []
 
     def backend(gm, inputs):
-        graphs.append(gm)
+        matches.append(OutlineLayers().run(gm.graph))
+        gm.recompile()
         return gm
 
-    out = torch.compile(model, backend=backend, fullgraph=True)(
-        b.q, b.k, b.v, caches, b.meta, slots
-    )
-    assert torch.equal(out, wanted)
-    kinds = {True: set(), False: set()}
-    for layer, text in layers_of(graphs[0]).items():
-        kinds[layer < 4].add(text)
-    assert [len(texts) for texts in kinds.values()] == [1, 1]
-
-
-def layers_of(gm: torch.fx.GraphModule) -> dict[int, str]:
-    """Each layer's nodes as operators and constants, without the names of what goes in."""
-    texts, layer = {}, 0
-    for node in gm.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda n: "tensor")
-        texts[layer] = texts.get(layer, "") + f"{node.target}{arguments}\n"
-        layer += "attention" in str(node.target)
-    return {i: text for i, text in texts.items() if "attention" in text and i}
+    run = torch.compile(model, backend=backend, fullgraph=True)
+    assert torch.equal(run(b.q, b.k, b.v, caches, b.meta, slots), wanted)
+    assert matches == [8]
 
 
 def test_a_target_is_no_submodule():

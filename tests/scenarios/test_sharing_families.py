@@ -12,7 +12,7 @@ from attn_ops.compat.torch_version import TORCH_VERSION
 from attn_ops.integrations.transformers import attention_specs, cache_index
 from attn_ops.integrations.transformers import forward as integration
 from tests.kit.marks import long, slow
-from tests.scenarios.test_families import assert_outputs_vary, check_random_batches
+from tests.scenarios.test_families import check_random_batches
 
 FAMILIES = ["gemma3n", "gemma4"]
 MODES = {
@@ -36,7 +36,8 @@ def test_sessions_equal_transformers(make_sharing, family, mode):
     model = make_sharing(family)
     session, outputs = check_random_batches(model, model, 4, family, **MODES[mode])
     assert len(session.cache.tensors) == 3  # of five layers
-    assert_outputs_vary(outputs)
+    tokens = {token for row in outputs for token in row}
+    assert len(tokens) > 24, "a model that repeats itself agrees with any other that does"
 
 
 @pytest.mark.parametrize("family", [*slow("gemma4"), *long("gemma3n")])

@@ -63,7 +63,7 @@ def check_random_batches(model, run, number: int, seed: str, recompiles: int = 0
         prompts, max_new_tokens = random_batch(numbers)
         with keeping_logits(session) as logits:
             results = session.generate(prompts, max_new_tokens)
-        kept = [rows if called else [] for _, rows in sorted(logits.items())]
+        kept = [rows for _, rows in sorted(logits.items())] if called else [[] for _ in prompts]
         parity = compare(reference, prompts, results, kept)
         assert parity.num_identical == len(prompts)
         assert parity.max_logits_difference < 1e-4

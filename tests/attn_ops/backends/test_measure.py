@@ -194,7 +194,7 @@ def test_a_hit_runs_nothing(tmp_path, counted):
         {"candidate": sleeping("NEW", 0.0)},
         {"torch": "another"},
     ],
-    ids=str,
+    ids=["spec", "layers", "block_size", "shapes", "candidate", "torch"],
 )
 def test_what_a_measurement_depends_on(tmp_path, counted, monkeypatch, change):
     path = tmp_path / "times.json"

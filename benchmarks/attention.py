@@ -48,6 +48,8 @@ HEADS = {"cuda": (32, 8, 128), "cpu": (4, 2, 16)}  # query heads, kv heads, head
 ROUNDS = {"cuda": 21, "cpu": 5}
 HOST_ROUNDS = {"cuda": 40, "cpu": 4}
 L2_BYTES = 50 << 20  # of an H200
+FLEX_SECONDS = 75
+"""FLEX is compiled anew for each shape; once that took so long, it is left out."""
 
 Makers = Mapping[str, Callable[[], tuple[Attend, bool]]]
 """By name: makes attention of one layer, and says whether it can be captured."""
@@ -143,12 +145,22 @@ def after_itself_us(run: Callable[[], object], device: torch.device) -> float:
 
 
 def layer_us(
-    layers: Layers, makers: Makers, rounds: int, *, alike: bool = True
+    layers: Layers,
+    makers: Makers,
+    rounds: int,
+    *,
+    alike: bool = True,
+    seconds: dict[str, float] | None = None,
 ) -> dict[str, float]:
-    """Median microseconds of one layer; prints who fails, and of `alike` ones who differs."""
+    """Median microseconds of one layer; prints who fails, and of `alike` ones who differs.
+
+    To `seconds` what each takes until it is warm is added, by the first word of its name.
+    """
+    seconds = {} if seconds is None else seconds
     runs: dict[str, Callable[[], object]] = {}
     device, want = layers.common.device, None
     for name, make in makers.items():
+        begin = time.perf_counter()
         try:
             attend, captured = make()
             if alike:
@@ -163,6 +175,8 @@ def layer_us(
         except Exception as error:  # a library's own; the others can still be timed
             print(f"{name}: {brief(error)}")
             free()
+        backend = name.split()[0]
+        seconds[backend] = seconds.get(backend, 0.0) + time.perf_counter() - begin
     times = interleaved_us(runs, rounds, lambda run: after_itself_us(run, device))
     return {name: total / len(layers.caches) for name, total in times.items()}
 
@@ -185,8 +199,9 @@ def measure(
     block_size: int,
     device: torch.device,
     rates: tuple[float, float],
+    seconds: dict[str, float] | None = None,
 ) -> dict[str, str]:
-    """All backends at one shape."""
+    """All backends at one shape; `seconds`: of `layer_us`."""
     num_bytes = bytes_of_layers(shape, spec, device)
     layers = make_layers(spec, shape.lengths(), block_size, device, num_bytes)
     makers = {}
@@ -194,7 +209,7 @@ def measure(
         makers[name] = functools.partial(by_operator, name, layers)
         if name in DIRECT:
             makers[f"{name} by hand"] = functools.partial(by_hand, name, layers)
-    us = layer_us(layers, makers, ROUNDS[device.type])
+    us = layer_us(layers, makers, ROUNDS[device.type], seconds=seconds)
     row = row_of(layers, names, us)
     if "AUTO" in us:
         row["AUTO, % of limit"] = f"{100 * limit_us(shape, spec, rates) / us['AUTO']:.0f}"
@@ -276,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # TORCH is the oracle.
     names = args.backends or [n for n in backend_names() if n != "TORCH" or args.device == "cpu"]
     rates = copy_rate(device), matmul_rate(device)
+    seconds: dict[str, float] = {}
     result: dict[str, Any] = {
         "command": command_of("attention", arguments), **origin(args), "block_size": size,
         "heads, kv heads, head size": HEADS[args.device],
@@ -289,10 +305,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             key = f"{label}, {text.replace('x', ' x ')}"
             print(key, flush=True)
             free()
+            late = seconds.get("FLEX", 0.0) > FLEX_SECONDS
+            now = [name for name in taken if not (late and name == "FLEX")]
             try:
-                row = measure(bench.shape_of(text), spec, taken, size, device, rates)
+                row = measure(bench.shape_of(text), spec, now, size, device, rates, seconds)
                 result["rows"][key] = row
-            except torch.OutOfMemoryError as error:
+            except Exception as error:  # the other shapes can still be measured
                 print(brief(error))
             write(args.json, result)  # kept if the time runs out
         if dtype == args.dtypes[0]:

@@ -25,7 +25,7 @@ from attn_ops.backends.measure import Layers, MeasuredShape, default_layout, mak
 from attn_ops.block_layout import BlockLayout, BlockTables, flex_block_mask
 from benchmarks.attention import by_operator, bytes_of_layers, command_of, copy_rate, layer_us
 from benchmarks.direct import Attend, flash_attn
-from benchmarks.harness import finish, free, origin, parser_of, write
+from benchmarks.harness import brief, finish, free, origin, parser_of, write
 from graphs.app.bench import shape_of
 
 CASES = {
@@ -133,7 +133,7 @@ def measure(
         row["ideal"] = active_bytes(layout, shape, spec) / bytes_per_second * 1e6
     elif "fa3" in us:
         row["ideal"] = us["fa3"] * row["listed"]
-    if "ideal" in row:
+    if "ideal" in row and "ours" in us:
         row["ideal / ours"] = row["ideal"] / us["ours"]
     return row
 
@@ -151,7 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for text in args.shapes or CASES[args.device]:
         print(text, flush=True)
         free()
-        rows[text] = measure(shape_of(text), args, rate)
+        try:
+            rows[text] = measure(shape_of(text), args, rate)
+        except Exception as error:  # the other shapes can still be measured
+            print(brief(error))
         write(args.json, result)  # kept if the time runs out
     finish(args, result)
 

@@ -202,6 +202,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     session = our_session(model, json.loads(args.options), cases, args.backend)
     seconds = time.perf_counter() - begin
     command = f"python -m benchmarks.decode_step --model {args.model}{' --fp8' * args.fp8}"
+    command += f" --cases {' '.join(args.cases)}" if args.cases else ""
     result = {
         "command": command, **origin(args), "layers": config.num_hidden_layers,
         "options": args.options, "backend": session.backend_selection.backend.name,

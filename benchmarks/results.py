@@ -70,7 +70,8 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     for name in names:
         result = results[name]
         versions = [f"{k} {v}" for k, v in dict(result.get("versions") or {}).items() if v]
-        where = [result["device"], f"commit {result['commit'][:9]}", result["date"][:10], *versions]
+        commit = str(result["commit"])[:9]  # None of a copy without .git
+        where = [result["device"], f"commit {commit}", result["date"][:10], *versions]
         parts += [f"## {name}\n", _line(f"`{result['command']}`: {', '.join(where)}."), ""]
         parts += [_line(result["note"]), ""] if result.get("note") else []
         parts += [*_table(result["rows"]), ""]

@@ -213,7 +213,7 @@ def program(*command: str) -> str:
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_random_sessions():
     """More of them: `tests/fuzz/ranks.py`."""
     assert "rank 1: 6 right" in program(*TORCHRUN, "-m", "tests.fuzz.ranks", "6")

@@ -13,7 +13,7 @@ from graphs.step.blocks import BlockRows
 LEAST_REQUESTS = 16
 LEAST_BYTES = 60_000 * 4096
 """Of a layer's keys and values that need not be read again, all requests together. On one H200
-(`benchmarks.cascade`, 4,096 bytes a token) attention to prefix and rest apart took 1.06 of plain
+(4,096 bytes a token) attention to prefix and rest apart took 1.06 of plain
 attention's time at 64 requests x 512 tokens, 0.83 at 64 x 1,024, 0.21 at 64 x 8,192, 0.52 at 256 x
 1,024; of 8 requests 1.6 at 2,048 tokens."""
 

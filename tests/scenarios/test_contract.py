@@ -250,13 +250,16 @@ def test_keywords_that_attention_would_not_look_at(model):
     refuses(model, "attention of model.layers.2.self_attn .*got the keywords alibi")
 
 
-def test_full_layers_have_no_window():
+@pytest.mark.parametrize("family", ["exaone4", "exaone_moe"])
+def test_full_layers_have_no_window(family):
     """EXAONE-4's full layers hold the window of its sliding ones, and do not use it."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(
-        "exaone4", hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, intermediate_size=96, sliding_window=6,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        family, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, intermediate_size=96, sliding_window=6, sliding_window_pattern="LLLG",
+        layer_types=["sliding_attention"] * 3 + ["full_attention"], moe_intermediate_size=32,
+        num_experts=4, num_experts_per_tok=2, mlp_layer_types=["dense"] * 2 + ["sparse"] * 2,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attn_ops")
     assert [s.sliding_window for s in attention_specs(model)] == [6, 6, 6, None]

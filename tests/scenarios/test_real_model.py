@@ -126,6 +126,57 @@ def test_bfloat16_rounds_no_worse_than_transformers(model, tokenizer):
     assert mean_ours < 1.05 * mean_theirs
 
 
+def test_answers_are_scored_as_one_would(session):
+    question = "Question: What is the capital of France?\nAnswer:"
+    answers = [" Paris", " Banana", " Berlin", " Monday"]
+    scores = session.score([question] * 4, answers)
+    totals = [score.total for score in scores]
+    assert totals.index(max(totals)) == 0
+
+
+def test_streams_stop_where_the_text_says(session, tokenizer):
+    messages = [{"role": "user", "content": "Name three fruits."}]
+    prompt = Tokens(tokenizer).chat(messages)
+    whole = session.chat(messages, NUM_TOKENS)
+    assert whole.text == "".join(output.text for output in session.stream(prompt, NUM_TOKENS))
+    (cut,) = session.generate([prompt], NUM_TOKENS, stop="2.")
+    assert cut.text == whole.text.partition("2.")[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", "2.")
+
+
+def test_drafts_from_the_prompt_are_accepted(session, tokenizer):
+    """Text that repeats: tokens after the same two are proposed."""
+    text = "The sea is blue. The sky is blue. The sea is blue. The sky is"
+    (alone,) = session.generate([text], 20)
+    request, accepted, steps = session.add(text, 20), 0, 0
+    known = tokenizer(text)["input_ids"]
+    while session.num_unfinished:
+        tail, draft = known[-2:], []
+        for at in range(len(known) - 3, -1, -1):
+            if known[at : at + 2] == tail:
+                draft = known[at + 2 : at + 5]
+                break
+        outputs = session.verify_draft({request: draft})
+        known += [output.token_id for output in outputs]
+        accepted, steps = accepted + len(outputs), steps + 1
+    assert session.result(request).token_ids == alone.token_ids
+    session.discard(request)
+    assert accepted / steps > 1.2
+
+
+def test_an_fp8_cache_costs_little(model, tokenizer):
+    session = DecodeSession(
+        model, max_batch_size=1, max_tokens=512, tokenizer=tokenizer, cudagraph_mode="NONE",
+        kv_cache_dtype="fp8_e4m3",
+    )  # fmt: skip
+    exact = DecodeSession(
+        model, max_batch_size=1, max_tokens=512, tokenizer=tokenizer, cudagraph_mode="NONE"
+    )
+    (rough,), (right,) = session.score([LICENCE]), exact.score([LICENCE])
+    difference = (right.total - rough.total) / len(right.logprobs)
+    assert abs(difference) < 0.05
+
+
 # -- doors; lm-eval and the server have theirs -----------------------------------------------------
 
 

@@ -190,7 +190,8 @@ def profile(session: DecodeSession, path: str) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = MODELS[args.model](args.layers)
-    cases = [c for c in CASES if f"{c[0]}x{c[1]}" in args.cases] if args.cases else CASES
+    pairs = (case.split("x") for case in args.cases)
+    cases = [(int(batch), int(context)) for batch, context in pairs] or CASES
     rows: dict[str, Any] = {f"{b}x{c}": {} for b, c in cases}
     rate = copy_bandwidth()
     free()

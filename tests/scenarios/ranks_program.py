@@ -82,8 +82,9 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
     register()
-    ranks.PATIENCE = datetime.timedelta(seconds=wanted.get("patience", 30))
     for name, own in wanted["jobs"].items():
+        patience = (wanted | own).get("patience", 30)
+        ranks.PATIENCE = datetime.timedelta(seconds=patience)
         try:
             found = decoded(folder / name, wanted | own)
         except Exception as error:

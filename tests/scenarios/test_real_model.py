@@ -211,9 +211,9 @@ def test_it_draws_its_own_answers_while_it_is_trained(model, tokenizer, tmp_path
         said.extend(completion[0]["content"] for completion in completions)
         return [float(len(completion[0]["content"])) for completion in completions]
 
-    chats = [[{"role": "user", "content": "Name any city."}]] * 16
+    chats = [[{"role": "user", "content": "Name any city."}]] * 8
     args = trl.GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=8, max_steps=2,
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_steps=2,
         max_completion_length=8, learning_rate=2e-5, beta=0.0, bf16=False, use_cpu=True,
         report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
@@ -223,7 +223,7 @@ def test_it_draws_its_own_answers_while_it_is_trained(model, tokenizer, tmp_path
         rollout_func=rollout_func(max_tokens=128),
     )  # fmt: skip
     trainer.train()
-    assert len(said) == 16
-    assert len(set(said)) > 4
+    assert len(said) == 8
+    assert len(set(said)) > 3
     pairs = zip(model.parameters(), trained.parameters(), strict=True)
     assert any(not torch.equal(before, after) for before, after in pairs)

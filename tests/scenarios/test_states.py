@@ -318,7 +318,7 @@ def test_models_go_on_as_before(make):
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        *((name, 12) for name in FAMILIES),
+        *((name, 6) for name in FAMILIES),
         *long(*((name, 150) for name in FAMILIES)),
     ],
 )

@@ -388,10 +388,10 @@ COUNTRIES = {"France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "
 COUNTRIES |= {"the United Kingdom": "London", "Portugal": "Lisbon"}
 
 
-@pytest.fixture(scope="module")
-def trained(smollm2) -> list:
-    """SmolLM2-135M-Instruct, here by its GGUF file and in `hf` as that was read before."""
-    path, loading = source("smollm2")
+@pytest.fixture(scope="module", params=["folder", *long("GGUF")])
+def trained(smollm2, request) -> list:
+    """SmolLM2-135M-Instruct; `hf` has it as it was read from its GGUF file before."""
+    path, loading = source("smollm2") if request.param == "GGUF" else (smollm2, {})
     return [made(path, max_length=512, **loading), hf(smollm2, max_length=512)]
 
 

@@ -139,7 +139,7 @@ def application(session: DecodeSession, opened: AsyncSession, name: str) -> Fast
 
 def main(directory: str, host: str = "127.0.0.1", port: int = 8000, max_batch_size: int = 32,
          max_tokens: int = 0, max_waiting: int = 256, model_name: str = "") -> None:  # fmt: skip
-    sizes = {"max_tokens": max_tokens} if max_tokens else {}  # 0: as many as the model takes
+    sizes = {"max_tokens": max_tokens} if max_tokens else {}  # 0: 4,096 at most
     session = DecodeSession.from_pretrained(directory, max_batch_size=max_batch_size, **sizes)
     session.warm_up()
     with AsyncSession(session, max_waiting=max_waiting) as opened:

@@ -8,6 +8,7 @@ short_products   aten     products of few terms are written as sums
 quantize_output  aten     attention that is quantized writes FP8 itself
 collapse_views   aten     q, k, v reach attention as one view of their product
 experts          aten     a mixture of experts becomes one operator
+router           aten     a router's softmax, choice and weights become one operator
 skinny_products  aten     products go to an operator that is faster for few rows
 fused_mlp        aten     norm, gated products and additions become one operator
 norm_products    aten     a product of an RMSNorm becomes one operator

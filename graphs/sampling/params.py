@@ -45,6 +45,7 @@ OF_REQUESTS = (
     "max_new_tokens", "eos", "eos_token_id", "ignore_eos", "stop_token_ids", "stop",
     "include_stop_str_in_output", "min_tokens", "logit_bias", "bad_words", "allowed_token_ids",
     "structured_outputs", "logits_processor", "prompt_logprobs", "stream", "share_prefix", "n",
+    "generation_config",
 )  # fmt: skip
 """What else a request takes by name."""
 

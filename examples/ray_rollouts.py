@@ -1,6 +1,7 @@
 """Rollouts on several GPUs or machines by Ray: an actor each, with a session of its own.
 
-`pip install 'attn-ops[transformers,ray]'`, then `python examples/ray_rollouts.py` here, or on a cluster of Ray.
+`pip install 'attn-ops[transformers,ray]'`, then `python examples/ray_rollouts.py` here, or on a
+cluster of Ray.
 
 A prompt goes to the actor that its first tokens choose, so that prompts which begin alike find each
 other's prefix in one cache. New weights are put into Ray's store once and reach every actor under

@@ -149,7 +149,7 @@ def test_the_demo_installs_neither_tests_nor_linters():
 
 def test_troubleshooting_names_options_that_exist():
     from graphs import SamplingParams, SessionOptions
-    from graphs.app.cli import run
+    from graphs.app.cli import backends, run
 
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     fields = {f.name for c in (SessionOptions, SamplingParams) for f in dataclasses.fields(c)}
@@ -157,4 +157,5 @@ def test_troubleshooting_names_options_that_exist():
     named = set(re.findall(r"\b(\w+)=", text))
     assert named - elsewhere - fields == set()
     options = {name.replace("-", "_") for name in re.findall(r" --([\w-]+)", text)}
-    assert options - {"json"} <= set(inspect.signature(run).parameters)
+    known = {name for command in (run, backends) for name in inspect.signature(command).parameters}
+    assert options - {"json"} <= known

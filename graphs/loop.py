@@ -134,14 +134,18 @@ class StepLoop:
         self._launched = followed
 
     def step_drafted(self, drafts: Mapping[int, list[int]]) -> None:
-        """A step with drafts, or without where a prompt comes first or the budget is too small."""
+        """A step with drafts.
+
+        Without, where a prompt comes first, the budget is too small or a request has a processor,
+        which is asked for no token that may not follow.
+        """
         k = self.plan.num_draft_tokens
         self.check_model()
         self._drop_unobserved()
         self.collect_all()
         step = self.scheduler.next_step()
         room = self.scheduler.max_tokens_per_step // (1 + k)
-        if not room or not step or step.query_len != 1:
+        if not room or not step or step.query_len != 1 or step.editing is Editing.CALLED:
             self.step(ahead=False)
             return
         rows = []

@@ -41,7 +41,7 @@ from graphs.requests.batch import Rows, Scheduled
 from graphs.requests.embeds import fill_embeds
 from graphs.requests.state_slots import advance_states
 from graphs.sampling import PenaltyState, argmax, at_temperature, processed, sample
-from graphs.sampling.edits import Editing, edited
+from graphs.sampling.edits import Editing, edited, reference_allowed
 from graphs.sampling.logprobs import log_probs, packed, scored, to_device
 from graphs.sampling.params import Sampling
 from graphs.step.blocks import BlockRows
@@ -265,7 +265,7 @@ class StepRunner:
                 self.on_logits(step, logits_RV)
             processed_RV = logits_RV
             if step.editing is Editing.CALLED:
-                processed_RV = _called(logits_RV, step)
+                processed_RV = _called(logits_RV, step, tensors.device.get("allowed"))
             tokens_R = self._drawn(logits_RV, tensors, sampling, processed_RV)
             tensors.device["tokens"][0].copy_(tokens_R)
         return tensors.device
@@ -517,15 +517,16 @@ class StepRunner:
         return True
 
 
-def _called(logits_RV: torch.Tensor, step: Rows) -> torch.Tensor:
-    """Logits in float32 after the processors of the requests that have one."""
+def _called(logits_RV: torch.Tensor, step: Rows, allowed_RW: torch.Tensor | None) -> torch.Tensor:
+    """Logits in float32 after the processors of the requests that have one; steps without drafts.
+
+    `allowed_RW`: bits of the tokens that requests allow otherwise; None: all.
+    """
     logits_RV = logits_RV.float()
-    rows = [(s, number) for s in step for number in range(len(s.draft) + 1)]
-    for row, (s, number) in enumerate(rows):
+    for row, s in enumerate(step):
         request = s.request
         if request.processor is not None and s.wants_token:
-            tokens = [*request.prompt, *request.token_ids, *s.draft[:number]]
-            ids_1T = torch.tensor([tokens], device=logits_RV.device)
+            ids_1T = torch.tensor([[*request.prompt, *request.token_ids]], device=logits_RV.device)
             try:
                 found_1V: Any = request.processor(ids_1T, logits_RV[row : row + 1].clone())
                 if getattr(found_1V, "shape", None) != (1, logits_RV.shape[1]):
@@ -534,6 +535,16 @@ def _called(logits_RV: torch.Tensor, step: Rows) -> torch.Tensor:
                         f"got {getattr(found_1V, 'shape', found_1V)!r:.80}"
                     )
                 logits_RV[row] = found_1V[0]
+                left_1V = logits_RV[row : row + 1].clone()
+                if allowed_RW is not None:
+                    left_1V = reference_allowed(left_1V, allowed_RW[row : row + 1])
+                if len(request.token_ids) < request.min_tokens:
+                    left_1V[:, list(request.stops)] = -torch.inf
+                if not bool((left_1V > -torch.inf).any()):
+                    raise ValueError(
+                        "logits_processor must leave a token that can be drawn, got none after "
+                        f"{len(request.token_ids)} tokens"
+                    )
             except Exception as error:  # the others go on
                 request.error = error
     return logits_RV

@@ -144,7 +144,7 @@ class Defaults:
             name: self.given.get(field) if own.get(name) is None else own[name]
             for name, field in theirs.items()
         }
-        if suppressed:
+        if suppressed and not isinstance(found["bad_words"], str):  # which is refused
             found["bad_words"] = [*(found["bad_words"] or ()), *suppressed]
         return found
 

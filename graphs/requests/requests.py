@@ -195,7 +195,7 @@ class Request:
             self.grammar.fill_drafted(by_grammar, draft)
             rows &= by_grammar
         self.nothing_from = FAR
-        if self.editing is Editing.BY_TOKENS:
+        if self.editing >= Editing.BY_TOKENS:
             blocked = (n for n, row in enumerate(rows) if not self._may_go_on(row, n))
             self.nothing_from = next(blocked, FAR)
 

@@ -72,6 +72,9 @@ class StatePrefixSharing(PrefixSharing):
         self._keep_states(request, request.num_computed)
         self.checkpoints.drop(request)
 
+    def _keep(self, request: Request, num_tokens: int) -> None:
+        super()._keep(request, min(num_tokens, len(request.prompt)))
+
     def _keep_states(self, request: Request, num_computed: int) -> None:
         if request.checkpoints and request.begun_at == self.num_forgotten:
             self.checkpoints.keep(request, num_computed)

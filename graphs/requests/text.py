@@ -39,7 +39,7 @@ class TextOfTokens:
         self._ids: list[int] = []
         self._begin = self._read = 0  # the window's first token, and the first not in `text`
         self._longest = max(map(len, self._stop), default=1)
-        self._searched = 0  # characters that no stop string begins in
+        self._early = 0  # characters behind which stop strings end
         self._taken = 0  # characters that `take` has returned
         self.text = ""
         self.stop_reason: str | None = None
@@ -54,7 +54,7 @@ class TextOfTokens:
         if piece and not now.endswith(_HALF):
             self._add(piece, stops=stops)
             self._begin, self._read = self._read, len(self._ids)
-        elif stops and any(s in self.text[-self._longest :] + piece for s in self._stop):
+        elif stops and self._found(self.text + piece, len(self.text)):
             self._add(piece.rstrip(_HALF))
         return self.stop_reason
 
@@ -81,15 +81,18 @@ class TextOfTokens:
         return next((n for n in lengths if any(s.startswith(tail[-n:]) for s in self._stop)), 0)
 
     def _add(self, piece: str, *, stops: bool = True) -> None:
-        begin = max(self._searched, len(self.text) - self._longest + 1)
+        num_known = len(self.text)
         self.text += piece
         if not stops:
-            self._searched = len(self.text)
-            return
-        found = [(at, s) for s in self._stop if (at := self.text.find(s, begin)) >= 0]
-        if found:
+            self._early = len(self.text)
+        elif found := self._found(self.text, num_known):
             at, self.stop_reason = min(found, key=lambda pair: pair[0])
             self.text = self.text[: at + len(self.stop_reason) * self._include]
+
+    def _found(self, text: str, num_known: int) -> list[tuple[int, str]]:
+        """Stop strings that end behind the first characters of a text, with where they begin."""
+        end = max(num_known, self._early)
+        return [(at, s) for s in self._stop if (at := text.find(s, max(0, end - len(s) + 1))) >= 0]
 
     def _decoded(self, begin: int, end: int | None) -> str:
         ids = self._ids[begin:end]

@@ -35,7 +35,8 @@ class Edits:
     """What a request forbids and prefers; checked.
 
     Attributes:
-        allowed: [W] int32, a bit a token: 1 where it may be drawn; None: all may.
+        allowed: [W] int32, a bit a token of the vocabulary: 1 where it may be drawn; None: all may,
+            and there are no `bad_words`.
         bias: what is added to the logits of tokens.
         bad_words: sequences of several tokens of which the last may not follow the others.
         min_tokens: no token that ends the request is drawn among its first so many.
@@ -84,6 +85,8 @@ class Edits:
         """
         check_integer("min_tokens", min_tokens, 0, 2**31 - 1, supported="0 for off")
         bits_W, several = None, []
+        if bad_words:
+            bits_W = bits_of_all(vocab_size)
         if allowed_token_ids is not None:
             kept = _tokens("allowed_token_ids", allowed_token_ids, vocab_size)
             bits_W = bits_of(kept, num_words(vocab_size))
@@ -92,10 +95,8 @@ class Edits:
             if len(tokens) > 1:
                 several.append(tuple(tokens))
                 continue
-            if bits_W is None:
-                bits_W = np.full(num_words(vocab_size), -1, dtype=np.int32)
             bits_W[tokens[0] // 32] &= ~np.int32(_bit(tokens[0]))
-        if bits_W is not None and not _within(bits_W, vocab_size):
+        if bits_W is not None and not bits_W.any():
             raise ValueError(
                 "allowed_token_ids and bad_words must leave a token that can be drawn, got none"
             )
@@ -119,6 +120,14 @@ def bits_of(tokens: Iterable[int], size: int) -> np.ndarray:
     return row
 
 
+def bits_of_all(vocab_size: int) -> np.ndarray:
+    """A row [W] of bits, those of the vocabulary set and those behind it not."""
+    row = np.full(num_words(vocab_size), -1, dtype=np.int32)
+    if vocab_size % 32:
+        row[-1] = (1 << vocab_size % 32) - 1
+    return row
+
+
 def num_words(vocab_size: int) -> int:
     """W."""
     return -(-vocab_size // 32)
@@ -127,13 +136,6 @@ def num_words(vocab_size: int) -> int:
 def _bit(token: int) -> int:
     """The bit of a token in its word, as an int32 has it."""
     return (1 << token % 32) - ((token % 32 == 31) << 32)
-
-
-def _within(allowed: np.ndarray, vocab_size: int) -> bool:
-    """Whether a bit of the vocabulary is set."""
-    rest = vocab_size % 32
-    last = allowed[-1] & np.int32((1 << rest) - 1) if rest else allowed[-1]
-    return bool(allowed[:-1].any() or last)
 
 
 def _tokens(name: str, values: Any, vocab_size: int) -> list[int]:
@@ -178,9 +180,9 @@ def edited(
     logits_RV = compute(logits, tensors["allowed"])
     stop_RK = tensors["stop_tokens"]
     early_R1 = (positions < tensors["min_lengths"]).unsqueeze(1)
-    forbidden_RK = torch.where(early_R1 & (stop_RK >= 0), -torch.inf, 0.0)
+    forbidden_RK = torch.where(early_R1 & (stop_RK >= 0), -torch.inf, 0.0)  # in torch's default
     logits_RV.scatter_add_(1, tensors["bias_ids"], tensors["bias_values"])
-    return logits_RV.scatter_add_(1, stop_RK.clamp(min=0), forbidden_RK)
+    return logits_RV.scatter_add_(1, stop_RK.clamp(min=0), forbidden_RK.float())
 
 
 def reference_allowed(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,12 @@ def test_what_the_config_only_samples_with(configured):
     assert got != session.generate(PROMPTS, 8, temperature=0)
 
 
+def test_a_text_is_no_list_of_bad_words(configured):
+    session = make_session(configured(suppress_tokens=[1]))
+    with pytest.raises(ValueError, match=r"^bad_words must be a list of texts .* got 'ab'"):
+        session.generate(PROMPTS, 4, bad_words="ab")
+
+
 def test_a_repetition_penalty_of_the_config(configured):
     model = configured(repetition_penalty=1.7)
     session = make_session(model)

@@ -221,6 +221,17 @@ def test_a_preempted_request_goes_on_behind_its_whole_prompt(make):
     assert is_empty(session)
 
 
+def test_generated_tokens_are_found_by_no_prompt():
+    """A model that clamps step sizes in prompts alone has other keys behind generated tokens."""
+    model = build_state_model("nemotron_h", time_step_floor=1.0, time_step_min=1.0)
+    session, alone = (make_session(model, share_prefixes=on, max_tokens=80) for on in (True, False))
+    (first,) = session.generate([NUMBERS[:8]], 17)
+    for more in ([1, 2, 3], [4, 5], [6, 7, 8]):
+        prompt = [*NUMBERS[:8], *first.token_ids, *more]
+        assert tokens_of(session.generate([prompt], 8)) == tokens_of(alone.generate([prompt], 8))
+    assert session.report().prefixes.num_shared_tokens > 24
+
+
 def test_states_of_other_weights_are_forgotten(make):
     model = build_state_model("lfm2")
     session = make_session(model, share_prefixes=True)

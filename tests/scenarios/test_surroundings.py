@@ -45,13 +45,15 @@ def test_inside_and_outside_of_inference_mode(model):
     assert session.generate(PROMPTS, 9, **PENALIZED) == want
 
 
-def test_default_devices_and_dtypes_change_nothing(model):
-    want = uncaptured(model).generate(PROMPTS, 9, top_p=0.9, **PENALIZED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_default_devices_and_dtypes_change_nothing(model, dtype):
+    asked = PENALIZED | {"top_p": 0.9, "logit_bias": {7: 1.0}, "min_tokens": 3, "eos": 5}
+    want = uncaptured(model).generate(PROMPTS, 9, **asked)
     session = captured_lazily(model, decode_steps=4)
     torch.set_default_device("meta")
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
-        assert session.generate(PROMPTS, 9, top_p=0.9, **PENALIZED) == want
+        assert session.generate(PROMPTS, 9, **asked) == want
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)

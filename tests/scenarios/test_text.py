@@ -92,6 +92,10 @@ def test_stop_strings_count_behind_min_tokens(model):
     stop = free.text[:2]
     (result,) = session.generate(PROMPTS[:1], 24, stop=stop, min_tokens=8)
     assert len(result.token_ids) > 8
+    early = decoded(free.token_ids[:8])
+    stop = free.text[len(early) - 1 : len(early) + 1]
+    (result,) = session.generate(PROMPTS[:1], 24, stop=stop, min_tokens=8)
+    assert (result.text, result.stop_reason) == (early[:-1], stop)
 
 
 def test_stop_token_ids_and_ignore_eos(model):
@@ -254,8 +258,24 @@ def refused_token(ids, logits):
     raise KeyError("mine")
 
 
+def no_six(ids, logits):
+    return logits.index_fill(1, torch.tensor([6]), -torch.inf)
+
+
+ONLY_FIVE = [*([token] for token in range(382) if token != 5), [5, 5]]
+"""Once, of a vocabulary of 382."""
+
 ERRORS = {
     "processor": {"logits_processor": refused_token},
+    "processor, nothing left": {"logits_processor": lambda ids, logits: logits - torch.inf},
+    "processor and tokens": {"allowed_token_ids": [6], "logits_processor": no_six},
+    "processor and min_tokens": {
+        "allowed_token_ids": [5, 6], "eos": 5, "min_tokens": 8, "logits_processor": no_six,
+    },
+    "processor and bad words": {
+        "allowed_token_ids": [5], "bad_words": [[5, 5]], "logits_processor": no_six,
+    },
+    "nothing left by bad words alone": {"bad_words": ONLY_FIVE},
     "nothing left by bad words": {"allowed_token_ids": [5], "bad_words": [[5, 5]]},
     "grammar and tokens": {
         "structured_outputs": {"choice": ["Yes"]}, "eos": 7, "allowed_token_ids": [5],
@@ -325,6 +345,20 @@ def by_drafts(model, draft, new, **asked):
     want = [*draft, *[0] * (new - len(draft))]
     results, _ = drafted(session, [[3, 4]], [want], lambda following: following[:3], **asked)
     return tokens_of(results)[0]
+
+
+def test_a_processor_sees_no_token_of_a_draft(model):
+    """A draft may be wrong, and those of requests without one are padded."""
+    seen = set()
+
+    def processor(ids, logits):
+        seen.update(ids[0].tolist())
+        return logits
+
+    (want,) = tokens_of(session_of(model).generate([[3, 4]], 10))
+    for draft in ([], [9, 9, 9], want[:2]):
+        assert by_drafts(model, draft, 10, logits_processor=processor) == want
+    assert seen == {3, 4, *want[:-1]}
 
 
 def test_drafts_behind_the_end_of_a_grammar(model):

@@ -293,9 +293,9 @@ def _check_embeddings(model: Any, vocab_size: int) -> None:
 
 
 def _check_columns(logits: torch.Tensor, vocab_size: int) -> None:
-    """Every token that can be drawn can be looked up."""
-    if logits.shape[-1] > vocab_size:
+    """Every token that can be drawn can be looked up, and what edits tokens finds each."""
+    if logits.shape[-1] != vocab_size:
         raise ValueError(
-            f"logits must have at most the config's vocab_size {vocab_size} columns, "
+            f"logits must have the config's vocab_size of {vocab_size} columns, "
             f"got {logits.shape[-1]}"
         )

@@ -97,6 +97,29 @@ def test_stop_strings_cut_where_find_says(tokenizer, include):
     assert num_cut == 500
 
 
+def test_early_stop_strings_may_begin_but_not_end(tokenizer):
+    """Of the first tokens of a request with `min_tokens`, whose text is whole all the same."""
+    rng, found, cut = random.Random(3), 0, 0
+    for _ in range(500):
+        ids = tokenizer.encode(random_text(rng) + random_text(rng)).ids
+        whole, begin = tokenizer.decode(ids), rng.randrange(10)
+        stop, early = whole[begin : begin + rng.randint(1, 4)] or "x", rng.randint(1, 12)
+        text, before = TextOfTokens(tokenizer, [stop]), 0
+        for number, token in enumerate(ids):
+            if text.push(token, stops=number >= early) is not None:
+                break
+            before = len(text.text) if number < early else before
+        at = whole.find(stop, max(0, before - len(stop) + 1))
+        if text.stop_reason is None:  # the last characters may come with `finish`, which cuts none
+            assert text.finish() == whole
+        else:
+            assert text.text == whole[:at]
+            found += at < before
+            cut += 1
+    assert found > 5
+    assert cut > 50
+
+
 def test_special_tokens():
     tokenizer = byte_level([SAMPLE], 400)
     ids = [*tokenizer.encode("ok").ids, tokenizer.token_to_id("<eos>")]

@@ -63,6 +63,16 @@ def test_rows_of_bits():
         assert set(range(VOCAB)) - set(bits(row)) == forbidden
 
 
+def test_there_are_no_bits_behind_the_vocabulary():
+    """So that a row is 0 where nothing may follow."""
+    row, others = np.empty(num_words(VOCAB), dtype=np.int32), [[t] for t in range(VOCAB - 1)]
+    words = Edits.of(VOCAB, bad_words=[*others, [VOCAB - 1] * 2])
+    words.fill(row, [VOCAB - 1])
+    assert not row.any()
+    words.fill(row, [3])
+    assert bits(row, 32 * row.size) == [VOCAB - 1]
+
+
 def test_kinds():
     assert Edits.of(VOCAB).kind is Editing.NONE
     for asked in ({"min_tokens": 1}, {"logit_bias": {1: 2}}, {"bad_words": [[1]]}):

@@ -188,8 +188,9 @@ def test_nearly_the_same_tokens_in_bfloat16(name):
     assert sum(same) >= len(PROMPTS) - 2
 
 
-@pytest.mark.parametrize("decode_steps", [1, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "decode_steps"), [(torch.bfloat16, 1), (torch.float32, 8)], ids=["bf16", "fp32"]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_100_random_steps_verified(name, dtype, decode_steps):
     """Prompts in chunks, all kinds of sampling, a cache that makes requests wait."""

@@ -39,9 +39,10 @@ from graphs.capture.store import CapturedStep, StepGraphs
 from graphs.modes import BatchDescriptor, CUDAGraphMode
 from graphs.requests.batch import Rows, Scheduled
 from graphs.requests.embeds import fill_embeds
+from graphs.requests.processors import by_processors
 from graphs.requests.state_slots import advance_states
 from graphs.sampling import PenaltyState, argmax, at_temperature, processed, sample
-from graphs.sampling.edits import Editing, edited, reference_allowed
+from graphs.sampling.edits import Editing, edited
 from graphs.sampling.logprobs import log_probs, packed, scored, to_device
 from graphs.sampling.params import Sampling
 from graphs.step.blocks import BlockRows
@@ -265,7 +266,7 @@ class StepRunner:
                 self.on_logits(step, logits_RV)
             processed_RV = logits_RV
             if step.editing is Editing.CALLED:
-                processed_RV = _called(logits_RV, step, tensors.device.get("allowed"))
+                processed_RV = by_processors(logits_RV, step, tensors.device.get("allowed"))
             tokens_R = self._drawn(logits_RV, tensors, sampling, processed_RV)
             tensors.device["tokens"][0].copy_(tokens_R)
         return tensors.device
@@ -515,36 +516,3 @@ class StepRunner:
             logger.warning(self.keeps_rows_why)
             return False
         return True
-
-
-def _called(logits_RV: torch.Tensor, step: Rows, allowed_RW: torch.Tensor | None) -> torch.Tensor:
-    """Logits in float32 after the processors of the requests that have one; steps without drafts.
-
-    `allowed_RW`: bits of the tokens that requests allow otherwise; None: all.
-    """
-    logits_RV = logits_RV.float()
-    for row, s in enumerate(step):
-        request = s.request
-        if request.processor is not None and s.wants_token:
-            ids_1T = torch.tensor([[*request.prompt, *request.token_ids]], device=logits_RV.device)
-            try:
-                found_1V: Any = request.processor(ids_1T, logits_RV[row : row + 1].clone())
-                if getattr(found_1V, "shape", None) != (1, logits_RV.shape[1]):
-                    raise ValueError(
-                        f"logits_processor must return logits [1, {logits_RV.shape[1]}], "
-                        f"got {getattr(found_1V, 'shape', found_1V)!r:.80}"
-                    )
-                logits_RV[row] = found_1V[0]
-                left_1V = logits_RV[row : row + 1].clone()
-                if allowed_RW is not None:
-                    left_1V = reference_allowed(left_1V, allowed_RW[row : row + 1])
-                if len(request.token_ids) < request.min_tokens:
-                    left_1V[:, list(request.stops)] = -torch.inf
-                if not bool((left_1V > -torch.inf).any()):
-                    raise ValueError(
-                        "logits_processor must leave a token that can be drawn, got none after "
-                        f"{len(request.token_ids)} tokens"
-                    )
-            except Exception as error:  # the others go on
-                request.error = error
-    return logits_RV

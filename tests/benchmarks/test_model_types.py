@@ -30,7 +30,7 @@ QUICK += ["diffllama", "bart"]
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 @pytest.mark.parametrize(
-    "names", [QUICK, pytest.param([*EQUAL, *REFUSED], marks=pytest.mark.slow)], ids=["some", "all"]
+    "names", [QUICK, pytest.param([*EQUAL, *REFUSED], marks=pytest.mark.long)], ids=["some", "all"]
 )
 def test_model_types_are_equal_or_refused(names):
     known = prepared_types()

@@ -221,7 +221,7 @@ def test_random_sessions():
     assert "rank 1: 6 right" in program(*TORCHRUN, "-m", "tests.fuzz.ranks", "6")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_example(tmp_path):
     model = saved("llama", tmp_path)
     printed = program(*TORCHRUN, "examples/tensor_parallel.py", str(tmp_path / "model"))

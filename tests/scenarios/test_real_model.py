@@ -103,6 +103,7 @@ def test_json_is_sensible(session):
     assert "Paris" in found["capital"]
 
 
+@pytest.mark.long
 def test_bfloat16_rounds_no_worse_than_transformers(model, tokenizer):
     """Mean error of log-probabilities of real text, beside float32."""
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))[:5]
@@ -198,6 +199,7 @@ def test_generate_batch_answers_as_generate_does(model, tokenizer):
     assert "Paris" in tokenizer.decode(found["req_0"].generated_tokens)
 
 
+@pytest.mark.long
 def test_it_draws_its_own_answers_while_it_is_trained(model, tokenizer, tmp_path):
     """A few steps of GRPO by `rollout_func`."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")

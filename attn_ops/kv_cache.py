@@ -278,9 +278,7 @@ class PagedKVCache:
         """Give the first blocks of `request` back, of which no layer sees a token any more: those
         of the layers with a window, where they have blocks of their own.
 
-        Its table has the null block in their place, where padding may have written NaN: a kernel is
-        given another block there if it reads, and masks, keys behind the window. A step that reads
-        the blocks was launched before.
+        A step that reads the blocks was launched before.
 
         Raises:
             ValueError: the request owns none.
@@ -401,6 +399,9 @@ class PagedKVCache:
     ) -> torch.Tensor:
         """[S, M] int32 on the CPU: blocks of each request, then the null block.
 
+        In place of blocks that it gave back, its first block: padding may have written NaN to the
+        null block, which a kernel reads and masks behind a window.
+
         `windows`: those of layers with a window, where they have their own.
 
         Raises:
@@ -418,7 +419,9 @@ class PagedKVCache:
             (len(rows), width or longest), NULL_BLOCK, dtype=torch.int32, device="cpu"
         )
         for row_M, blocks in zip(table_SM, rows, strict=True):
-            row_M[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
+            left = next((block for block in blocks if block != NULL_BLOCK), NULL_BLOCK)
+            named = [left if block == NULL_BLOCK else block for block in blocks]
+            row_M[: len(blocks)] = torch.tensor(named, dtype=torch.int32, device="cpu")
         return table_SM
 
 

@@ -44,7 +44,9 @@ def expansion(linear: Any, like: torch.Tensor) -> torch.Tensor:
 def is_plain(linear: Any) -> bool:
     """Whether the layer multiplies with its weight, which is a tensor in full precision."""
     weight: Any = getattr(linear, "weight", None)
-    is_linear = type(linear).forward is nn.Linear.forward
+    is_linear = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
+    if getattr(linear, "_forward_hooks", None) or getattr(linear, "_forward_pre_hooks", None):
+        return False
     known = is_linear or hasattr(linear, "weight_scale_inv")  # which may hold no FP8
     return known and type(weight) in _PLAIN and weight.is_floating_point() and weight.itemsize > 1
 

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from graphs import AsyncSession, DecodeSession, StepOutput
 from graphs.async_session import QueueFullError
 
-CODES = {ValueError: 400, LookupError: 404, QueueFullError: 429, CancelledError: 499}
+CODE = {ValueError: 400, TypeError: 400, LookupError: 404, QueueFullError: 429, CancelledError: 499}
 OURS = ("model", "stream", "stream_options")
 FINISH = {"eos": "stop", "max_tokens": "length"}
 
@@ -65,14 +65,14 @@ def logprobs_of(outputs: list[StepOutput], tokenizer: Any, num_top: int | None, 
 
 
 async def refusal(_: Request, error: Exception) -> JSONResponse:
-    status = next((c for kind, c in CODES.items() if isinstance(error, kind)), 500)
+    status = next((c for kind, c in CODE.items() if isinstance(error, kind)), 500)
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return JSONResponse({"error": {"message": str(error), "type": kind}}, status)
 
 
 def application(session: DecodeSession, opened: AsyncSession, name: str) -> FastAPI:
     """The server of a session that `opened` steps, under the model's name."""
-    app = FastAPI(exception_handlers=dict.fromkeys((*CODES, Exception), refusal))
+    app = FastAPI(exception_handlers=dict.fromkeys((*CODE, Exception), refusal))
     app.get("/health")(lambda: {"status": "ok"})
     told = {"id": name, "object": "model", "created": 0, "owned_by": "attn-ops"}
     app.get("/v1/models")(lambda: {"object": "list", "data": [told]})

@@ -208,7 +208,7 @@ class AsyncSession:
             self._calls.discard(future)
             try:
                 future.set_result(function(self._session))
-            except Exception as error:
+            except BaseException as error:  # the thread goes on
                 future.set_exception(error)
 
         with self._lock:

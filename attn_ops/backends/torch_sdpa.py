@@ -184,6 +184,7 @@ def _attend(
     k_RKCH, v_RKCV = k_RCKH.transpose(1, 2), v_RCKV.transpose(1, 2)
     plain = options.sliding_window is None and options.alibi_slopes is None
     triangle = causal and plain and not bucket.ragged and num_queries == bucket.width > 1
+    triangle = triangle and options.scale > 0  # else PyTorch's own mask makes NaN
     unmasked = plain and not bucket.ragged and (num_queries == 1 or not causal)
     if triangle or (unmasked and not folded):
         out_RNQV = scaled_dot_product_attention(

@@ -43,6 +43,7 @@ class OutlineLayers(Pass):
         - the layer hands something other than tensors, and sizes made of sizes, to the outside;
         - the graph reads a number from a tensor, as Dynamo makes of a module's float that
           has changed: only in the whole graph is the number known;
+        - an operator of the graph has code of its own, as `torch.cond` has;
         - autocast begins or ends between its nodes and others;
         - training: an input requires grad.
     """
@@ -55,6 +56,10 @@ class OutlineLayers(Pass):
     def apply(self, graph: Graph) -> int:
         if graph.find_nodes(op="call_method", target="item"):
             self.skip("the graph reads a number from a tensor")
+            return 0
+        modules = dict(graph.owning_module.named_modules()) if graph.owning_module else {}
+        if any(node.target in modules for node in graph.find_nodes(op="get_attr")):
+            self.skip("the graph has an operator with code of its own, such as torch.cond")
             return 0
         owner, copies = graph.owning_module, with_own_sizes(graph)
         groups: dict[str, list[Region]] = {}

@@ -5,7 +5,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten
+from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
+from fx_passes.passes.views import returned
 
 _SHARED = PRODUCTS | {aten._scaled_mm.default}
 _ALWAYS_PURE = _SHARED | VIEWS
@@ -38,7 +40,8 @@ class ShareProducts(Pass):
 
     Skipped when:
         - the products differ in any argument;
-        - an operator between them writes in place, and more than views lead to the products.
+        - an operator between them writes in place, and more than views lead to the products;
+        - both are returned, other than in columns of their own: the caller may write to one.
     """
 
     name = "share_products"
@@ -59,10 +62,30 @@ class ShareProducts(Pass):
             given = map_arg((node.args, node.kwargs), lambda source: same.get(source, source))
             same[node] = first.setdefault((node.target, _freeze(given)), node)
             if node.target in _SHARED and same[node] is not node:
+                if _overlap(same[node], node):
+                    self.skip("both products are returned")
+                    continue
                 node.replace_all_uses_with(same[node])
                 graph.erase_node(node)
                 matches += 1
         return matches
+
+
+def _overlap(first: Node, second: Node) -> bool:
+    """Whether the graph returns a column of both."""
+    width = value_of(first).shape[-1]
+    mine, theirs = ([_columns(v, width) for v in returned(n)] for n in (first, second))
+    return any(a < d and c < b for a, b in mine for c, d in theirs)
+
+
+def _columns(node: Node, width: int) -> tuple[int, int]:
+    """Those of a contiguous matrix of so many that a view of it shows; all where unknown."""
+    value = value_of(node)
+    begin, strides = value.storage_offset(), value.stride()
+    inner = [(n, s) for n, s in zip(value.shape, strides, strict=True) if 0 < s < width]
+    end = begin + 1 + sum((n - 1) * s for n, s in inner)
+    known = isinstance(begin, int) and isinstance(end, int) and end <= width
+    return (begin, end) if known else (0, width)
 
 
 def _writes(node: Node) -> bool:

@@ -160,8 +160,14 @@ def _steps(node: Node) -> list[Node]:
     return steps
 
 
+def returned(node: Node) -> list[Node]:
+    """What the graph returns of a tensor: itself, or views of it."""
+    own = [node] if any(user.op == "output" for user in node.users) else []
+    return own + [v for user in node.users if _is_view(user) for v in returned(user)]
+
+
 def _reaches_output(node: Node) -> bool:
-    return any(u.op == "output" or (_is_view(u) and _reaches_output(u)) for u in node.users)
+    return bool(returned(node))
 
 
 def _ends_chain(node: Node) -> bool:

@@ -84,9 +84,7 @@ class Edits:
                 `BIASES` biases, a bias is no number, or no token is left.
         """
         check_integer("min_tokens", min_tokens, 0, 2**31 - 1, supported="0 for off")
-        bits_W, several = None, []
-        if bad_words:
-            bits_W = bits_of_all(vocab_size)
+        bits_W, several = bits_of_all(vocab_size), []
         if allowed_token_ids is not None:
             kept = _tokens("allowed_token_ids", allowed_token_ids, vocab_size)
             bits_W = bits_of(kept, num_words(vocab_size))
@@ -96,11 +94,12 @@ class Edits:
                 several.append(tuple(tokens))
                 continue
             bits_W[tokens[0] // 32] &= ~np.int32(_bit(tokens[0]))
-        if bits_W is not None and not bits_W.any():
+        if not bits_W.any():
             raise ValueError(
                 "allowed_token_ids and bad_words must leave a token that can be drawn, got none"
             )
-        return cls(bits_W, _biases(logit_bias, vocab_size), tuple(several), min_tokens)
+        allowed_W = None if allowed_token_ids is None and not bad_words else bits_W
+        return cls(allowed_W, _biases(logit_bias, vocab_size), tuple(several), min_tokens)
 
 
 WIDTHS = (0, 32, BIASES)

@@ -5,6 +5,7 @@ read: see `code_of`.
 """
 
 import contextlib
+import enum
 import functools
 import hashlib
 import json
@@ -27,6 +28,8 @@ _BY_REPR = (bytes, complex, type(...), np.generic, torch.dtype, torch.device, to
             torch.memory_format, torch.finfo, torch._ops.OpOverload,
             torch._ops.OpOverloadPacket)  # fmt: skip
 _CODE = (type, types.FunctionType, staticmethod, classmethod, property)
+_VALUES = (int, float, str, type(None), list, tuple, dict, set, frozenset, enum.Enum,
+           functools.partial, types.BuiltinFunctionType, *_BY_REPR)  # fmt: skip
 _LEFT_OUT = frozenset(("generation_config", "_name_or_path", "_commit_hash", "_compiled_call_impl"))
 """Attributes that no forward reads; the first holds a hash of the process."""
 _OF_DYNAMO = re.compile(r"__|\w*\d_c\d+$")
@@ -218,7 +221,7 @@ def _module_digest(module: types.ModuleType) -> str:
 
 
 def _members(holder: Any, numbers: bool) -> list[str]:
-    """The functions and classes of a module or class, and its numbers, lists and dicts if wanted.
+    """The functions and classes of a module or class, and its numbers and the like if wanted.
 
     A value that cannot be described is left out.
     """
@@ -227,10 +230,8 @@ def _members(holder: Any, numbers: bool) -> list[str]:
         with contextlib.suppress(NotSavedError, TypeError, ValueError):
             if _OF_DYNAMO.match(name):
                 continue
-            if isinstance(value, _CODE):
+            if isinstance(value, (*_CODE, *_VALUES) if numbers else _CODE):
                 found.append(f"{name} {text_of(value)}")
-            elif numbers:
-                found.append(f"{name} {json.dumps(value)}")
     return found
 
 

@@ -428,6 +428,15 @@ def test_close_from_a_callback_of_the_loop(session):
     run(ask())
 
 
+def test_a_call_that_exits_ends_no_thread(opened):
+    def leave(session):
+        raise SystemExit("mine")
+
+    with pytest.raises(SystemExit, match="mine"):
+        opened.call(leave)
+    assert opened.call(lambda session: session.vocab_size)
+
+
 def test_a_loop_that_is_closed_early(opened, session, gate):
     async def ask():
         return opened.stream(PROMPTS[0], 60)

@@ -78,6 +78,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
         ({name: weights[name].double()}, f"weight {name} must be torch.float32"),
         ({name: weights[name][:-1]}, f"weight {name} must be torch.float32"),
         ({name: 3}, "got int"),
+        ({name: weights[name].to("meta")}, "must hold numbers as the model's does"),
+        ({name: weights[name].to_sparse()}, "must hold numbers as the model's does"),
     ):
         with pytest.raises(ValueError, match=message):
             session.update_weights(weights | wrong if name in wrong else {**weights, **wrong})

@@ -86,6 +86,15 @@ def test_transformers_layers_in_fp8(block_size):
     assert torch.equal(expansion(linear, weight), weight)
 
 
+def test_hooks_and_a_forward_of_its_own_count():
+    linear, like = nn.Linear(20, 40, bias=False).requires_grad_(False), torch.randn(40, 20)
+    hook = linear.register_forward_hook(lambda module, args, out: 2 * out)
+    torch.testing.assert_close(expansion(linear, like), 2 * linear.weight)
+    hook.remove()
+    linear.forward = lambda x: 3 * x @ linear.weight.t()
+    torch.testing.assert_close(expansion(linear, like), 3 * linear.weight)
+
+
 def test_merged_projections():
     model = build_model("deepseek_v3")
     wanted = expected(model)

@@ -208,6 +208,7 @@ def test_json_output(client):
         ({"logit_bias": {"fox": 1}}, "fox"),
         ({"suffix": "fox"}, "got suffix"),
         ({"extra_body": {"fox": 1}}, "got fox"),
+        ({"extra_body": {"self": 1}}, "'self'"),
         ({"prompt": [9999]}, "prompt must hold token ids"),
         ({"prompt": "fox " * 400}, "prompt must be at most max_tokens=256 long"),
         ({"extra_body": {"response_format": {"type": "xml"}}}, "structured_outputs must be"),

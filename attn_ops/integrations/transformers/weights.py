@@ -40,6 +40,11 @@ def write_weights(
                 f"{getattr(tensor, 'dtype', type(tensor).__name__)} "
                 f"{list(getattr(tensor, 'shape', []))}"
             )
+        if tensor.is_meta or tensor.layout != own.layout:
+            raise ValueError(
+                f"weight {name} must hold numbers as the model's does, {own.layout}, got "
+                f"{tensor.layout} on {tensor.device}"
+            )
     for name, tensor in items:
         known[name].copy_(tensor)
 

@@ -202,6 +202,21 @@ def test_skipped_when_a_number_has_changed():
             assert "the graph reads a number from a tensor" in reasons
 
 
+@pytest.mark.skipped_when(OutlineLayers, "an operator of the graph has code of its own")
+def test_skipped_when_there_is_a_condition():
+    class Branching(Stack):
+        def forward(self, x):
+            x = super().forward(x)
+            return torch.cond(x.sum() > 0, lambda z: z.sin() + 1, lambda z: z.cos() - 1, (x,))
+
+    model = Branching(Layer(), Layer(), Layer())
+    with recording() as recorder:
+        found = torch.compile(model, backend=attn_ops, fullgraph=True)(X)
+    torch.testing.assert_close(found, model(X))
+    reasons = [r for p in recorder.passes for r in p.skipped if p.pass_name == "outline_layers"]
+    assert "the graph has an operator with code of its own, such as torch.cond" in reasons
+
+
 # -- hazards ---------------------------------------------------------------------------------------
 
 

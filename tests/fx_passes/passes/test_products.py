@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fx_passes import attn_ops
 from fx_passes.passes.products import ShareProducts
 
 aten = torch.ops.aten
@@ -118,11 +119,32 @@ def test_skipped_when_an_operator_writes_in_place(aten_graph):
 def test_a_write_behind_the_products_does_not_matter(aten_graph):
     """As that of the cache, which functional graphs have at their end."""
     args = torch.randn(3, 8), torch.randn(8, 8)
-    graph = aten_graph(lambda x, w: ((x + 1) @ w, (x + 1) @ w), *args).gm.graph
+    graph = aten_graph(lambda x, w: (((x + 1) @ w).sin(), ((x + 1) @ w).cos()), *args).gm.graph
     with graph.inserting_before(graph.output_node()):
         x = next(node for node in graph.nodes if node.op == "placeholder" and node.users)
         graph.call_function(aten.copy_.default, (x, x))
     assert ShareProducts().apply(graph) == 1
+
+
+@pytest.mark.skipped_when(ShareProducts, "both are returned")
+@pytest.mark.parametrize(
+    ("function", "matches"),
+    [
+        (lambda x, w: (x @ w, x @ w), 0),
+        (lambda x, w: ((x @ w)[:, :6], (x @ w)[:, 4:].unsqueeze(0)), 0),
+        (lambda x, w: ((x @ w)[1:], (x @ w)[:-1]), 0),
+        (lambda x, w: ((x @ w)[:, :4].unflatten(1, (2, 2)), (x @ w)[:, 4:]), 1),
+        (lambda x, w: (x @ w, (x @ w).relu()), 1),
+    ],
+)
+def test_skipped_when_both_are_returned(aten_graph, contract, function, matches):
+    """A caller that writes to one result must not change the other."""
+    args = torch.randn(3, 8), torch.randn(8, 8)
+    contract(ShareProducts(), aten_graph(function, *args), *args, matches=matches)
+    first, second = torch.compile(function, backend=attn_ops)(*args)
+    before = second.clone()
+    first.add_(1)
+    assert torch.equal(second, before)
 
 
 def test_zeros_of_two_signs_are_not_shared(aten_graph, contract):

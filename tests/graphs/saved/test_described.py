@@ -1,5 +1,6 @@
 """What a key holds of a model and its code: the same in every process, another after a change."""
 
+import functools
 import importlib.util
 import os
 import sys
@@ -61,6 +62,10 @@ def test_every_family_has_a_key(family) -> None:
     [
         ("of_a_user", "SCALE", 9.0),
         ("of_a_user", "TABLE", {"a": [1, 3]}),
+        ("of_a_user", "TABLE", {"a": torch.float32}),
+        ("of_a_user", "TABLE", {1, 2}),
+        ("of_a_user", "TABLE", functools.partial(max, 3)),
+        ("of_a_user", "TABLE", torch.tanh),
         ("of_a_user", "scaled", lambda x: x * 9),
         ("of_a_user.Model", "factor", 9),
         ("of_a_user.Model", "forward", lambda self, x: x * 9),

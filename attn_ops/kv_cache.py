@@ -276,9 +276,8 @@ class PagedKVCache:
 
     def release(self, request: Hashable, num_blocks: int) -> None:
         """Give the first blocks of `request` back, of which no layer sees a token any more: those
-        of the layers with a window, where they have blocks of their own.
-
-        A step that reads the blocks was launched before.
+        of the layers with a window, where they have blocks of their own. A step that reads the
+        blocks was launched before.
 
         Raises:
             ValueError: the request owns none.
@@ -399,8 +398,7 @@ class PagedKVCache:
     ) -> torch.Tensor:
         """[S, M] int32 on the CPU: blocks of each request, then the null block.
 
-        In place of blocks that it gave back, its first block: padding may have written NaN to the
-        null block, which a kernel reads and masks behind a window.
+        Its first block stands for those it gave back: padding writes NaN to the null block.
 
         `windows`: those of layers with a window, where they have their own.
 
@@ -419,9 +417,8 @@ class PagedKVCache:
             (len(rows), width or longest), NULL_BLOCK, dtype=torch.int32, device="cpu"
         )
         for row_M, blocks in zip(table_SM, rows, strict=True):
-            left = next((block for block in blocks if block != NULL_BLOCK), NULL_BLOCK)
-            named = [left if block == NULL_BLOCK else block for block in blocks]
-            row_M[: len(blocks)] = torch.tensor(named, dtype=torch.int32, device="cpu")
+            row_M[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
+            row_M[: blocks.count(NULL_BLOCK)] = next(filter(None, blocks), NULL_BLOCK)
         return table_SM
 
 

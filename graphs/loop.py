@@ -134,11 +134,7 @@ class StepLoop:
         self._launched = followed
 
     def step_drafted(self, drafts: Mapping[int, list[int]]) -> None:
-        """A step with drafts.
-
-        Without, where a prompt comes first, the budget is too small or a request has a processor,
-        which is asked for no token that may not follow.
-        """
+        """A step with drafts; without, where a prompt, a processor or the budget forbids them."""
         k = self.plan.num_draft_tokens
         self.check_model()
         self._drop_unobserved()

@@ -59,7 +59,7 @@ def test_a_token_passes_few_files():
     assert not [name for name in ran if name.startswith(BESIDE)]
     # The bars of issue R are 30 files and 6,500 lines; these only fall until it is there.
     assert len(ran) <= 43
-    assert sum(map(num_lines, ran)) <= 10_350
+    assert sum(map(num_lines, ran)) <= 10_347
 
 
 def test_the_tour_is_short():

@@ -41,8 +41,7 @@ class OutlineLayers(Pass):
         - a node outside stands between the layer's and writes what it
           reads, or reads what it writes;
         - the layer hands something other than tensors, and sizes made of sizes, to the outside;
-        - the graph reads a number from a tensor, as Dynamo makes of a module's float that
-          has changed: only in the whole graph is the number known;
+        - the graph reads a number from a tensor, as Dynamo makes of a float that has changed;
         - an operator of the graph has code of its own, as `torch.cond` has;
         - autocast begins or ends between its nodes and others;
         - training: an input requires grad.
@@ -57,11 +56,12 @@ class OutlineLayers(Pass):
         if graph.find_nodes(op="call_method", target="item"):
             self.skip("the graph reads a number from a tensor")
             return 0
-        modules = dict(graph.owning_module.named_modules()) if graph.owning_module else {}
+        owner = graph.owning_module
+        modules = dict(owner.named_modules()) if owner is not None else {}
         if any(node.target in modules for node in graph.find_nodes(op="get_attr")):
             self.skip("the graph has an operator with code of its own, such as torch.cond")
             return 0
-        owner, copies = graph.owning_module, with_own_sizes(graph)
+        copies = with_own_sizes(graph)
         groups: dict[str, list[Region]] = {}
         inside = _autocasts(graph)
         for region in _regions(graph):

@@ -398,7 +398,7 @@ class PagedKVCache:
     ) -> torch.Tensor:
         """[S, M] int32 on the CPU: blocks of each request, then the null block.
 
-        Its first block stands for those it gave back: padding writes NaN to the null block.
+        A request's first block left stands for those it gave back: padding may write NaN to 0.
 
         `windows`: those of layers with a window, where they have their own.
 

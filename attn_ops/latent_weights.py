@@ -20,7 +20,8 @@ def expansion(linear: Any, like: torch.Tensor) -> torch.Tensor:
 
     Known are plain weights, tensors with `dequantize` (torchao), layers with `dequantized` and FP8
     with scales of blocks (Transformers' FP8Linear). Any other layer is applied to the unit vectors:
-    a weight with adapters, or one packed under another name (`qweight`, `weight_packed`).
+    a weight with adapters, one packed under another name (`qweight`, `weight_packed`), or a layer
+    with hooks or a `forward` of its own.
 
     Args:
         linear: the layer, without a bias.
@@ -30,11 +31,12 @@ def expansion(linear: Any, like: torch.Tensor) -> torch.Tensor:
     scale: Any = getattr(linear, "weight_scale_inv", None)
     if is_plain(linear):
         return weight.to(like.dtype)
-    if hasattr(linear, "dequantized"):
+    own = _is_changed(linear)
+    if hasattr(linear, "dequantized") and not own:
         return linear.dequantized(like.dtype)
-    if isinstance(linear, nn.Linear) and type(weight) not in (*_PLAIN, type(None)):
+    if isinstance(linear, nn.Linear) and type(weight) not in (*_PLAIN, type(None)) and not own:
         return weight.dequantize().to(like.dtype)
-    if scale is not None:
+    if scale is not None and not own:
         return _of_blocks(weight, scale, cast(Any, linear).block_size).to(like.dtype)
     columns = like.shape[-1] if weight is None else weight.shape[1]
     units = torch.eye(columns, dtype=like.dtype, device=like.device)
@@ -44,11 +46,15 @@ def expansion(linear: Any, like: torch.Tensor) -> torch.Tensor:
 def is_plain(linear: Any) -> bool:
     """Whether the layer multiplies with its weight, which is a tensor in full precision."""
     weight: Any = getattr(linear, "weight", None)
-    is_linear = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
-    if getattr(linear, "_forward_hooks", None) or getattr(linear, "_forward_pre_hooks", None):
-        return False
+    is_linear = type(linear).forward is nn.Linear.forward
     known = is_linear or hasattr(linear, "weight_scale_inv")  # which may hold no FP8
+    known = known and not _is_changed(linear)
     return known and type(weight) in _PLAIN and weight.is_floating_point() and weight.itemsize > 1
+
+
+def _is_changed(linear: Any) -> bool:
+    """Whether a call of this layer computes something else than its class says."""
+    return bool("forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks)
 
 
 def _of_blocks(

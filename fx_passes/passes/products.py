@@ -82,7 +82,8 @@ def _columns(node: Node, width: int) -> tuple[int, int]:
     """Those of a contiguous matrix of so many that a view of it shows; all where unknown."""
     value = value_of(node)
     begin, strides = value.storage_offset(), value.stride()
-    inner = [(n, s) for n, s in zip(value.shape, strides, strict=True) if 0 < s < width]
+    pairs = zip(value.shape, strides, strict=True)  # a stride that is no number is one of rows
+    inner = [(n, s) for n, s in pairs if isinstance(s, int) and 0 < s < width]
     end = begin + 1 + sum((n - 1) * s for n, s in inner)
     known = isinstance(begin, int) and isinstance(end, int) and end <= width
     return (begin, end) if known else (0, width)

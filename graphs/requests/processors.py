@@ -1,4 +1,7 @@
-"""Logits through Python code of the caller, a request at a time."""
+"""Logits through Python code of the caller, a request at a time.
+
+R rows, one a request; V vocabulary; W words of 32 bits.
+"""
 
 from typing import Any
 
@@ -11,9 +14,12 @@ from graphs.sampling.edits import reference_allowed
 def by_processors(
     logits_RV: torch.Tensor, step: Rows, allowed_RW: torch.Tensor | None
 ) -> torch.Tensor:
-    """Logits in float32 after the processors of the requests that have one; steps without drafts.
+    """Logits [R, V] in float32 after the processors of the requests that have one, without drafts.
 
-    `allowed_RW`: bits of the tokens that requests allow otherwise; None: all.
+    What a processor raises, and that it leaves no token, becomes the `error` of its request.
+
+    Args:
+        allowed_RW: [R, W] int32, bits of the tokens that requests allow otherwise; None: all.
     """
     logits_RV = logits_RV.float()
     for row, s in enumerate(step):

@@ -179,8 +179,9 @@ def edited(
     logits_RV = compute(logits, tensors["allowed"])
     stop_RK = tensors["stop_tokens"]
     early_R1 = (positions < tensors["min_lengths"]).unsqueeze(1)
-    forbidden_RK = torch.where(early_R1 & (stop_RK >= 0), -torch.inf, 0.0)  # in torch's default
+    forbidden_RK = torch.where(early_R1 & (stop_RK >= 0), -torch.inf, 0.0)
     logits_RV.scatter_add_(1, tensors["bias_ids"], tensors["bias_values"])
+    # `where` gives torch's default dtype, which need not be float32.
     return logits_RV.scatter_add_(1, stop_RK.clamp(min=0), forbidden_RK.float())
 
 

@@ -93,6 +93,8 @@ def test_hooks_and_a_forward_of_its_own_count():
     hook.remove()
     linear.forward = lambda x: 3 * x @ linear.weight.t()
     torch.testing.assert_close(expansion(linear, like), 3 * linear.weight)
+    linear.dequantized = lambda dtype: linear.weight.to(dtype)
+    torch.testing.assert_close(expansion(linear, like), 3 * linear.weight)
 
 
 def test_merged_projections():

@@ -293,7 +293,7 @@ def _check_embeddings(model: Any, vocab_size: int) -> None:
 
 
 def _check_columns(logits: torch.Tensor, vocab_size: int) -> None:
-    """Every token that can be drawn can be looked up, and what edits tokens finds each."""
+    """Every token that can be drawn can be looked up, and edits of logits find every token."""
     if logits.shape[-1] != vocab_size:
         raise ValueError(
             f"logits must have the config's vocab_size of {vocab_size} columns, "

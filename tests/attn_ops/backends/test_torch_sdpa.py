@@ -89,6 +89,14 @@ def test_prompt_of_many_rows():
         check(attention(q, cache, meta, SCALE), want, torch.bfloat16)
 
 
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_a_scale_that_turns_scores_around(scale):
+    """PyTorch's own triangle makes NaN of it."""
+    q, cache, meta = make([(6, 6)], AttentionSpec(2, 1, 16, torch.float32), 4, 1)
+    want = reference_attention(q, cache, meta.common, scale)
+    check(attention(q, cache, meta, scale), want, torch.float32)
+
+
 def test_what_stays_with_the_reference(monkeypatch):
     """Soft cap, sinks, the log-sum-exp and float64; and the oracle in every case."""
     monkeypatch.setattr(torch_sdpa, "forward", None)

@@ -38,6 +38,7 @@ class Ranks:
             epochs = torch.zeros(2, collectives.PROGRAMS, dtype=torch.int64, device="cuda")
             self.shared.append(collectives.Shared(bases, (epochs[0], epochs[1]), rank, blocks))
         self.streams = [torch.cuda.Stream() for _ in blocks]
+        torch.cuda._sleep(1)  # loads it: a kernel that waits would keep it out
 
     def sums(self, rows, late=0):
         """What each rank gets; a stream is late by so many cycles."""
@@ -58,7 +59,6 @@ class Ranks:
 def test_sums_of_random_sizes(number):
     random.seed(0)
     ranks = Ranks(number)
-    torch.cuda._sleep(1)
     for case in range(400):
         dtype = random.choice([torch.bfloat16, torch.float16, torch.float32])
         most = random.choice([16, 5_000, 300_000, 2_000_000, 9_000_000])

@@ -8,6 +8,7 @@ each piece runs them. 32 layers compile in 14 to 22 s so, by `invoke_subgraph` i
 graph in 44 (one H200's host, torch 2.11, 2026-11-20).
 """
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -18,8 +19,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
 from fx_passes.analysis.layer_paths import drop_path
-from fx_passes.analysis.memory import mutated_storages, touched_storages
-from fx_passes.analysis.values import noted, value_of
+from fx_passes.analysis.memory import may_overlap, mutated_storages, storage, touched_storages
+from fx_passes.analysis.sizes import unbound_sizes
+from fx_passes.analysis.values import noted, tensors_of, value_of
 from fx_passes.naming import GraphName, names_of_pieces
 
 CompilePiece = Callable[[GraphModule, Sequence[Any], GraphName | None], Callable[..., Any]]
@@ -33,9 +35,8 @@ class Region:
         self.path = path
         self.nodes = nodes
         inside = set(nodes)
-        self.inputs = list(
-            dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
-        )
+        inputs = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
+        self.inputs = [*inputs, *unbound_sizes(nodes[0].graph, list(inputs))]
         self.outputs = [n for n in nodes if any(user not in inside for user in n.users)]
 
     def refreshed(self) -> "Region":
@@ -60,6 +61,9 @@ class Region:
             elif tainted and node in self.inputs:
                 return f"its input {node.name} comes after a value that depends on it"
         read, written = touched_storages(self.nodes), mutated_storages(self.nodes)
+        shown = [x for x in tensors_of(list(map(value_of, self.inputs))) if storage(x) in written]
+        if any(may_overlap(a, b) for a, b in itertools.combinations(shown, 2)):
+            return "two of its inputs overlap in memory that it writes"
         for node in self._span():
             if node in inside or node.op not in ("call_function", "call_method"):
                 continue

@@ -314,7 +314,7 @@ class AsyncSession:
             if (handle := self._handles.get(error.request_id)) is not None:
                 self._end(handle, error)
             return
-        except Exception as error:
+        except BaseException as error:  # the thread goes on
             self._end_all(self._handles.values(), error)
             return
         for output in outputs:
@@ -324,7 +324,7 @@ class AsyncSession:
             self._waiting.discard(handle)
             try:
                 handle._put(output)
-            except Exception as error:  # of `on_output`: the others go on
+            except BaseException as error:  # of `on_output`: the others go on
                 self._end(handle, error)
                 continue
             if handle._each_token:
@@ -335,17 +335,17 @@ class AsyncSession:
             lost = RuntimeError("another call of the session has taken the request's tokens")
             self._end_all(self._handles.values(), lost)
 
-    def _end_all(self, handles: Iterable[Handle], error: Exception) -> None:
+    def _end_all(self, handles: Iterable[Handle], error: BaseException) -> None:
         for handle in list(handles):
             self._end(handle, error)
 
-    def _end(self, handle: Handle, end: Generation | Exception) -> None:
+    def _end(self, handle: Handle, end: Generation | BaseException) -> None:
         self._waiting.discard(handle)
         if handle.request_id is not None:
             del self._handles[handle.request_id]
             self._left.append(handle.request_id)
             self._discard_left()
-        if isinstance(end, Exception):
+        if isinstance(end, BaseException):
             handle._future.set_exception(end)
         else:
             handle._future.set_result(end)

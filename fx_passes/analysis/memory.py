@@ -1,14 +1,32 @@
 """Which memory a node reads and which it writes: what keeps the order of in-place operations."""
 
+import functools
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from fx_passes.analysis.values import tensors_of, value_of
 
-_IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"})
+_IN_PLACE = frozenset(
+    f"i{name}"
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+        *("or", "and", "xor", "lshift", "rshift"),
+    )
+) | {"setitem"}
 """Functions of `operator` that write to their first argument."""
+
+_WHEN_TOLD = {
+    "inplace": ("input",),
+    "training": ("running_mean", "running_var"),
+    "use_input_stats": ("running_mean", "running_var"),
+    "max_norm": ("weight",),
+}
+"""Arguments of torch.nn.functional that make a function write, and to which others."""
 
 
 def storage(x: torch.Tensor) -> int:
@@ -17,6 +35,25 @@ def storage(x: torch.Tensor) -> int:
         return x.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return id(x)
+
+
+def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether there may be memory that two tensors both show: by their first and last elements."""
+    if storage(a) != storage(b):
+        return False
+    places = [(*x.shape, *x.stride(), x.storage_offset(), x.element_size()) for x in (a, b)]
+    if not all(isinstance(number, int) for place in places for number in place):
+        return True
+    (begin, end), (other, its_end) = map(_bytes, (a, b))
+    return begin < its_end and other < end
+
+
+def _bytes(x: torch.Tensor) -> tuple[int, int]:
+    """Where its elements begin in its storage, and where they end."""
+    begin = x.storage_offset()
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    width = x.element_size()
+    return begin * width, (begin + last + 1) * width if x.numel() else begin * width
 
 
 def touched_storages(nodes: Sequence[Node]) -> set[int]:
@@ -33,16 +70,43 @@ def mutated_storages(nodes: Sequence[Node]) -> set[int]:
 
 def mutated_arguments(node: Node) -> list[Node]:
     """Arguments that a node of the Dynamo graph writes to: by its schema, or by its name."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema.arguments
-        given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
-        return [a for n in mutated_names(node.target) if isinstance(a := given.get(n), Node)]
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    target, written = node.target, []
+    if isinstance(target, torch._ops.HigherOrderOperator):
         return list(node.all_input_nodes)
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-    written = [node.args[0]] if in_place and node.args else []
-    return [a for a in (*written, node.kwargs.get("out")) if isinstance(a, Node)]
+    if isinstance(target, torch._ops.OpOverloadPacket):  # any of its overloads may be meant
+        overloads = [getattr(target, name) for name in target.overloads()]
+    else:
+        overloads = [target] if isinstance(target, torch._ops.OpOverload) else []
+    for op in overloads:
+        names = (a.name for a in op._schema.arguments)
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        written += [given.get(name) for name in mutated_names(op)]
+    if not overloads:
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
+            written += node.args[:1]
+        written += [node.kwargs.get("out"), *_written_when_told(node)]
+    return [a for a in dict.fromkeys(tree_leaves(written)) if isinstance(a, Node)]
+
+
+def _written_when_told(node: Node) -> list[Any]:
+    """What a function of torch.nn.functional writes to because an argument says so."""
+    signature = _signature(node.target) if callable(node.target) else None
+    if signature is None or not signature.parameters.keys() & _WHEN_TOLD.keys():
+        return []
+    bound = signature.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    told = (names for flag, names in _WHEN_TOLD.items() if bound.arguments.get(flag))
+    return [bound.arguments.get(name) for names in told for name in names]
+
+
+# Cached: read of a function of torch or a library once, for all graphs.
+@functools.cache
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # of C++
+        return None
 
 
 def mutated_names(op: torch._ops.OpOverload) -> list[str]:

@@ -3,6 +3,7 @@
 T rows of the batch. "The row dimension" of a value is its one dimension of size T.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -70,3 +71,14 @@ def input_of_size(graph: Graph, size: sympy.Expr) -> Node | None:
         if isinstance(value, torch.SymInt) and expression(value) == size:
             return node
     return None
+
+
+def unbound_sizes(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
+    """Inputs of the graph that are sizes which shapes of `nodes` are made of, and none is."""
+    values = [value_of(node) for node in nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    sizes = [expression(size) for x in tensors for size in (*x.shape, *x.stride())]
+    sizes += [expression(value) for value in values if isinstance(value, torch.SymInt)]
+    free = set().union(*(size.free_symbols for size in sizes)) - set(sizes)
+    found = (input_of_size(graph, symbol) for symbol in sorted(free, key=str))
+    return [node for node in found if node is not None and node not in nodes]

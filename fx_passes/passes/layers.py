@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
-from fx_passes.analysis.graph_ops import switches_autocast
+from fx_passes.analysis.graph_ops import operator_name, switches_autocast
 from fx_passes.analysis.layer_paths import layer_path
 from fx_passes.analysis.own_sizes import with_own_sizes
 from fx_passes.base import Pass
@@ -38,11 +38,11 @@ class OutlineLayers(Pass):
         - fewer than two layers are equal;
         - a node outside the layer depends on it and is needed inside it, so that
           the layer cannot be cut out;
-        - a node outside stands between the layer's and writes what it
-          reads, or reads what it writes;
+        - a node outside stands between the layer's and writes what it reads, or the reverse;
         - the layer hands something other than tensors, and sizes made of sizes, to the outside;
         - the graph reads a number from a tensor, as Dynamo makes of a float that has changed;
-        - an operator of the graph has code of its own, as `torch.cond` has;
+        - an operator of the graph has code of its own, as `torch.cond` and `torch.vmap` have;
+        - two inputs of the layer overlap in memory that it writes;
         - autocast begins or ends between its nodes and others;
         - training: an input requires grad.
     """
@@ -58,7 +58,9 @@ class OutlineLayers(Pass):
             return 0
         owner = graph.owning_module
         modules = dict(owner.named_modules()) if owner is not None else {}
-        if any(node.target in modules for node in graph.find_nodes(op="get_attr")):
+        named = (operator_name(node) for node in graph.nodes if node.op != "get_attr")
+        own_code = any(node.target in modules for node in graph.find_nodes(op="get_attr"))
+        if own_code or any(name.endswith("_nesting") for name in named):
             self.skip("the graph has an operator with code of its own, such as torch.cond")
             return 0
         copies = with_own_sizes(graph)

@@ -73,19 +73,20 @@ class ShareProducts(Pass):
 
 def _overlap(first: Node, second: Node) -> bool:
     """Whether the graph returns a column of both."""
-    width = value_of(first).shape[-1]
-    mine, theirs = ([_columns(v, width) for v in returned(n)] for n in (first, second))
+    base = value_of(first)
+    mine, theirs = ([_columns(v, base) for v in returned(n)] for n in (first, second))
     return any(a < d and c < b for a, b in mine for c, d in theirs)
 
 
-def _columns(node: Node, width: int) -> tuple[int, int]:
-    """Those of a contiguous matrix of so many that a view of it shows; all where unknown."""
-    value = value_of(node)
+def _columns(node: Node, base: torch.Tensor) -> tuple[int, int]:
+    """Those of a contiguous matrix that a view of it shows; all where unknown."""
+    value, width = value_of(node), base.shape[-1]
     begin, strides = value.storage_offset(), value.stride()
     pairs = zip(value.shape, strides, strict=True)  # a stride that is no number is one of rows
     inner = [(n, s) for n, s in pairs if isinstance(s, int) and 0 < s < width]
     end = begin + 1 + sum((n - 1) * s for n, s in inner)
     known = isinstance(begin, int) and isinstance(end, int) and end <= width
+    known = known and value.dtype == base.dtype
     return (begin, end) if known else (0, width)
 
 

@@ -163,7 +163,16 @@ def _steps(node: Node) -> list[Node]:
 def returned(node: Node) -> list[Node]:
     """What the graph returns of a tensor: itself, or views of it."""
     own = [node] if any(user.op == "output" for user in node.users) else []
-    return own + [v for user in node.users if _is_view(user) for v in returned(user)]
+    return own + [v for user in node.users if _shares_memory(user) for v in returned(user)]
+
+
+def _shares_memory(node: Node) -> bool:
+    """Whether it is a view of its first argument, of any kind, or a part of several views."""
+    if node.target is operator.getitem:
+        return _shares_memory(_source(node))
+    op = node.target
+    views = isinstance(op, torch._ops.OpOverload) and any(r.alias_info for r in op._schema.returns)
+    return views or _is_view(node)
 
 
 def _reaches_output(node: Node) -> bool:

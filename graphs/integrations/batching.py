@@ -47,8 +47,9 @@ class Asked:
         config: Any = GenerationConfig() if given is None else copy.copy(given)
         number = config.num_return_sequences or 1
         config.num_return_sequences = None
-        if config.eos_token_id is None:
-            config.eos_token_id = getattr(model.config, "eos_token_id", None)
+        for source in (model.generation_config, model.config):  # what ends a text, as in `generate`
+            if config.eos_token_id is None:
+                config.eos_token_id = getattr(source, "eos_token_id", None)
         if batching is None:
             batching = getattr(config, "continuous_batching_config", None)
         batching = ContinuousBatchingConfig() if batching is None else batching
@@ -77,7 +78,12 @@ class Asked:
         return most + self.max_new_tokens(wanted, most)
 
     def seeded(self, wanted: dict[str, Any], number: int) -> dict[str, Any]:
-        """`wanted`, with the seed of result `number` of a call where there is one."""
+        """`wanted`, with the seed of result `number` of a call where there is one.
+
+        With a seed of a prompt's own, its samples have that and those after it.
+        """
+        if wanted.get("seed") is not None and (sample := number % self.num_samples):
+            return wanted | {"seed": wanted["seed"] + sample}
         return wanted if self.seed is None else {"seed": self.seed + number, **wanted}
 
     def names(self, request_id: str) -> list[str]:

@@ -87,13 +87,13 @@ class PrefixSharing:
         """
         if self._weights is not None and self._weights.changed(values_too=idle):
             self.forget()
-            self._weights.remember()
 
     def forget(self) -> None:
         """Find nothing of what was computed so far, in requests that still run too."""
-        if self.is_on:
+        if self._weights is not None:
             self.num_forgotten += 1  # so nothing is kept of what runs, which was computed before
             self.cache.forget_prefixes()
+            self._weights.remember()  # what is kept from here on is of the weights as they are now
 
     # -- what a prompt finds -----------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ PACKED = np.dtype(
     [
         *((name, str(dtype).removeprefix("torch.")) for name, (dtype, _) in FIELDS.items()),
         ("stop_tokens", "int64", MAX_STOP_TOKENS),
-        ("last_position", "int64"),
+        ("last_position", "int64"),  # of what it computes
         ("prompt", "int64"),
         ("end", "int64"),
         ("kind", "int64"),
@@ -150,7 +150,7 @@ class Request:
         fields = tuple(getattr(self.sampling, name) for name in FIELDS)
         rest = (
             stops,
-            self.shift + self.max_tokens - 1,
+            self.shift + self.longest - 1,
             len(self.prompt),
             self.end,
             self.sampling.kind,

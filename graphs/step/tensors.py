@@ -293,9 +293,9 @@ class StepTensors:
     ) -> None:
         """Positions and slots of all rows; the block tables are there.
 
-        Drafts may go on after the last position that the model has, and after the last block.
-        Nobody wants those rows, but a position is an index, and of some models (dynamic RoPE) all
-        rows depend on the largest.
+        Drafts may go on after the last position that a request computes, and after the last block.
+        Nobody wants those rows, but a position is an index, and of some models (longrope, dynamic
+        RoPE) all rows depend on the largest.
         """
         host, num_reqs, num_tokens = self.arrays, query.size, int(start[-1])
         if num_tokens == num_reqs:

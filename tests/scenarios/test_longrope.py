@@ -69,6 +69,27 @@ def test_requests_on_both_sides(options):
     assert by_itself(model) == wanted, "its own generate stays what it was"
 
 
+def test_drafts_beyond_the_context_change_nothing():
+    """Those of a request that ends at the original context, beside one that is far from it."""
+    model, wanted = build(), by_itself(build())
+    session = make_session(model, num_draft_tokens=4)
+    ids = {session.add(PROMPTS[i], NEW[i]): wanted[i] for i in (1, 0)}
+    streamed = dict.fromkeys(ids, 0)
+    while session.num_unfinished:
+        drafts = {i: tokens[streamed[i] :][:3] + [1] for i, tokens in ids.items()}
+        for output in session.verify_draft(drafts):
+            streamed[output.request_id] += 1
+    assert [session.result(i).token_ids for i in ids] == list(ids.values())
+
+
+def test_prefixes_are_found():
+    """Although every forward writes the frequencies, which are buffers."""
+    session = make_session(build(), share_prefixes=True)
+    first = session.generate([PROMPTS[1]], 2)
+    assert session.generate([PROMPTS[1]], 2) == first
+    assert session.report().prefixes.num_shared_tokens >= 16
+
+
 def test_requests_that_cross_are_refused():
     session = make_session(build())
     with pytest.raises(ValueError, match="max_new_tokens must be at most 13 for a prompt of 20"):

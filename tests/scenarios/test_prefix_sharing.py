@@ -170,6 +170,21 @@ def test_a_changed_model_forgets(make, change):
     assert session.report().prefixes.num_forgotten >= 1
 
 
+def test_weights_that_come_back_after_prefixes_were_forgotten():
+    """Both writes are none that torch counts; the second is told by values alone."""
+    model = build_model()
+    session, weight = sharing(model), model.model.layers[0].self_attn.k_proj.weight
+    before = make_session(model).generate(PROMPTS, 6)
+    running = session.add(PROMPTS[0], 30)
+    session.step()
+    weight.data.mul_(-1)
+    session.forget_prefixes()
+    session.generate(PROMPTS, 6)
+    session.discard(running)
+    weight.data.mul_(-1)
+    assert session.generate(PROMPTS, 6) == before
+
+
 @pytest.mark.parametrize(
     "arguments", [{"n": 0}, {"n": True}, {"n": 1.5}, {"share_prefix": 1}], ids=str
 )

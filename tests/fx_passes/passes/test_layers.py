@@ -202,14 +202,21 @@ def test_skipped_when_a_number_has_changed():
             assert "the graph reads a number from a tensor" in reasons
 
 
-@pytest.mark.skipped_when(OutlineLayers, "an operator of the graph has code of its own")
-def test_skipped_when_there_is_a_condition():
-    class Branching(Stack):
-        def forward(self, x):
-            x = super().forward(x)
-            return torch.cond(x.sum() > 0, lambda z: z.sin() + 1, lambda z: z.cos() - 1, (x,))
+class Branching(Stack):
+    def forward(self, x):
+        x = super().forward(x)
+        return torch.cond(x.sum() > 0, lambda z: z.sin() + 1, lambda z: z.cos() - 1, (x,))
 
-    model = Branching(Layer(), Layer(), Layer())
+
+class Mapped(Layer):
+    def forward(self, x):
+        return torch.vmap(lambda row: torch.tanh(self.linear(row)))(x)
+
+
+@pytest.mark.skipped_when(OutlineLayers, "an operator of the graph has code of its own")
+@pytest.mark.parametrize(("stack", "layer"), [(Branching, Layer), (Stack, Mapped)])
+def test_skipped_when_there_is_a_condition(stack, layer):
+    model = stack(layer(), layer(), layer())
     with recording() as recorder:
         found = torch.compile(model, backend=attn_ops, fullgraph=True)(X)
     torch.testing.assert_close(found, model(X))
@@ -309,6 +316,105 @@ def test_order_of_mutations_is_kept(dynamo_run, kind, layer, inductor):
             assert (one.matches, len(one.skipped)) == (0, 2)
     torch.testing.assert_close(compiled, eager)
     torch.testing.assert_close(got, wanted)
+
+
+class Reads(Halves):
+    def forward(self, linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x, linear.weight[:3], 1.0) if x.dtype == torch.bool else linear(x)
+
+
+class TwoPhases(nn.Module):
+    """Every layer reads x before and after it is written."""
+
+    def __init__(self, write) -> None:
+        super().__init__()
+        self.layers, self.write = nn.ModuleList(Reads() for _ in range(3)), write
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x > 0 if self.write is either else x * 2
+        before = [layer(layer.first, x) for layer in self.layers]
+        self.write(x)
+        return sum(before) + sum(layer(layer.second, x) for layer in self.layers)
+
+
+def either(x):
+    x |= torch.ones_like(x)
+
+
+WRITES = {
+    "inplace": lambda x: nn.functional.relu(x, inplace=True),
+    "inplace by place": lambda x: nn.functional.dropout(x, 1.0, True, True),
+    "list": lambda x: torch._foreach_mul_([x], 2.0),
+    "tuple of out": lambda x: torch.sort(
+        x.clone(), 1, out=(x, torch.empty(x.shape, dtype=torch.long))
+    ),
+    "statistics": lambda x: nn.functional.batch_norm(
+        torch.ones(4, 3, 8), x[:, 0], torch.ones(3), training=True
+    ),
+    "max_norm": lambda x: nn.functional.embedding(torch.arange(3), x, max_norm=0.1),
+}
+
+
+@pytest.mark.parametrize("write", [*WRITES.values(), either], ids=[*WRITES, "or"])
+def test_every_kind_of_write_is_known(dynamo_run, write):
+    model, one = TwoPhases(write), OutlineLayers()
+    wanted = model(X)
+    _, got = dynamo_run(model, one, X)
+    assert (one.matches, len(one.skipped)) == (0, 3)
+    torch.testing.assert_close(got, wanted)
+
+
+class Parts(Stack):
+    """Every layer has its state, and another view of the same memory."""
+
+    def __init__(self, part, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.part = part
+
+    def forward(self, x: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x, states[i, :3], self.part(states[i]))
+        return x
+
+
+class WritesPart(Layer):
+    def forward(self, x: torch.Tensor, state: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        state.add_(torch.tanh(self.linear(x)))
+        return x + part
+
+
+@pytest.mark.skipped_when(OutlineLayers, "two inputs of the layer overlap in memory")
+@pytest.mark.parametrize(("part", "matches"), [(lambda s: s[2], 0), (lambda s: s[3], 2)])
+def test_skipped_when_written_inputs_overlap(part, matches):
+    """torch takes their places in memory for those of the first layer."""
+    model = Parts(part, WritesPart(), WritesPart(), WritesPart())
+    eager, compiled = torch.ones(3, 4, 8), torch.ones(3, 4, 8)
+    wanted = model(X, eager)
+    with recording() as recorder:
+        got = torch.compile(model, backend=attn_ops, fullgraph=True)(X, compiled)
+    (record,) = (p for p in recorder.passes if p.pass_name == "outline_layers")
+    assert record.matches == matches
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(got, wanted)
+
+
+def test_layers_behind_a_longer_sequence():
+    """A piece has the size that its inputs' sizes are made of."""
+
+    class Registers(Stack):
+        def forward(self, x):
+            x = torch.cat([self.registers, x])
+            for layer in self.layers:
+                x = layer(x)
+            return x[2:]
+
+    model = Registers(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+    model.registers = nn.Parameter(torch.ones(2, 8), requires_grad=False)
+    run = torch.compile(model, backend=attn_ops, fullgraph=True, dynamic=True)
+    for num_rows in (3, 5):
+        x = torch.randn(num_rows, 8)
+        torch.testing.assert_close(run(x), model(x))
 
 
 class ReturnsInputView(Layer):

@@ -133,6 +133,8 @@ def test_a_write_behind_the_products_does_not_matter(aten_graph):
         (lambda x, w: (x @ w, x @ w), 0),
         (lambda x, w: ((x @ w)[:, :6], (x @ w)[:, 4:].unsqueeze(0)), 0),
         (lambda x, w: ((x @ w)[1:], (x @ w)[:-1]), 0),
+        (lambda x, w: (x @ w, (x @ w).diagonal()), 0),
+        (lambda x, w: ((x @ w)[:, :6], (x @ w).view(torch.int32)[:, 4:]), 0),
         (lambda x, w: ((x @ w)[:, :4].unflatten(1, (2, 2)), (x @ w)[:, 4:]), 1),
         (lambda x, w: (x @ w, (x @ w).relu()), 1),
     ],

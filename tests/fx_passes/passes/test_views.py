@@ -153,8 +153,15 @@ def product_and_view_clone(x, w):
 
 
 @pytest.mark.skipped_when(CollapseViews, "the copy leaves the graph")
+def product_and_view_of_clone(x, w):
+    y = aten.mm(x, w)
+    return y, y.clone().expand(2, -1, -1)
+
+
 @pytest.mark.parametrize(
-    "function", [product_and_clone, product_and_view_clone], ids=lambda f: f.__name__
+    "function",
+    [product_and_clone, product_and_view_clone, product_and_view_of_clone],
+    ids=lambda f: f.__name__,
 )
 def test_outputs_stay_independent(x_w, function):
     """The caller asked for copies: writing to one result must not show in another."""

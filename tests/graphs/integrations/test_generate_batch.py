@@ -334,6 +334,25 @@ def test_a_seed_repeats(model):
     assert first["req_0"] != first["req_0__child#0"]
 
 
+def test_samples_of_a_prompt_with_a_seed_of_the_call_differ(model):
+    enable(model)
+    config = GenerationConfig(**(GREEDY | {"do_sample": True, "num_return_sequences": 2}))
+    found = tokens(model.generate_batch(PROMPTS[:1], generation_config=config, seed=5))
+    one = GenerationConfig(**(GREEDY | {"do_sample": True}))
+    alone = [model.generate_batch(PROMPTS[:1], generation_config=one, seed=i) for i in (5, 6)]
+    assert list(found.values()) == [tokens(each)["req_0"] for each in alone]
+
+
+def test_a_config_without_eos_has_the_models_own(model):
+    """As in `generate`: that of its generation config before that of its config."""
+    enable(model)
+    plain = {name: value for name, value in GREEDY.items() if name != "eos_token_id"}
+    end = tokens(model.generate_batch(PROMPTS[:1], GenerationConfig(**GREEDY)))["req_0"][3]
+    model.config.eos_token_id, model.generation_config.eos_token_id = 2, [2, end]
+    found = tokens(model.generate_batch(PROMPTS[:1], GenerationConfig(**plain)))["req_0"]
+    assert found[-1] == end and len(found) <= 4
+
+
 def test_options_are_checked_at_once(model):
     with pytest.raises(TypeError, match="got 'max_toknes', which may mean 'max_tokens'"):
         enable(model, max_toknes=3)

@@ -16,24 +16,22 @@ from graphs import AsyncSession, DecodeSession, StepOutput
 from graphs.async_session import QueueFullError
 
 CODE = {ValueError: 400, TypeError: 400, LookupError: 404, QueueFullError: 429, CancelledError: 499}
-OURS = ("model", "stream", "stream_options")
 FINISH = {"eos": "stop", "max_tokens": "length"}
 
 
-def asked_of(body: dict[str, Any], chat: bool, tokenizer: Any) -> tuple[list, list[dict]]:
+def asked_of(body: dict[str, Any], chat: bool, tokens_of: Any) -> tuple[list, list[dict]]:
     """Prompts, and the session's arguments for each of `n` choices; it refuses unknown names."""
     wanted = {name: value for name, value in body.items() if value is not None and name != "user"}
     most = wanted.pop("max_tokens", 2**31 if chat else None)  # more than a session has room for
-    wanted["max_new_tokens"] = wanted.pop("max_completion_tokens", most)
+    wanted.setdefault("max_new_tokens", wanted.pop("max_completion_tokens", most))
     given = wanted.pop("messages" if chat else "prompt")
     if chat:
-        template = tokenizer.apply_chat_template
-        given = [template(given, add_generation_prompt=True, return_dict=False)]
+        given = [tokens_of.chat(given)]
         if wanted.pop("logprobs", False):
             wanted["logprobs"] = wanted.pop("top_logprobs", 0)
     elif not isinstance(given, list) or all(isinstance(token, int) for token in given):
         given = [given]
-    prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in given]
+    prompts = [tokens_of.ids(p) if isinstance(p, str) else p for p in given]
     form = wanted.pop("response_format", {"type": "text"})
     if form["type"] != "text":
         schema = form.get("json_schema", {}).get("schema")
@@ -72,7 +70,7 @@ async def refusal(_: Request, error: Exception) -> JSONResponse:
 
 def application(session: DecodeSession, opened: AsyncSession, name: str) -> FastAPI:
     """The server of a session that `opened` steps, under the model's name."""
-    app = FastAPI(exception_handlers=dict.fromkeys((*CODE, Exception), refusal))
+    app = FastAPI(exception_handlers=dict.fromkeys((*CODE, RuntimeError, Exception), refusal))
     app.get("/health")(lambda: {"status": "ok"})
     told = {"id": name, "object": "model", "created": 0, "owned_by": "attn-ops"}
     app.get("/v1/models")(lambda: {"object": "list", "data": [told]})
@@ -83,8 +81,9 @@ def application(session: DecodeSession, opened: AsyncSession, name: str) -> Fast
         chat = "chat" in request.url.path
         try:
             body = await request.json()
-            model, streamed, options = (body.pop(key, None) for key in OURS)
-            prompts, wanted = asked_of(body, chat, session.tokenizer)
+            model, streamed = body.pop("model", None), body.pop("stream", None)
+            options = dict(body.pop("stream_options", None) or {})
+            prompts, wanted = asked_of(body, chat, session.book.tokens_of)
         except Exception as error:  # templates of chats are programs
             raise ValueError(f"body must be as OpenAI's, got {error!r}") from None
         if model != name:
@@ -119,7 +118,7 @@ def application(session: DecodeSession, opened: AsyncSession, name: str) -> Fast
                         part = head | {"choices": [choice(number, [output], begin)]}
                         yield f"data: {json.dumps(part)}\n\n"
                         begin, num = max(begin, 0) + len(output.text), num + 1
-                if options and options.get("include_usage"):
+                if options.get("include_usage"):
                     yield f"data: {json.dumps(head | {'choices': [], 'usage': usage(num)})}\n\n"
                 yield "data: [DONE]\n\n"
             except Exception as error:
@@ -130,9 +129,9 @@ def application(session: DecodeSession, opened: AsyncSession, name: str) -> Fast
         if streamed:
             await anext(sent := events())
             return StreamingResponse(sent, media_type="text/event-stream")
-        outputs = [[output async for output in stream] for stream in streams]
-        choices = [choice(number, each) for number, each in enumerate(outputs)]
-        return JSONResponse(head | {"choices": choices, "usage": usage(sum(map(len, outputs)))})
+        found = [[output async for output in stream] for stream in streams]
+        head |= {"choices": list(map(choice, range(len(found)), found))}
+        return JSONResponse(head | {"usage": usage(sum(map(len, found)))})
 
     return app
 

@@ -10,15 +10,16 @@ step for all its requests.
 import asyncio
 import atexit
 import contextlib
-import functools
 import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from numbers import Integral
 from typing import Any, TypeVar, cast
 
+from graphs.requests.requests import Wanted
 from graphs.requests.results import Generation, RequestError, StepOutput
 from graphs.sampling.params import check_positive
 from graphs.session import DecodeSession, Prompt
@@ -140,6 +141,7 @@ class AsyncSession:
         self._closing = False
         self._waiting: set[Handle] = set()  # for their first token
         self._calls: set[Future[Any]] = set()  # that have not begun
+        self._compiler = ThreadPoolExecutor(1, "AsyncSession grammars")
         # The thread's own:
         self._handles: dict[int, Handle] = {}  # that the session knows, by request id
         self._left: list[int] = []  # requests that have ended and are not discarded yet
@@ -168,8 +170,8 @@ class AsyncSession:
             SessionClosedError: it was closed.
         """
         wanted |= {"stream": True}
-        add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
-        return self._queued(Handle(self, on_output=on_output), add)
+        add = partial(self._session.add, prompt, max_new_tokens, **wanted)
+        return self._queued(Handle(self, on_output=on_output), add, wanted)
 
     def stream(self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any) -> Stream:
         """As `submit`, for the running event loop: `async for output in opened.stream(...)`.
@@ -177,15 +179,15 @@ class AsyncSession:
         Leaving the loop early aborts the request.
         """
         wanted |= {"stream": True}
-        add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
-        return Stream(self._queued(Handle(self, asyncio.get_running_loop(), True), add))
+        add = partial(self._session.add, prompt, max_new_tokens, **wanted)
+        return Stream(self._queued(Handle(self, asyncio.get_running_loop(), True), add, wanted))
 
     async def generate(
         self, prompt: Prompt, max_new_tokens: int | None = None, **wanted: Any
     ) -> Generation:
         """As `submit`, and waits for the result; a cancelled task aborts the request."""
-        add = functools.partial(self._session.add, prompt, max_new_tokens, **wanted)
-        handle = self._queued(Handle(self, asyncio.get_running_loop()), add)
+        add = partial(self._session.add, prompt, max_new_tokens, **wanted)
+        handle = self._queued(Handle(self, asyncio.get_running_loop()), add, wanted)
         try:
             await handle._arrived.wait()
         finally:
@@ -228,7 +230,7 @@ class AsyncSession:
             supported = "supported: Handle, Stream, int"
             raise ValueError(f"request must be a request, got {request!r:.80}; {supported}")
         if not (isinstance(request, Handle) and request._future.done()):
-            self._commands.put(functools.partial(self._abort, request))
+            self._commands.put(partial(self._abort, request))
 
     def close(self) -> None:
         """End all requests with a `SessionClosedError`, and the thread after the running step.
@@ -261,15 +263,23 @@ class AsyncSession:
         self._closing = True
         self._commands.put(lambda: None)  # wakes the thread
 
-    def _queued(self, handle: Handle, add: Callable[[], int]) -> Handle:
+    def _queued(self, handle: Handle, add: Callable[[], int], wanted: dict[str, Any]) -> Handle:
         with self._lock:
             if self._closing:
                 raise SessionClosedError("the AsyncSession was closed")
             if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
                 raise QueueFullError(f"max_waiting={self._max_waiting} requests wait already")
             self._waiting.add(handle)
-            self._commands.put(functools.partial(self._add, handle, add))
+            command = partial(self._commands.put, partial(self._add, handle, add))
+            if wanted.get("structured_outputs") is None:
+                command()
+            else:  # a grammar takes up to seconds, in which the others go on
+                self._compiler.submit(self._compile, wanted).add_done_callback(lambda _: command())
         return handle
+
+    def _compile(self, wanted: dict[str, Any]) -> None:
+        """Compile a request's grammar, which the session finds when the request is added."""
+        self._session.book.compile_grammar(Wanted.of(None, wanted))
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -287,6 +297,7 @@ class AsyncSession:
                 self._closing = True  # no request comes after this
             closed = SessionClosedError("the AsyncSession was closed before the request had ended")
             closed.__cause__ = sys.exception()
+            self._compiler.shutdown(wait=False, cancel_futures=True)
             self._end_all({*self._waiting, *self._handles.values()}, closed)
             for future in self._calls:
                 future.set_exception(closed)
@@ -294,6 +305,8 @@ class AsyncSession:
             self._wake()
 
     def _add(self, handle: Handle, add: Callable[[], int]) -> None:
+        if handle._future.done():
+            return  # aborted before its grammar was compiled
         try:
             handle.request_id = add()
         except Exception as error:
@@ -303,7 +316,7 @@ class AsyncSession:
 
     def _abort(self, request: Handle | Integral) -> None:
         number = request.request_id if isinstance(request, Handle) else int(request)
-        handle = None if number is None else self._handles.get(number)
+        handle = request if request in self._waiting else self._handles.get(cast(int, number))
         if handle is not None and request in (handle, number):  # not of another session
             self._end(handle, CancelledError("the request was aborted"))
 
@@ -314,7 +327,7 @@ class AsyncSession:
             if (handle := self._handles.get(error.request_id)) is not None:
                 self._end(handle, error)
             return
-        except BaseException as error:  # the thread goes on
+        except Exception as error:
             self._end_all(self._handles.values(), error)
             return
         for output in outputs:

@@ -36,12 +36,13 @@ from graphs.modes import CUDAGraphMode
 from graphs.options import SessionOptions
 from graphs.report import SessionReport
 from graphs.requests.drafts import checked_drafts
+from graphs.requests.embeds import media_tokens
 from graphs.requests.outputs import TokenStream
 from graphs.requests.requests import Limits, Request, RequestBook, Wanted, known_request
 from graphs.requests.results import Generation, RequestError, StepOutput
 from graphs.requests.scheduler import Scheduler
 from graphs.requests.scores import Score, most_scored, queue_scored
-from graphs.requests.tokens import Tokens, media_tokens
+from graphs.requests.tokens import Tokens
 from graphs.requests.weight_versions import WeightVersions
 from graphs.runner import LogitsObserver, ModelInputs, StepRunner
 from graphs.step.ranks import ranks_of

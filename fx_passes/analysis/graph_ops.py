@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 import attn_ops.ops  # noqa: F401  (it defines the operators that are named here)
 
@@ -74,3 +74,13 @@ def switches_autocast(node: Node) -> bool:
     """Whether a node of the Dynamo graph changes in which dtypes those behind it compute."""
     name = getattr(node.target, "__name__", "")
     return node.op == "call_function" and name in ("_enter_autocast", "_exit_autocast")
+
+
+def has_own_code(graph: Graph) -> bool:
+    """Whether an operator of the Dynamo graph has a graph of its own, or nodes work by level."""
+    owner = graph.owning_module
+    modules = dict(owner.named_modules()) if owner is not None else {}
+    if any(node.target in modules for node in graph.find_nodes(op="get_attr")):
+        return True
+    called = (node for node in graph.nodes if node.op == "call_function")
+    return any(operator_name(node).endswith("_nesting") for node in called)  # of a vmap

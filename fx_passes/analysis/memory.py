@@ -45,10 +45,10 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not all(isinstance(number, int) for place in places for number in place):
         return True
     (begin, end), (other, its_end) = map(_bytes, (a, b))
-    return begin < its_end and other < end
+    return bool(begin < its_end and other < end)
 
 
-def _bytes(x: torch.Tensor) -> tuple[int, int]:
+def _bytes(x: torch.Tensor) -> tuple[Any, Any]:
     """Where its elements begin in its storage, and where they end."""
     begin = x.storage_offset()
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))

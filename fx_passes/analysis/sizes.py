@@ -80,5 +80,5 @@ def unbound_sizes(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
     sizes = [expression(size) for x in tensors for size in (*x.shape, *x.stride())]
     sizes += [expression(value) for value in values if isinstance(value, torch.SymInt)]
     free = set().union(*(size.free_symbols for size in sizes)) - set(sizes)
-    found = (input_of_size(graph, symbol) for symbol in sorted(free, key=str))
+    found = (input_of_size(graph, symbol) for symbol in sorted(free, key=str))  # pyright: ignore
     return [node for node in found if node is not None and node not in nodes]

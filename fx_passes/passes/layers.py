@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
-from fx_passes.analysis.graph_ops import operator_name, switches_autocast
+from fx_passes.analysis.graph_ops import has_own_code, switches_autocast
 from fx_passes.analysis.layer_paths import layer_path
 from fx_passes.analysis.own_sizes import with_own_sizes
 from fx_passes.base import Pass
@@ -56,13 +56,10 @@ class OutlineLayers(Pass):
         if graph.find_nodes(op="call_method", target="item"):
             self.skip("the graph reads a number from a tensor")
             return 0
-        owner = graph.owning_module
-        modules = dict(owner.named_modules()) if owner is not None else {}
-        named = (operator_name(node) for node in graph.nodes if node.op != "get_attr")
-        own_code = any(node.target in modules for node in graph.find_nodes(op="get_attr"))
-        if own_code or any(name.endswith("_nesting") for name in named):
+        if has_own_code(graph):
             self.skip("the graph has an operator with code of its own, such as torch.cond")
             return 0
+        owner = graph.owning_module
         copies = with_own_sizes(graph)
         groups: dict[str, list[Region]] = {}
         inside = _autocasts(graph)

@@ -266,9 +266,7 @@ class AttnOpsLM(TemplateLM):
             config = getattr(self.session.original, "generation_config", None)
             if getattr(config, "top_k", None) is None:
                 kwargs = {"top_k": 50} | kwargs  # as in Transformers' generate
-        # The session's texts leave special tokens out, so those end requests by themselves.
-        ids = [self._special[text] for text in until if text in self._special]
-        return until, new, kwargs | {"stop": until, "stop_token_ids": ids}
+        return until, new, kwargs | {"stop": until}
 
     def _text(self, tokens: Sequence[int], until: list[str]) -> str:
         """The answer in generated tokens: after thoughts, before what ends it."""

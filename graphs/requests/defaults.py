@@ -144,6 +144,9 @@ class Defaults:
             name: self.given.get(field) if own.get(name) is None else own[name]
             for name, field in theirs.items()
         }
+        if own.get("bad_words") is None and isinstance(found["bad_words"], list):
+            ends = [[token] for token in self.tokens("eos_token_id")]  # allowed, as in `generate`
+            found["bad_words"] = [word for word in found["bad_words"] if word not in ends] or None
         if suppressed and not isinstance(found["bad_words"], str):  # which is refused
             found["bad_words"] = [*(found["bad_words"] or ()), *suppressed]
         return found

@@ -221,3 +221,16 @@ def _are_plain(positions: torch.Tensor | None, mask: Any) -> bool:
         bool((row[k] == torch.arange(int(k.sum()), device=row.device)).all())
         for row, k in zip(rows, kept, strict=True)
     )
+
+
+def media_tokens(config: Any) -> dict[int, str]:
+    """Tokens that stand for an image, a video or sound, with their names in a model's config."""
+    kinds = [
+        f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")
+    ]
+    values = [(getattr(config, name, None), name) for name in kinds]
+    found = {token: name for token, name in values if isinstance(token, int)}
+    for part in vars(config).values():
+        if hasattr(part, "to_diff_dict"):  # of a vision or audio encoder
+            found |= media_tokens(part)
+    return found

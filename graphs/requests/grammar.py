@@ -49,7 +49,7 @@ class Grammars:
 
                 - json: a JSON schema as a mapping or text, or a pydantic model. Objects have their
                   properties in the schema's order, and no others unless it says so. A `pattern` is
-                  that of a whole string.
+                  that of a whole string, and oneOf is anyOf.
                 - json_object: True, for any JSON object.
                 - regex: of the whole text.
                 - choice: the texts to choose from.
@@ -208,8 +208,15 @@ def _skipped(schema: Any) -> Iterator[str]:
     if not isinstance(schema, dict):
         return
     combined = schema.keys() & _COMBINED
-    beside = (*_BOUNDS, *_PARTS) if combined else () if "type" in schema else _BOUNDS
+    alone = combined or schema.keys() & {"const", "enum"}  # it looks at nothing else
+    beside = (*_BOUNDS, *_PARTS) if alone else () if "type" in schema else _BOUNDS
     yield from (key for key in (*_NEVER, *beside) if schema.get(key, False) is not False)
+    if "type" in schema and alone:
+        named = [schema["const"]] if "const" in schema else schema.get("enum") or []
+        parts = [part for key in combined for part in ([*schema[key]] if key != "$ref" else [{}])]
+        same = all(isinstance(p, dict) and p.get("type") == schema["type"] for p in parts)
+        if not (same and all(_is_of(value, schema["type"]) for value in named)):
+            yield f"type beside {min(alone)}"
     if schema.get("type") == "number" and "multipleOf" in schema:
         yield "multipleOf of numbers"
     if "pattern" in schema:
@@ -229,6 +236,19 @@ def _skipped(schema: Any) -> Iterator[str]:
         if key not in ("const", "enum", "default", "examples"):
             for part in value if isinstance(value, list) else [value]:
                 yield from _skipped(part)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+    "null": (type(None),), "object": (dict,), "array": (list,),
+}  # fmt: skip
+
+
+def _is_of(value: Any, kinds: Any) -> bool:
+    """Whether a value is of a `type` of JSON schemas; True and False are no numbers."""
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    own = [k for k in kinds if isinstance(value, _TYPES.get(k, ()))]
+    return bool(own) and (not isinstance(value, bool) or "boolean" in own)
 
 
 def _any_object(value: Any) -> str:

@@ -3,6 +3,7 @@
 R rows, one a request; V vocabulary; W words of 32 bits.
 """
 
+from asyncio import CancelledError
 from typing import Any
 
 import torch
@@ -44,6 +45,6 @@ def by_processors(
                         "logits_processor must leave a token that can be drawn, got none after "
                         f"{len(request.token_ids)} tokens"
                     )
-            except Exception as error:  # the others go on
+            except (Exception, CancelledError) as error:  # the others go on
                 request.error = error
     return logits_RV

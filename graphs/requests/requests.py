@@ -471,11 +471,17 @@ class RequestBook:
             listed and any(isinstance(p, Mapping) for p in prompts)
         ):
             prompts = embedded(prompts, self._model)
+        places = self.next_id, prompts, wanted, self._defaults(wanted)
+        return self.queue(checked_requests(*places, self.limits, self.tokens_of))
+
+    def compile_grammar(self, wanted: Wanted) -> None:
+        """Compile what requests will find, from any thread; raises as `queue_all` will."""
+        ends = wanted.ends(self._defaults(wanted), self.limits.vocab_size)
+        self.tokens_of.grammars(wanted, ends[1])
+
+    def _defaults(self, wanted: Wanted) -> Defaults:
         own = getattr(self._model, "generation_config", None)
-        defaults = Defaults.of(own, wanted.generation_config)
-        return self.queue(
-            checked_requests(self.next_id, prompts, wanted, defaults, self.limits, self.tokens_of)
-        )
+        return Defaults.of(own, wanted.generation_config)
 
     def queue(self, requests: list[Request]) -> list[Request]:
         """Queue requests with ids from `next_id` on."""

@@ -1,6 +1,7 @@
 """Text of generated tokens, as they come: never half a character, and cut at stop strings."""
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
@@ -18,6 +19,7 @@ class TextOfTokens:
     Args:
         tokenizer: `decode(ids, skip_special_tokens=bool) -> str`, of Transformers or `tokenizers`.
         stop: strings that end the text.
+        ends: special tokens that are stop strings, which no text shows.
         include_stop: whether the text keeps the one that ended it.
         skip_special_tokens: whether tokens such as eos are left out of the text.
 
@@ -31,11 +33,12 @@ class TextOfTokens:
         tokenizer: Any,
         stop: Sequence[str] = (),
         *,
+        ends: Mapping[int, str] = types.MappingProxyType({}),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer, self._stop, self._include = tokenizer, tuple(stop), include_stop
-        self._skip = skip_special_tokens
+        self._skip, self._ends = skip_special_tokens, ends
         self._ids: list[int] = []
         self._begin = self._read = 0  # the window's first token, and the first not in `text`
         self._longest = max(map(len, self._stop), default=1)
@@ -47,6 +50,10 @@ class TextOfTokens:
     def push(self, token: int, *, stops: bool = True) -> str | None:
         """Add a token; returns the stop string that it completes, if any, and if it `stops`."""
         if self.stop_reason is not None:
+            return self.stop_reason
+        if stops and token in self._ends:
+            self.text = self.finish() + self._ends[token] * self._include
+            self.stop_reason = self._ends[token]
             return self.stop_reason
         self._ids.append(token)
         known, now = self._decoded(self._begin, self._read), self._decoded(self._begin, None)
@@ -105,3 +112,13 @@ def _behind(known: str, now: str) -> str:
         return now[len(known) :]
     pairs = enumerate(zip(known, now, strict=False))
     return now[next((i for i, (a, b) in pairs if a != b), len(now)) :]
+
+
+def with_text(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """One of a conversation, whose content may be OpenAI's list of parts: of text alone."""
+    parts = turn.get("content")
+    if not isinstance(parts, list):
+        return dict(turn)
+    if not all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in parts):
+        raise ValueError(f"content must be text or parts with a text each, got {parts!r:.80}")
+    return {**turn, "content": "".join(part["text"] for part in parts)}

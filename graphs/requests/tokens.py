@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from graphs.requests.text import TextOfTokens
+from graphs.requests.text import TextOfTokens, with_text
 
 TOKENIZE = (
     "tokenize first, e.g. tokenizer(text)['input_ids'], or make the session with tokenizer=..."
@@ -142,19 +142,6 @@ def _shown(row: Any, mask: Any) -> Any:
     return tokens[begin:end]
 
 
-def media_tokens(config: Any) -> dict[int, str]:
-    """Tokens that stand for an image, a video or sound, with their names in a model's config."""
-    kinds = [
-        f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")
-    ]
-    values = [(getattr(config, name, None), name) for name in kinds]
-    found = {token: name for token, name in values if isinstance(token, int)}
-    for part in vars(config).values():
-        if hasattr(part, "to_diff_dict"):  # of a vision or audio encoder
-            found |= media_tokens(part)
-    return found
-
-
 class Tokens:
     """A session's tokenizer: text to tokens, and what follows from it.
 
@@ -198,7 +185,7 @@ class Tokens:
             )
         try:
             return known.apply_chat_template(
-                list(messages), add_generation_prompt=True, return_dict=False
+                list(map(with_text, turns)), add_generation_prompt=True, return_dict=False
             )
         except (TemplateError, ValueError) as error:  # some refuse a system's message
             raise ValueError(
@@ -240,7 +227,10 @@ class Tokens:
                 f"got {wanted.include_stop_str_in_output!r}"
             )
         known, include = self._known("stop", stop), wanted.include_stop_str_in_output
-        return lambda: TextOfTokens(known, strings, include_stop=include)
+        added = getattr(known, "added_tokens_decoder", {}).items()
+        named = {token: one.content for token, one in added if one.special}
+        ends = {token: text for token, text in named.items() if text in strings}
+        return lambda: TextOfTokens(known, strings, ends=ends, include_stop=include)
 
     def grammars(self, wanted: Any, stops: Collection[int]) -> Callable[[], Any]:
         """Makes a request's grammar, where its output is structured."""

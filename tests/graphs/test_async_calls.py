@@ -1,9 +1,12 @@
 """Functions that an `AsyncSession` calls: between two steps, with tokens, with results."""
 
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
+from graphs import RequestError
 from graphs.async_session import SessionClosedError
 from tests.graphs.test_async_session import PATIENCE, gate, opened, session, until
 from tests.kit.sessions import PROMPTS
@@ -39,11 +42,16 @@ def test_a_call_that_has_not_begun(opened, gate):
             called.result(PATIENCE)
 
 
-def test_an_error_of_on_output_ends_its_request_alone(opened):
+@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
+@pytest.mark.parametrize("name", ["on_output", "logits_processor"])
+def test_an_error_of_a_requests_code_ends_it_alone(opened, name, error):
+    def raises(*_):
+        raise error("of its own")
+
     seen = []
-    bad = opened.submit([1, 2], 8, on_output=lambda output: 1 / 0)
+    bad = opened.submit([1, 2], 8, **{name: raises})
     good = opened.submit([5, 9, 3], 8, on_output=seen.append)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises((error, RequestError), match="of its own"):
         bad.result(60)
     tokens = good.result(60).token_ids
     assert [output.token_id for output in seen] == tokens
@@ -51,3 +59,27 @@ def test_an_error_of_on_output_ends_its_request_alone(opened):
     opened.submit([1], 2).when_done(lambda future: ended.append(future.result().token_ids))
     assert len(opened.submit([1], 4).result(60).token_ids) == 4
     assert len(ended[0]) == 2
+
+
+def test_grammars_are_compiled_beside_steps(opened, session, monkeypatch):
+    """Others go on meanwhile, and one that is aborted before never begins."""
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def compile_grammar(wanted):
+        compiling.set()
+        assert go_on.wait(PATIENCE)
+
+    monkeypatch.setattr(session.book, "compile_grammar", compile_grammar)
+    asked = {"structured_outputs": {"choice": ["a"]}}
+    waiting, aborted = opened.submit([1, 2], 8, **asked), opened.submit([1, 2], 8, **asked)
+    assert compiling.wait(PATIENCE)
+    assert len(opened.submit([5, 9, 3], 8).result(PATIENCE).token_ids) == 8
+    aborted.abort()
+    with pytest.raises(CancelledError):
+        aborted.result(PATIENCE)
+    assert not waiting._future.done()
+    go_on.set()
+    with pytest.raises(ValueError, match="must come with DecodeSession"):
+        waiting.result(PATIENCE)
+    until(lambda: not opened._waiting)
+    assert session.num_unfinished == 0

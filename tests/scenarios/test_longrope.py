@@ -76,7 +76,7 @@ def test_drafts_beyond_the_context_change_nothing():
     ids = {session.add(PROMPTS[i], NEW[i]): wanted[i] for i in (1, 0)}
     streamed = dict.fromkeys(ids, 0)
     while session.num_unfinished:
-        drafts = {i: tokens[streamed[i] :][:3] + [1] for i, tokens in ids.items()}
+        drafts = {i: [*tokens[streamed[i] :][:3], 1] for i, tokens in ids.items()}
         for output in session.verify_draft(drafts):
             streamed[output.request_id] += 1
     assert [session.result(i).token_ids for i in ids] == list(ids.values())

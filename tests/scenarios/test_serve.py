@@ -212,6 +212,7 @@ def test_json_output(client):
         ({"prompt": [9999]}, "prompt must hold token ids"),
         ({"prompt": "fox " * 400}, "prompt must be at most max_tokens=256 long"),
         ({"extra_body": {"response_format": {"type": "xml"}}}, "structured_outputs must be"),
+        ({"extra_body": {"stream_options": 3}}, "body must be"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -228,6 +229,18 @@ def test_chats_that_are_refused(client):
             chat(client, **asked)
     with pytest.raises(openai.BadRequestError, match="JSONDecodeError"):
         client.post("/completions", content=b"{", cast_to=object)
+
+
+def test_content_in_parts(client):
+    """Of text alone, which is joined."""
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    found = [
+        chat(client, [{"role": "user", "content": x}], max_tokens=8) for x in (parts, "one two")
+    ]
+    assert found[0].usage == found[1].usage
+    assert found[0].choices == found[1].choices
+    with pytest.raises(openai.BadRequestError, match="content must be text"):
+        chat(client, [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
 
 
 def test_models(client):
@@ -301,6 +314,14 @@ def test_an_error_behind_the_first_token(client, session, monkeypatch):
     with pytest.raises(openai.APIError, match="the step has failed"):
         list(complete(client, stream=True, **LONG))
     assert complete(client, max_tokens=4).choices
+
+
+def test_the_connection_stays_after_an_error(client):
+    """One in which the next request comes, as the error is an answer like others."""
+    for _ in range(3):
+        with pytest.raises(openai.InternalServerError):
+            complete(client, extra_body={"allowed_token_ids": [5], "bad_words": [[5, 5]]})
+        assert complete(client, max_tokens=1).choices
 
 
 def test_a_full_queue(client, session, url):

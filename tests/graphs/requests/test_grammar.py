@@ -249,11 +249,21 @@ def test_bad_values_are_named(grammars, asked, message):
         ({"type": "array", "items": {"anyOf": [{"type": "array", "uniqueItems": True}]}}, "unique"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}, "minimum": 3}, "minimum"),
         ({"$ref": "https://json-schema.org/schema"}, "$ref to another document"),
+        ({"type": "integer", "enum": [1, 2], "minimum": 2}, "minimum"),
+        ({"type": "string", "const": "abc", "maxLength": 2}, "maxLength"),
+        ({"type": "string", "enum": ["a", 3]}, "type beside enum"),
+        ({"type": "integer", "const": True}, "type beside const"),
+        ({"type": "string", "anyOf": [{"type": "string"}, {"const": 5}]}, "type beside anyOf"),
     ],
 )
 def test_keywords_that_would_be_skipped_are_named(grammars, schema, skipped):
     with pytest.raises(ValueError, match=re.escape(f"it would skip {skipped}")):
         grammars.compile({"json": schema})
+
+
+def test_types_beside_values_and_schemas_of_that_type(grammars):
+    grammars.compile({"json": {"type": ["string", "null"], "enum": ["a", None]}})
+    grammars.compile({"json": {"type": "object", "oneOf": [{"type": "object"}]}})
 
 
 def test_names_of_properties_are_no_keywords(grammars):

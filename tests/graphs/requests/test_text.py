@@ -162,3 +162,13 @@ def test_text_goes_on_behind_characters_that_were_changed():
         text.push(token)
     assert text.text.endswith(" word word")
     assert text.stop_reason == "stop"
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_special_tokens_are_stop_strings(include):
+    """Although texts leave them out."""
+    text = TextOfTokens(BytesInARow(), ["<end>"], ends={300: "<end>"}, include_stop=include)
+    assert text.push(300, stops=False) is None
+    found = [text.push(token) for token in (*b"so", 300)]
+    assert found == [None, None, "<end>"]
+    assert text.take() == text.text == " wordso" + "<end>" * include

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphs.requests.tokens import media_tokens
+from graphs.requests.embeds import media_tokens
 from tests.fuzz.configs import padded
 from tests.kit.models import build_model
 from tests.kit.sessions import PROMPTS, make_session

@@ -136,6 +136,18 @@ def test_what_the_config_only_samples_with(configured):
     assert got != session.generate(PROMPTS, 8, temperature=0)
 
 
+def test_bad_words_of_the_config_leave_eos(configured):
+    """As `generate` has it; a request's own forbid it."""
+    (free,) = make_session(configured()).generate(PROMPTS[:1], 12)
+    eos, other = free.token_ids[4], free.token_ids[1]
+    model = configured(eos_token_id=eos, bad_words_ids=[[eos], [other, 5]])
+    session = make_session(model)
+    (got,) = session.generate(PROMPTS[:1], 12)
+    assert got.token_ids == generated(model, PROMPTS[0], 12)
+    assert got.token_ids[-1] == eos
+    assert eos not in session.generate(PROMPTS[:1], 12, bad_words=[[eos]])[0].token_ids
+
+
 def test_a_text_is_no_list_of_bad_words(configured):
     session = make_session(configured(suppress_tokens=[1]))
     with pytest.raises(ValueError, match=r"^bad_words must be a list of texts .* got 'ab'"):

@@ -86,6 +86,17 @@ def test_stop_strings(model, make, include):
             assert "".join(output.text for output in streamed) == result.text
 
 
+def test_special_tokens_are_stop_strings(model):
+    """A token whose text is left out of texts ends a request, too."""
+    tokenizer, session = small_tokenizer(), session_of(model)
+    (free,) = session.generate(PROMPTS[:1], 24)
+    special = tokenizer.convert_ids_to_tokens(free.token_ids[6])
+    session.tokenizer.add_special_tokens({"additional_special_tokens": [special]})
+    (result,) = session.generate([free.prompt_token_ids], 24, stop=[special])
+    assert (result.finish_reason, result.stop_reason) == ("stop", special)
+    assert result.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[6]) + 1]
+
+
 def test_stop_strings_count_behind_min_tokens(model):
     session = session_of(model)
     (free,) = session.generate(PROMPTS[:1], 24)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from fx_passes.analysis.values import tensors_of, value_of
@@ -91,7 +92,9 @@ def mutated_arguments(node: Node) -> list[Node]:
 
 def _written_when_told(node: Node) -> list[Any]:
     """What a function of torch.nn.functional writes to because an argument says so."""
-    signature = _signature(node.target) if callable(node.target) else None
+    if getattr(node.target, "__module__", None) != functional.__name__:
+        return []
+    signature = _signature(node.target)
     if signature is None or not signature.parameters.keys() & _WHEN_TOLD.keys():
         return []
     bound = signature.bind(*node.args, **node.kwargs)
@@ -100,7 +103,7 @@ def _written_when_told(node: Node) -> list[Any]:
     return [bound.arguments.get(name) for names in told for name in names]
 
 
-# Cached: read of a function of torch or a library once, for all graphs.
+# Cached: the functions of torch.nn.functional, for all graphs.
 @functools.cache
 def _signature(function: Any) -> inspect.Signature | None:
     try:

@@ -213,8 +213,9 @@ def _skipped(schema: Any) -> Iterator[str]:
     yield from (key for key in (*_NEVER, *beside) if schema.get(key, False) is not False)
     if "type" in schema and alone:
         named = [schema["const"]] if "const" in schema else schema.get("enum") or []
-        parts = [part for key in combined for part in ([*schema[key]] if key != "$ref" else [{}])]
-        same = all(isinstance(p, dict) and p.get("type") == schema["type"] for p in parts)
+        listed = [part for key in combined - {"$ref"} for part in schema[key]]
+        parts = [part for part in listed if isinstance(part, dict)]  # others are refused there
+        same = all("$ref" in p or p.get("type") == schema["type"] for p in parts)
         if not (same and all(_is_of(value, schema["type"]) for value in named)):
             yield f"type beside {min(alone)}"
     if schema.get("type") == "number" and "multipleOf" in schema:

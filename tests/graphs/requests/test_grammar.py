@@ -263,7 +263,8 @@ def test_keywords_that_would_be_skipped_are_named(grammars, schema, skipped):
 
 def test_types_beside_values_and_schemas_of_that_type(grammars):
     grammars.compile({"json": {"type": ["string", "null"], "enum": ["a", None]}})
-    grammars.compile({"json": {"type": "object", "oneOf": [{"type": "object"}]}})
+    named = {"$defs": {"a": {"type": "object"}}, "type": "object"}
+    grammars.compile({"json": named | {"oneOf": [{"type": "object"}, {"$ref": "#/$defs/a"}]}})
 
 
 def test_names_of_properties_are_no_keywords(grammars):

@@ -77,10 +77,19 @@ def switches_autocast(node: Node) -> bool:
 
 
 def has_own_code(graph: Graph) -> bool:
-    """Whether an operator of the Dynamo graph has a graph of its own, or nodes work by level."""
+    """Whether an operator of the Dynamo graph has a graph of its own."""
     owner = graph.owning_module
     modules = dict(owner.named_modules()) if owner is not None else {}
-    if any(node.target in modules for node in graph.find_nodes(op="get_attr")):
-        return True
-    called = (node for node in graph.nodes if node.op == "call_function")
-    return any(operator_name(node).endswith("_nesting") for node in called)  # of a vmap
+    return any(node.target in modules for node in graph.find_nodes(op="get_attr"))
+
+
+def vmapped_nodes(graph: Graph) -> set[Node]:
+    """Those of a Dynamo graph's vmaps, which work by the level that others begin and end."""
+    found, depth = set(), 0
+    for node in graph.nodes:
+        name = operator_name(node)
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            found.add(node)
+        depth -= name.endswith("_decrement_nesting")
+    return found

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
-from fx_passes.analysis.graph_ops import has_own_code, switches_autocast
+from fx_passes.analysis.graph_ops import has_own_code, switches_autocast, vmapped_nodes
 from fx_passes.analysis.layer_paths import layer_path
 from fx_passes.analysis.own_sizes import with_own_sizes
 from fx_passes.base import Pass
@@ -41,7 +41,8 @@ class OutlineLayers(Pass):
         - a node outside stands between the layer's and writes what it reads, or the reverse;
         - the layer hands something other than tensors, and sizes made of sizes, to the outside;
         - the graph reads a number from a tensor, as Dynamo makes of a float that has changed;
-        - an operator of the graph has code of its own, as `torch.cond` and `torch.vmap` have;
+        - an operator of the graph has code of its own, as `torch.cond` has;
+        - the layer is in a `torch.vmap`, or has one;
         - two inputs of the layer overlap in memory that it writes;
         - autocast begins or ends between its nodes and others;
         - training: an input requires grad.
@@ -62,10 +63,10 @@ class OutlineLayers(Pass):
         owner = graph.owning_module
         copies = with_own_sizes(graph)
         groups: dict[str, list[Region]] = {}
-        inside = _autocasts(graph)
+        inside, vmapped = _autocasts(graph), vmapped_nodes(graph)
         for region in _regions(graph):
             reason = region.reason_against() or _cut_autocast(region, inside)
-            if reason:
+            if reason := "it is in a vmap" if vmapped & {*region.nodes} else reason:
                 self.skip(reason, region.path)
                 continue
             groups.setdefault(region.key(), []).append(region)

@@ -213,15 +213,31 @@ class Mapped(Layer):
         return torch.vmap(lambda row: torch.tanh(self.linear(row)))(x)
 
 
-@pytest.mark.skipped_when(OutlineLayers, "an operator of the graph has code of its own")
-@pytest.mark.parametrize(("stack", "layer"), [(Branching, Layer), (Stack, Mapped)])
-def test_skipped_when_there_is_a_condition(stack, layer):
-    model = stack(layer(), layer(), layer())
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        pytest.param(
+            Branching(Layer(), Layer(), Layer()),
+            "the graph has an operator with code of its own, such as torch.cond",
+            marks=pytest.mark.skipped_when(
+                OutlineLayers, "an operator of the graph has code of its own"
+            ),
+            id="cond",
+        ),
+        pytest.param(
+            Stack(Mapped(), Mapped(), Mapped()),
+            "layers.0: it is in a vmap",
+            marks=pytest.mark.skipped_when(OutlineLayers, "the layer is in a `torch.vmap`"),
+            id="vmap",
+        ),
+    ],
+)
+def test_skipped_when_nodes_have_code_or_levels(model, reason):
     with recording() as recorder:
         found = torch.compile(model, backend=attn_ops, fullgraph=True)(X)
     torch.testing.assert_close(found, model(X))
     reasons = [r for p in recorder.passes for r in p.skipped if p.pass_name == "outline_layers"]
-    assert "the graph has an operator with code of its own, such as torch.cond" in reasons
+    assert reason in reasons
 
 
 # -- hazards ---------------------------------------------------------------------------------------

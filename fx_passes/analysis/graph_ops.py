@@ -1,6 +1,8 @@
 """Which operators are views, products or attention: the vocabulary that the passes share."""
 
+import operator
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -68,6 +70,21 @@ def computed_from(node: Node, through: Callable[[Node], bool] | None = None) -> 
             new = [source for source in one.all_input_nodes if source not in seen]
             seen.update(new)
             pending += new
+
+
+def returned(node: Node) -> list[Node]:
+    """What the functional graph returns of a tensor: itself, or views of it."""
+    own = [node] if any(user.op == "output" for user in node.users) else []
+    return own + [v for user in node.users if _shares_memory(user) for v in returned(user)]
+
+
+def _shares_memory(node: Node) -> bool:
+    """Whether it is a view of its first argument, of any kind, or a part of several views."""
+    if node.target is operator.getitem:
+        return _shares_memory(cast(Node, node.args[0]))
+    op = node.target
+    views = isinstance(op, torch._ops.OpOverload) and any(r.alias_info for r in op._schema.returns)
+    return views or op in VIEWS
 
 
 def switches_autocast(node: Node) -> bool:

@@ -12,13 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from fx_passes.analysis.values import tensors_of, value_of
 
-_IN_PLACE = frozenset(
-    f"i{name}"
-    for name in (
-        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
-        *("or", "and", "xor", "lshift", "rshift"),
-    )
-) | {"setitem"}
+_IN_PLACE = frozenset((
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
+    "ior", "iand", "ixor", "ilshift", "irshift", "setitem",
+))  # fmt: skip
 """Functions of `operator` that write to their first argument."""
 
 _WHEN_TOLD = {

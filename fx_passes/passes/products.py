@@ -4,10 +4,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten
+from fx_passes.analysis.graph_ops import PRODUCTS, VIEWS, aten, returned
 from fx_passes.analysis.values import value_of
 from fx_passes.base import Pass
-from fx_passes.passes.views import returned
 
 _SHARED = PRODUCTS | {aten._scaled_mm.default}
 _ALWAYS_PURE = _SHARED | VIEWS

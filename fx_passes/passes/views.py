@@ -6,7 +6,15 @@ from typing import cast
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.analysis.graph_ops import ATTENTION, PRODUCTS, QUANTIZED, VIEWS, WITH_LSE, aten
+from fx_passes.analysis.graph_ops import (
+    ATTENTION,
+    PRODUCTS,
+    QUANTIZED,
+    VIEWS,
+    WITH_LSE,
+    aten,
+    returned,
+)
 from fx_passes.analysis.row_count import RowCount
 from fx_passes.analysis.sizes import equal, expression, is_contiguous
 from fx_passes.analysis.values import value_of
@@ -70,7 +78,7 @@ class CollapseViews(Pass):
     def _drop_copy(self, graph: Graph, node: Node) -> bool:
         """Drop a clone that keeps the strides: nothing mutates its source."""
         source = _source(node)
-        if _reaches_output(node):  # two outputs of the graph would become one tensor
+        if returned(node):  # two outputs of the graph would become one tensor
             return False
         if (
             not _is_written_whole(_root(source))
@@ -158,25 +166,6 @@ def _steps(node: Node) -> list[Node]:
         steps.append(node)
         node = _source(node)
     return steps
-
-
-def returned(node: Node) -> list[Node]:
-    """What the graph returns of a tensor: itself, or views of it."""
-    own = [node] if any(user.op == "output" for user in node.users) else []
-    return own + [v for user in node.users if _shares_memory(user) for v in returned(user)]
-
-
-def _shares_memory(node: Node) -> bool:
-    """Whether it is a view of its first argument, of any kind, or a part of several views."""
-    if node.target is operator.getitem:
-        return _shares_memory(_source(node))
-    op = node.target
-    views = isinstance(op, torch._ops.OpOverload) and any(r.alias_info for r in op._schema.returns)
-    return views or _is_view(node)
-
-
-def _reaches_output(node: Node) -> bool:
-    return bool(returned(node))
 
 
 def _ends_chain(node: Node) -> bool:

@@ -89,7 +89,7 @@ class AttnOpsLM(TemplateLM):
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._template_args = {**(chat_template_args or {}), **thinking}
         added = self.tokenizer.added_tokens_decoder.items()
-        self._special = {str(token): number for number, token in added if token.special}
+        self._special = {str(token) for _, token in added if token.special}
 
     @classmethod
     def create_from_arg_string(

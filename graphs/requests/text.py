@@ -1,4 +1,7 @@
-"""Text of generated tokens, as they come: never half a character, and cut at stop strings."""
+"""Text of generated tokens, as they come: never half a character, and cut at stop strings.
+
+And the text of a conversation's turns.
+"""
 
 import types
 from collections.abc import Mapping, Sequence

@@ -18,10 +18,6 @@ def _few_values(weight: torch.Tensor) -> torch.Tensor | None:
     return x.view(1) if x.dim() == 0 else x[len(x) // 2 :][:8]
 
 
-def _is_rope(module: nn.Module) -> bool:
-    return hasattr(module, "rope_type")
-
-
 class WeightVersions:
     """Tells whether weights have changed, so that kept prefixes are forgotten.
 
@@ -65,7 +61,8 @@ class WeightVersions:
         self._dicts = [d for m in modules for d in (m._parameters, m._buffers)]
         self._sizes = list(map(len, self._dicts))
         # None is one, too. Frequencies of RoPE are none: every forward of longrope writes them.
-        own = {id(m._buffers): m._non_persistent_buffers_set for m in modules if _is_rope(m)}
+        ropes = [m for m in modules if hasattr(m, "rope_type")]
+        own = {id(m._buffers): m._non_persistent_buffers_set for m in ropes}
         places = [(d, key) for d in self._dicts for key in d if key not in own.get(id(d), ())]
         for attributes in map(vars, modules):
             tensors = (k for k, value in attributes.items() if isinstance(value, torch.Tensor))

@@ -365,6 +365,7 @@ WRITES = {
     "tuple of out": lambda x: torch.sort(
         x.clone(), 1, out=(x, torch.empty(x.shape, dtype=torch.long))
     ),
+    "any overload": lambda x: torch.ops.aten.mul_(x, 3.0),
     "statistics": lambda x: nn.functional.batch_norm(
         torch.ones(4, 3, 8), x[:, 0], torch.ones(3), training=True
     ),

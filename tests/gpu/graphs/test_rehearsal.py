@@ -1,11 +1,15 @@
 """Kernels of captures are compiled before them, side by side."""
 
+import collections
+import sys
+
 import pytest
 import torch
 import triton
 
+from attn_ops.early_launch.triton import launch
 from attn_ops.early_launch.triton.launch import rehearsal
-from attn_ops.ops.triton.rows import launch_rms_norm, rms_norm_kernel
+from attn_ops.ops.triton.rows import launch_rms_norm
 from graphs import DecodeSession
 from tests.gpu.test_session import VOCAB, compiled_whole, tiny_llama
 
@@ -14,8 +18,14 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Names of kernels, as they are compiled or loaded by Triton."""
+    """Names of kernels, as they are compiled or loaded by Triton: anew, whatever ran before."""
     names = []
+    monkeypatch.setattr(launch, "_COMPILED", {})
+    modules = [m for name, m in sys.modules.items() if name.startswith(("attn_ops.", "graphs."))]
+    for kernel in {id(k): k for m in modules for k in vars(m).values()}.values():
+        if isinstance(kernel, triton.JITFunction):
+            fresh = collections.defaultdict(kernel.create_binder)
+            monkeypatch.setattr(kernel, "device_caches", fresh)
 
     def note(*, fn, **_):
         names.append(f"{fn.module}.{fn.name}")
@@ -55,7 +65,6 @@ def test_captures_compile_nothing(compilations, monkeypatch):
 
 def test_nothing_is_launched_in_a_rehearsal(compilations):
     x, w = torch.randn(4, 96, device="cuda"), torch.randn(96, device="cuda")
-    rms_norm_kernel.device_caches.clear()
     with rehearsal():
         launch_rms_norm(x, None, w, 1e-5)
     assert len(compilations) == 1

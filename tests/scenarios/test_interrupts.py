@@ -9,6 +9,14 @@ from graphs.context import uninterrupted
 from tests.kit.sessions import PROMPTS, captured_lazily, drain, is_empty, make_session, uncaptured
 
 
+@pytest.fixture(autouse=True)
+def _listens():
+    """Tests that a shell runs in the background start with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupting(session, monkeypatch, number: int) -> None:
     """Ctrl-C while the session runs the `number`-th of the steps that it calls or replays."""
     runs = []
